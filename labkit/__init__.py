@@ -1,0 +1,37 @@
+"""labkit: distributed deep-learning training, from scratch, on real processes."""
+
+import importlib
+
+_EXPORTS = {
+    "run": "labkit.launch",
+    "RunResult": "labkit.launch",
+    "warm_up": "labkit.launch",
+    "Trace": "labkit.trace",
+    "Span": "labkit.trace",
+    "WorkerError": "labkit.errors",
+    "DeadlockError": "labkit.errors",
+    "DeadlineError": "labkit.errors",
+    "RunConfig": "labkit.config",
+    "TrainResult": "labkit.experiment",
+    "train": "labkit.experiment",
+    "load_dataset": "labkit.workload",
+    "show_source": "labkit.display",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str):
+    # Lazy: a notebook's first cell should not wait for parts that it does not use.
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"labkit.{name}")
+    raise AttributeError(f"module 'labkit' has no attribute {name!r}")
+
+
+_MODULES = frozenset({"collectives", "costs", "plots", "schedules", "strategies", "workload"})
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *sorted(_MODULES)]

@@ -1,0 +1,286 @@
+"""The status board: what every rank is doing, in memory that all processes of a run share.
+
+A rank writes to it before and after each operation with plain stores, so the fast path costs no
+system call. The launcher reads it from outside. Since a transfer is a meeting of two ranks (a send
+ends when its receive has started), message number k on the edge a -> b completes if and only if
+both ends have posted their k-th operation on that edge. So who waits for whom is known exactly,
+and a deadlock is found by looking, not by waiting for a timeout.
+
+Symbols: P ranks; an edge is an ordered pair (source, destination).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from labkit.errors import MismatchError
+
+SEND, RECV = 0, 1
+NOT_STARTED, RUNNING, RETURNED = 0, 1, 2
+
+# Two descriptions an end suffice: operation k + 2 is posted only after operation k has completed.
+_DEPTH = 2
+_EDGE = np.dtype([("count", "i8"), ("posted_s", "f8", _DEPTH), ("what", "S96", _DEPTH)])
+_RANK = np.dtype(
+    [
+        ("state", "i8"),
+        ("pid", "i8"),
+        ("ticks", "i8"),
+        ("op", "S12"),
+        ("dst", "i8"),
+        ("src", "i8"),
+        ("barriers", "i8"),
+        ("barrier_s", "f8", _DEPTH),
+        ("origin_s", "f8"),
+        ("location", "S256"),
+        ("done", "i8"),
+        ("total", "i8"),
+        ("label", "S128"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One thing that keeps ``rank`` from going on: ``peer`` has not come to ``what``."""
+
+    rank: int
+    peer: int
+    op: str
+    what: str
+
+
+class Board:
+    """The board of one run of P ranks.
+
+    Args:
+        world_size: P.
+        memory: a writable buffer of ``Board.num_bytes(P)`` zero bytes that the processes share;
+            None keeps a private one (a rank that no launcher watches).
+    """
+
+    def __init__(self, world_size: int, memory=None):
+        if memory is None:
+            memory = bytearray(self.num_bytes(world_size))
+        self.world_size = world_size
+        self._memory = memory
+        split = world_size * _RANK.itemsize
+        view = memoryview(memory).cast("B")
+        self.ranks = np.frombuffer(view[:split], dtype=_RANK)
+        # Indexed [side, source, destination].
+        self.edges = np.frombuffer(view[split : self.num_bytes(world_size)], dtype=_EDGE).reshape(
+            2, world_size, world_size
+        )
+        self._count = self.edges["count"]
+        self._posted_s = self.edges["posted_s"]
+        self._what = self.edges["what"]
+
+    @staticmethod
+    def num_bytes(world_size: int) -> int:
+        return world_size * _RANK.itemsize + 2 * world_size**2 * _EDGE.itemsize
+
+    # Written by the rank itself
+
+    def enter(
+        self,
+        rank: int,
+        op: str,
+        now_s: float,
+        location: str,
+        sent: tuple[int, str] | None = None,
+        expected: tuple[int, str] | None = None,
+    ) -> None:
+        """Post an operation: ``sent`` is (destination, description), ``expected`` (source, same).
+
+        Raises:
+            MismatchError: the peer has posted its end already and describes another message.
+        """
+        slot = self.ranks[rank]
+        slot["location"] = location.encode()[:256]
+        slot["dst"] = sent[0] if sent else -1
+        slot["src"] = expected[0] if expected else -1
+        slot["op"] = op.encode()
+        if sent:
+            self._post(SEND, rank, sent[0], sent[1], now_s)
+        if expected:
+            self._post(RECV, expected[0], rank, expected[1], now_s)
+        slot["ticks"] += 1
+        if sent:
+            self._compare(SEND, rank, sent[0])
+        if expected:
+            self._compare(RECV, expected[0], rank)
+
+    def _post(self, side: int, source: int, destination: int, what: str, now_s: float) -> None:
+        edge = (side, source, destination)
+        index = self._count[edge] % _DEPTH
+        self._what[edge][index] = what.encode()[:96]
+        self._posted_s[edge][index] = now_s
+        self._count[edge] += 1
+
+    def _compare(self, side: int, source: int, destination: int) -> None:
+        mine = int(self._count[side, source, destination]) - 1
+        ahead = int(self._count[1 - side, source, destination]) - mine
+        if not 1 <= ahead <= _DEPTH:
+            return
+        sent = self._what[SEND, source, destination][mine % _DEPTH].decode()
+        expected = self._what[RECV, source, destination][mine % _DEPTH].decode()
+        if sent != expected:
+            where = self.ranks[destination if side == SEND else source]["location"].decode()
+            raise MismatchError(
+                f"message {mine + 1} from rank {source} to rank {destination} does not fit: "
+                f"rank {source} sends {sent}, rank {destination} receives into {expected} "
+                f"(the other end is at {where}). Give both ends the same shape and dtype."
+            )
+
+    def enter_barrier(self, rank: int, now_s: float, location: str) -> None:
+        slot = self.ranks[rank]
+        slot["location"] = location.encode()[:256]
+        slot["op"] = b"barrier"
+        slot["barrier_s"][slot["barriers"] % _DEPTH] = now_s
+        slot["barriers"] += 1
+        slot["ticks"] += 1
+
+    def leave(self, rank: int) -> None:
+        slot = self.ranks[rank]
+        slot["op"] = b""
+        slot["ticks"] += 1
+
+    def arrived_s(self, rank: int, sent_to: int | None, received_from: int | None) -> float:
+        """When the peers of the transfer that ``rank`` has just ended had come to it."""
+        latest = 0.0
+        for side, source, destination in (
+            (RECV, rank, sent_to),
+            (SEND, received_from, rank),
+        ):
+            if source is None or destination is None:
+                continue
+            mine = int(self._count[1 - side, source, destination]) - 1
+            latest = max(latest, float(self._posted_s[side, source, destination][mine % _DEPTH]))
+        return latest
+
+    def barrier_arrived_s(self, rank: int) -> float:
+        """When the last rank had come to the barrier that ``rank`` has just left."""
+        index = (int(self.ranks[rank]["barriers"]) - 1) % _DEPTH
+        return float(self.ranks["barrier_s"][:, index].max())
+
+    def progress(self, rank: int, done: int, total: int, label: str) -> None:
+        slot = self.ranks[rank]
+        slot["label"] = label.encode()[:128]
+        slot["done"], slot["total"] = done, total
+
+    # Read by the launcher
+
+    def copy(self) -> "Board":
+        return Board(self.world_size, bytearray(memoryview(self._memory).cast("B")))
+
+    def waits(self, rank: int) -> list[Waiting]:
+        """What the rank is waiting for at this moment: empty when it can go on by itself."""
+        slot = self.ranks[rank]
+        op = slot["op"].decode()
+        if slot["state"] != RUNNING or not op:
+            return []
+        if op == "barrier":
+            mine = int(slot["barriers"])
+            return [
+                Waiting(rank, peer, op, f"barrier number {mine}")
+                for peer in range(self.world_size)
+                if self.ranks[peer]["barriers"] < mine
+            ]
+        found = []
+        dst, src = int(slot["dst"]), int(slot["src"])
+        if dst >= 0 and self._open(SEND, rank, dst):
+            found.append(Waiting(rank, dst, op, f"to receive {self._last(SEND, rank, dst)}"))
+        if src >= 0 and self._open(RECV, src, rank):
+            found.append(Waiting(rank, src, op, f"to send {self._last(RECV, src, rank)}"))
+        return found
+
+    def _open(self, side: int, source: int, destination: int) -> bool:
+        edge = (source, destination)
+        return bool(self._count[(1 - side, *edge)] < self._count[(side, *edge)])
+
+    def _last(self, side: int, source: int, destination: int) -> str:
+        edge = (side, source, destination)
+        return self._what[edge][(int(self._count[edge]) - 1) % _DEPTH].decode()
+
+    def stuck(self) -> list[int]:
+        """The ranks that can never go on, whatever the others do.
+
+        A rank that computes may still come to any meeting; one that has returned never will. So a
+        rank is stuck when it waits for a rank that has returned, or for another stuck rank.
+        """
+        everyone = range(self.world_size)
+        ended = {rank for rank in everyone if self.ranks[rank]["state"] == RETURNED}
+        waits = {rank: self.waits(rank) for rank in everyone if rank not in ended}
+        # A cycle has no first member: start from "all that wait", and free those that can go on.
+        waiting = {rank for rank, reasons in waits.items() if reasons}
+        freed = True
+        while freed:
+            freed = {
+                rank
+                for rank in waiting
+                if all(r.peer not in waiting and r.peer not in ended for r in waits[rank])
+            }
+            waiting -= freed
+        return sorted(waiting)
+
+    def ticks(self) -> tuple[int, ...]:
+        """A fingerprint of the ranks' progress: unchanged means that none has moved on."""
+        return tuple(int(value) for value in self.ranks["ticks"])
+
+
+def cycle_among(waits: dict[int, list[Waiting]]) -> list[int]:
+    """A cycle of ranks in which each waits for the next; empty when there is none."""
+    for start in waits:
+        path: list[int] = []
+        rank = start
+        while rank in waits and waits[rank] and rank not in path:
+            path.append(rank)
+            rank = next((w.peer for w in waits[rank] if w.peer in waits), waits[rank][0].peer)
+        if rank in path:
+            return path[path.index(rank) :]
+    return []
+
+
+def explain(board: Board, stuck: list[int]) -> str:
+    """Sentences a learner can act on: who waits for whom, where, the cycle or the missing rank.
+
+    Args:
+        board: a copy of the board, taken while nothing moved.
+        stuck: the ranks that cannot go on.
+    """
+    waits = {rank: board.waits(rank) for rank in stuck}
+    lines = []
+    cycle = cycle_among(waits)
+    missing = sorted({w.peer for rank in stuck for w in waits[rank] if w.peer not in waits})
+    if cycle:
+        chain = " -> ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
+        lines.append(f"deadlock: {chain}, each waits for the next, so none can go on.")
+    for peer in missing:
+        waiting = [f"rank {r}" for r in stuck if any(w.peer == peer for w in waits[r])]
+        verb = "waits" if len(waiting) == 1 else "wait"
+        lines.append(
+            f"rank {peer} has returned and never came: {', '.join(waiting)} {verb} for it."
+        )
+    for rank in stuck:
+        location = board.ranks[rank]["location"].decode()
+        for wait in waits[rank]:
+            need = f"rank {wait.peer} {wait.what}"
+            if wait.op == "barrier":
+                need = f"rank {wait.peer} at {wait.what}"
+            lines.append(f"  rank {rank} is in {wait.op}, waiting for {need}, at {location}")
+    lines.append(_next_step(board, cycle, waits))
+    return "\n".join(lines)
+
+
+def _next_step(board: Board, cycle: list[int], waits: dict[int, list[Waiting]]) -> str:
+    ops = {wait.op for rank in cycle for wait in waits[rank]}
+    if ops == {"recv"}:
+        return "Next step: all of them receive first. Let one send first, or use comm.exchange."
+    if ops == {"send"}:
+        return (
+            "Next step: all of them send first, and a send ends only when its receive has begun. "
+            "Let one receive first, or use comm.exchange."
+        )
+    if cycle:
+        return "Next step: bring the operations of these ranks into an order in which each meets."
+    return "Next step: give every send a receive, and let every rank reach every barrier."

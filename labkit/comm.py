@@ -1,0 +1,283 @@
+"""Comm: the one object through which learner code and strategies talk to other ranks.
+
+Four operations (send, recv, exchange, barrier). Each is counted (messages, bytes, peers), timed
+(spans), and posted on the status board before it starts, so that a run that stands still can be
+explained. How the bytes travel is the transport's business.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from labkit.board import Board
+from labkit.errors import PeerLostError
+from labkit.sources import caller_location
+from labkit.trace import ClockTimer, CudaTimer, Recorder
+
+
+class TorchTransport:
+    """Point-to-point over ``torch.distributed``: gloo or NCCL, on any number of machines.
+
+    Tensors come contiguous. On gloo, CUDA tensors are staged through host memory, because gloo's
+    point-to-point moves host memory only.
+    """
+
+    def __init__(self, backend: str, device: torch.device):
+        self.device = device
+        self.staged = backend == "gloo" and device.type == "cuda"
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        dist.send(tensor.cpu() if self.staged else tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        landing = torch.empty_like(tensor, device="cpu") if self.staged else tensor
+        dist.recv(landing, src)
+        if self.staged:
+            tensor.copy_(landing)
+
+    def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> None:
+        landing = torch.empty_like(recv, device="cpu") if self.staged else recv
+        outgoing = send.cpu() if self.staged else send
+        if self.device.type == "cuda" and not self.staged:
+            # NCCL matches the two only when they are issued as one group.
+            pair = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.irecv, landing, src)]
+            works = dist.batch_isend_irecv(pair)
+        else:
+            works = [dist.isend(outgoing, dst), dist.irecv(landing, src)]
+        for work in works:
+            work.wait()
+        if self.staged:
+            recv.copy_(landing)
+
+    def barrier(self) -> None:
+        if self.device.type == "cuda" and not self.staged:
+            dist.barrier(device_ids=[self.device.index])
+        else:
+            dist.barrier()
+
+
+class Comm:
+    """One rank's way to the others.
+
+    Attributes:
+        rank: this rank, 0 .. world_size - 1.
+        world_size: P, the number of ranks.
+        device: where this rank's tensors live.
+        messages: messages sent so far.
+        bytes_sent: payload bytes sent so far.
+        bytes_to: payload bytes sent so far, by peer.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        transport: TorchTransport,
+        board: Board | None = None,
+    ):
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.messages = 0
+        self.bytes_sent = 0
+        self.bytes_to: Counter[int] = Counter()
+        self._transport = transport
+        self._board = board or Board(world_size)
+        on_gpu = device.type == "cuda"
+        self._recorder = Recorder(rank, CudaTimer(device) if on_gpu else ClockTimer())
+        self._host = ClockTimer()
+        self._closed = False
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send ``tensor`` (any shape, dense, any dtype) to rank ``dst``.
+
+        Returns when the receive has begun and the tensor may be overwritten (gloo), or when the
+        transfer is queued on the stream (NCCL). Counts 1 message.
+
+        Raises:
+            ValueError: ``dst`` is not another rank; the tensor is sparse or on another device.
+            MismatchError: the receiver expects another shape or dtype.
+            PeerLostError: the receiver has ended.
+        """
+        outgoing = self._outgoing(tensor)
+        with self._operation("send", tensor, dst, None, None):
+            self._transport.send(outgoing, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Receive into ``tensor`` in place, from rank ``src``; returns it. Counts no message.
+
+        Raises:
+            ValueError: ``src`` is not another rank; the tensor is sparse, on another device, or
+                expanded (its elements share memory).
+            MismatchError: the sender sends another shape or dtype.
+            PeerLostError: the sender has ended.
+        """
+        incoming = self._incoming(tensor)
+        with self._operation("recv", None, None, tensor, src):
+            self._transport.recv(incoming, src)
+        return self._deliver(incoming, tensor)
+
+    def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> torch.Tensor:
+        """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
+
+        The pair that cannot deadlock: every rank of a ring may call it at once. Counts 1 message.
+        Raises what ``send`` and ``recv`` raise.
+        """
+        outgoing, incoming = self._outgoing(send), self._incoming(recv)
+        with self._operation("exchange", send, dst, recv, src):
+            self._transport.exchange(outgoing, dst, incoming, src)
+        return self._deliver(incoming, recv)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Counts no message."""
+        self._check_open()
+        start, now_s = self._recorder.timer.mark(), self._host.mark()
+        self._board.enter_barrier(self.rank, now_s, caller_location())
+        try:
+            self._transport.barrier()
+        except RuntimeError as error:
+            raise PeerLostError(f"a rank left before barrier: {_first_line(error)}") from error
+        self._board.leave(self.rank)
+        # Gloo's barrier has no payload, so all of it is waiting.
+        end = self._recorder.timer.mark()
+        self._recorder.transfer(start, end, 0, None, arrived=end if self._on_clock else None)
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Record a region: ``compute``, ``update``, ``data`` or the name of a communication phase.
+
+        Transfers inside a local region are ``communicate``; inside a phase they carry its name.
+        """
+        with self._recorder.region(kind):
+            yield
+
+    def progress(self, done: int, total: int, label: str = "") -> None:
+        """Tell the notebook how far this rank is: it draws one bar while the run goes on."""
+        self._board.progress(self.rank, done, total, label)
+
+    def spans(self) -> list:
+        """This rank's spans so far."""
+        return self._recorder.spans()
+
+    def close(self) -> None:
+        """End of the run: every later use is refused."""
+        self._closed = True
+
+    def start_together(self) -> None:
+        """Meet the other ranks, then make this moment second 0 of the trace on all of them."""
+        self._board.ranks[self.rank]["origin_s"] = self._host.mark()
+        self._transport.barrier()
+        # One clock serves all ranks of a machine: the last one's arrival is the same for all.
+        origin = float(self._board.ranks["origin_s"].max()) if self._on_clock else None
+        self._recorder = Recorder(self.rank, self._recorder.timer, origin)
+
+    def __reduce__(self):
+        raise TypeError(
+            "a comm belongs to its rank and its run, and cannot be sent to another process or "
+            "returned: return tensors or numbers instead"
+        )
+
+    def __repr__(self) -> str:
+        return f"Comm(rank={self.rank}, world_size={self.world_size}, device={self.device})"
+
+    @property
+    def _on_clock(self) -> bool:
+        return isinstance(self._recorder.timer, ClockTimer)
+
+    @contextmanager
+    def _operation(
+        self,
+        op: str,
+        send: torch.Tensor | None,
+        dst: int | None,
+        recv: torch.Tensor | None,
+        src: int | None,
+    ) -> Iterator[None]:
+        self._check_open()
+        sent = expected = None
+        num_bytes = 0
+        if send is not None:
+            self._check_peer(dst, "send to")
+            sent = (dst, describe(send))
+            num_bytes = send.numel() * send.element_size()
+        if recv is not None:
+            self._check_peer(src, "receive from")
+            expected = (src, describe(recv))
+        start, now_s = self._recorder.timer.mark(), self._host.mark()
+        self._board.enter(self.rank, op, now_s, caller_location(), sent, expected)
+        try:
+            yield
+        except RuntimeError as error:
+            peers = " and ".join(f"rank {p}" for p in dict.fromkeys((dst, src)) if p is not None)
+            raise PeerLostError(f"{op} with {peers} broke off: {_first_line(error)}") from error
+        self._board.leave(self.rank)
+        if send is not None:
+            self.messages += 1
+            self.bytes_sent += num_bytes
+            self.bytes_to[dst] += num_bytes
+        arrived = self._board.arrived_s(self.rank, dst, src) if self._on_clock else None
+        peer = src if dst is None else dst
+        self._recorder.transfer(start, self._recorder.timer.mark(), num_bytes, peer, arrived)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(
+                "this comm is used after the end of its run: start another with labkit.run"
+            )
+
+    def _check_peer(self, peer: int, verb: str) -> None:
+        if isinstance(peer, bool) or not isinstance(peer, int):
+            raise ValueError(f"rank {self.rank} cannot {verb} {peer!r}: a rank is a whole number")
+        if not 0 <= peer < self.world_size:
+            raise ValueError(
+                f"rank {self.rank} cannot {verb} rank {peer}: with world size {self.world_size} "
+                f"the ranks are 0 to {self.world_size - 1} (a ring wraps with % world_size)"
+            )
+        if peer == self.rank:
+            raise ValueError(f"rank {self.rank} cannot {verb} itself: copy the tensor instead")
+
+    def _check_tensor(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"a dense tensor is needed, got {tensor.layout}: use .to_dense()")
+        if tensor.device.type != self.device.type:
+            raise ValueError(
+                f"rank {self.rank} works on {self.device}, but the tensor is on {tensor.device}: "
+                "move it with .to(comm.device)"
+            )
+
+    def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._check_tensor(tensor)
+        return tensor.detach().contiguous()
+
+    def _incoming(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._check_tensor(tensor)
+        flat = tensor.detach()
+        if flat.is_contiguous():
+            return flat
+        if any(step == 0 and size > 1 for step, size in zip(flat.stride(), flat.shape)):
+            raise ValueError(
+                "cannot receive into an expanded tensor: its elements share memory. "
+                "Receive into a tensor of its own (.clone() or torch.empty)"
+            )
+        return torch.empty_like(flat, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def _deliver(landing: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        if landing.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(landing)
+        return tensor
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """What both ends of a message must agree on, for example ``float32 [3, 4]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,38 @@
+"""Showing labkit's own code in a notebook: the page and the run are of one source."""
+
+import inspect
+from collections.abc import Callable
+
+
+class Source:
+    """The source of a function or class, highlighted in a notebook, plain text elsewhere."""
+
+    def __init__(self, text: str, where: str):
+        self.text = text
+        self.where = where
+
+    def __repr__(self) -> str:
+        return f"# {self.where}\n{self.text}"
+
+    def _repr_html_(self) -> str:
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import PythonLexer
+
+        formatter = HtmlFormatter(noclasses=True, style="friendly", nobackground=True)
+        body = highlight(self.text, PythonLexer(), formatter)
+        return f"<details open><summary><code>{self.where}</code></summary>{body}</details>"
+
+
+def show_source(thing: Callable | type) -> Source:
+    """Show the source of a labkit function or class, as installed.
+
+    Raises:
+        ValueError: it has no Python source to show.
+    """
+    try:
+        text = inspect.getsource(thing)
+    except (OSError, TypeError) as error:
+        raise ValueError(f"{thing!r} has no Python source to show: {error}") from None
+    module = inspect.getmodule(thing)
+    return Source(text, f"{module.__name__}.{thing.__qualname__}" if module else "")

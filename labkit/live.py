@@ -1,0 +1,163 @@
+"""What the ranks print and how far they are, shown by the calling process while a run goes on."""
+
+import os
+import sys
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+
+from labkit.board import Board
+
+MAX_CHARS = 200_000
+# Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
+# terminal and under test. A rank's lines wait for the ranks below it, but not for long.
+_HOLD_S = 2.0
+_BAR_AFTER_S = 0.5
+
+
+class Output:
+    """Collects the ranks' output and shows it by line, the rank in front, bounded in size."""
+
+    def __init__(self, connections: list[Connection], show: bool = True):
+        self._open = {connection: rank for rank, connection in enumerate(connections)}
+        self._pending = [b""] * len(connections)
+        self._lines: list[deque[str]] = [deque() for _ in connections]
+        self._kept = [0] * len(connections)
+        self._cut = [0] * len(connections)
+        self._held_since_s: float | None = None
+        self._show = show
+
+    @property
+    def connections(self) -> list[Connection]:
+        return list(self._open)
+
+    def read(self, connection: Connection) -> bool:
+        """Take what has come in; False when the rank has closed its end."""
+        rank = self._open[connection]
+        try:
+            data = os.read(connection.fileno(), 1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            del self._open[connection]
+            connection.close()
+            self._add(rank, self._pending[rank])
+            self._pending[rank] = b""
+            return False
+        *whole, self._pending[rank] = (self._pending[rank] + data).split(b"\n")
+        for line in whole:
+            self._add(rank, line, ended=True)
+        if len(self._pending[rank]) > MAX_CHARS:
+            self._add(rank, self._pending[rank])
+            self._pending[rank] = b""
+        return True
+
+    def _add(self, rank: int, line: bytes, ended: bool = False) -> None:
+        text = line.decode("utf-8", errors="backslashreplace").rstrip("\r")
+        if not text and not ended:
+            return
+        if self._kept[rank] >= MAX_CHARS:
+            self._cut[rank] += len(text) + 1
+            return
+        room = MAX_CHARS - self._kept[rank]
+        self._kept[rank] += len(text) + 1
+        self._cut[rank] += max(0, len(text) - room)
+        self._lines[rank].append(f"[rank {rank}] {text[:room]}")
+        if self._held_since_s is None:
+            self._held_since_s = time.monotonic()
+
+    def show(self, finished: set[int]) -> None:
+        """Print what is due: rank 0's lines at once, others' when those below have finished."""
+        if self._held_since_s is None:
+            return
+        overdue = time.monotonic() - self._held_since_s > _HOLD_S
+        due = []
+        for rank, lines in enumerate(self._lines):
+            due += lines
+            lines.clear()
+            if rank not in finished and not overdue:
+                break
+        if not any(self._lines):
+            self._held_since_s = None
+        self._print(due)
+
+    def flush(self) -> None:
+        """Print everything that is left, and how much was cut."""
+        due = []
+        for rank, lines in enumerate(self._lines):
+            due += lines
+            lines.clear()
+            if self._cut[rank]:
+                due.append(
+                    f"[rank {rank}] ... {self._cut[rank]:,} more characters cut "
+                    f"(a rank may print {MAX_CHARS:,})"
+                )
+                self._cut[rank] = 0
+        self._print(due)
+
+    def _print(self, lines: list[str]) -> None:
+        if lines and self._show:
+            print("\n".join(lines), flush=True)
+
+    def take_pending(self, rank: int) -> str:
+        """The rank's unshown lines, for a message that quotes them (its stack dump)."""
+        lines = [line.removeprefix(f"[rank {rank}] ") for line in self._lines[rank]]
+        self._lines[rank].clear()
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        for connection in self._open:
+            connection.close()
+        self._open.clear()
+
+
+class ProgressBar:
+    """One bar for the run, drawn from the board: nothing for a run that is over at once."""
+
+    def __init__(self, board: Board):
+        self._board = board
+        self._started_s = time.monotonic()
+        self._shown = ""
+        self._handle = None
+        self._in_notebook = _in_notebook()
+
+    def update(self) -> None:
+        if time.monotonic() - self._started_s < _BAR_AFTER_S:
+            return
+        rows = self._board.ranks[self._board.ranks["total"] > 0]
+        if not len(rows):
+            return
+        slowest = rows[int((rows["done"] / rows["total"]).argmin())]
+        self._draw(int(slowest["done"]), int(slowest["total"]), slowest["label"].decode())
+
+    def _draw(self, done: int, total: int, label: str) -> None:
+        filled = round(24 * done / total)
+        elapsed_s = time.monotonic() - self._started_s
+        text = f"{'█' * filled}{'░' * (24 - filled)} {done}/{total} {label}"
+        if text == self._shown:
+            return
+        self._shown = text
+        text = f"{text} [{elapsed_s:.1f} s]"
+        if self._in_notebook:
+            self._display(text)
+        elif sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def _display(self, text: str) -> None:
+        from IPython.display import display
+
+        bundle = {"text/plain": text}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def close(self) -> None:
+        self.update()
+        if self._shown and not self._in_notebook and sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None

@@ -1,0 +1,196 @@
+"""Spans: what each rank did, from when to when. Timers that measure them. Chrome trace export.
+
+One rule makes the sums honest: the spans of one rank and one thread never overlap. An operation
+inside a region closes the region's span, records its own, and opens the region again. So seconds
+by kind add up to the time the rank was busy, and a lane of the timeline is what really happened.
+"""
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from labkit.files import write_atomically
+
+# A transfer inside one of these regions is "communicate"; inside any other region (share_reduce,
+# share_only, ...) it is a part of that phase and carries its name.
+LOCAL_KINDS = frozenset({"compute", "update", "data", "evaluate"})
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of one rank's time.
+
+    ``kind`` is ``compute``, ``communicate``, ``wait``, ``update``, ``data``, ``evaluate`` or the
+    name of a communication phase such as ``share_reduce``. ``num_bytes`` are the bytes this rank
+    sent in the span; ``peer`` is the rank they went to (or came from, when nothing was sent).
+    """
+
+    rank: int
+    kind: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+    peer: int | None = None
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The spans of a run, all ranks, by their start. Second 0 is when all ranks had started."""
+
+    spans: tuple[Span, ...] = field(default=())
+
+    @classmethod
+    def merge(cls, parts: Iterable[Iterable[Span]]) -> "Trace":
+        spans = (span for part in parts for span in part)
+        return cls(tuple(sorted(spans, key=lambda span: (span.start_s, span.rank))))
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({span.rank for span in self.spans})
+
+    @property
+    def kinds(self) -> list[str]:
+        return sorted({span.kind for span in self.spans})
+
+    def of(self, rank: int | None = None, kind: str | None = None) -> list[Span]:
+        """The spans of one rank, of one kind, or of both."""
+        return [
+            span
+            for span in self.spans
+            if (rank is None or span.rank == rank) and (kind is None or span.kind == kind)
+        ]
+
+    def seconds_by_kind(self, rank: int | None = None) -> dict[str, float]:
+        """Seconds spent in each kind, by one rank or summed over all of them."""
+        seconds: dict[str, float] = defaultdict(float)
+        for span in self.of(rank):
+            seconds[span.kind] += span.duration_s
+        return dict(seconds)
+
+    def save(self, path: str | Path) -> Path:
+        """Write Chrome trace JSON (https://ui.perfetto.dev opens it): a lane per rank, in us."""
+        events = [
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in self.ranks
+        ]
+        for span in self.spans:
+            args = {"num_bytes": span.num_bytes}
+            if span.peer is not None:
+                args["peer"] = span.peer
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.kind,
+                    "cat": span.kind,
+                    "pid": span.rank,
+                    "tid": 0,
+                    "ts": span.start_s * 1e6,
+                    "dur": span.duration_s * 1e6,
+                    "args": args,
+                }
+            )
+        path = Path(path)
+        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return path
+
+
+class ClockTimer:
+    """Marks are host times: right for CPU work and for transfers that block the host."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, mark: float, origin: float) -> float:
+        return mark - origin
+
+
+class CudaTimer:
+    """Marks are CUDA events on the current stream of this rank's device.
+
+    Kernels and copies are asynchronous, so a host clock would time their launch. An event is
+    recorded on the stream that does the work and read after one synchronisation at the end.
+    """
+
+    def __init__(self, device):
+        import torch
+
+        self._torch = torch
+        self._device = torch.device(device)
+
+    def mark(self):
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record(self._torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, mark, origin) -> float:
+        mark.synchronize()
+        return origin.elapsed_time(mark) / 1e3
+
+
+class Recorder:
+    """Collects one rank's spans; regions nest, their spans do not overlap."""
+
+    def __init__(self, rank: int, timer: ClockTimer | CudaTimer | None = None, origin=None):
+        self.rank = rank
+        self.timer = timer or ClockTimer()
+        self.origin = self.timer.mark() if origin is None else origin
+        self._raw: list[tuple] = []
+        self._open = threading.local()
+
+    def _stack(self) -> list[list]:
+        if not hasattr(self._open, "stack"):
+            self._open.stack = []
+        return self._open.stack
+
+    @contextmanager
+    def region(self, kind: str) -> Iterator[None]:
+        """Everything inside counts as ``kind``, save for what records itself."""
+        stack = self._stack()
+        start = self.timer.mark()
+        if stack:
+            outer = stack[-1]
+            self._raw.append((outer[0], outer[1], start, 0, None))
+        stack.append([kind, start])
+        try:
+            yield
+        finally:
+            end = self.timer.mark()
+            _, resumed = stack.pop()
+            self._raw.append((kind, resumed, end, 0, None))
+            if stack:
+                stack[-1][1] = end
+
+    def transfer(self, start, end, num_bytes: int, peer: int | None, arrived=None) -> None:
+        """Record a transfer: waiting until the peer ``arrived``, then moving ``num_bytes``."""
+        stack = self._stack()
+        kind = "communicate"
+        if stack:
+            region, resumed = stack[-1]
+            self._raw.append((region, resumed, start, 0, None))
+            stack[-1][1] = end
+            if region not in LOCAL_KINDS:
+                kind = region
+        if arrived is not None and arrived > start:
+            begun = min(arrived, end)
+            self._raw.append(("wait", start, begun, 0, peer))
+            start = begun
+        self._raw.append((kind, start, end, num_bytes, peer))
+
+    def spans(self) -> list[Span]:
+        """The spans so far, in seconds since the origin; those of no length are left out."""
+        found = []
+        for kind, start, end, num_bytes, peer in self._raw:
+            start_s = self.timer.seconds(start, self.origin)
+            end_s = self.timer.seconds(end, self.origin)
+            if end_s > start_s or num_bytes:
+                found.append(Span(self.rank, kind, start_s, end_s, num_bytes, peer))
+        return found

@@ -1,0 +1,290 @@
+"""Inside one rank: from a started process to a finished function.
+
+The launcher starts ``run_rank`` in every process. Under ``torchrun`` there is no launcher of ours;
+``connect`` alone then turns the process into a rank.
+"""
+
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from labkit.board import RETURNED, RUNNING, Board
+from labkit.comm import Comm, TorchTransport
+from labkit.devices import Plan, num_cores, plan
+from labkit.errors import MismatchError, PeerLostError
+from labkit.sources import install_sources, is_internal, is_ours
+from labkit.trace import Span, Trace
+
+# What the launcher must outlast, so that its explanation comes before gloo's own timeout.
+_GLOO_PATIENCE_S = 30.0
+_RENDEZVOUS_S = 60.0
+
+inside_a_run = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the launcher hands to every rank of one machine."""
+
+    function: bytes
+    sources: dict[str, list[str]]
+    plan: Plan
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one rank ended, as it tells the launcher.
+
+    ``kind`` is ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch``, ``peer_lost`` or
+    ``unpicklable``.
+    """
+
+    rank: int
+    kind: str
+    payload: bytes = b""
+    spans: tuple[Span, ...] = ()
+    messages: int = 0
+    bytes_sent: int = 0
+    summary: str = ""
+    location: str = ""
+    traceback: str = ""
+    duration_s: float = 0.0
+
+
+def run_rank(job: Job, memory, controls: list[Connection], outputs: list[Connection]) -> None:
+    """The body of a worker process: connect, call the function, report, wait to be released."""
+    rank = int(os.environ["LOCAL_RANK"])
+    for number, pair in enumerate(zip(controls, outputs)):
+        if number != rank:
+            # The launcher reads "this rank is gone" from the end of its pipe: no one else may
+            # hold it open.
+            for connection in pair:
+                connection.close()
+    board = Board(int(os.environ["LOCAL_WORLD_SIZE"]), memory)
+    board.ranks[rank]["pid"] = os.getpid()
+    _end_with_parent()
+    # Ctrl-C and the stop button signal the whole process group; ending ranks is the launcher's.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _capture_output(outputs[rank])
+    report = _call(job, rank, board)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    controls[rank].send_bytes(pickle.dumps(report))
+    if report.kind != "value":
+        # Leaving now would break the connections of ranks that are still fine, and bury the cause
+        # under theirs. The launcher ends this process.
+        threading.Event().wait()
+
+
+def connect(plan: Plan, timeout_s: float, board: Board | None = None) -> Comm:
+    """Join the process group that the environment describes, and return this rank's Comm."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    if local_world_size == world_size:
+        # One machine: its name may resolve to an address that does not route to itself.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    torch.set_num_threads(max(1, num_cores() // local_world_size))
+    device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        _join_group(plan.backend, timeout_s, device)
+    return Comm(rank, world_size, device, TorchTransport(plan.backend, device), board)
+
+
+def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:
+    started_s = time.monotonic()
+    patience = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s + _GLOO_PATIENCE_S),
+            device_id=device if backend == "nccl" else None,
+        )
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        waited_s = time.monotonic() - started_s
+        raise ConnectionError(
+            f"rank {os.environ['RANK']} could not join the others at {where} in {waited_s:.0f} s: "
+            "check that rank 0 runs there and that no firewall is between "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _call(job: Job, rank: int, board: Board) -> Report:
+    global inside_a_run
+    inside_a_run = True
+    comm = None
+    started_s = time.perf_counter()
+    try:
+        install_sources(job.sources)
+        function, args = cloudpickle.loads(job.function)
+        comm = connect(job.plan, job.timeout_s, board)
+        board.ranks[rank]["state"] = RUNNING
+        comm.start_together()
+        started_s = time.perf_counter()
+        value = function(comm, *args)
+        duration_s = time.perf_counter() - started_s
+        payload = dump_value(value)
+    except BaseException as error:
+        return _failure(rank, error)
+    board.ranks[rank]["state"] = RETURNED
+    comm.close()
+    spans = tuple(comm.spans())
+    return Report(
+        rank, "value", payload, spans, comm.messages, comm.bytes_sent, duration_s=duration_s
+    )
+
+
+def dump_value(value: Any) -> bytes:
+    """Pickle a rank's result, its tensors on the CPU (the launcher must never initialise CUDA).
+
+    Raises:
+        UnpicklableError: names the part that cannot travel.
+    """
+    value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise UnpicklableError(
+            f"{offender('value', value)} cannot be pickled ({error}). "
+            "Return tensors, numbers, or containers of them"
+        ) from None
+
+
+class UnpicklableError(ValueError):
+    """A function, an argument or a result cannot travel between processes."""
+
+
+def offender(name: str, value: Any) -> str:
+    """The path to the first part of ``value`` that does not pickle: ``value['lock'] (lock)``."""
+    if isinstance(value, dict):
+        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    else:
+        parts = []
+    for path, part in parts:
+        try:
+            cloudpickle.dumps(part)
+        except Exception:
+            return offender(path, part)
+    return f"{name} ({type(value).__module__}.{type(value).__qualname__})"
+
+
+def _failure(rank: int, error: BaseException) -> Report:
+    kind, summary = "raised", f"raised {type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        kind, summary = (
+            "exited",
+            f"called sys.exit({error.code!r}) before its function had returned",
+        )
+    elif isinstance(error, MismatchError):
+        kind, summary = "mismatch", str(error)
+    elif isinstance(error, PeerLostError):
+        kind = "peer_lost"
+    elif isinstance(error, UnpicklableError):
+        kind, summary = "unpicklable", f"has a result that cannot travel: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not is_internal(frame.filename)]
+    location = f'"{own[-1].filename}", line {own[-1].lineno}' if own else ""
+    text = "".join(traceback.format_list(_learners_part(frames)))
+    text += "".join(traceback.format_exception_only(error))
+    if kind == "raised" and error.__cause__ is not None:
+        text = "".join(traceback.format_exception(error))
+    return Report(rank, kind, summary=summary, location=location, traceback=text)
+
+
+def _learners_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The frames from the learner's function down, without labkit's own at either end."""
+    first, last = 0, len(frames)
+    while first < last and is_internal(frames[first].filename):
+        first += 1
+    while last > first and is_ours(frames[last - 1].filename):
+        last -= 1
+    return list(frames[first:last])
+
+
+def run_under_torchrun(fn, args: tuple, world_size: int, device: str, timeout_s: float):
+    """``labkit.run`` in a process that ``torchrun`` has started: this process is one of the ranks.
+
+    Raises:
+        ValueError: ``world_size`` is not what torchrun started.
+    """
+    from labkit.launch import RunResult
+
+    global inside_a_run
+    started = int(os.environ["WORLD_SIZE"])
+    if world_size != started:
+        raise ValueError(
+            f"world_size is {world_size}, but torchrun started {started} ranks: "
+            f"use world_size={started}, or another --nproc-per-node"
+        )
+    comm = connect(plan(int(os.environ["LOCAL_WORLD_SIZE"]), device), timeout_s)
+    comm.start_together()
+    started_s = time.perf_counter()
+    inside_a_run = True
+    try:
+        value = fn(comm, *args)
+    finally:
+        inside_a_run = False
+    duration_s = time.perf_counter() - started_s
+    comm.close()
+    mine = (value, tuple(comm.spans()), duration_s, comm.messages, comm.bytes_sent)
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    values, spans, durations_s, messages, bytes_sent = map(list, zip(*everyone))
+    return RunResult(values, Trace.merge(spans), max(durations_s), messages, bytes_sent)
+
+
+def _end_with_parent() -> None:
+    """End this process when the launcher's process ends, even by SIGKILL.
+
+    A forkserver's children outlive a killed parent (they hold the pipe that would tell), so a
+    thread waits on the parent's sentinel.
+    """
+    parent = parent_process()
+
+    def watch():
+        wait([parent.sentinel])
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, name="labkit-parent-watch", daemon=True).start()
+
+
+def _capture_output(output: Connection) -> None:
+    """Send everything written to file descriptors 1 and 2, by Python or C, to the launcher."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    for stream, descriptor in (("stdout", 1), ("stderr", 2)):
+        raw = os.fdopen(descriptor, "wb", buffering=0, closefd=False)
+        text = io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
+        setattr(sys, stream, text)
+    # A C-level handler: it answers even while the main thread is stuck in a native call.
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)

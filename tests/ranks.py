@@ -1,0 +1,60 @@
+"""What the tests with real ranks share: run helpers, and the check that nothing is left behind."""
+
+import contextlib
+import multiprocessing.forkserver as forkserver
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import cloudpickle
+
+
+def travel_by_value(module_name: str) -> None:
+    """Let a test module's functions reach the ranks as a notebook's do: by value."""
+    cloudpickle.register_pickle_by_value(sys.modules[module_name])
+
+
+def running_ranks() -> list[int]:
+    """Process ids of the ranks that are alive: the children of this process's forkserver."""
+    server = forkserver._forkserver._forkserver_pid
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if server and int(fields[1]) == server and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def leftovers() -> set[str]:
+    """What a run could have left: shared memory mapped here, files in the temporary folder."""
+    maps = Path("/proc/self/maps").read_text().split()
+    shared = {name for name in maps if name.startswith("/dev/shm/") and Path(name).exists()}
+    parts = ("torchelastic", "pytorch-errorfile", "torch_")
+    folder = Path(tempfile.gettempdir())
+    return shared | {str(f) for f in folder.iterdir() if f.name.startswith(parts)}
+
+
+def wait_until(condition, seconds: float) -> bool:
+    """Poll until ``condition()`` holds; whether it did in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,567 @@
+"""labkit.run on real processes: results, and every way in which a run can go wrong.
+
+The numbers in the class names are the rows of the fault table that the tests stand for.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import (
+    is_alive,
+    leftovers,
+    open_descriptors,
+    running_ranks,
+    travel_by_value,
+    wait_until,
+)
+
+import labkit
+from labkit import DeadlineError, DeadlockError, WorkerError, run
+
+travel_by_value(__name__)
+
+HERE = Path(__file__).name
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = leftovers()
+    yield
+    assert wait_until(lambda: not running_ranks(), 2), f"ranks left: {running_ranks()}"
+    assert leftovers() <= before
+    assert threading.active_count() < 10
+
+
+def ring_neighbour(comm, offset=0):
+    mine = torch.tensor([comm.rank + offset])
+    theirs = torch.empty_like(mine)
+    if comm.world_size > 1:
+        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+        comm.exchange(mine, right, theirs, left)
+        return theirs.item()
+    return mine.item()
+
+
+def still_works():
+    assert run(ring_neighbour, world_size=2).values == [1, 0]
+
+
+class TestResults:
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    def test_values_counts_and_spans_come_back_by_rank(self, world_size):
+        result = run(ring_neighbour, 10, world_size=world_size)
+        ranks = range(world_size)
+        assert result.values == [(rank - 1) % world_size + 10 for rank in ranks]
+        sent = int(world_size > 1)
+        assert result.messages == [sent] * world_size
+        assert result.bytes_sent == [8 * sent] * world_size
+        assert result.duration_s > 0
+        assert sum(span.num_bytes for span in result.trace.spans) == 8 * sent * world_size
+
+    def test_a_function_that_exists_only_here_travels(self):
+        scope = {}
+        exec("def double(comm, x):\n    return 2 * x + helper()\ndef helper(): return 1", scope)
+        assert run(scope["double"], 20, world_size=2).values == [41, 41]
+
+    def test_ranks_are_fresh_processes_that_share_nothing_with_the_caller(self):
+        # Row 23: a forked child would inherit an initialised CUDA, and could not use it.
+        os.environ["LABKIT_TEST_MARK"] = "parent"
+        torch.labkit_test_mark = "parent"
+
+        def look(comm):
+            mark = getattr(torch, "labkit_test_mark", None)
+            return os.getpid(), mark, torch.cuda.is_initialized()
+
+        try:
+            result = run(look, world_size=2)
+        finally:
+            del torch.labkit_test_mark, os.environ["LABKIT_TEST_MARK"]
+        assert len({pid for pid, _, _ in result.values} | {os.getpid()}) == 3
+        assert [rest for _, *rest in result.values] == [[None, False]] * 2
+        assert not torch.cuda.is_initialized()
+
+    def test_a_large_result_comes_back(self):  # row 20
+        values = run(lambda comm: torch.full((25_000_000,), 2.0), world_size=1).values
+        assert values[0].sum().item() == 50_000_000
+
+    def test_no_descriptor_is_left_open(self):
+        still_works()
+        before = open_descriptors()
+        for _ in range(3):
+            still_works()
+        assert open_descriptors() <= before + 2
+
+    def test_signal_handlers_of_the_caller_stay(self):
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        before = [signal.getsignal(number) for number in numbers]
+        still_works()
+        assert [signal.getsignal(number) for number in numbers] == before
+
+
+def raises_on_one(comm):
+    if comm.rank == 1:
+        {}["the missing key"]
+    comm.recv(torch.empty(1), 1)
+
+
+class TestRow1WorkerRaises:
+    def test_rank_traceback_and_line(self):
+        with pytest.raises(WorkerError) as caught:
+            run(raises_on_one, world_size=3)
+        error = caught.value
+        assert error.rank == 1
+        assert "rank 1 raised KeyError: 'the missing key'" in str(error)
+        assert HERE in error.location
+        assert '{}["the missing key"]' in error.location
+        assert "raises_on_one" in error.worker_traceback
+        assert "labkit/worker.py" not in error.worker_traceback
+        still_works()
+
+    def test_a_cause_is_shown(self):
+        def fails(comm):
+            try:
+                torch.ones(2) @ torch.ones(3)
+            except RuntimeError as error:
+                raise ValueError("the shapes") from error
+
+        with pytest.raises(WorkerError, match="inconsistent tensor size") as caught:
+            run(fails, world_size=1)
+        assert "ValueError: the shapes" in str(caught.value)
+
+
+class TestRow2WorkerKilled:
+    def test_inside_an_operation(self):
+        def killed(comm):
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.recv(torch.empty(1), 1)
+
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL") as caught:
+            run(killed, world_size=3)
+        assert caught.value.rank == 1
+        still_works()
+
+    def test_outside_any_operation(self):
+        def crashes(comm):
+            if comm.rank == 0:
+                os.kill(os.getpid(), signal.SIGABRT)
+            time.sleep(30)
+
+        with pytest.raises(WorkerError, match="rank 0 was killed by SIGABRT"):
+            run(crashes, world_size=2)
+
+    def test_at_the_start(self):
+        class DiesWhenUnpickled:
+            def __reduce__(self):
+                return os.kill, (0, 0)
+
+        def killer(comm, _):
+            pass
+
+        class KillsItsProcess:
+            def __reduce__(self):
+                return eval, ("__import__('os').kill(__import__('os').getpid(), 9)",)
+
+        with pytest.raises(WorkerError, match="was killed by SIGKILL before it had started"):
+            run(killer, KillsItsProcess(), world_size=2)
+
+    def test_at_the_end(self):
+        def killed_later(comm):
+            if comm.rank == 1:
+                pid = os.getpid()
+                subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {pid}"])
+            else:
+                time.sleep(1)
+
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL after its function"):
+            run(killed_later, world_size=2)
+
+
+class TestRow3WorkerLeaves:
+    @pytest.mark.parametrize("code", [0, 3])
+    def test_who_left_with_what_and_who_waits(self, code):
+        def leaves(comm):
+            if comm.rank == 1:
+                os._exit(code)
+            comm.recv(torch.empty(1), 1)
+
+        start_s = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            run(leaves, world_size=2)
+        assert time.monotonic() - start_s < 10
+        assert f"rank 1 left early with exit code {code}" in str(caught.value)
+        assert "Rank 0 was waiting for it in recv at" in str(caught.value)
+
+    def test_all_leave_at_once(self):
+        with pytest.raises(WorkerError, match="left early with exit code 0"):
+            run(lambda comm: os._exit(0), world_size=2)
+
+    def test_sys_exit(self):
+        def leaves(comm):
+            if comm.rank == 0:
+                sys.exit("enough")
+            comm.barrier()
+
+        with pytest.raises(DeadlockError, match=r"rank 0 called sys\.exit\('enough'\)") as caught:
+            run(leaves, world_size=2)
+        assert "Rank 1 was waiting for it in barrier" in str(caught.value)
+
+
+def both_receive_first(comm):
+    other = torch.empty(2)
+    comm.recv(other, (comm.rank + 1) % comm.world_size)
+    comm.send(other, (comm.rank - 1) % comm.world_size)
+
+
+class TestRow4Deadlock:
+    @pytest.mark.parametrize("world_size", [2, 3, 4])
+    def test_the_cycle_is_named_with_operation_peer_and_line(self, world_size):
+        start_s = time.monotonic()
+        with pytest.raises(DeadlockError) as caught:
+            run(both_receive_first, world_size=world_size)
+        assert time.monotonic() - start_s < 10
+        text = str(caught.value)
+        ring = " -> ".join(f"rank {rank % world_size}" for rank in range(world_size + 1))
+        assert f"deadlock: {ring}" in text
+        assert "rank 0 is in recv, waiting for rank 1 to send float32 [2]" in text
+        assert "comm.recv(other, (comm.rank + 1) % comm.world_size)" in text
+        assert "comm.exchange" in text
+        still_works()
+
+    def test_both_send_first(self):
+        def both_send_first(comm):
+            comm.send(torch.ones(1), 1 - comm.rank)
+
+        with pytest.raises(DeadlockError, match="is in send, waiting for rank 1 to receive"):
+            run(both_send_first, world_size=2)
+
+    def test_a_part_of_the_ranks_while_another_computes(self):
+        def two_of_three(comm):
+            if comm.rank == 0:
+                time.sleep(60)
+            comm.recv(torch.empty(1), 3 - comm.rank)
+
+        with pytest.raises(DeadlockError, match="rank 1 -> rank 2 -> rank 1"):
+            run(two_of_three, world_size=3)
+
+    def test_a_rank_that_never_comes(self):
+        def one_returns(comm):
+            if comm.rank:
+                comm.recv(torch.empty(3), 0)
+
+        with pytest.raises(DeadlockError) as caught:
+            run(one_returns, world_size=2)
+        assert "rank 0 has returned and never came: rank 1 waits for it" in str(caught.value)
+
+    def test_a_barrier_that_one_rank_skips(self):
+        def one_skips(comm):
+            comm.barrier()
+            if comm.rank != 1:
+                comm.barrier()
+
+        with pytest.raises(DeadlockError, match="waiting for rank 1 at barrier number 2"):
+            run(one_skips, world_size=3)
+
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_shapes_that_do_not_fit(self, late):
+        def misfit(comm):
+            if comm.rank == late:
+                time.sleep(0.2)
+            if comm.rank == 0:
+                comm.send(torch.ones(3), 1)
+            else:
+                comm.recv(torch.ones(2, 2), 0)
+
+        with pytest.raises(DeadlockError) as caught:
+            run(misfit, world_size=2)
+        assert "rank 0 sends float32 [3], rank 1 receives into float32 [2, 2]" in str(caught.value)
+
+    def test_dtypes_of_one_size_that_do_not_fit(self):
+        def misfit(comm):
+            if comm.rank == 0:
+                comm.send(torch.ones(3), 1)
+            else:
+                comm.recv(torch.ones(3, dtype=torch.int32), 0)
+
+        with pytest.raises(DeadlockError, match=r"sends float32 \[3\].*into int32 \[3\]"):
+            run(misfit, world_size=2)
+
+    def test_slow_ranks_are_not_taken_for_stuck_ones(self):
+        def slow(comm):
+            for _ in range(3):
+                time.sleep(0.2 * comm.rank)
+                comm.barrier()
+            return ring_neighbour(comm)
+
+        assert run(slow, world_size=3).values == [2, 0, 1]
+
+
+class TestRow5Hang:
+    def test_the_deadline_shows_each_ranks_stack(self):
+        def hangs(comm):
+            if comm.rank == 1:
+                while True:
+                    pass
+            comm.recv(torch.empty(1), 1)
+
+        with pytest.raises(DeadlineError) as caught:
+            run(hangs, world_size=2, timeout_s=1)
+        text = str(caught.value)
+        assert "deadline of 1 s" in text
+        assert "rank 1 was in its own code" in text
+        assert "rank 0 was in recv" in text
+        assert text.count(HERE) == 2
+        assert isinstance(caught.value, DeadlockError)
+        still_works()
+
+    @pytest.mark.parametrize("timeout_s", [0, -1])
+    def test_a_deadline_that_cannot_be(self, timeout_s):
+        with pytest.raises(ValueError, match="timeout_s must be above 0"):
+            run(ring_neighbour, world_size=1, timeout_s=timeout_s)
+
+
+class TestRow14Lifetime:
+    def test_a_comm_used_after_its_run_says_so(self):
+        def keeps(comm):
+            torch.kept = comm
+
+            class Late:
+                def __reduce__(self):
+                    comm.close()
+                    comm.barrier()
+
+            return Late()
+
+        with pytest.raises(WorkerError, match="used after the end of its run"):
+            run(keeps, world_size=1)
+
+    def test_a_comm_cannot_be_returned(self):
+        with pytest.raises(WorkerError, match="a comm belongs to its rank"):
+            run(lambda comm: {"comm": comm}, world_size=1)
+
+    def test_initialising_twice_is_refused(self):
+        def again(comm):
+            torch.distributed.init_process_group("gloo")
+
+        with pytest.raises(WorkerError, match="ValueError: trying to initialize"):
+            run(again, world_size=1)
+
+
+class TestRow15Ports:
+    def test_the_usual_ports_may_be_taken(self):
+        with socket.socket() as one, socket.socket() as other:
+            for taken, port in ((one, 29500), (other, 12355)):
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                taken.bind(("127.0.0.1", port))
+                taken.listen()
+            still_works()
+
+    def test_an_unreachable_rendezvous_names_address_and_seconds(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        code = """
+            import labkit
+            labkit.run(lambda comm: 1, world_size=2, timeout_s=2)
+        """
+        environment = os.environ | {
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "test",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        last = done.stderr.strip().splitlines()[-1]
+        assert "ConnectionError" in last
+        assert f"127.0.0.1:{port}" in last
+        assert " s" in last
+
+
+class TestRow16WorldSize:
+    @pytest.mark.parametrize("world_size", [0, -1, 1.5, "2", True, None])
+    def test_impossible_ones_are_refused(self, world_size):
+        with pytest.raises(ValueError, match="world_size must be a whole number from 1"):
+            run(ring_neighbour, world_size=world_size)
+
+    def test_far_above_the_cores_is_warned_of(self, monkeypatch):
+        monkeypatch.setattr("labkit.devices.num_cores", lambda: 1)
+        with pytest.warns(UserWarning, match="far above this machine's 1 cores"):
+            labkit.devices.check_world_size(8)
+
+
+class TestRow17StopButton:
+    def test_interrupt_ends_the_ranks_and_the_next_run_works(self):
+        def sleeps(comm):
+            time.sleep(60)
+
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        start_s = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            run(sleeps, world_size=2)
+        assert time.monotonic() - start_s < 10
+        assert wait_until(lambda: not running_ranks(), 1)
+        still_works()
+
+
+class TestRow18KernelKilled:
+    def test_no_rank_outlives_its_parent(self, tmp_path):
+        script = tmp_path / "kernel.py"
+        script.write_text(
+            textwrap.dedent("""
+            import os, sys, time
+            from labkit import run
+
+            def works(comm):
+                open(f"{sys.argv[1]}/{os.getpid()}.pid", "w").close()
+                while True:
+                    comm.barrier()
+
+            if __name__ == "__main__":
+                run(works, world_size=2)
+            """)
+        )
+        kernel = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+        try:
+            assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)
+            ranks = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        finally:
+            kernel.kill()
+            kernel.wait()
+        assert wait_until(lambda: not any(map(is_alive, ranks)), 2)
+
+
+class TestRow19Threads:
+    def test_from_a_thread_and_two_at_once(self):
+        found = {}
+
+        def start(offset):
+            found[offset] = run(ring_neighbour, offset, world_size=2).values
+
+        threads = [threading.Thread(target=start, args=(offset,)) for offset in (10, 20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {10: [11, 10], 20: [21, 20]}
+
+    def test_a_run_inside_a_run_is_refused(self):
+        def nested(comm):
+            return run(ring_neighbour, world_size=1).values
+
+        with pytest.raises(WorkerError, match="inside a rank of another run"):
+            run(nested, world_size=1)
+
+
+class TestRow20Pickling:
+    def test_a_closure_that_cannot_travel_is_named(self):
+        lock = threading.Lock()
+        with pytest.raises(ValueError, match=r"it uses lock \(_thread.lock\)"):
+            run(lambda comm: lock, world_size=2)
+
+    def test_an_argument_that_cannot_travel_is_named(self):
+        with pytest.raises(ValueError, match=r"args\[0\]\['lock'\] \(_thread.lock\)"):
+            run(ring_neighbour, {"lock": threading.Lock()}, world_size=2)
+
+    def test_a_result_that_cannot_travel_is_named(self):
+        def locks(comm):
+            return {"fine": 1, "locks": [threading.Lock()]}
+
+        with pytest.raises(WorkerError, match=r"value\['locks'\]\[0\] \(_thread.lock\)"):
+            run(locks, world_size=1)
+
+    def test_something_that_is_no_function(self):
+        with pytest.raises(ValueError, match="fn must be a function"):
+            run(3, world_size=1)
+
+
+class TestRow21Output:
+    def test_lines_come_by_rank_in_order(self, capsys):
+        def talks(comm):
+            for number in range(3):
+                print("line", number)
+                comm.barrier()
+
+        run(talks, world_size=3)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [f"[rank {r}] line {n}" for r in range(3) for n in range(3)]
+
+    def test_a_flood_is_cut_and_counted(self, capsys):
+        def floods(comm):
+            for _ in range(30):
+                print("x" * 10_000)
+
+        run(floods, world_size=2)
+        out = capsys.readouterr().out
+        assert out.count("x") == 2 * (200_000 - 19)
+        assert "[rank 1] ... 100,029 more characters cut (a rank may print 200,000)" in out
+
+    def test_binary_stderr_and_c_level_output_arrive(self, capsys):
+        def odd(comm):
+            os.write(1, b"bin \xff\x00\n")
+            print("to stderr", file=sys.stderr)
+            os.system("echo from a child")
+            sys.stdout.write("no newline at the end")
+
+        run(odd, world_size=1)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "[rank 0] bin \\xff\x00"
+        assert "[rank 0] to stderr" in lines
+        assert "[rank 0] from a child" in lines
+        assert "[rank 0] no newline at the end" in lines
+
+    def test_output_arrives_while_the_run_goes_on(self, tmp_path):
+        gate = tmp_path / "gate"
+
+        def waits(comm, path):
+            print("hello from", comm.rank)
+            while not os.path.exists(path):
+                time.sleep(0.02)
+
+        seen = []
+
+        class Gate:
+            """A stdout that opens the gate once both ranks have been heard."""
+
+            def write(self, text):
+                seen.append(text)
+                if all(f"hello from {rank}" in "".join(seen) for rank in (0, 1)):
+                    gate.touch()
+
+            def flush(self):
+                pass
+
+        keep, sys.stdout = sys.stdout, Gate()
+        try:
+            run(waits, str(gate), world_size=2, timeout_s=30)
+        finally:
+            sys.stdout = keep
+        assert gate.exists()
+
+    def test_what_was_printed_before_a_failure_is_shown(self, capsys):
+        def fails(comm):
+            print("before the end")
+            raise ValueError("now")
+
+        with pytest.raises(WorkerError):
+            run(fails, world_size=1)
+        assert "[rank 0] before the end" in capsys.readouterr().out
