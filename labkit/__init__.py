@@ -13,8 +13,10 @@ _EXPORTS = {
     "DeadlineError": "labkit.errors",
     "RunConfig": "labkit.config",
     "TrainResult": "labkit.experiment",
-    "train": "labkit.experiment",
+    "train_with": "labkit.experiment",
     "load_dataset": "labkit.workload",
+    "build_model": "labkit.workload",
+    "predict_row": "labkit.predict",
     "show_source": "labkit.display",
 }
 
@@ -30,7 +32,9 @@ def __getattr__(name: str):
     raise AttributeError(f"module 'labkit' has no attribute {name!r}")
 
 
-_MODULES = frozenset({"collectives", "costs", "plots", "schedules", "strategies", "workload"})
+_MODULES = frozenset(
+    {"collectives", "costs", "devices", "plots", "schedules", "strategies", "units", "workload"}
+)
 
 
 def __dir__() -> list[str]:

@@ -97,7 +97,7 @@ def run(
     check_world_size(world_size)
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
-    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+    if under_torchrun():
         return worker.run_under_torchrun(fn, args, world_size, device, timeout_s)
     placement = plan(world_size, device)
     if placement.note:
@@ -147,14 +147,26 @@ def _unpicklable(item: tuple[str, Any]) -> str:
     return ""
 
 
+def under_torchrun() -> bool:
+    """Whether ``torchrun`` has started this process as a rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
 def warm_up() -> None:
     """Start the process that all ranks are forked from, in the background; returns at once.
 
     It imports torch (some seconds). A notebook calls this first, so that it is ready when the
     reader comes to the first run; a run starts it by itself otherwise.
     """
-    if _start_method() == "forkserver":
+    if under_torchrun() or _start_method() != "forkserver":
+        return
+    # Ctrl-C and the stop button signal the whole process group; the server would die of it while
+    # it imports. It inherits the mask of the thread that starts it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
         multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _start_method() -> str:
@@ -274,6 +286,7 @@ class _Supervisor:
         self._stuck: list[int] = []
 
     def run(self) -> RunResult:
+        warm_up()
         self.started_s = time.monotonic()
         self.agent.start()
         try:

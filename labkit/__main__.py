@@ -1,0 +1,139 @@
+"""The command line: ``python -m labkit train | doctor | lab``. Thin: it parses and calls."""
+
+import argparse
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from labkit.config import DTYPES, RunConfig
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        # One line, as every error of use; argparse would print the usage before it.
+        _refuse(f"{message} (see {self.prog} --help)")
+
+
+def _refuse(message: str):
+    print(f"labkit: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    _add_train(commands)
+    doctor = commands.add_parser("doctor", help="check what this machine has and can do")
+    doctor.set_defaults(call=_doctor)
+    lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
+    lab.set_defaults(call=_lab)
+    return parser
+
+
+def _add_train(commands) -> None:
+    train = commands.add_parser("train", help="train with one technique on real processes")
+    add = train.add_argument
+    defaults = RunConfig()
+    add(
+        "--strategy", required=True, metavar="S", help="the technique, ring_all_reduce for example"
+    )
+    add("--builtin", action="store_true", help="run PyTorch's counterpart of the technique")
+    add("--world-size", type=int, metavar="N", help="number of ranks (default 1, or torchrun's)")
+    add("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="global batch")
+    add("--epochs", type=int, default=defaults.epochs, metavar="E")
+    add("--model", default=defaults.model, metavar="M")
+    add("--dataset", default=defaults.dataset, metavar="D")
+    add("--train-size", type=int, metavar="N", help="use the first N training samples")
+    add("--device", default=defaults.device, metavar="auto|cpu|cuda")
+    add("--dtype", default=defaults.dtype, metavar="|".join(DTYPES))
+    add("--seed", type=int, default=defaults.seed, metavar="K")
+    add("--lr", type=float, default=defaults.lr)
+    add("--momentum", type=float, default=defaults.momentum)
+    add("--timeout", type=float, default=24 * 3600, metavar="SECONDS", help="deadline of the run")
+    add("--download", action="store_true", help="fetch the data set if it is absent")
+    add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")
+    add("--save", metavar="FILE", help="write the parameters as a safetensors file")
+    train.set_defaults(call=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from labkit import launch, strategies
+    from labkit.errors import WorkerError
+
+    try:
+        config = _config(arguments)
+        strategies.check_name(config.strategy)
+        for path in filter(None, (arguments.json, arguments.save)):
+            _check_writable(Path(path))
+        # Before torch is imported here: the two take seconds each, and go side by side.
+        launch.warm_up()
+        from labkit.experiment import train_run
+
+        result = train_run(
+            config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
+        )
+    except WorkerError as error:
+        print(f"labkit: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    except KeyboardInterrupt:
+        print("labkit: stopped; all ranks have ended", file=sys.stderr)
+        return 130
+    if not launch.under_torchrun() or os.environ["RANK"] == "0":
+        _report(result, arguments)
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    names = {field.name for field in fields(RunConfig)}
+    chosen = {name: getattr(arguments, name) for name in names}
+    if chosen["world_size"] is None:
+        chosen["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
+    return RunConfig(**chosen)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ValueError now, not after an hour of training."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"cannot write {path}: give a file in a folder that exists")
+
+
+def _report(result, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        result.save_json(arguments.json)
+    if arguments.save:
+        result.save_state(arguments.save)
+    phases = ", ".join(f"{kind} {s:.2f} s" for kind, s in sorted(result.phases_s.items()))
+    print(f"mean seconds of a rank: {phases}")
+    if result.bytes_sent is not None:
+        print(f"bytes sent by rank: {result.bytes_sent}, in messages: {result.messages}")
+    print(f"replicas agree: {result.replicas_agree}")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from labkit.doctor import main as doctor
+
+    return doctor()
+
+
+def _lab(arguments: argparse.Namespace) -> int:
+    from labkit.lab import main as lab
+
+    try:
+        return lab(arguments.rest)
+    except ValueError as error:
+        return _refuse(str(error))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
+    arguments, arguments.rest = parser.parse_known_args(argv)
+    if arguments.rest and arguments.command != "lab":
+        parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
+    return arguments.call(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""``python -m labkit doctor``: what this machine has, and what to do where something is missing.
+
+A check is a function of its name in the table that returns a Finding; one that raises becomes a
+finding too. What may be absent or broken is imported inside its check, so that the doctor also
+runs where the installation does not.
+"""
+
+import contextlib
+import io
+import multiprocessing
+import platform
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from itertools import permutations
+from pathlib import Path
+
+from labkit.devices import hardware, num_cores, num_gpus, plan
+from labkit.units import format_bytes, format_seconds
+
+WIDTH = 99
+ENOUGH_MEMORY_BYTES = 4 * 2**30
+ENOUGH_SHM_BYTES = 512 * 2**20
+RANKS_TIMEOUT_S = 60
+SHM = Path("/dev/shm")
+MEMINFO = Path("/proc/meminfo")
+# What it means when one is absent: the status, and what needs it.
+PACKAGES = {
+    "torch": ("stop", "everything runs on it"),
+    "torchvision": ("note", "for ResNet-18, VGG16, MobileNetV2 and the data sets to download"),
+    "matplotlib": ("stop", "every page draws with it"),
+    "jupyterlab": ("note", "make lab opens the pages in it; another notebook editor will do"),
+    "ipywidgets": ("note", "the sliders need it; the figures beside them do not"),
+    "nbval": ("note", "make test runs the notebooks with it"),
+}
+_INSTALL = "in the workbook's folder: python -m pip install -r requirements.txt -e ."
+_REINSTALL = (
+    "torch and torchvision must be a pair, both CUDA builds or both CPU builds; in the workbook's "
+    "folder: python -m pip install --force-reinstall -c requirements.txt torch torchvision"
+)
+_RANKS_ADVICE = (
+    "first put right what is above. Ranks talk over 127.0.0.1: a firewall or a sandbox may forbid "
+    "it. Where the path is too long, set TMPDIR=/tmp; where the GPUs are at fault, set "
+    "CUDA_VISIBLE_DEVICES=-1 to go on without them. The whole error comes with: "
+    "python -m labkit train --strategy ring_all_reduce --world-size 2"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the check ``name`` found, and the advice where that is not as it should be.
+
+    The status is ``ok``, ``note`` (the course runs, with a limit), or ``stop`` (it does not).
+    """
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def main() -> int:
+    """Print what each check finds, as it comes; return 1 if something stops the course, else 0."""
+    with contextlib.suppress(Exception):  # what fails here fails again in check_ranks
+        from labkit.launch import warm_up
+
+        # The process that ranks are forked from imports torch while the checks here go on.
+        warm_up()
+    findings = []
+    try:
+        for name, check in CHECKS.items():
+            findings.append(examine(name, check))
+            print(render(findings[-1]), flush=True)
+    except KeyboardInterrupt:
+        print("labkit: stopped", file=sys.stderr)
+        return 130
+    stops = [finding.name for finding in findings if finding.status == "stop"]
+    if stops:
+        print(f"\nThe course does not run here yet. First put right: {', '.join(stops)}.")
+    else:
+        print("\nThe course runs on this machine.")
+    return 1 if stops else 0
+
+
+def examine(name: str, check: Callable[[str], Finding]) -> Finding:
+    """Run a check; an exception inside it is a finding as well."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return check(name)
+    except Exception as error:
+        advice = f"could not be checked; if the installation is at fault, {_INSTALL}"
+        return Finding(name, "note", _one_line(error), advice)
+
+
+def render(finding: Finding) -> str:
+    """The finding on a line, its advice below; both go on in their column past WIDTH."""
+    head = f"{finding.name:<17}  {finding.status:<4}  "
+    rows = [(head, finding.found), (" " * (len(head) - 3) + "-> ", finding.advice)]
+    return "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(head))
+        for start, text in rows
+        if text
+    )
+
+
+def check_labkit(name: str) -> Finding:
+    return Finding(name, "ok", f"{version('labkit')} in {Path(__file__).parent}")
+
+
+def check_python(name: str) -> Finding:
+    from packaging.specifiers import SpecifierSet
+
+    found, wanted = platform.python_version(), metadata("labkit")["Requires-Python"]
+    if SpecifierSet(wanted).contains(found, prereleases=True):
+        return Finding(name, "ok", f"{found} ({wanted}) at {sys.executable}")
+    advice = "set up with a newer one: make distclean, then make env PYTHON=python3.12"
+    return Finding(name, "stop", f"{found}, but labkit needs {wanted}", advice)
+
+
+def check_package(name: str) -> Finding:
+    from packaging.requirements import Requirement
+
+    status, need = PACKAGES[name]
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Finding(name, status, f"not installed ({need})", _INSTALL)
+    ranges = {needed.name: needed.specifier for needed in map(Requirement, requires("labkit"))}
+    if ranges[name].contains(found, prereleases=True):
+        return Finding(name, "ok", f"{found} ({ranges[name]})")
+    # Never a stop: it is tried for real below, and a vendor's own build may carry an odd number.
+    return Finding(name, "note", f"{found}, but labkit is made for {ranges[name]}", _INSTALL)
+
+
+def check_torch_loads(name: str) -> Finding:
+    try:
+        import torch
+    except Exception as error:
+        return Finding(name, "stop", _one_line(error), _REINSTALL)
+    cuda = torch.version.cuda
+    return Finding(name, "ok", f"built for CUDA {cuda}" if cuda else "built without CUDA")
+
+
+def check_torchvision_loads(name: str) -> Finding:
+    import torch
+
+    try:
+        from torchvision.ops import nms
+
+        nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
+    except Exception as error:
+        return Finding(name, "note", _one_line(error), _REINSTALL)
+    return Finding(name, "ok", "with its compiled operators")
+
+
+def check_gpus(name: str) -> Finding:
+    import torch
+
+    if not num_gpus():
+        advice = "the whole course runs on CPU. Should there be a GPU? Ask nvidia-smi"
+        return Finding(name, "note", "none", advice)
+    gpus = [torch.cuda.get_device_properties(index) for index in range(num_gpus())]
+    kinds = Counter(f"{gpu.name}, {format_bytes(gpu.total_memory)}" for gpu in gpus)
+    return Finding(name, "ok", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
+
+
+def check_peer_access(name: str) -> Finding:
+    import torch
+
+    pairs = list(permutations(range(num_gpus()), 2))
+    lacking = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if not pairs:
+        return Finding(name, "ok", "of no use with fewer than two GPUs")
+    if not lacking:
+        return Finding(name, "ok", f"every one of {num_gpus()} GPUs reaches the others' memory")
+    found = f"missing for {len(lacking)} of {len(pairs)} directions: {', '.join(lacking[:8])}"
+    advice = "the results are the same: these copies go through host memory, and take longer"
+    return Finding(name, "note", found + (", ..." if lacking[8:] else ""), advice)
+
+
+def check_nccl(name: str) -> Finding:
+    import torch
+
+    gpus = num_gpus()
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        number = ".".join(map(str, torch.cuda.nccl.version()))
+        use = f"up to {gpus} here; more ranks talk over gloo" if gpus else "not used here"
+        return Finding(name, "ok", f"{number}; takes one rank a GPU: {use}")
+    if gpus:
+        return Finding(name, "note", "not in this torch, though there are GPUs", _REINSTALL)
+    return Finding(name, "ok", "not in this torch, and of no use without a GPU")
+
+
+def check_gloo(name: str) -> Finding:
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        return Finding(name, "ok", "in this torch; connects ranks on CPU, or that share a GPU")
+    return Finding(name, "stop", "not in this torch: ranks on CPU cannot talk", _REINSTALL)
+
+
+def check_cores(name: str) -> Finding:
+    if num_cores() > 1:
+        return Finding(name, "ok", f"{num_cores()} for this process")
+    advice = "all of it works, but ranks take turns: do not expect more of them to be faster"
+    return Finding(name, "note", "1 for this process", advice)
+
+
+def check_memory(name: str) -> Finding:
+    if not MEMINFO.exists():
+        return Finding(name, "ok", f"{hardware()['memory_gb']} GB in total")
+    total_bytes, available_bytes = _memory_bytes()
+    found = f"{format_bytes(available_bytes)} of {format_bytes(total_bytes)} available"
+    if available_bytes >= ENOUGH_MEMORY_BYTES:
+        return Finding(name, "ok", found)
+    world_size = max(2, available_bytes // 2**30)
+    advice = f"close other programs, or stay at world sizes up to {world_size}"
+    return Finding(name, "note", found, advice)
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """(total, available) of this machine, or of what its container may use."""
+    rows = (line.split() for line in MEMINFO.read_text().splitlines())
+    sizes = {row[0]: int(row[1]) * 1024 for row in rows}
+    limit_bytes = sizes["MemTotal:"]
+    with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        limit_bytes = min(limit_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return limit_bytes, min(limit_bytes, sizes["MemAvailable:"])
+
+
+def check_shm(name: str) -> Finding:
+    if sys.platform != "linux":
+        return Finding(name, "ok", "not used on this system")
+    found = "missing"
+    if SHM.is_dir():
+        size = shutil.disk_usage(SHM)
+        found = f"{format_bytes(size.free)} of {format_bytes(size.total)} free"
+        if size.free >= ENOUGH_SHM_BYTES:
+            return Finding(name, "ok", found)
+    advice = (
+        "ranks share memory there. In a container: docker run --shm-size=1g; elsewhere, as root: "
+        "mount -o remount,size=1g /dev/shm"
+    )
+    return Finding(name, "note", found, advice)
+
+
+def check_start_method(name: str) -> Finding:
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        return Finding(name, "ok", "forkserver: a run starts in tenths of a second")
+    advice = "each run takes seconds to start; on Windows, use WSL"
+    return Finding(name, "note", "spawn: this system has no forkserver", advice)
+
+
+def check_digits(name: str) -> Finding:
+    from labkit.workload import load_dataset
+
+    try:
+        data = load_dataset("digits")
+    except (ValueError, OSError) as error:
+        return Finding(name, "stop", "missing or damaged", str(error))
+    train, test = len(data.train_targets), len(data.test_targets)
+    return Finding(name, "ok", f"intact: {train:,} images to train on, {test:,} held out")
+
+
+def check_notebooks(name: str) -> Finding:
+    from labkit.lab import workbook_root
+
+    try:
+        folder = workbook_root() / "notebooks"
+    except ValueError as error:
+        return Finding(name, "note", "not found: only the command line works", str(error))
+    return Finding(name, "ok", f"{len(list(folder.glob('*.ipynb')))} in {folder}")
+
+
+def check_temporary_folder(name: str) -> Finding:
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(2**20))
+    except OSError as error:
+        advice = "free some space, or set TMPDIR to a folder that you may write to"
+        return Finding(name, "stop", _one_line(error), advice)
+    return Finding(name, "ok", f"{tempfile.gettempdir()} takes files")
+
+
+def check_ranks(name: str) -> Finding:
+    started_s = time.perf_counter()
+    try:
+        from labkit.launch import run
+
+        values = run(swap_numbers, world_size=2, timeout_s=RANKS_TIMEOUT_S).values
+        if values != [1.0, 0.0]:
+            raise ArithmeticError(f"ranks 0 and 1 received {values}, not [1.0, 0.0]")
+    except Exception as error:
+        return Finding(name, "stop", _one_line(error), _RANKS_ADVICE)
+    took, placement = format_seconds(time.perf_counter() - started_s), plan(2)
+    devices = " and ".join(dict.fromkeys(placement.devices))
+    return Finding(name, "ok", f"2 ranks on {devices}, over {placement.backend}, in {took}")
+
+
+def swap_numbers(comm) -> float:
+    """On 2 ranks: send a tensor of the own number, return the number that came."""
+    import torch
+
+    mine = torch.full((1024,), float(comm.rank), device=comm.device)
+    theirs = torch.empty_like(mine)
+    return comm.exchange(mine, 1 - comm.rank, theirs, 1 - comm.rank).mean().item()
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split("\n\n")[0].split())
+    return textwrap.shorten(f"{type(error).__name__}: {text}", 200, placeholder=" ...")
+
+
+CHECKS: dict[str, Callable[[str], Finding]] = {
+    "labkit": check_labkit,
+    "Python": check_python,
+    **dict.fromkeys(PACKAGES, check_package),
+    "torch loads": check_torch_loads,
+    "torchvision loads": check_torchvision_loads,
+    "GPUs": check_gpus,
+    "GPU to GPU": check_peer_access,
+    "NCCL": check_nccl,
+    "gloo": check_gloo,
+    "cores": check_cores,
+    "memory": check_memory,
+    "/dev/shm": check_shm,
+    "start method": check_start_method,
+    "digits": check_digits,
+    "notebooks": check_notebooks,
+    "temporary folder": check_temporary_folder,
+    "ranks talk": check_ranks,
+}

@@ -1,0 +1,174 @@
+"""A training run from outside: check the settings, start the ranks, gather the result."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from labkit import strategies
+from labkit.config import RunConfig
+from labkit.devices import check_world_size, hardware, plan, versions
+from labkit.files import write_atomically
+from labkit.launch import run
+from labkit.trace import Trace
+from labkit.train import fit, largest_difference
+from labkit.workload import DATASETS, MODELS, load_dataset
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run gave.
+
+    Attributes:
+        config: the settings.
+        epochs: one ``{"loss", "test_accuracy", "seconds"}`` an epoch; seconds of training alone.
+        phases_s: seconds by kind of span, the mean over the ranks.
+        bytes_sent, messages: of the technique, by rank; None for a builtin, which is not counted.
+        state: parameters and buffers of the whole model, on the CPU.
+        checksums: of every rank's parameters and buffers.
+        hardware, versions: what made the figures.
+    """
+
+    config: RunConfig
+    epochs: list[dict[str, float]]
+    phases_s: dict[str, float]
+    bytes_sent: list[int] | None
+    messages: list[int] | None
+    state: dict[str, Tensor] = field(repr=False)
+    checksums: list[str] = field(repr=False)
+    trace: Trace = field(repr=False)
+    hardware: dict[str, Any] = field(repr=False)
+    versions: dict[str, str] = field(repr=False)
+
+    @property
+    def test_accuracy(self) -> float:
+        """Accuracy on the held-out part after the last epoch."""
+        return self.epochs[-1]["test_accuracy"]
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Whether all ranks ended with the same parameters, to the bit."""
+        return len(set(self.checksums)) == 1
+
+    def difference_from(self, other: "TrainResult") -> float:
+        """The largest relative difference between the two runs' parameters and buffers.
+
+        Per tensor: max |a - b| / max |b|; 0 means equal to the bit. The contract for synchronous
+        techniques is 1e-5 in float32 and 1e-10 in float64.
+        """
+        return largest_difference(self.state, other.state)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` writes."""
+        return {
+            "config": self.config.as_dict(),
+            "epochs": self.epochs,
+            "phases_s": self.phases_s,
+            "bytes_sent": self.bytes_sent,
+            "messages": self.messages,
+            "replicas_agree": self.replicas_agree,
+            "hardware": self.hardware,
+            "versions": self.versions,
+        }
+
+    def save_json(self, path: str | Path) -> None:
+        write_atomically(Path(path), json.dumps(self.as_dict(), indent=2) + "\n")
+
+    def save_state(self, path: str | Path) -> None:
+        """Write ``state`` as a safetensors file."""
+        from safetensors.torch import save
+
+        write_atomically(Path(path), save(self.state))
+
+
+def train_with(
+    strategy: str,
+    *,
+    timeout_s: float = 24 * 3600,
+    download: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> TrainResult:
+    """Train with one technique on real processes: ``train_with("ring_all_reduce", world_size=4)``.
+
+    Args:
+        strategy: the technique, one of ``labkit.strategies.STRATEGIES``.
+        timeout_s, download, verbose: as for ``train_run``.
+        settings: the other fields of ``RunConfig``.
+
+    Raises:
+        What ``train_run`` raises.
+    """
+    config = RunConfig(strategy=strategy, **settings)
+    return train_run(config, timeout_s=timeout_s, download=download, verbose=verbose)
+
+
+def train_run(
+    config: RunConfig,
+    *,
+    timeout_s: float = 24 * 3600,
+    download: bool = False,
+    verbose: bool = False,
+) -> TrainResult:
+    """Train as ``config`` says.
+
+    Args:
+        config: the settings.
+        timeout_s: the run's deadline.
+        download: fetch the data set first where it is absent.
+        verbose: print a line an epoch.
+
+    Raises:
+        ValueError: settings that cannot be; unknown names (the message lists the known ones).
+        FileNotFoundError: the data set is not there; the message says how to get it.
+        WorkerError: a rank failed.
+    """
+    make_strategy = check(config)
+    load_dataset(config.dataset, train_size=config.train_size, download=download)
+    result = run(
+        fit,
+        config,
+        make_strategy,
+        verbose,
+        world_size=config.world_size,
+        device=config.device,
+        timeout_s=timeout_s,
+    )
+    reports, ranks = result.values, config.world_size
+    return TrainResult(
+        config=config,
+        epochs=reports[0].epochs,
+        phases_s={kind: s / ranks for kind, s in result.trace.seconds_by_kind().items()},
+        bytes_sent=None if config.builtin else [report.bytes_sent for report in reports],
+        messages=None if config.builtin else [report.messages for report in reports],
+        state=reports[0].state,
+        checksums=[report.checksum for report in reports],
+        trace=result.trace,
+        hardware=hardware(),
+        versions=versions(),
+    )
+
+
+def check(config: RunConfig):
+    """Refuse what cannot run before any process starts; returns the strategy's class.
+
+    Raises:
+        ValueError: unknown names, or a technique that does not fit the world size.
+    """
+    make_strategy = strategies.get(config.strategy, builtin=config.builtin)
+    for kind, name, known in (
+        ("model", config.model, MODELS),
+        ("data set", config.dataset, DATASETS),
+    ):
+        if name not in known:
+            raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
+    check_world_size(config.world_size, warn=False)
+    plan(config.world_size, config.device)
+    if config.strategy == "single" and config.world_size != 1:
+        raise ValueError(
+            f"strategy single trains on one rank, got world_size {config.world_size}: "
+            "use world_size 1, or another strategy"
+        )
+    return make_strategy

@@ -1,0 +1,136 @@
+"""Open the workbook: JupyterLab on the first notebook, on any machine, with nothing to set.
+
+JupyterLab reads the person's own settings as always; what the workbook adds (no news question, a
+window layout of its own) lives in a temporary folder and in the environment's folder, so that
+nothing of theirs is changed.
+"""
+
+import getpass
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+FIRST_NOTEBOOK = "00_start_here.ipynb"
+SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve the workbook until Ctrl-C; ``argv`` goes to JupyterLab (``--port=9000`` and such).
+
+    Raises:
+        ValueError: when there is no ``notebooks`` folder here or beside the package.
+    """
+    root = workbook_root()
+    argv = [*launch_options(root), *(argv or [])]
+    with tempfile.TemporaryDirectory(prefix="labkit-lab-") as folder:
+        _prepare_environment(Path(folder))
+        return _serve(root, argv)
+
+
+def workbook_root() -> Path:
+    """The folder that holds ``notebooks/``: the current one, or the clone labkit runs from."""
+    candidates = [Path.cwd(), Path(__file__).resolve().parents[1]]
+    for folder in candidates:
+        if (folder / "notebooks").is_dir():
+            return folder
+    raise ValueError(
+        f"no notebooks folder in {candidates[0]} nor in {candidates[1]}: "
+        "run this from a clone of the workbook"
+    )
+
+
+def first_page(root: Path) -> str:
+    """The page to open, as JupyterLab's path below its address."""
+    notebooks = sorted((root / "notebooks").glob("*.ipynb"))
+    first = root / "notebooks" / FIRST_NOTEBOOK
+    if first not in notebooks and notebooks:
+        first = notebooks[0]
+    return f"lab/tree/{first.relative_to(root).as_posix()}" if notebooks else "lab"
+
+
+def launch_options(root: Path) -> list[str]:
+    """JupyterLab's options for this machine: no browser where none can open, root allowed."""
+    options = [
+        f"--ServerApp.root_dir={root}",
+        f"--LabApp.default_url=/{first_page(root)}",
+        "--Application.log_level=WARN",
+        f"--IdentityProvider.token={os.environ.get('JUPYTER_TOKEN') or secrets.token_hex(16)}",
+    ]
+    if no_browser_reason():
+        options.append("--no-browser")
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        options.append("--allow-root")
+    return options
+
+
+def no_browser_reason() -> str:
+    """Why no browser can be opened from here, or an empty string when one can."""
+    if os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"):
+        return "this is an SSH session"
+    if any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")):
+        return "this is a container"
+    has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if sys.platform.startswith("linux") and not has_display:
+        return "this machine has no display"
+    return ""
+
+
+def _prepare_environment(folder: Path) -> None:
+    (folder / "labconfig").mkdir()
+    (folder / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
+    own = [part for part in [os.environ.get("JUPYTER_CONFIG_PATH")] if part]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join([*own, str(folder)])
+    # A kernel named python3 in the person's own folders must not win over this environment's.
+    os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
+    # Its own layout: else the tabs of another project open here, and ours there.
+    os.environ.setdefault("JUPYTERLAB_WORKSPACES_DIR", f"{sys.prefix}/var/labkit/workspaces")
+
+
+def _serve(root: Path, argv: list[str]) -> int:
+    from jupyterlab.labapp import LabApp
+
+    server = LabApp.initialize_server(argv=argv)
+    signal.signal(signal.SIGINT, lambda *_: _stop(server))
+    print(_announcement(server, root), flush=True)
+    server.start()
+    print("The workbook is closed.")
+    return 0
+
+
+def _stop(server) -> None:
+    # Jupyter's own handler asks a y/n question at a terminal, and elsewhere leaves files behind.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("\nClosing the workbook and its kernels ...", flush=True)
+    server.stop(from_signal=True)
+
+
+def _announcement(server, root: Path) -> str:
+    token = server.identity_provider.token
+    query = f"?token={token}" if token else ""
+    lines = [
+        "",
+        "  The workbook is open at",
+        "",
+        f"      {server.connection_url}{first_page(root)}{query}",
+        "",
+    ]
+    reason = no_browser_reason() if not server.open_browser else ""
+    if reason:
+        lines.append(f"  Open that address in a browser yourself: {reason}.")
+    port = server.port
+    if "SSH" in reason:
+        lines += [
+            "  From your own machine, first make a tunnel and leave it open:",
+            f"      ssh -N -L {port}:localhost:{port} {getpass.getuser()}@{socket.gethostname()}",
+        ]
+    if "container" in reason:
+        lines.append(
+            f"  Publish port {port} and serve on all addresses: "
+            f'make lab ARGS="--ip=0.0.0.0 --port={port}"'
+        )
+    return "\n".join([*lines, "  Ctrl-C in this window closes it.", ""])

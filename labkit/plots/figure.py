@@ -1,0 +1,246 @@
+"""What all figures share: the table of looks, and the figure with alt text and caption.
+
+One meaning has one look everywhere, a colour of the Okabe-Ito palette and a hatch, so that no
+figure needs colour alone. Cool colours work (compute, update, data, evaluate), warm ones move
+bytes (communicate and its phases), grey waits. What was measured is filled with its colour; a
+prediction is pale, hatched, and says "model".
+
+The figures never touch pyplot, so nothing is shown twice and nothing stays open, and they ignore
+the style that a notebook has set.
+"""
+
+import base64
+import functools
+import html
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.style
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from labkit.files import write_atomically
+
+BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
+ORANGE, VERMILLION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
+DARK, GREY, GRID = "#1A1A1A", "#BFBFBF", "#D9D9D9"
+
+WIDTH_IN = 8.5
+# An inch of the figure is 100 pixels of the page, so that 10 points are 14 pixels. The picture
+# itself has more, for sharp text on dense screens.
+PAGE_DPI = 100
+_PICTURE_DPI = 160
+_SETTINGS = {
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 11,
+    "axes.edgecolor": DARK,
+    "axes.labelcolor": DARK,
+    "text.color": DARK,
+    "xtick.color": DARK,
+    "ytick.color": DARK,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "font.size": 10,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.8,
+    "svg.hashsalt": "labkit",
+}
+_MODEL_HATCH = "////"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one meaning looks: its colour, its hatch, and the hatch's own colour on that colour."""
+
+    color: str
+    hatch: str = ""
+    ink: str = "white"
+
+    @property
+    def model(self) -> "Style":
+        """The same meaning, predicted: pale, with the one hatch that nothing measured has."""
+        return Style(tint(self.color, 0.2), _MODEL_HATCH, shade(self.color, 0.75))
+
+
+STYLES = {
+    "compute": Style(GREEN),
+    "update": Style(BLUE, "\\\\\\"),
+    "data": Style(PURPLE, "..."),
+    "evaluate": Style(SKY, "oo", DARK),
+    "communicate": Style(VERMILLION, "xx"),
+    "share_reduce": Style(ORANGE, "++", DARK),
+    "share_only": Style(YELLOW, "--", DARK),
+    "wait": Style(GREY, "..", "#595959"),
+}
+# For phases of communication that have no row above, in the order of their names.
+_SPARE = (
+    Style(VERMILLION, "||"),
+    Style(ORANGE, "\\\\\\", DARK),
+    Style(YELLOW, "oo", DARK),
+    Style(VERMILLION, "--"),
+    Style(ORANGE, "..", DARK),
+    Style(YELLOW, "xx", DARK),
+)
+
+
+def styles_of(kinds: Iterable[str]) -> dict[str, Style]:
+    """The looks of the kinds that are present, in the table's order."""
+    present = set(kinds)
+    styles = {kind: style for kind, style in STYLES.items() if kind in present}
+    return styles | dict(zip(sorted(present - styles.keys()), itertools.cycle(_SPARE)))
+
+
+def tint(color: str, strength: float) -> str:
+    """``color`` thinned with white: 1 leaves it, 0 is white."""
+    return mpl.colors.to_hex(1 - strength * (1 - np.array(mpl.colors.to_rgb(color))))
+
+
+def shade(color: str, strength: float) -> str:
+    """``color`` darkened: 1 leaves it, 0 is black."""
+    return mpl.colors.to_hex(strength * np.array(mpl.colors.to_rgb(color)))
+
+
+def swatch(label: str, style: Style, model: bool = False) -> Patch:
+    """A legend's entry, which also carries a bar's colours."""
+    look = style.model if model else style
+    return Patch(
+        facecolor=look.color,
+        edgecolor=look.ink if look.hatch else look.color,
+        hatch=look.hatch or None,
+        linewidth=0.8 if model else 0,
+        label=label,
+    )
+
+
+def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
+    """A legend below the axes, in as few rows as fit, the rows about equally long."""
+    width_in = max(0.08 * len(handle.get_label()) for handle in handles) + 0.85
+    columns = max(1, int(figure.get_figwidth() / width_in))
+    rows = math.ceil(len(handles) / columns)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=math.ceil(len(handles) / rows),
+        handlelength=2.8,
+        handleheight=1.2,
+    )
+
+
+def add_title(figure: Figure, title: str) -> None:
+    """A title over several axes."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+
+
+class CaptionedFigure:
+    """A matplotlib figure with its alt text and its caption; Jupyter shows all three.
+
+    Attributes:
+        figure: the matplotlib figure.
+        alt: the takeaway in words and numbers, for readers who do not see the picture.
+        caption: what stands below it.
+    """
+
+    def __init__(self, figure: Figure, *, alt: str, caption: str):
+        if len(alt.strip()) < 15:
+            raise ValueError(f"alt text must say what the figure shows, got {alt!r}")
+        if not caption.strip():
+            raise ValueError("a figure needs a caption: a sentence with what to take from it")
+        self.figure = figure
+        self.alt = alt.strip()
+        self.caption = caption.strip()
+        self._png: bytes | None = None
+
+    def with_caption(self, caption: str) -> "CaptionedFigure":
+        """The same figure under another caption."""
+        other = CaptionedFigure(self.figure, alt=self.alt, caption=caption)
+        other._png = self._png
+        return other
+
+    def png(self) -> bytes:
+        """The picture alone; drawn at the first call."""
+        if self._png is None:
+            self._png = _with_palette(self._render("png", dpi=_PICTURE_DPI))
+        return self._png
+
+    def html(self) -> str:
+        """``<figure>`` with the picture inside, its alt text and its caption."""
+        picture = base64.b64encode(self.png()).decode()
+        width = round(self.figure.get_figwidth() * PAGE_DPI)
+        return (
+            '<figure style="margin: 0">'
+            f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{picture}" '
+            f'width="{width}" style="max-width: 100%; height: auto">'
+            f'<figcaption style="max-width: {width}px">{html.escape(self.caption)}</figcaption>'
+            "</figure>"
+        )
+
+    _repr_html_ = html
+
+    def save(self, path: str | Path) -> Path:
+        """Write a ``.png`` or ``.svg`` file, whole or not at all; returns its path."""
+        path = Path(path)
+        if path.suffix == ".png":
+            content = self.png()
+        elif path.suffix == ".svg":
+            content = self._render("svg", metadata={"Date": None})
+        else:
+            raise ValueError(f"cannot save {path.name}: a figure is saved as .png or .svg")
+        write_atomically(path, content)
+        return path
+
+    def __repr__(self) -> str:
+        return f"[figure] {self.alt}"
+
+    def _render(self, file_format: str, **options: Any) -> bytes:
+        target = io.BytesIO()
+        with matplotlib.style.context(["default", _SETTINGS]):
+            self.figure.savefig(target, format=file_format, **options)
+        return target.getvalue()
+
+
+def _with_palette(png: bytes) -> bytes:
+    """The same picture in its 256 commonest colours: a third of the bytes, which notebooks keep.
+
+    Fills keep their exact colours, only the soft edges of letters and lines are rounded. (Pillow's
+    own quantizers move every colour a little, white too.)
+    """
+    from PIL import Image
+
+    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), dtype=np.int32)
+    codes = pixels[..., 0] << 16 | pixels[..., 1] << 8 | pixels[..., 2]
+    found, place, count = np.unique(codes, return_inverse=True, return_counts=True)
+    colors = np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1)
+    palette = colors[np.argsort(-count, kind="stable")[:256]]
+    # |a - b|^2 = |a|^2 - 2ab + |b|^2, and |a|^2 is the same for all b.
+    nearest = ((palette**2).sum(axis=1) - 2 * colors @ palette.T).argmin(axis=1)
+    picture = Image.fromarray(nearest[place].reshape(codes.shape).astype(np.uint8), "L")
+    picture.putpalette(palette.astype(np.uint8).tobytes())
+    target = io.BytesIO()
+    picture.save(target, "png", optimize=True)
+    return target.getvalue()
+
+
+def drawn(function: Callable[..., CaptionedFigure]) -> Callable[..., CaptionedFigure]:
+    """Draw under the settings above, whatever the notebook has set."""
+
+    @functools.wraps(function)
+    def with_settings(*args: Any, **kwargs: Any) -> CaptionedFigure:
+        with matplotlib.style.context(["default", _SETTINGS]):
+            return function(*args, **kwargs)
+
+    return with_settings

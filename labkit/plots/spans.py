@@ -1,0 +1,358 @@
+"""Figures of spans: the timeline of a run, and its seconds by kind."""
+
+import math
+import statistics
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from labkit.plots.figure import (
+    PAGE_DPI,
+    WIDTH_IN,
+    CaptionedFigure,
+    Style,
+    add_legend,
+    drawn,
+    styles_of,
+    swatch,
+)
+from labkit.trace import LOCAL_KINDS, Span, Trace
+from labkit.units import format_seconds, second_unit
+
+# By rank or bar, by kind: parts of the whole.
+Shares = dict[str, dict[str, float]]
+
+
+@drawn
+def timeline(
+    result: Any,
+    *,
+    title: str | None = None,
+    start_s: float | None = None,
+    end_s: float | None = None,
+    ranks: Collection[int] | None = None,
+    model: bool = False,
+) -> CaptionedFigure:
+    """Draw what each rank did when: a lane a rank, a bar a span.
+
+    Args:
+        result: a ``Trace``, or a result that has one as ``.trace``.
+        title: above the figure.
+        start_s, end_s: the part of the trace to show, in seconds of its clock.
+        ranks: the ranks to show, all by default.
+        model: the trace is a prediction, not a measurement, and is drawn as one.
+
+    Raises:
+        ValueError: no spans there; the message says what to do.
+    """
+    trace = _trace_of(result)
+    lanes = _chosen_ranks(trace, ranks)
+    if start_s is None:
+        start_s = min(0.0, *(span.start_s for span in trace.spans))
+    if end_s is None:
+        end_s = max(span.end_s for span in trace.spans)
+    spans = _spans_between(trace, lanes, start_s, end_s)
+    shares = _shares(spans, lanes, start_s, end_s)
+    title = title or ("What each rank should do (model)" if model else "What each rank did")
+    thin = sum(span.duration_s < (end_s - start_s) / (WIDTH_IN * PAGE_DPI) for span in spans)
+    return CaptionedFigure(
+        _draw_timeline(spans, lanes, start_s, end_s, title, model),
+        alt=_timeline_alt(shares, end_s - start_s, model),
+        caption=_timeline_caption(shares, end_s - start_s, thin),
+    )
+
+
+@drawn
+def phases(result: Any, *, title: str | None = None, model: bool = False) -> CaptionedFigure:
+    """Draw the seconds by kind as stacked bars, one bar a rank (or a run).
+
+    Args:
+        result: a ``Trace``, a result that has one, ``{kind: seconds}``, or
+            ``{rank or name: {kind: seconds}}``.
+        title: above the figure.
+        model: the seconds are predictions, and are drawn as such.
+
+    Raises:
+        ValueError: no seconds there; the message says what to do.
+    """
+    rows = _phase_rows(result)
+    totals = {name: sum(row.values()) for name, row in rows.items()}
+    styles = styles_of(kind for row in rows.values() for kind, s in row.items() if s > 0)
+    shares = {
+        name: {kind: row.get(kind, 0) / totals[name] for kind in styles}
+        for name, row in rows.items()
+        if totals[name] > 0
+    }
+    title = title or ("Time by phase (model)" if model else "Time by phase")
+    bars = "; ".join(
+        f"{name} {format_seconds(totals[name])}, {_percents(share)}"
+        for name, share in shares.items()
+    )
+    return CaptionedFigure(
+        _draw_phases(rows, totals, styles, title, model),
+        alt=f"{title}: {bars}.",
+        caption=_phases_caption(shares, totals),
+    )
+
+
+def _trace_of(result: Any) -> Trace:
+    trace = getattr(result, "trace", result)
+    if not isinstance(trace, Trace):
+        raise ValueError(
+            f"a trace is needed, got {type(trace).__name__}: give what labkit.run returned"
+        )
+    if not trace.spans:
+        raise ValueError(
+            "the trace has no spans, so there is nothing to draw: let the function send or "
+            'receive through its comm, or put its work under `with comm.span("compute"):`'
+        )
+    return trace
+
+
+def _chosen_ranks(trace: Trace, ranks: Collection[int] | None) -> list[int]:
+    known = trace.ranks
+    if ranks is None:
+        return known
+    if not ranks or not set(ranks) <= set(known):
+        raise ValueError(f"ranks {sorted(ranks)} cannot be drawn: the trace has ranks {known}")
+    return sorted(set(ranks))
+
+
+def _spans_between(
+    trace: Trace, ranks: Collection[int], start_s: float, end_s: float
+) -> list[Span]:
+    wanted = set(ranks)
+    spans = [
+        span
+        for span in trace.spans
+        if span.rank in wanted and span.end_s > start_s and span.start_s < end_s
+    ]
+    if not spans or not start_s < end_s:
+        first_s = min(span.start_s for span in trace.spans)
+        last_s = max(span.end_s for span in trace.spans)
+        raise ValueError(
+            f"no span lies between start_s={start_s:g} and end_s={end_s:g}: the trace runs from "
+            f"{first_s:g} to {last_s:g} s"
+        )
+    return spans
+
+
+def _draw_timeline(
+    spans: list[Span], lanes: list[int], start_s: float, end_s: float, title: str, model: bool
+) -> Figure:
+    scale, unit = _axis_unit(end_s - start_s)
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(lanes), 7)))
+    axes = figure.add_subplot()
+    margin_s = 0.003 * (end_s - start_s)
+    axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
+    styles = styles_of(span.kind for span in spans)
+    _draw_spans(axes, spans, lanes, scale, styles, model)
+    axes.set_title(title)
+    axes.set(xlabel=f"time since the start ({unit})", ylabel="rank")
+    axes.xaxis.get_major_formatter().set_useOffset(False)
+    _label_lanes(axes, [str(rank) for rank in lanes])
+    add_legend(figure, _legend_entries(styles, model))
+    return figure
+
+
+def _axis_unit(extent_s: float) -> tuple[float, str]:
+    """The unit for an axis: 1.5 s still reads 1500 ms, so that ticks are whole numbers."""
+    return second_unit(extent_s / 2)
+
+
+def _draw_spans(
+    axes,
+    spans: list[Span],
+    lanes: list[int],
+    scale: float,
+    styles: dict[str, Style],
+    model: bool,
+) -> None:
+    """One collection holds all bars in the order of time; hatches go over the wide ones.
+
+    A hatched bar takes a thousand times as long as a plain one, and in a bar of three pixels
+    nobody can see the hatch.
+    """
+    corners = _corners(spans, lanes, scale)
+    looks = {kind: style.model if model else style for kind, style in styles.items()}
+    colors = [looks[span.kind].color for span in spans]
+    bars = PolyCollection(corners, facecolors=colors, linewidths=0, snap=False, gid="spans")
+    axes.add_collection(bars, autolim=False)
+    left, right = axes.get_xlim()
+    wide = (corners[:, 2, 0] - corners[:, 0, 0]) * WIDTH_IN * PAGE_DPI > 3 * (right - left)
+    kinds = np.array([span.kind for span in spans])
+    for kind, look in looks.items():
+        mine = corners[wide & (kinds == kind)]
+        if look.hatch and len(mine):
+            over = PolyCollection(mine, facecolors="none", edgecolors=look.ink, hatch=look.hatch)
+            over.set(linewidth=0.8 if model else 0, gid=f"hatch {kind}")
+            axes.add_collection(over, autolim=False)
+
+
+def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
+    """[spans, 4 corners, (x, y)]: each span's bar in axis units."""
+    lane_of = {rank: lane for lane, rank in enumerate(lanes)}
+    left = np.array([span.start_s for span in spans]) / scale
+    right = np.array([span.end_s for span in spans]) / scale
+    lane = np.array([lane_of[span.rank] for span in spans], dtype=float)
+    top, bottom = lane - 0.4, lane + 0.4
+    xs = np.stack([left, left, right, right], axis=1)
+    ys = np.stack([top, bottom, bottom, top], axis=1)
+    return np.stack([xs, ys], axis=2)
+
+
+def _label_lanes(axes, names: list[str]) -> None:
+    """A lane a name, the first on top; of very many lanes every n-th is named."""
+    every = math.ceil(len(names) / 32)
+    axes.set_yticks(range(0, len(names), every), names[::every])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+
+
+def _legend_entries(styles: dict[str, Style], model: bool) -> list:
+    ending = " (model)" if model else ""
+    return [swatch(kind + ending, style, model) for kind, style in styles.items()]
+
+
+def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -> Shares:
+    """The parts of the time from ``start_s`` to ``end_s``; a row's rest is outside any span."""
+    kinds = styles_of(span.kind for span in spans)
+    shares = {f"rank {rank}": dict.fromkeys(kinds, 0.0) for rank in ranks}
+    for span in spans:
+        inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
+        shares[f"rank {span.rank}"][span.kind] += inside_s / (end_s - start_s)
+    return shares
+
+
+def _percents(share: Mapping[str, float], least: float = 0.0) -> str:
+    return ", ".join(f"{kind} {_percent(part)}" for kind, part in share.items() if part > least)
+
+
+def _percent(part: float) -> str:
+    return "under 1%" if 0 < part < 0.005 else f"{part:.0%}"
+
+
+def _mean_share(shares: Shares) -> dict[str, float]:
+    kinds = next(iter(shares.values()))
+    return {kind: statistics.fmean(row[kind] for row in shares.values()) for kind in kinds}
+
+
+def _timeline_alt(shares: Shares, extent_s: float, model: bool) -> str:
+    kind = "Predicted timeline" if model else "Timeline"
+    ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
+    head = f"{kind} of {ranks} over {format_seconds(extent_s)}."
+    if len(shares) > 8:
+        return f"{head} Mean share of the time: {_percents(_mean_share(shares))}."
+    rows = "; ".join(f"{name}: {_percents(share)}" for name, share in shares.items())
+    return f"{head} Share of the time by {rows}."
+
+
+def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
+    mean = _mean_share(shares)
+    blank = 1 - sum(mean.values())
+    whose = "Mean over the ranks" if len(shares) > 1 else "In all"
+    sentences = [_apart_sentence(shares, dict.fromkeys(shares, extent_s))]
+    sentences.append(f"{whose}: {_percents(mean, least=0.005)}.")
+    if blank > 0.02:
+        sentences.append(f"Blank, {_percent(blank)}, is time outside any span.")
+    if thin:
+        spans = "1 span is" if thin == 1 else f"{thin:,} spans are"
+        sentences.append(f"{spans} narrower than a pixel: start_s and end_s zoom in.")
+    return " ".join(sentences)
+
+
+def _apart_sentence(shares: Shares, totals: Mapping[str, float]) -> str:
+    """Who communicates and waits most, in numbers."""
+    parts = {
+        name: sum(part for kind, part in share.items() if kind not in LOCAL_KINDS)
+        for name, share in shares.items()
+    }
+    most, least = max(parts, key=parts.__getitem__), min(parts, key=parts.__getitem__)
+    total = format_seconds(totals[most])
+    where = "on" if most.startswith("rank ") else "in"
+    if not parts[most]:
+        return f"None of the {total} goes to communication or waiting."
+    text = f"Communication and waiting take {_percent(parts[most])} of {total} {where} {most}"
+    if _percent(parts[most]) != _percent(parts[least]):
+        text += f" and {_percent(parts[least])} {where} {least}"
+    elif len(parts) > 1:
+        text += f", and as much {where} the others"
+    return f"{text}."
+
+
+def _phase_rows(result: Any) -> dict[str, dict[str, float]]:
+    """By bar, by kind: seconds."""
+    if not isinstance(result, Mapping):
+        trace = _trace_of(result)
+        return {f"rank {rank}": trace.seconds_by_kind(rank) for rank in trace.ranks}
+    by_name = any(isinstance(row, Mapping) for row in result.values())
+    rows = {
+        f"rank {name}" if isinstance(name, int) else str(name): dict(row)
+        for name, row in (result if by_name else {"run": result}).items()
+    }
+    if not any(seconds > 0 for row in rows.values() for seconds in row.values()):
+        raise ValueError(
+            "no phase took any time, so there is nothing to draw: give what labkit.run returned, "
+            'or seconds by kind such as {"compute": 0.8, "communicate": 0.2}'
+        )
+    return rows
+
+
+def _draw_phases(
+    rows: dict[str, dict[str, float]],
+    totals: dict[str, float],
+    styles: dict[str, Style],
+    title: str,
+    model: bool,
+) -> Figure:
+    scale, unit = _axis_unit(max(totals.values()))
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(rows), 9)))
+    axes = figure.add_subplot()
+    longest = max(totals.values()) / scale
+    for lane, (name, row) in enumerate(rows.items()):
+        left = 0.0
+        for kind, style in styles.items():
+            width = row.get(kind, 0.0) / scale
+            _draw_part(axes, lane, left, width, swatch(kind, style, model))
+            if width > 0.07 * longest:
+                _tag(axes, left + width / 2, lane, _percent(row[kind] / totals[name]))
+            left += width
+        axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
+    axes.set_xlim(0, 1.12 * longest)
+    axes.set_title(title)
+    axes.set_xlabel(f"time ({unit})")
+    _label_lanes(axes, list(rows))
+    add_legend(figure, _legend_entries(styles, model))
+    return figure
+
+
+def _draw_part(axes, lane: int, left: float, width: float, look) -> None:
+    axes.barh(
+        lane,
+        width,
+        left=left,
+        height=0.72,
+        facecolor=look.get_facecolor(),
+        edgecolor=look.get_edgecolor(),
+        hatch=look.get_hatch(),
+        linewidth=look.get_linewidth(),
+        label=look.get_label(),
+    )
+
+
+def _tag(axes, x: float, y: float, text: str) -> None:
+    """Text on a bar, on a white ground of its own, so that no hatch runs through it."""
+    box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
+    axes.text(x, y, text, va="center", ha="center", bbox=box)
+
+
+def _phases_caption(shares: Shares, totals: dict[str, float]) -> str:
+    text = _apart_sentence(shares, totals)
+    slow, fast = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
+    longest, shortest = format_seconds(totals[slow]), format_seconds(totals[fast])
+    if longest != shortest:
+        text += f" The longest bar is {slow} ({longest}), the shortest {fast} ({shortest})."
+    return text

@@ -1,0 +1,144 @@
+"""Predict, run, explain: prediction, model and measurement of one quantity side by side.
+
+A prediction is a way of asking, so a wrong one is never an error and is not marked: the ratio
+says how far it was off, and the text after it says why.
+"""
+
+import html
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from labkit.units import as_repeats, format_number, format_value
+
+_HEADERS = (
+    "quantity",
+    "your prediction",
+    "model",
+    "measured",
+    "measured / prediction",
+    "measured / model",
+)
+
+
+@dataclass(frozen=True)
+class PredictionRow:
+    """One quantity: what was predicted, what a formula gives, what was measured.
+
+    Attributes:
+        quantity: its name, for example ``bytes sent by a rank``.
+        unit: ``bytes`` and ``s`` are shown scaled (MiB, ms), any other as it is.
+        prediction: the learner's number, None where there is none.
+        model: the formula's number, None where there is none.
+        repeats: the measurements; their median counts.
+    """
+
+    quantity: str
+    unit: str
+    prediction: float | None
+    model: float | None
+    repeats: tuple[float, ...]
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.repeats)
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None without a prediction, or with one of 0."""
+        return _over(self.measured, self.prediction)
+
+    @property
+    def model_ratio(self) -> float | None:
+        """Measured over the model; None without a model, or with one of 0."""
+        return _over(self.measured, self.model)
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as texts, in the order of the table's columns."""
+        return (
+            self.quantity,
+            self._text(self.prediction, "no prediction"),
+            self._text(self.model, "no model"),
+            self._measured_text(),
+            _ratio_text(self.ratio),
+            _ratio_text(self.model_ratio),
+        )
+
+    def __repr__(self) -> str:
+        quantity, prediction, model, measured, ratio, model_ratio = self.cells()
+        ratios = [f"{ratio} the prediction"] if self.ratio is not None else []
+        ratios += [f"{model_ratio} the model"] if self.model_ratio is not None else []
+        text = f"{quantity}: prediction {prediction}, model {model}, measured {measured}"
+        text = text.replace("prediction no prediction", "no prediction")
+        text = text.replace("model no model", "no model")
+        return f"{text} ({', '.join(ratios)})" if ratios else text
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f'<th scope="col">{html.escape(head)}</th>' for head in _HEADERS)
+        first, *rest = (html.escape(cell) for cell in self.cells())
+        cells = "".join(f"<td>{cell}</td>" for cell in rest)
+        return (
+            f"<table><thead><tr>{heads}</tr></thead>"
+            f'<tbody><tr><th scope="row">{first}</th>{cells}</tr></tbody></table>'
+        )
+
+    def _text(self, value: float | None, missing: str) -> str:
+        return missing if value is None else format_value(value, self.unit)
+
+    def _measured_text(self) -> str:
+        text = format_value(self.measured, self.unit)
+        low, high = min(self.repeats), max(self.repeats)
+        if low == high:
+            return text
+        between = f"{format_value(low, self.unit)} to {format_value(high, self.unit)}"
+        return f"{text} (median of {len(self.repeats)}, {between})"
+
+
+def predict_row(
+    quantity: str,
+    unit: str,
+    prediction: float | None,
+    model: float | None,
+    measured: float | Iterable[float],
+) -> PredictionRow:
+    """Put prediction, model and measurement of one quantity into one table row.
+
+    Args:
+        quantity: what it is, for example ``time of one all-reduce``.
+        unit: the unit of all three numbers: ``bytes``, ``s``, or any other word.
+        prediction: the learner's number; None or ``...`` where none was made.
+        model: what the formula gives; None where there is none.
+        measured: a number, or the list of repeats.
+
+    Raises:
+        ValueError: something that is not a number, or no measurement.
+    """
+    return PredictionRow(
+        quantity,
+        unit,
+        _number(prediction, "prediction", unit),
+        _number(model, "model", unit),
+        tuple(as_repeats(measured)),
+    )
+
+
+def _number(value: float | None, name: str, unit: str) -> float | None:
+    if value is None or value is ...:
+        return None
+    try:
+        if isinstance(value, str):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} must be a number in {unit}, got {value!r}: give it without its unit, "
+            "or None to go on without"
+        ) from None
+
+
+def _over(measured: float, reference: float | None) -> float | None:
+    return measured / reference if reference else None
+
+
+def _ratio_text(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{format_number(ratio)} ×"

@@ -1,0 +1,81 @@
+"""Data parallelism with our ring: replicate, compute on a share, sum the gradients, update.
+
+1. Every rank holds the whole model. 2. Each computes the gradient of the summed loss of its share
+of the batch. 3. All gradients, laid end to end in one flat tensor [N], are summed by ring
+all-reduce: share_reduce, then share_only. 4. The sum is divided by the number of samples in the
+global batch, and every rank makes the same update.
+
+Dividing by the number of samples, not of ranks, is what makes it equal one device when the shares
+are not of one size. Symbols: P ranks, N trainable parameters.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from labkit.collectives import ring_all_reduce
+from labkit.comm import Comm
+
+
+class RingAllReduce:
+    """Synchronous data parallelism over ``labkit.collectives.ring``.
+
+    Batch statistics (BatchNorm): each rank normalises with its own share's, as DDP does; the
+    running averages are averaged over the ranks at the end of an epoch, so that replicas agree.
+    Frozen parameters are left out; one without a gradient counts as zero.
+    """
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+        self.comm = comm
+        self.model = model.to(comm.device).train()
+        # parameters() lists a tied parameter once.
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.trained)
+        self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
+        self.slices = self.flat.split([p.numel() for p in self.trained])
+
+    def share(self) -> tuple[int, int]:
+        return self.comm.rank, self.comm.world_size
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        with self.comm.span("compute"):
+            self.optimizer.zero_grad()
+            loss = inputs.new_zeros(())
+            # Fewer samples than ranks: this rank still takes its part in the ring.
+            if len(targets):
+                loss = functional.cross_entropy(self.model(inputs), targets, reduction="sum")
+                loss.backward()
+        self.average_gradients(batch_size)
+        with self.comm.span("update"):
+            self.optimizer.step()
+        return loss
+
+    @torch.no_grad()
+    def average_gradients(self, batch_size: int) -> None:
+        """Replace each rank's gradient sums by the mean over the global batch."""
+        with self.comm.span("update"):
+            for piece, parameter in zip(self.slices, self.trained):
+                piece.copy_(0 * piece if parameter.grad is None else parameter.grad.flatten())
+        ring_all_reduce(self.comm, self.flat)
+        with self.comm.span("update"):
+            self.flat /= batch_size
+            for piece, parameter in zip(self.slices, self.trained):
+                parameter.grad = piece.view_as(parameter)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            logits = self.model(inputs)
+        self.model.train()
+        return logits
+
+    @torch.no_grad()
+    def end_epoch(self) -> None:
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                ring_all_reduce(self.comm, buffer)
+                buffer /= self.comm.world_size
+
+    def full_state(self) -> dict[str, Tensor]:
+        state = self.model.state_dict()
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}

@@ -1,0 +1,135 @@
+"""The status board: who waits for whom, worked out from what each rank has posted."""
+
+import pytest
+
+from labkit.board import NOT_STARTED, RETURNED, RUNNING, Board, cycle_among, explain
+from labkit.errors import MismatchError
+
+WHAT = "float32 [2]"
+
+
+def board_of(world_size):
+    board = Board(world_size)
+    board.ranks["state"] = RUNNING
+    return board
+
+
+def send(board, rank, dst, what=WHAT):
+    board.enter(rank, "send", 0.0, '"a.py", line 1', sent=(dst, what))
+
+
+def recv(board, rank, src, what=WHAT):
+    board.enter(rank, "recv", 0.0, '"b.py", line 2', expected=(src, what))
+
+
+def test_a_send_waits_until_its_receive_is_posted():
+    board = board_of(2)
+    send(board, 0, 1)
+    assert [wait.peer for wait in board.waits(0)] == [1]
+    assert board.stuck() == []
+    recv(board, 1, 0)
+    assert board.waits(0) == board.waits(1) == []
+
+
+def test_messages_of_one_edge_are_matched_in_order():
+    board = board_of(2)
+    for _ in range(5):
+        send(board, 0, 1)
+        recv(board, 1, 0)
+        board.leave(0)
+        board.leave(1)
+    send(board, 0, 1)
+    assert board.waits(0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_a_ring_of_receives_is_a_cycle(world_size):
+    board = board_of(world_size)
+    for rank in range(world_size):
+        recv(board, rank, (rank + 1) % world_size)
+    stuck = board.stuck()
+    assert stuck == list(range(world_size))
+    cycle = cycle_among({rank: board.waits(rank) for rank in stuck})
+    assert sorted(cycle) == stuck
+    assert "deadlock: rank 0 -> rank 1" in explain(board, stuck)
+
+
+def test_a_rank_that_computes_may_still_come():
+    board = board_of(3)
+    recv(board, 0, 1)
+    recv(board, 1, 2)
+    assert board.stuck() == []
+
+
+def test_a_rank_that_has_returned_never_comes_and_the_chain_behind_it_is_stuck():
+    board = board_of(3)
+    recv(board, 0, 1)
+    recv(board, 1, 2)
+    board.ranks[2]["state"] = RETURNED
+    assert board.stuck() == [0, 1]
+    text = explain(board, [0, 1])
+    assert "rank 2 has returned and never came: rank 1 waits for it" in text
+    assert '"b.py", line 2' in text
+
+
+def test_a_rank_that_has_not_started_is_waited_for():
+    board = board_of(2)
+    board.ranks[1]["state"] = NOT_STARTED
+    recv(board, 0, 1)
+    assert board.stuck() == []
+
+
+def test_an_exchange_needs_both_ends():
+    board = board_of(3)
+    board.enter(0, "exchange", 0.0, "", sent=(1, WHAT), expected=(2, WHAT))
+    assert {wait.peer for wait in board.waits(0)} == {1, 2}
+    recv(board, 1, 0)
+    assert {wait.peer for wait in board.waits(0)} == {2}
+    board.ranks[2]["state"] = RETURNED
+    assert board.stuck() == [0]
+
+
+def test_a_barrier_waits_for_those_who_have_not_come():
+    board = board_of(3)
+    board.enter_barrier(0, 0.0, "")
+    board.enter_barrier(2, 0.0, "")
+    assert [wait.peer for wait in board.waits(0)] == [1]
+    board.enter_barrier(1, 0.0, "")
+    assert board.waits(0) == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_misfit_is_refused_by_whoever_comes_second(first):
+    board = board_of(2)
+    ends = [lambda: send(board, 0, 1, "float32 [3]"), lambda: recv(board, 1, 0, "int32 [3]")]
+    ends[first]()
+    with pytest.raises(MismatchError, match=r"rank 0 sends float32 \[3\].*int32 \[3\]"):
+        ends[1 - first]()
+
+
+def test_when_the_peer_arrived():
+    board = board_of(2)
+    board.enter(0, "send", 5.0, "", sent=(1, WHAT))
+    board.enter(1, "recv", 7.0, "", expected=(0, WHAT))
+    assert board.arrived_s(0, 1, None) == 7.0
+    assert board.arrived_s(1, None, 0) == 5.0
+    # The peer may be at its next operation already: the right one is still meant.
+    board.leave(0)
+    board.enter(0, "send", 9.0, "", sent=(1, WHAT))
+    assert board.arrived_s(1, None, 0) == 5.0
+
+
+def test_a_copy_does_not_change_with_the_original():
+    board = board_of(2)
+    recv(board, 0, 1)
+    copy = board.copy()
+    send(board, 1, 0)
+    assert copy.waits(0)
+    assert not board.waits(0)
+
+
+def test_two_boards_on_one_memory_see_each_other():
+    memory = bytearray(Board.num_bytes(2))
+    one, other = Board(2, memory), Board(2, memory)
+    one.progress(1, 3, 9, "steps")
+    assert (other.ranks[1]["done"], other.ranks[1]["total"]) == (3, 9)

@@ -1,0 +1,147 @@
+"""The command line, as a person uses it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import is_alive, wait_until
+from safetensors.torch import load_file
+
+from labkit.__main__ import main
+
+TRAIN = [sys.executable, "-m", "labkit", "train"]
+QUICK = ["--train-size", "128", "--batch-size", "32"]
+
+
+def call(*words, command=TRAIN, **settings):
+    return subprocess.run(
+        [*command, *words], capture_output=True, text=True, timeout=120, **settings
+    )
+
+
+def test_train_writes_the_promised_object_and_parameters(tmp_path, capsys):
+    report, weights = tmp_path / "out.json", tmp_path / "out.safetensors"
+    words = ["--strategy", "ring_all_reduce", "--world-size", "3", "--epochs", "2", *QUICK]
+    assert main(["train", *words, "--json", str(report), "--save", str(weights)]) == 0
+    out = capsys.readouterr().out
+    assert "epoch 2/2: loss" in out
+    assert "replicas agree: True" in out
+    found = json.loads(report.read_text())
+    assert found["config"]["strategy"] == "ring_all_reduce"
+    assert [set(epoch) for epoch in found["epochs"]] == [{"loss", "test_accuracy", "seconds"}] * 2
+    assert {"compute", "share_reduce", "share_only", "update"} <= found["phases_s"].keys()
+    assert len(found["bytes_sent"]) == len(found["messages"]) == 3
+    assert found["hardware"]["cores"] >= 1
+    assert found["versions"]["torch"] == torch.__version__
+    assert sum(tensor.numel() for tensor in load_file(weights).values()) == 29_066
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategy", "magic"], "unknown strategy 'magic': choose one of single, ring_all_redu"),
+        (["--strategy", "single", "--model", "gpt"], "unknown model 'gpt': choose one of small"),
+        (["--strategy", "single", "--dataset", "x"], "unknown data set 'x': choose one of digits"),
+        (["--strategy", "single", "--world-size", "0"], "world_size must be a whole number from"),
+        (["--strategy", "ring_all_reduce", "--world-size", "4", "--batch-size", "3"], "smaller"),
+        (["--strategy", "single", "--device", "cuda:1"], "device 'cuda:1' is not known"),
+        (["--strategy", "single", "--epochs", "many"], "invalid int value: 'many'"),
+        (["--strategy", "single", "--json", "/nowhere/out.json"], "in a folder that exists"),
+        (["--strategy", "single", "--dataset", "mnist"], "mnist is not in"),
+        ([], "the following arguments are required: --strategy"),
+    ],
+)
+def test_errors_of_use_are_one_line_and_exit_2(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LABKIT_DATA", str(tmp_path))
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *words])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("labkit: error: ")
+    assert message in line
+
+
+def test_a_wrong_world_size_under_torchrun_is_an_error_of_use(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["train", "--strategy", "ring_all_reduce", "--world-size", "3"])
+    assert "world_size is 3, but torchrun started 2 ranks" in capsys.readouterr().err
+
+
+def test_a_failed_run_exits_1_and_leaves_an_old_report_alone(tmp_path, capsys):
+    report = tmp_path / "out.json"
+    report.write_text("old")
+    words = ["--strategy", "ring_all_reduce", "--world-size", "2", "--epochs", "999"]
+    assert main(["train", *words, "--timeout", "1", "--json", str(report)]) == 1
+    err = capsys.readouterr().err
+    assert "still going at its deadline of 1 s" in err
+    assert "Traceback" not in err
+    assert report.read_text() == "old"
+
+
+def test_ctrl_c_ends_all_ranks():
+    words = ["--strategy", "ring_all_reduce", "--world-size", "2", "--epochs", "9999"]
+    training = subprocess.Popen(
+        [*TRAIN, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert "epoch 1/" in training.stdout.readline()
+        group = [
+            int(pid) for pid in os.listdir("/proc") if pid.isdigit() and in_group(pid, training)
+        ]
+        assert len(group) >= 4
+        os.killpg(training.pid, 2)
+        _, stderr = training.communicate(timeout=20)
+    finally:
+        training.kill()
+    assert training.returncode == 130
+    assert stderr.splitlines()[-1] == "labkit: stopped; all ranks have ended"
+    assert wait_until(lambda: not any(map(is_alive, group)), 5)
+
+
+def in_group(pid, process):
+    try:
+        return os.getpgid(int(pid)) == process.pid
+    except (ProcessLookupError, PermissionError):
+        return False
+
+
+def test_the_same_command_under_torchrun(tmp_path):
+    report = tmp_path / "out.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "-m",
+        "labkit",
+        "train",
+    ]
+    words = ["--strategy", "ring_all_reduce", "--epochs", "1", *QUICK, "--json", str(report)]
+    done = call(*words, command=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 1/1") == 1
+    found = json.loads(report.read_text())
+    assert found["config"]["world_size"] == 2
+    assert len(found["bytes_sent"]) == 2
+
+
+def test_help_and_errors_of_use_as_a_process():
+    done = call("--help", command=[sys.executable, "-m", "labkit"])
+    assert done.returncode == 0
+    assert {"train", "doctor", "lab"} <= set(done.stdout.replace(",", " ").split())
+    done = call("--strategy", "magic")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,150 @@
+"""Comm on real ranks: what arrives, what is counted, what is refused."""
+
+import pytest
+import torch
+from ranks import travel_by_value
+
+from labkit import WorkerError, run
+
+travel_by_value(__name__)
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+
+
+def send_one_way(comm, tensors):
+    """Rank 0 sends each tensor; rank 1 returns what has arrived in a twin of zeros."""
+    arrived = []
+    for tensor in tensors:
+        if comm.rank == 0:
+            comm.send(tensor, 1)
+        else:
+            arrived.append(comm.recv(torch.zeros_like(tensor), 0))
+    return arrived
+
+
+def test_every_dtype_arrives_bit_for_bit():
+    tensors = [(torch.arange(6) % 2).to(dtype).reshape(2, 3) for dtype in DTYPES]
+    arrived = run(send_one_way, tensors, world_size=2).values[1]
+    for sent, got in zip(tensors, arrived):
+        assert got.dtype == sent.dtype
+        assert torch.equal(got, sent)
+
+
+def test_odd_shapes_arrive():  # rows 10 and 11: empty, scalar, transposed, needs a gradient
+    tensors = [
+        torch.empty(0),
+        torch.tensor(3.5),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.arange(8.0)[::2],
+        torch.ones(1).expand(4),
+        torch.ones(3, requires_grad=True),
+    ]
+    result = run(send_one_way, tensors, world_size=2)
+    for sent, got in zip(tensors, result.values[1]):
+        assert torch.equal(got, sent.detach())
+    assert result.messages == [len(tensors), 0]
+    assert result.bytes_sent == [4 * sum(tensor.numel() for tensor in tensors), 0]
+
+
+def test_receiving_into_a_strided_view_writes_through_it():
+    def receives(comm):
+        if comm.rank == 0:
+            comm.send(torch.arange(3.0), 1)
+            return None
+        whole = torch.zeros(3, 2)
+        comm.recv(whole[:, 1], 0)
+        return whole
+
+    whole = run(receives, world_size=2).values[1]
+    assert whole.tolist() == [[0, 0], [0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_exchange_around_the_ring_counts_messages_bytes_and_peers(world_size):
+    def around(comm):
+        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+        value = torch.tensor([float(comm.rank)] * 5)
+        for _ in range(comm.world_size):
+            comm.exchange(value, right, value := torch.empty(5), left)
+        return value[0].item(), dict(comm.bytes_to)
+
+    result = run(around, world_size=world_size)
+    for rank, (value, bytes_to) in enumerate(result.values):
+        assert value == rank
+        assert bytes_to == {(rank + 1) % world_size: 20 * world_size}
+    assert result.messages == [world_size] * world_size
+    assert {span.kind for span in result.trace.spans} <= {"communicate", "wait"}
+
+
+def test_a_barrier_is_met_by_all_and_counts_nothing():
+    def meets(comm):
+        import time
+
+        time.sleep(0.1 * comm.rank)
+        before = time.monotonic()
+        comm.barrier()
+        return before, time.monotonic()
+
+    result = run(meets, world_size=3)
+    assert min(after for _, after in result.values) >= max(before for before, _ in result.values)
+    assert result.messages == [0, 0, 0]
+    assert {span.kind for span in result.trace.spans} == {"wait"}
+
+
+def misuse(comm, how):
+    other = 1 - comm.rank
+    calls = {
+        "self": lambda: comm.send(torch.ones(1), comm.rank),
+        "beyond": lambda: comm.send(torch.ones(1), comm.world_size),
+        "negative": lambda: comm.recv(torch.ones(1), -1),
+        "float": lambda: comm.send(torch.ones(1), 0.5),
+        "list": lambda: comm.send([1.0], other),
+        "sparse": lambda: comm.send(torch.ones(2, 2).to_sparse(), other),
+        "meta": lambda: comm.send(torch.ones(1, device="meta"), other),
+        "expanded": lambda: comm.recv(torch.ones(1).expand(4), other),
+    }
+    calls[how]()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("self", "rank . cannot send to itself"),
+        ("beyond", "with world size 2 the ranks are 0 to 1"),
+        ("negative", "cannot receive from rank -1"),
+        ("float", "a rank is a whole number"),
+        ("list", "a tensor is needed, got list"),
+        ("sparse", "to_dense"),
+        ("meta", r"move it with .to\(comm.device\)"),
+        ("expanded", "elements share memory"),
+    ],
+)
+def test_misuse_is_refused_with_the_numbers_and_the_next_step(how, message):
+    with pytest.raises(WorkerError, match=message) as caught:
+        run(misuse, how, world_size=2)
+    assert "calls[how]()" in caught.value.worker_traceback
+
+
+def test_a_message_is_compared_before_it_moves():
+    def misfit(comm):
+        target = torch.full((4,), 7.0)
+        if comm.rank == 0:
+            comm.send(torch.ones(3), 1)
+        else:
+            try:
+                comm.recv(target, 0)
+            finally:
+                print(target.tolist())
+
+    with pytest.raises(WorkerError, match=r"float32 \[3\]"):
+        run(misfit, world_size=2)

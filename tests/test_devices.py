@@ -1,0 +1,47 @@
+"""Who runs where: the choice for each kind of machine, without needing the machine."""
+
+import pytest
+
+from labkit.devices import check_world_size, hardware, num_cores, plan, versions
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_without_a_gpu_ranks_run_on_the_cpu_over_gloo(device):
+    assert plan(3, device, gpus=0) == plan(3, "cpu", gpus=8)
+    assert plan(3, device, gpus=0).devices == ("cpu", "cpu", "cpu")
+    assert plan(3, device, gpus=0).backend == "gloo"
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_for_each_rank_means_nccl(device):
+    choice = plan(2, device, gpus=4)
+    assert (choice.backend, choice.devices, choice.note) == ("nccl", ("cuda:0", "cuda:1"), "")
+
+
+def test_more_ranks_than_gpus_share_and_the_consequence_is_said_in_one_line():  # row 22
+    choice = plan(3, "auto", gpus=2)
+    assert choice.backend == "gloo"
+    assert choice.devices == ("cuda:0", "cuda:1", "cuda:0")
+    assert "3 ranks share 2 GPUs" in choice.note
+    assert "\n" not in choice.note
+
+
+def test_cuda_where_there_is_none_is_refused_in_one_line():  # row 22
+    with pytest.raises(ValueError, match="shows no CUDA GPU: use device 'cpu'"):
+        plan(1, "cuda", gpus=0)
+
+
+def test_an_unknown_device_lists_the_known_ones():
+    with pytest.raises(ValueError, match="use one of auto, cpu, cuda"):
+        plan(1, "tpu")
+
+
+def test_a_world_size_within_reason_is_silent(recwarn):
+    check_world_size(2)
+    assert not recwarn.list
+
+
+def test_results_can_name_what_made_them():
+    assert hardware()["cores"] == num_cores() >= 1
+    assert hardware()["memory_gb"] > 0
+    assert {"python", "torch", "labkit"} <= versions().keys()

@@ -1,0 +1,383 @@
+"""The doctor: each finding is true of the machine, and only what stops the course is a stop."""
+
+import multiprocessing
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from labkit import doctor, lab, launch, workload
+from labkit.doctor import CHECKS, WIDTH, Finding, examine, render
+from labkit.errors import WorkerError
+
+GIB = 2**30
+
+
+def finding_of(name: str) -> Finding:
+    return examine(name, CHECKS[name])
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Set the number of GPUs of this machine, and the pairs that lack peer access."""
+
+    def pretend(count: int, lacking: tuple = ()) -> None:
+        gpu = SimpleNamespace(name="Some GPU", total_memory=80 * GIB)
+        monkeypatch.setattr(doctor, "num_gpus", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+        monkeypatch.setattr(
+            torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in lacking
+        )
+
+    return pretend
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Replace labkit.run: the ranks return ``values``, or the run raises ``error``."""
+
+    def pretend(values: list | None = None, error: Exception | None = None) -> None:
+        def run(fn, *, world_size, timeout_s):
+            if error is not None:
+                raise error
+            print("said by a rank")
+            return SimpleNamespace(values=values)
+
+        monkeypatch.setattr(launch, "run", run)
+
+    monkeypatch.setattr(launch, "warm_up", lambda: None)
+    return pretend
+
+
+# ---- the table
+
+
+def test_a_check_that_raises_is_a_note_in_one_line():
+    def check(name):
+        raise OSError("first line\nsecond line\n\nand a traceback")
+
+    found = examine("memory", check)
+    assert (found.name, found.status) == ("memory", "note")
+    assert found.found == "OSError: first line second line"
+    assert found.advice
+
+
+@pytest.mark.parametrize("advice", ["", "do this " * 40])
+@pytest.mark.parametrize("found", ["short", "many words " * 30, "/a-path/of-one-word" * 20])
+@pytest.mark.parametrize("name", ["GPUs", max(CHECKS, key=len)])
+def test_every_line_fits_and_nothing_is_cut(name, found, advice):
+    lines = render(Finding(name, "stop", found, advice)).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[0].startswith(name)
+    assert lines[0][17:].startswith("  stop  ")
+    assert sum("-> " in line for line in lines) == bool(advice)
+    kept = "".join(lines).replace("->", "").replace(" ", "")
+    assert kept == f"{name}stop{found}{advice}".replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"), [(["ok", "ok"], 0), (["ok", "note"], 0), (["stop", "note"], 1)]
+)
+def test_only_a_stop_makes_the_exit_code_1(statuses, code, monkeypatch, ranks, capsys):
+    checks = {
+        f"check {number}": lambda name, status=status: Finding(name, status, "this")
+        for number, status in enumerate(statuses)
+    }
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    assert doctor.main() == code
+    assert ("First put right: check 0." in capsys.readouterr().out) == (code == 1)
+
+
+def test_the_stop_key_ends_it_in_one_line(monkeypatch, ranks, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "CHECKS", {"cores": interrupted})
+    assert doctor.main() == 130
+    assert capsys.readouterr().err == "labkit: stopped\n"
+
+
+def test_with_no_torch_every_line_still_comes(monkeypatch, ranks, capsys):
+    ranks(error=ModuleNotFoundError("No module named 'torch'"))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert doctor.main() == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert [line[:17].strip() for line in printed[:-2] if line[0] != " "] == list(CHECKS)
+    assert printed[-1].endswith("First put right: torch loads, ranks talk.")
+
+
+# ---- versions
+
+
+def test_labkit_asks_for_every_package_that_is_checked():
+    asked = " ".join(requires("labkit"))
+    assert [name for name in doctor.PACKAGES if f"{name}>=" not in asked] == []
+
+
+@pytest.mark.parametrize("name", doctor.PACKAGES)
+def test_an_old_version_is_a_note_with_the_range(name, monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda package: "0.0.1")
+    found = finding_of(name)
+    assert found.status == "note"
+    assert found.found.startswith("0.0.1, but labkit is made for >=")
+    assert "requirements.txt" in found.advice
+
+
+@pytest.mark.parametrize("number", ["99.1", "99.0a1+local.build"])
+def test_a_newer_version_is_fine(number, monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda package: number)
+    assert finding_of("torch").status == "ok"
+
+
+@pytest.mark.parametrize(("name", "status"), [("torch", "stop"), ("nbval", "note")])
+def test_a_missing_package_stops_only_if_every_page_needs_it(name, status, monkeypatch):
+    def absent(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(doctor, "version", absent)
+    found = finding_of(name)
+    assert found.status == status
+    assert found.found.startswith("not installed")
+    assert "requirements.txt" in found.advice
+
+
+def test_an_old_python_stops(monkeypatch):
+    monkeypatch.setattr(platform, "python_version", lambda: "3.10.4")
+    found = finding_of("Python")
+    assert (found.status, found.found) == ("stop", "3.10.4, but labkit needs >=3.11")
+
+
+def test_torchvision_of_another_build_is_named_with_the_way_to_mend_it(monkeypatch):
+    def nms(*args):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    operators = ModuleType("torchvision.ops")
+    operators.nms = nms
+    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.ops", operators)
+    found = finding_of("torchvision loads")
+    assert found.status == "note"
+    assert found.found == "RuntimeError: operator torchvision::nms does not exist"
+    assert "--force-reinstall -c requirements.txt torch torchvision" in found.advice
+
+
+# ---- GPUs and backends
+
+
+def test_no_gpu_is_a_note_that_reassures(gpus):
+    gpus(0)
+    found = finding_of("GPUs")
+    assert (found.status, found.found) == ("note", "none")
+    assert "the whole course runs on CPU" in found.advice
+    assert finding_of("GPU to GPU").status == "ok"
+    assert finding_of("NCCL").status == "ok"
+
+
+def test_two_gpus_are_counted_by_kind(gpus):
+    gpus(2)
+    assert finding_of("GPUs") == Finding("GPUs", "ok", "2 x Some GPU, 80 GiB")
+    assert finding_of("GPU to GPU").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("count", "lacking", "text"),
+    [
+        (2, [(0, 1), (1, 0)], "missing for 2 of 2 directions: 0->1, 1->0"),
+        (3, [(2, 1)], "missing for 1 of 6 directions: 2->1"),
+    ],
+)
+def test_gpus_without_peer_access_are_named(count, lacking, text, gpus):
+    gpus(count, tuple(lacking))
+    found = finding_of("GPU to GPU")
+    assert (found.status, found.found) == ("note", text)
+    assert "host memory" in found.advice
+
+
+def test_many_gpus_without_peer_access_are_not_all_listed(gpus):
+    everyone = [(a, b) for a in range(8) for b in range(8) if a != b]
+    gpus(8, tuple(everyone))
+    assert finding_of("GPU to GPU").found.endswith(", 1->0, ...")
+
+
+def test_nccl_says_how_many_ranks_it_takes(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    found = finding_of("NCCL")
+    assert found.status == "ok"
+    assert found.found.startswith("2.27.5; takes one rank a GPU: up to 2 here")
+
+
+@pytest.mark.parametrize(("count", "status"), [(0, "ok"), (2, "note")])
+def test_a_torch_without_nccl_matters_only_where_gpus_are(count, status, gpus, monkeypatch):
+    gpus(count)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert finding_of("NCCL").status == status
+
+
+def test_a_torch_without_gloo_stops(monkeypatch):
+    assert finding_of("gloo").status == "ok"
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    assert finding_of("gloo").status == "stop"
+
+
+# ---- the machine
+
+
+@pytest.mark.parametrize(("cores", "status"), [(1, "note"), (2, "ok")])
+def test_one_core_is_a_note(cores, status, monkeypatch):
+    monkeypatch.setattr(doctor, "num_cores", lambda: cores)
+    assert finding_of("cores").status == status
+
+
+@pytest.mark.parametrize(
+    ("available_bytes", "status", "advice"),
+    [
+        (8 * GIB, "ok", ""),
+        (3 * GIB, "note", "world sizes up to 3"),
+        (GIB // 2, "note", "world sizes up to 2"),
+    ],
+)
+def test_little_memory_means_smaller_world_sizes(available_bytes, status, advice, monkeypatch):
+    monkeypatch.setattr(doctor, "MEMINFO", Path(__file__))
+    monkeypatch.setattr(doctor, "_memory_bytes", lambda: (16 * GIB, available_bytes))
+    found = finding_of("memory")
+    assert found.status == status
+    assert advice in found.advice
+
+
+def test_memory_is_read_from_the_systems_own_file(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  3072 kB\nMemFree: 1 kB\nMemAvailable:  2048 kB\nHuge: 0\n")
+    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
+    assert finding_of("memory").found == "2 MiB of 3 MiB available"
+    monkeypatch.setattr(doctor, "MEMINFO", tmp_path / "absent")
+    assert finding_of("memory").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "free_mib", "status"),
+    [(64, 64, "note"), (8192, 100, "note"), (8192, 8000, "ok")],
+)
+def test_a_small_or_full_shm_is_a_note_with_the_way_round(
+    total_mib, free_mib, status, tmp_path, monkeypatch
+):
+    usage = SimpleNamespace(total=total_mib * 2**20, free=free_mib * 2**20)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(doctor, "SHM", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    found = finding_of("/dev/shm")
+    assert found.status == status
+    assert ("docker run --shm-size" in found.advice) == (status == "note")
+
+
+def test_a_missing_shm_matters_on_linux_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SHM", tmp_path / "absent")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert (finding_of("/dev/shm").status, finding_of("/dev/shm").found) == ("note", "missing")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert finding_of("/dev/shm").status == "ok"
+
+
+def test_a_system_without_forkserver_is_a_note(monkeypatch):
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert finding_of("start method").status == "note"
+
+
+def test_a_temporary_folder_that_takes_no_files_stops(monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    assert finding_of("temporary folder").status == "ok"
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    found = finding_of("temporary folder")
+    assert (found.status, "TMPDIR" in found.advice) == ("stop", True)
+    assert "No space left" in found.found
+
+
+# ---- the course
+
+
+def test_whole_digits_are_counted():
+    found = finding_of("digits")
+    assert found == Finding("digits", "ok", "intact: 1,437 images to train on, 360 held out")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"")]
+)
+def test_broken_digits_stop_with_the_file_and_how_to_restore_it(damage, tmp_path, monkeypatch):
+    shutil.copytree(Path(__file__).parents[1] / "data" / "digits", tmp_path / "digits")
+    damage(tmp_path / "digits" / "t10k-labels-idx1-ubyte")
+    monkeypatch.setattr(workload, "_REPOSITORY_DATA", tmp_path)
+    found = finding_of("digits")
+    assert found.status == "stop"
+    assert "t10k-labels-idx1-ubyte" in found.advice
+    assert "git checkout -- data/digits" in found.advice
+
+
+def test_notebooks_are_counted_or_a_note_says_where_to_run(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "00_start_here.ipynb").touch()
+    monkeypatch.setattr(lab, "workbook_root", lambda: tmp_path)
+    assert finding_of("notebooks").found.startswith("1 in ")
+
+    def nowhere():
+        raise ValueError("no notebooks folder: run this from a clone")
+
+    monkeypatch.setattr(lab, "workbook_root", nowhere)
+    found = finding_of("notebooks")
+    assert (found.status, found.advice) == (
+        "note",
+        "no notebooks folder: run this from a clone",
+    )
+
+
+def test_ranks_that_swap_their_numbers_can_talk(ranks, capsys):
+    ranks(values=[1.0, 0.0])
+    found = finding_of("ranks talk")
+    assert found.status == "ok"
+    assert found.found.startswith("2 ranks on ")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (
+            {
+                "error": WorkerError(
+                    "rank 1 raised OSError: refused\n  at a line\n\nTraceback: ..."
+                )
+            },
+            "WorkerError: rank 1 raised OSError: refused at a line",
+        ),
+        ({"values": [0.0, 0.0]}, "received [0.0, 0.0], not [1.0, 0.0]"),
+    ],
+)
+def test_ranks_that_cannot_talk_stop_with_the_reason_in_one_line(outcome, reason, ranks):
+    ranks(**outcome)
+    found = finding_of("ranks talk")
+    assert found.status == "stop"
+    assert reason in found.found
+    assert "\n" not in found.found
+    assert "127.0.0.1" in found.advice
+
+
+def test_doctor_for_real_on_this_machine():
+    command = [sys.executable, "-m", "labkit", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert [line[:17].strip() for line in lines[:-2] if line[0] != " "] == list(CHECKS)
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[-1] == "The course runs on this machine."
+    assert [line[19:23] for line in lines if line.startswith("ranks talk")] == ["ok  "]

@@ -1,0 +1,81 @@
+import pytest
+
+from labkit.units import (
+    as_repeats,
+    byte_unit,
+    format_bytes,
+    format_number,
+    format_seconds,
+    format_value,
+    second_unit,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1023, "1,023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1023.9 * 1024, "1 MiB"),
+        (12_582_912, "12 MiB"),
+        (5 * 2**30, "5 GiB"),
+        (2**70, "1,048,576 PiB"),
+        (-2048, "-2 KiB"),
+    ],
+)
+def test_bytes_read_in_the_unit_that_fits(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (2.5e-10, "0.25 ns"),
+        (3e-5, "30 µs"),
+        (0.0123, "12.3 ms"),
+        (0.5151, "515 ms"),
+        (0.9996, "1 s"),
+        (42.0, "42 s"),
+        (119.4, "119 s"),
+        (125, "2 min 5 s"),
+        (119.6, "2 min 0 s"),
+        (2 * 3600 + 300, "2 h 5 min"),
+        (-0.002, "-2 ms"),
+    ],
+)
+def test_seconds_read_in_the_unit_that_fits(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_what_is_not_finite_is_said_so():
+    assert format_seconds(float("nan")).startswith("nan")
+    assert format_seconds(float("inf")).startswith("inf")
+    assert format_bytes(float("nan")).startswith("nan")
+
+
+def test_a_unit_and_its_scale_belong_together():
+    assert byte_unit(3 * 2**20) == (2**20, "MiB")
+    assert second_unit(0.004) == (1e-3, "ms")
+    assert second_unit(0) == (1.0, "s")
+
+
+def test_other_units_stay_as_they_are():
+    assert format_value(2048, "bytes") == "2 KiB"
+    assert format_value(0.002, "s") == "2 ms"
+    assert format_value(1200, "messages") == "1,200 messages"
+    assert format_number(0.12345) == "0.123"
+
+
+def test_a_measurement_is_a_list_of_repeats():
+    assert as_repeats(2) == [2.0]
+    assert as_repeats((1, 2)) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("wrong", ["3 ms", [], None, ["a"]])
+def test_what_is_not_a_measurement_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"number|at least once"):
+        as_repeats(wrong)
