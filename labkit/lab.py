@@ -17,6 +17,7 @@ from pathlib import Path
 
 FIRST_NOTEBOOK = "00_start_here.ipynb"
 SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
+CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +73,7 @@ def no_browser_reason() -> str:
     """Why no browser can be opened from here, or an empty string when one can."""
     if os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"):
         return "this is an SSH session"
-    if any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")):
+    if any(Path(mark).exists() for mark in CONTAINER_MARKS):
         return "this is a container"
     has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if sys.platform.startswith("linux") and not has_display:

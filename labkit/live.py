@@ -23,14 +23,13 @@ def _is_live() -> bool:
 class Output:
     """Collects the ranks' output and shows it by line, the rank in front, bounded in size."""
 
-    def __init__(self, connections: list[Connection], show: bool = True):
+    def __init__(self, connections: list[Connection]):
         self._open = {connection: rank for rank, connection in enumerate(connections)}
         self._pending = [b""] * len(connections)
         self._lines: list[deque[str]] = [deque() for _ in connections]
         self._kept = [0] * len(connections)
         self._cut = [0] * len(connections)
         self._held_since_s: float | None = None
-        self._show = show
 
     @property
     def connections(self) -> list[Connection]:
@@ -101,7 +100,7 @@ class Output:
         self._print(due)
 
     def _print(self, lines: list[str]) -> None:
-        if lines and self._show:
+        if lines:
             print("\n".join(lines), flush=True)
 
     def take_pending(self, rank: int) -> str:

@@ -29,7 +29,7 @@ from labkit.comm import Comm, TorchTransport
 from labkit.devices import Plan, num_cores, plan
 from labkit.errors import MismatchError, PeerLostError
 from labkit.sources import install_sources, is_internal, is_ours
-from labkit.trace import Span, Trace
+from labkit.trace import Span
 
 # What the launcher must outlast, so that its explanation comes before gloo's own timeout.
 _GLOO_PATIENCE_S = 30.0
@@ -136,8 +136,6 @@ def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:
 def _call(job: Job, rank: int, board: Board) -> Report:
     global inside_a_run
     inside_a_run = True
-    comm = None
-    started_s = time.perf_counter()
     try:
         install_sources(job.sources)
         function, args = cloudpickle.loads(job.function)
@@ -147,15 +145,18 @@ def _call(job: Job, rank: int, board: Board) -> Report:
         started_s = time.perf_counter()
         value = function(comm, *args)
         duration_s = time.perf_counter() - started_s
-        payload = dump_value(value)
+        report = _success(comm, dump_value(value), duration_s)
     except BaseException as error:
         return _failure(rank, error)
     board.ranks[rank]["state"] = RETURNED
+    return report
+
+
+def _success(comm: Comm, payload: bytes, duration_s: float) -> Report:
     comm.close()
+    counts = comm.messages, comm.bytes_sent
     spans = tuple(comm.spans())
-    return Report(
-        rank, "value", payload, spans, comm.messages, comm.bytes_sent, duration_s=duration_s
-    )
+    return Report(comm.rank, "value", payload, spans, *counts, duration_s=duration_s)
 
 
 def dump_value(value: Any) -> bytes:
@@ -227,14 +228,14 @@ def _learners_part(frames: traceback.StackSummary) -> list[traceback.FrameSummar
     return list(frames[first:last])
 
 
-def run_under_torchrun(fn, args: tuple, world_size: int, device: str, timeout_s: float):
-    """``labkit.run`` in a process that ``torchrun`` has started: this process is one of the ranks.
+def run_here(fn, args: tuple, world_size: int, device: str, timeout_s: float) -> list[Report]:
+    """Run ``fn`` in this process, which ``torchrun`` has started as a rank; all ranks' reports.
 
     Raises:
         ValueError: ``world_size`` is not what torchrun started.
+        ConnectionError: the other ranks cannot be reached.
+        Whatever ``fn`` raises: torchrun then ends the other ranks.
     """
-    from labkit.launch import RunResult
-
     global inside_a_run
     started = int(os.environ["WORLD_SIZE"])
     if world_size != started:
@@ -250,13 +251,10 @@ def run_under_torchrun(fn, args: tuple, world_size: int, device: str, timeout_s:
         value = fn(comm, *args)
     finally:
         inside_a_run = False
-    duration_s = time.perf_counter() - started_s
-    comm.close()
-    mine = (value, tuple(comm.spans()), duration_s, comm.messages, comm.bytes_sent)
+    mine = _success(comm, dump_value(value), time.perf_counter() - started_s)
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, mine)
-    values, spans, durations_s, messages, bytes_sent = map(list, zip(*everyone))
-    return RunResult(values, Trace.merge(spans), max(durations_s), messages, bytes_sent)
+    return everyone
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,264 @@
+"""Watching one run from outside, and ending it whole, whatever happens.
+
+The supervisor reads what the ranks report and print, finds ranks that are gone or stuck, passes
+the deadline and the stop button on, and turns every ending into a result or into one error that
+explains.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+from labkit.board import RETURNED, Board, explain
+from labkit.engine import Agent, start_method, warm_up
+from labkit.errors import DeadlineError, DeadlockError, WorkerError
+from labkit.live import Output, ProgressBar
+from labkit.sources import learner_frames, readable
+
+_POLL_S = 0.05
+# After a first sign of failure: time for the ranks' own reports and exit codes to come in.
+_SETTLE_S = 0.5
+_EXIT_CODE_S = 0.6
+
+
+class Supervisor:
+    """Watches one run from outside and ends it whole."""
+
+    def __init__(self, job, world_size: int, timeout_s: float):
+        context = multiprocessing.get_context(start_method())
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        memory = context.RawArray(ctypes.c_byte, Board.num_bytes(world_size))
+        self.board = Board(world_size, memory)
+        controls = [Pipe(duplex=False) for _ in range(world_size)]
+        outputs = [Pipe(duplex=False) for _ in range(world_size)]
+        self.agent_done, done = Pipe(duplex=False)
+        self.controls = {receiver: rank for rank, (receiver, _) in enumerate(controls)}
+        self.output = Output([receiver for receiver, _ in outputs])
+        self.bar = ProgressBar(self.board)
+        self._workers_ends = [sender for _, sender in (*controls, *outputs)]
+        ends = ([sender for _, sender in controls], [sender for _, sender in outputs])
+        self.agent = Agent(context, world_size, (job, memory, *ends), done)
+        self.reports: dict[int, Any] = {}
+        self.gone: set[int] = set()
+        self._looked_s = 0.0
+        self._ticks: tuple[int, ...] = ()
+        self._stuck: list[int] = []
+
+    def run(self) -> list[Any]:
+        """Start the ranks, wait for all of them, and return their reports in rank order.
+
+        Raises:
+            WorkerError: or one of its kinds, when the run failed.
+        """
+        warm_up()
+        self.started_s = time.monotonic()
+        self.agent.start()
+        try:
+            verdict = self._watch()
+        finally:
+            self._end()
+        if verdict is not None:
+            raise verdict
+        return [self.reports[rank] for rank in range(self.world_size)]
+
+    def _watch(self) -> WorkerError | None:
+        """Until every rank has returned (None), or the run has failed (the error to raise)."""
+        failed_s: float | None = None
+        while True:
+            self._read(_POLL_S)
+            self.output.show({*self.reports, *self.gone})
+            self.bar.update()
+            now_s = time.monotonic()
+            bad = [report for report in self.reports.values() if report.kind != "value"]
+            if not self.agent.is_alive() and not bad and not self.gone:
+                if self.agent.error is not None:
+                    raise WorkerError(f"the ranks could not be started: {self.agent.error}")
+                if len(self.reports) == self.world_size and not self.agent.failures:
+                    return None
+            if bad or self.gone or not self.agent.is_alive():
+                failed_s = failed_s or now_s
+                if self._settled(bad, now_s - failed_s):
+                    return self._failure(bad)
+            elif stuck := self._check_stuck():
+                return self._deadlock(stuck)
+            if now_s - self.started_s > self.timeout_s:
+                return self._deadline()
+
+    def _read(self, timeout_s: float) -> None:
+        """Take in what the ranks have sent."""
+        sources = [*self.controls, *self.output.connections]
+        if self.agent.is_alive():
+            sources.append(self.agent_done)
+        self._close_own_ends()
+        for ready in wait(sources, timeout_s):
+            if ready in self.controls:
+                self._read_report(ready)
+            elif ready is self.agent_done:
+                self.agent.join()
+            else:
+                self.output.read(ready)
+
+    def _close_own_ends(self) -> None:
+        # Once every rank runs, its pipe must end with it: then the copies here must go.
+        if self._workers_ends and (all(self.board.ranks["pid"]) or not self.agent.is_alive()):
+            for connection in self._workers_ends:
+                connection.close()
+            self._workers_ends = []
+
+    def _read_report(self, control: Connection) -> None:
+        rank = self.controls[control]
+        try:
+            self.reports[rank] = pickle.loads(control.recv_bytes())
+        except (EOFError, OSError):
+            if rank not in self.reports:
+                self.gone.add(rank)
+            del self.controls[control]
+            control.close()
+
+    def _settled(self, bad: list, waited_s: float) -> bool:
+        if any(report.kind != "peer_lost" for report in bad):
+            return True
+        if self.gone:
+            # The agent knows a code other than 0; it never ends for a rank that left with 0.
+            return not self.agent.is_alive() or waited_s > _EXIT_CODE_S
+        return waited_s > _SETTLE_S
+
+    def _check_stuck(self) -> list[int]:
+        """Ranks that can never go on, seen twice with nothing moved in between."""
+        if time.monotonic() - self._looked_s < _POLL_S:
+            return []
+        self._looked_s = time.monotonic()
+        ticks = self.board.ticks()
+        stuck = self.board.copy().stuck()
+        still = stuck and stuck == self._stuck and ticks == self._ticks
+        self._ticks, self._stuck = ticks, stuck
+        return stuck if still else []
+
+    def _failure(self, bad: list) -> WorkerError:
+        """The error for ranks that raised or are gone, the cause before its consequences."""
+        causes = [report for report in bad if report.kind != "peer_lost"]
+        if causes:
+            return self._raised(causes[0])
+        left = {rank: self._how_it_left(rank) for rank in self._left()}
+        if not left:
+            return self._raised(bad[0])
+        rank, how = next(iter(left.items()))
+        waiting = self._waiting_for(rank)
+        message = f"rank {rank} {how}.{waiting} The other ranks were ended."
+        clean = "exit code 0" in how
+        return (DeadlockError if waiting and clean else WorkerError)(message, rank=rank)
+
+    def _left(self) -> list[int]:
+        # Once one rank is dead the engine ends the rest: its record names the first.
+        return sorted(self.agent.failures) or sorted(self.gone)
+
+    def _how_it_left(self, rank: int) -> str:
+        failure = self.agent.failures.get(rank)
+        if failure is None:
+            return "left early with exit code 0, before its function had returned"
+        if failure.exitcode >= 0:
+            return (
+                f"left early with exit code {failure.exitcode}, before its function had returned"
+            )
+        name = signal.Signals(-failure.exitcode).name
+        when = "before it had started" if not self.board.ranks[rank]["state"] else "in mid-run"
+        if self.board.ranks[rank]["state"] == RETURNED:
+            when = "after its function had returned"
+        hint = " (the system does that when memory runs out)" if name == "SIGKILL" else ""
+        return f"was killed by {name} {when}{hint}"
+
+    def _waiting_for(self, rank: int) -> str:
+        board = self.board.copy()
+        sentences = []
+        for other in range(self.world_size):
+            slot = board.ranks[other]
+            op = slot["op"].decode()
+            if (other != rank and op and rank in (slot["dst"], slot["src"])) or op == "barrier":
+                where = readable(slot["location"].decode())
+                sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
+        return "".join(sentences)
+
+    def _raised(self, report) -> WorkerError:
+        where = readable(report.location)
+        trace = readable(report.traceback, quote=False)
+        waiting = self._waiting_for(report.rank) if report.kind == "exited" else ""
+        message = f"rank {report.rank} {report.summary}"
+        if report.kind == "exited":
+            message += f".{waiting}"
+        if report.kind == "mismatch":
+            message = f"{readable(report.summary)}"
+        if where:
+            message += f"\n  at {where}"
+        if report.kind == "raised":
+            message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
+        kind = DeadlockError if report.kind == "mismatch" or waiting else WorkerError
+        return kind(message, rank=report.rank, location=where, worker_traceback=trace)
+
+    def _deadlock(self, stuck: list[int]) -> DeadlockError:
+        board = self.board.copy()
+        where = readable(board.ranks[stuck[0]]["location"].decode())
+        return DeadlockError(readable(explain(board, stuck)), rank=stuck[0], location=where)
+
+    def _deadline(self) -> DeadlineError:
+        board = self.board.copy()
+        lines = [f"the run was still going at its deadline of {self.timeout_s:g} s (timeout_s)."]
+        for rank, stack in sorted(self._stacks().items()):
+            doing = f"in {op}" if (op := board.ranks[rank]["op"].decode()) else "in its own code"
+            lines.append(f"rank {rank} was {doing}:\n{readable(learner_frames(stack))}")
+        returned = [r for r in range(self.world_size) if board.ranks[r]["state"] == RETURNED]
+        if returned:
+            lines.append(f"ranks that had returned: {returned}.")
+        lines.append("Next step: look for a loop without an end, or give the run more timeout_s.")
+        return DeadlineError("\n".join(lines))
+
+    def _stacks(self) -> dict[int, str]:
+        """Ask each running rank for its stack, and collect what comes within half a second."""
+        self.output.flush()
+        asked = [r for r in range(self.world_size) if self.board.ranks[r]["state"] != RETURNED]
+        for rank in asked:
+            self._signal(rank, signal.SIGUSR1)
+        until_s = time.monotonic() + 0.5
+        while time.monotonic() < until_s:
+            self._read(0.05)
+        return {rank: self.output.take_pending(rank) for rank in asked}
+
+    def _signal(self, rank: int, number: int) -> None:
+        pid = int(self.board.ranks[rank]["pid"])
+        if pid and rank not in self.gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _end(self) -> None:
+        """Leave nothing: processes ended and joined, pipes closed, the last output shown."""
+        while True:
+            try:
+                self._end_ranks()
+                break
+            except KeyboardInterrupt:
+                # A second Ctrl-C must not leave the ranks behind; ending them takes a moment.
+                continue
+        for _ in range(100):
+            if not self.output.connections or not wait(self.output.connections, 0):
+                break
+            for ready in wait(self.output.connections, 0):
+                self.output.read(ready)
+        self.bar.close()
+        self.output.flush()
+        self.output.close()
+        for connection in (*self.controls, *self._workers_ends, self.agent_done):
+            connection.close()
+
+    def _end_ranks(self) -> None:
+        self.agent.stop()
+        while self.agent.is_alive():
+            for rank in range(self.world_size):
+                if rank not in self.reports or self.reports[rank].kind != "value":
+                    self._signal(rank, signal.SIGKILL)
+            self.agent.join(0.1)

@@ -1,0 +1,180 @@
+"""What holds the set-up together: pins and ranges, the two commands, the package's floors."""
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = (ROOT / "requirements.txt").read_text()
+
+# The package's floors, from the ground up. A module imports from its own floor or from below,
+# never from above, and nothing in a circle. A new module gets its place here.
+FLOORS = [
+    {"config", "costs", "display", "errors", "files", "predict", "schedules", "sources", "trace"}
+    | {"units"},
+    {"board", "comm", "devices", "models", "workload"},
+    {"collectives", "engine", "launch", "live", "supervisor", "worker"},
+    {"strategies", "train"},
+    {"checks", "experiment", "plots"},
+    {"widgets"},
+    {"__init__", "__main__", "bench", "doctor", "lab"},
+]
+FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+# On the same floor and yet apart: the loop serves every technique and knows none.
+APART = {("train", "strategies"), ("strategies", "train")}
+
+REGISTRY_HOSTS = ["pypi." + "org", "pythonhosted." + "org", "anaconda." + "org"]
+REGISTRY_HOSTS += ["download.pytorch." + "org/whl", "conda." + "anaconda"]
+HOME_PATH = re.compile(r"(?<![\w.~$}])/(?:home|Users|root)/[A-Za-z.]")
+
+
+def pinned() -> dict[str, list[str]]:
+    """Name -> the versions pinned for it (more than one where they differ by Python version)."""
+    found: dict[str, list[str]] = {}
+    for line in REQUIREMENTS.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            requirement = Requirement(line)
+            name = canonicalize_name(requirement.name)
+            found.setdefault(name, []).append(str(requirement.specifier))
+    return found
+
+
+@functools.cache
+def repository_files() -> list[Path]:
+    """What is, or is about to be, under version control."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git clone: which files belong to the repository is not known")
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def imports_of(path: Path) -> set[str]:
+    """The labkit modules that a file imports, in functions too, as ``comm`` or ``plots.ring``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: write imports from labkit in full"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    modules = set(module_files())
+    return {name.removeprefix("labkit.") for name in found} & modules
+
+
+@functools.cache
+def module_files() -> dict[str, Path]:
+    """Dotted name below labkit -> file; a package goes by its own name."""
+    package = ROOT / "labkit"
+    files = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        files[name] = path
+    return files
+
+
+def test_every_dependency_is_pinned_inside_its_range():
+    versions = pinned()
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
+    for requirement in map(Requirement, wanted):
+        pins = versions.get(canonicalize_name(requirement.name), [])
+        assert pins, f"{requirement.name} is in pyproject.toml and not in requirements.txt"
+        for pin in pins:
+            assert requirement.specifier.contains(pin.removeprefix("==")), f"{requirement}: {pin}"
+
+
+def test_requirements_are_plain_pins():
+    for name, pins in pinned().items():
+        for pin in pins:
+            assert re.fullmatch(r"==[\w.!+]+", pin), f"{name}{pin} is not one exact version"
+    assert "://" not in REQUIREMENTS
+    assert not re.search(r"^\s*-", REQUIREMENTS, re.MULTILINE), "options tie a pin to one place"
+
+
+def test_conda_users_get_the_same_versions():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python, pip, through_pip = environment["dependencies"]
+    assert Requirement(python).specifier.contains("3.11")
+    assert str(Requirement(python).specifier).count(PROJECT["requires-python"]) == 1
+    assert pip == "pip"
+    assert through_pip == {"pip": ["-r requirements.txt", "-e ."]}
+
+
+def test_the_readme_names_the_two_commands_and_no_unknown_one():
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    assert {"env", "lab", "test", "bench", "html", "notebooks", "clean"} <= targets
+    assert re.search(r"^make lab\b", readme, re.MULTILINE)
+    assert re.search(r"^make test\b", readme, re.MULTILINE)
+    shown = re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", readme, re.MULTILINE)
+    assert {name or other for name, other in shown} <= targets
+
+
+def test_no_file_names_a_registry_or_somebodys_home():
+    for path in repository_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture or packed data
+        for host in REGISTRY_HOSTS:
+            assert host not in text, f"{path.relative_to(ROOT)} names {host}"
+        home = HOME_PATH.search(text)
+        assert not home, f"{path.relative_to(ROOT)} holds {home and home[0]!r}"
+
+
+@pytest.mark.parametrize("module", sorted(module_files()))
+def test_imports_point_only_downward(module):
+    part = module.split(".")[0]
+    assert part in FLOOR_OF, f"labkit/{part} is new: give it a place in FLOORS, {__file__}"
+    for other in imports_of(module_files()[module]) - {module}:
+        target = other.split(".")[0]
+        assert FLOOR_OF.get(target, 0) <= FLOOR_OF[part], f"labkit.{module} imports up: {other}"
+        assert (part, target) not in APART, f"labkit.{module} imports {other}"
+
+
+def test_a_technique_imports_no_other():
+    names = [name for name in module_files() if name.startswith("strategies.")]
+    for name in names:
+        siblings = imports_of(module_files()[name]) & (set(names) - {name})
+        assert not siblings, f"labkit.{name} imports {sorted(siblings)}"
+
+
+def test_nothing_imports_in_a_circle():
+    edges = {name: imports_of(path) - {name} for name, path in module_files().items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
+        if name in done:
+            return
+        for other in sorted(edges[name]):
+            visit(other, (*trail, name))
+        done.add(name)
+
+    for name in sorted(edges):
+        visit(name, ())
+
+
+def test_import_labkit_brings_nothing_heavy():
+    code = """
+import sys
+import torch
+before = set(sys.modules)
+import labkit
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(new & {"torchvision", "matplotlib", "IPython", "ipywidgets", "jupyterlab"}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
