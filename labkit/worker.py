@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
@@ -123,6 +124,9 @@ def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:
             timeout=timedelta(seconds=timeout_s + _GLOO_PATIENCE_S),
             device_id=device if backend == "nccl" else None,
         )
+        if backend == "nccl":
+            # It must go before CUDA does. A worker process runs these, and no atexit handlers.
+            Finalize(None, dist.destroy_process_group, exitpriority=10)
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         waited_s = time.monotonic() - started_s
@@ -243,7 +247,10 @@ def run_here(fn, args: tuple, world_size: int, device: str, timeout_s: float) ->
             f"world_size is {world_size}, but torchrun started {started} ranks: "
             f"use world_size={started}, or another --nproc-per-node"
         )
-    comm = connect(plan(int(os.environ["LOCAL_WORLD_SIZE"]), device), timeout_s)
+    placement = plan(int(os.environ["LOCAL_WORLD_SIZE"]), device)
+    if placement.note and os.environ["RANK"] == "0":
+        print(placement.note)
+    comm = connect(placement, timeout_s)
     comm.start_together()
     started_s = time.perf_counter()
     inside_a_run = True

@@ -1,0 +1,55 @@
+"""What only a machine with a GPU can show; one GPU is enough. Skipped elsewhere."""
+
+import pytest
+import torch
+from ranks import travel_by_value
+
+from labkit import run, train_with
+
+travel_by_value(__name__)
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() == 0, reason="no CUDA GPU on this machine"
+)
+
+
+def add_neighbours(comm):
+    mine = torch.full((1000,), float(comm.rank), device=comm.device)
+    theirs = torch.empty_like(mine)
+    with comm.span("compute"):
+        mine = mine * 2
+    if comm.world_size > 1:
+        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+        comm.exchange(mine, right, theirs, left)
+    comm.barrier()
+    return (mine + theirs)[0].item() if comm.world_size > 1 else mine[0].item()
+
+
+def test_one_rank_has_the_gpu_over_nccl_and_event_times():
+    result = run(add_neighbours, world_size=1, device="cuda")
+    assert result.values == [0.0]
+    (compute,) = result.trace.of(0, "compute")
+    assert 0 < compute.duration_s < 10
+    assert not torch.cuda.is_initialized(), "the caller must never initialise CUDA"
+
+
+def test_ranks_that_share_a_gpu_talk_over_gloo():
+    world_size = torch.cuda.device_count() + 1
+    result = run(add_neighbours, world_size=world_size, device="cuda")
+    expected = [2.0 * rank + 2.0 * ((rank - 1) % world_size) for rank in range(world_size)]
+    assert result.values == expected
+    assert result.bytes_sent == [4000] * world_size
+
+
+def test_it_still_works_after_the_caller_has_initialised_cuda():  # row 23
+    torch.ones(1, device="cuda")
+    assert run(add_neighbours, world_size=1, device="cuda").values == [0.0]
+
+
+@pytest.mark.parametrize("builtin", [False, True])
+def test_the_ring_on_a_gpu_equals_one_device(builtin):
+    settings = {"device": "cuda", "dtype": "float64", "batch_size": 35, "train_size": 177}
+    alone = train_with("single", **settings)
+    ring = train_with("ring_all_reduce", world_size=2, builtin=builtin, **settings)
+    assert ring.difference_from(alone) < 1e-10
+    assert ring.replicas_agree
