@@ -182,7 +182,7 @@ class Board:
         if op == "barrier":
             mine = int(slot["barriers"])
             return [
-                Waiting(rank, peer, op, f"barrier number {mine}")
+                Waiting(rank, peer, op, f"at barrier number {mine}")
                 for peer in range(self.world_size)
                 if self.ranks[peer]["barriers"] < mine
             ]
@@ -262,12 +262,9 @@ def explain(board: Board, stuck: list[int]) -> str:
             f"rank {peer} has returned and never came: {', '.join(waiting)} {verb} for it."
         )
     for rank in stuck:
-        location = board.ranks[rank]["location"].decode()
-        for wait in waits[rank]:
-            need = f"rank {wait.peer} {wait.what}"
-            if wait.op == "barrier":
-                need = f"rank {wait.peer} at {wait.what}"
-            lines.append(f"  rank {rank} is in {wait.op}, waiting for {need}, at {location}")
+        op, location = waits[rank][0].op, board.ranks[rank]["location"].decode()
+        needs = " and ".join(f"rank {wait.peer} {wait.what}" for wait in waits[rank])
+        lines.append(f"  rank {rank} is in {op}, waiting for {needs}, at {location}")
     lines.append(_next_step(board, cycle, waits))
     return "\n".join(lines)
 

@@ -72,9 +72,9 @@ class Output:
 
     def show(self, finished: set[int]) -> None:
         """Print what is due: rank 0's lines at once, others' when those below have finished."""
-        if self._held_since_s is None:
+        if self._held_since_s is None or not _is_live():
             return
-        overdue = _is_live() and time.monotonic() - self._held_since_s > _HOLD_S
+        overdue = time.monotonic() - self._held_since_s > _HOLD_S
         due = []
         for rank, lines in enumerate(self._lines):
             due += lines

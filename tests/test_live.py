@@ -49,7 +49,7 @@ def test_under_test_what_is_shown_does_not_depend_on_time(pipes, capsys, monkeyp
     monkeypatch.setenv("LABKIT_LIVE", "0")
     monkeypatch.setattr("labkit.live._HOLD_S", 0.0)
     say(2, "two\n")
-    output.show(finished=set())
+    output.show(finished={0, 1})
     assert capsys.readouterr().out == ""
     output.flush()
     assert capsys.readouterr().out == "[rank 2] two\n"
