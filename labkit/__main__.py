@@ -1,4 +1,4 @@
-"""The command line: ``python -m labkit train | doctor | lab``. Thin: it parses and calls."""
+"""The command line: ``python -m labkit train | bench | doctor | lab``. It parses and calls."""
 
 import argparse
 import os
@@ -26,6 +26,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
     doctor.set_defaults(call=_doctor)
+    bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
+    bench.add_argument("name", nargs="*", metavar="NAME", help="launch; all of them if left out")
+    bench.add_argument("--json", metavar="FILE", help="record the figures with the hardware")
+    bench.set_defaults(call=_bench)
     lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     lab.set_defaults(call=_lab)
     return parser
@@ -116,6 +120,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from labkit.doctor import main as doctor
 
     return doctor()
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from labkit import bench
+
+    for name in arguments.name:
+        if name not in bench.BENCHES:
+            _refuse(f"unknown bench {name!r}: choose one of {', '.join(bench.BENCHES)}")
+    return bench.main(arguments.name, arguments.json)
 
 
 def _lab(arguments: argparse.Namespace) -> int:

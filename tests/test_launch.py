@@ -32,8 +32,14 @@ travel_by_value(__name__)
 HERE = Path(__file__).name
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    """The first run imports torch for all that follow; no deadline below should pay for it."""
+    run(ring_neighbour, world_size=1)
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(warm):
     before = leftovers()
     yield
     assert wait_until(lambda: not running_ranks(), 2), f"ranks left: {running_ranks()}"

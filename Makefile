@@ -1,0 +1,91 @@
+# make lab opens the workbook, make test proves it. Both build .venv first, once.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+ARGS   ?=
+
+NOTEBOOKS ?= $(sort $(wildcard notebooks/*.ipynb))
+NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
+         --nbval-sanitize-with tests/nbval_sanitize.cfg
+
+# A slow line needs longer than uv's 30 s; a shell's own Python paths must not leak into .venv.
+export UV_HTTP_TIMEOUT ?= 300
+unexport PYTHONHOME PYTHONPATH
+
+.DEFAULT_GOAL := help
+.PHONY: help env lab test test-unit test-notebooks bench html notebooks clean distclean FORCE
+
+help:
+	@echo "make lab             set up and open the workbook"
+	@echo "make test            set up and run every test: unit, notebooks, browser"
+	@echo "make test-unit       the quick part: no notebooks, no browser"
+	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
+	@echo "make bench           measure every technique on this machine"
+	@echo "make html            the notebooks as web pages in build/html"
+	@echo "make notebooks       run the notebooks and store their outputs in place"
+	@echo "make env             set up only (.venv, about 6 GB)"
+	@echo "make clean           remove what make built; make distclean removes .venv too"
+
+env: $(READY)
+	@:
+
+# The stamp holds the folder it was made in: a moved or copied .venv is made anew.
+ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
+$(READY): FORCE
+endif
+
+$(READY): requirements.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make env: no '$(PYTHON)' here. On Debian or Ubuntu:" \
+	    "sudo apt install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make env: Python 3.11 or newer is needed, '$(PYTHON)' is $$($(PYTHON) --version)." \
+	    "With another one: make env PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make env: '$(PYTHON)' cannot make environments. On Debian or Ubuntu:" \
+	    "sudo apt install $(notdir $(PYTHON))-venv" >&2; exit 1; }
+	@rm -f $(READY)
+	@echo "Setting up $(VENV): downloads about 3 GB the first time, then it is quick."
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  && $(BIN)/pip --version 2>/dev/null | grep -qF "$(CURDIR)/$(VENV)/" \
+	  || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.5'
+	@$(BIN)/uv pip install --python $(BIN)/python -r requirements.txt
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m ipykernel install --sys-prefix >/dev/null
+	@printf '%s\n' "$(CURDIR)" > $@
+
+lab: env
+	@$(BIN)/python -m labkit lab $(ARGS)
+
+test: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	LABKIT_LIVE=0 $(BIN)/python -m pytest $(NBVAL) tests $(NOTEBOOKS) $(ARGS)
+
+test-notebooks: env
+	@$(if $(NOTEBOOKS),LABKIT_LIVE=0 $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS),\
+	  echo "make test-notebooks: no notebooks in notebooks/")
+
+test-unit: env
+	$(BIN)/python -m pytest -m "not browser" tests $(ARGS)
+
+bench: env
+	@$(BIN)/python -m labkit bench $(ARGS)
+
+html: env
+	@mkdir -p build/html
+	@$(if $(NOTEBOOKS),$(BIN)/jupyter nbconvert --to html --output-dir build/html $(NOTEBOOKS),\
+	  echo "make html: no notebooks in notebooks/")
+
+notebooks: env
+	@$(BIN)/python tools/execute_notebooks.py $(NOTEBOOKS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache notebooks/.ipynb_checkpoints
+	find labkit tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,121 @@
+"""``labkit bench``: speeds measured on this machine, in pairs, as ratios with their spread.
+
+Other programs move every time on a small machine by a factor of two. So whatever is compared is
+run in turns within one run, and the ratio of the pairs is what counts.
+"""
+
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from labkit.collectives import ring_all_reduce
+from labkit.devices import hardware, versions
+from labkit.files import write_atomically
+from labkit.launch import run
+from labkit.units import format_seconds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two ways to do the same, in turns: seconds of each repeat, ``other`` beside ``ours``."""
+
+    name: str
+    world_size: int
+    ours_s: list[float]
+    other_s: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        """other / ours of each pair: above 1, ours is faster."""
+        return [other / ours for ours, other in zip(self.ours_s, self.other_s)]
+
+    def __str__(self) -> str:
+        ratios = self.ratios
+        return (
+            f"{self.name}, {self.world_size} ranks: {_spread(self.ours_s)} against "
+            f"{_spread(self.other_s)}; {statistics.median(ratios):.1f} times as fast "
+            f"({min(ratios):.1f} to {max(ratios):.1f} in {len(ratios)} pairs)"
+        )
+
+
+def bench_launch(world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3) -> list[Comparison]:
+    """From a function to its result: ``labkit.run`` against ``torch.multiprocessing.spawn``.
+
+    Both start the ranks, join them to a gloo group, sum one number over them, and end them. Ours
+    is warm: a notebook's first run pays for the server once, which is left out here.
+    """
+    run(_sum_one, world_size=1)
+    found = []
+    for world_size in world_sizes:
+        pairs = [
+            (_seconds(run_ours, world_size), _seconds(run_spawned, world_size))
+            for _ in range(repeats)
+        ]
+        ours_s, other_s = map(list, zip(*pairs))
+        found.append(Comparison("launch", world_size, ours_s, other_s))
+    return found
+
+
+def run_ours(world_size: int) -> None:
+    result = run(_sum_one, world_size=world_size)
+    assert result.values == [float(world_size)] * world_size
+
+
+def run_spawned(world_size: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_spawned_rank, (world_size, port), world_size)
+
+
+def _sum_one(comm) -> float:
+    return ring_all_reduce(comm, torch.ones(1)).item()
+
+
+def _spawned_rank(rank: int, world_size: int, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == world_size
+    dist.destroy_process_group()
+
+
+def _seconds(function: Callable[[int], None], world_size: int) -> float:
+    start_s = time.perf_counter()
+    function(world_size)
+    return time.perf_counter() - start_s
+
+
+def _spread(seconds: list[float]) -> str:
+    middle = format_seconds(statistics.median(seconds))
+    return f"{middle} ({format_seconds(min(seconds))} to {format_seconds(max(seconds))})"
+
+
+BENCHES = {"launch": bench_launch}
+
+
+def main(names: list[str], json_path: str | None = None) -> int:
+    """Run the benches of these names (all of them if none is given), print and record them."""
+    chosen = names or list(BENCHES)
+    found = [comparison for name in chosen for comparison in BENCHES[name]()]
+    for comparison in found:
+        print(comparison)
+    if json_path:
+        record = {
+            "command": f"labkit bench {' '.join(names)}".strip(),
+            "comparisons": [asdict(c) | {"ratios": c.ratios} for c in found],
+            "hardware": hardware(),
+            "versions": versions(),
+        }
+        write_atomically(Path(json_path), json.dumps(record, indent=2) + "\n")
+    return 0

@@ -1,0 +1,300 @@
+"""JupyterLab in headless Chromium, for tests: open a notebook, run it, look, move its sliders.
+
+A test takes the fixture ``lab`` of conftest.py, a `Lab`::
+
+    def test_the_stepper_shows_the_next_step(lab):
+        page = lab.open("06_ring_all_reduce.ipynb")
+        page.run_all()
+        page.move_slider(0, "ArrowRight")
+        page.wait_for_text("step 1")
+        assert not page.problems()
+
+Sliders are numbered as they stand on the page, from 0.
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parents[1]
+SCREENSHOTS = ROOT / "build" / "screenshots"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM_OPTIONS = [
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SERVER_OPTIONS = [
+    "--no-browser",
+    "--ServerApp.ip=127.0.0.1",
+    # Should the tests be killed before they can end the server, it ends by itself.
+    "--ServerApp.shutdown_no_activity_timeout=300",
+    "--MappingKernelManager.cull_idle_timeout=300",
+    "--MappingKernelManager.cull_interval=30",
+]
+WINDOW = {"width": 1280, "height": 1600}
+MAX_SLICES = 40
+POLL_MS = 500
+LAUNCH = "import sys; from labkit.lab import main; sys.exit(main(sys.argv[1:]))"
+# All cells in the page at once: JupyterLab leaves out those that are scrolled away.
+SETTINGS = {"@jupyterlab/notebook-extension/tracker": '{"windowingMode": "none"}'}
+
+NOTEBOOK = ".jp-NotebookPanel:not(.lm-mod-hidden)"
+# Light, for it is asked again and again while the notebook has work to do.
+READ_PROMPTS = """
+notebook => [...document.querySelectorAll(notebook + ' .jp-InputPrompt')]
+  .map(prompt => prompt.textContent).join(' ')
+"""
+# One entry a cell, in the notebook's order.
+READ_CELLS = """
+notebook => [...document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell')].map(cell => ({
+  prompt: cell.querySelector('.jp-InputPrompt')?.innerText ?? '',
+  images: [...cell.querySelectorAll('img')]
+    .map(image => ({alt: image.alt, width: image.complete ? image.naturalWidth : 0})),
+  text: cell.querySelector('.jp-Cell-outputWrapper')?.innerText ?? '',
+}))
+"""
+
+
+def chromium() -> str | None:
+    """The path of this machine's Chromium or Chrome, or None."""
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def missing() -> str:
+    """What the browser tests lack on this machine, or an empty string."""
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright is not installed: make env"
+    if chromium() is None:
+        return f"no Chromium here (looked for {', '.join(BROWSERS)}): sudo apt install chromium"
+    return ""
+
+
+@contextlib.contextmanager
+def open_lab(folder: Path) -> Iterator["Lab"]:
+    """Serve a copy of the notebooks with `labkit lab`, open a browser, and end both at the end."""
+    from playwright.sync_api import sync_playwright
+
+    workbook = folder / "workbook"
+    (workbook / "notebooks").mkdir(parents=True)
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        shutil.copy(path, workbook / "notebooks")
+    with serve(folder, workbook) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
+        try:
+            yield Lab(browser, address, workbook / "notebooks")
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
+def serve(folder: Path, workbook: Path) -> Iterator[str]:
+    """Run `labkit lab` in the workbook; yields its address, ends it by one interrupt."""
+    token = secrets.token_hex(16)
+    log = folder / "jupyterlab.log"
+    options = [*SERVER_OPTIONS, f"--ServerApp.port={_free_port()}"]
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, *options],
+            cwd=workbook,
+            env=_environment(folder, token),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield _wait_for_address(process, log)
+    finally:
+        _end(process)
+
+
+def _environment(folder: Path, token: str) -> dict[str, str]:
+    # As a learner's shell: under PYTEST_CURRENT_TEST a kernel treats child processes differently.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LABKIT_"))}
+    for name in ("CONFIG", "DATA", "RUNTIME"):
+        env[f"JUPYTER_{name}_DIR"] = str(folder / name.lower())
+    env["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
+    env["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
+    env["JUPYTER_TOKEN"] = token
+    for plugin, text in SETTINGS.items():
+        path = folder / "settings" / f"{plugin}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return env
+
+
+def _wait_for_address(process: subprocess.Popen, log: Path, limit_s: float = 60.0) -> str:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s and process.poll() is None:
+        found = re.search(r"(http://\S+?)/lab\S*", log.read_text())
+        if found:
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError(f"JupyterLab did not start within {limit_s:g} s:\n{log.read_text()}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _end(process: subprocess.Popen, limit_s: float = 15.0) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class Lab:
+    """One JupyterLab and one browser. ``notebooks`` is the served copy: tests may add to it."""
+
+    def __init__(self, browser, address: str, notebooks: Path):
+        self._browser = browser
+        self._base, query = address.split("/lab", 1)
+        self._token = query.partition("token=")[2]
+        self.notebooks = notebooks
+
+    def add(self, name: str, cells: list[nbformat.NotebookNode]) -> None:
+        """Write a small notebook of a test's own into the served folder."""
+        kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+        notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+        nbformat.write(notebook, self.notebooks / name)
+
+    def open(self, name: str, timeout_s: float = 60.0) -> "Page":
+        """Open a notebook in a page of its own and wait until its kernel is ready."""
+        page = self._browser.new_page(viewport=WINDOW)
+        page.goto(f"{self._base}/lab/tree/notebooks/{name}?token={self._token}&reset")
+        opened = Page(page, self.notebooks / name)
+        opened.wait_until_idle(timeout_s)
+        return opened
+
+
+class Page:
+    """One open notebook. ``page`` is Playwright's own, for all that has no method here."""
+
+    def __init__(self, page, path: Path):
+        self.page = page
+        self.path = path
+        self.script_errors: list[str] = []
+        page.on("pageerror", lambda error: self.script_errors.append(str(error)))
+
+    def wait_until_idle(self, timeout_s: float = 60.0) -> None:
+        # The notebook's own indicator says idle, too, while there is no kernel yet.
+        status = self.page.locator("#jp-main-statusbar", has_text="| Idle")
+        status.wait_for(timeout=timeout_s * 1000)
+
+    def menu(self, menu: str, entry: str) -> None:
+        """Choose an entry of the main menu, by the names on the screen."""
+        self.page.get_by_role("menuitem", name=menu, exact=True).click()
+        self.page.get_by_role("menuitem", name=entry, exact=True).click()
+
+    def run_all(self, timeout_s: float = 300.0) -> None:
+        """Run every cell anew, wait until all are done or one has raised, and save."""
+        deadline_s = time.monotonic() + timeout_s
+        # Without the stored numbers: they would look like a run that is already over.
+        self.menu("Edit", "Clear Outputs of All Cells")
+        self.menu("Run", "Run All Cells")
+        while not self._is_over():
+            if time.monotonic() > deadline_s:
+                self.page.screenshot(path=self._picture("late"))
+                raise AssertionError(f"{self.path.name} was not done after {timeout_s:g} s")
+            self.page.wait_for_timeout(POLL_MS)
+        self.wait_until_idle()
+        self.page.wait_for_timeout(500)  # the last outputs are still being drawn
+        self.page.wait_for_function("() => [...document.images].every(image => image.complete)")
+        self.save()
+
+    def _is_over(self) -> bool:
+        prompts = self.page.evaluate(READ_PROMPTS, NOTEBOOK)
+        return "*" not in prompts and bool(re.search(r"\d", prompts))
+
+    def save(self) -> None:
+        """Write the notebook with its outputs to its file, `path`."""
+        self.page.keyboard.press("Control+s")
+        self.page.locator(".lm-TabBar-tab.jp-mod-dirty").wait_for(state="detached")
+
+    def cells(self) -> list[dict]:
+        """What the page shows: a dict with prompt, images and text for each cell."""
+        return self.page.evaluate(READ_CELLS, NOTEBOOK)
+
+    def problems(self) -> list[str]:
+        """What a learner would take for broken in the last `run_all`: empty when all is well."""
+        stored = nbformat.read(self.path, as_version=4).cells
+        found = [f"script error: {error}" for error in self.script_errors]
+        for index, (cell, shown) in enumerate(zip(stored, self.cells(), strict=True)):
+            found += [f"cell {index}: {text}" for text in _cell_problems(cell, shown)]
+        return found
+
+    def move_slider(self, number: int, *keys: str) -> None:
+        """Press keys (ArrowRight, ArrowLeft, Home, End) on the page's slider of this number."""
+        handle = self.page.locator(".widget-slider .noUi-handle").nth(number)
+        handle.focus()
+        for key in keys:
+            handle.press(key)
+
+    def wait_for_text(self, text: str, timeout_s: float = 20.0) -> None:
+        """Wait until the text is on the page: what a slider changed, in most cases."""
+        outputs = self.page.locator(".jp-Notebook .jp-Cell-outputWrapper", has_text=text)
+        outputs.first.wait_for(timeout=timeout_s * 1000)
+
+    def save_screenshots(self) -> list[Path]:
+        """The whole notebook as NAME.1.png, NAME.2.png ..., from the top down."""
+        for old in SCREENSHOTS.glob(f"{self.path.stem}.*.png"):
+            old.unlink()
+        self._close_side_bar()
+        view = self.page.locator(f"{NOTEBOOK} .jp-WindowedPanel-outer")
+        height, window = view.evaluate("view => [view.scrollHeight, view.clientHeight]")
+        saved = []
+        for top in range(0, height, window)[:MAX_SLICES]:
+            view.evaluate("(view, top) => view.scrollTo(0, top)", top)
+            self.page.wait_for_timeout(150)
+            saved.append(self._picture(str(len(saved) + 1)))
+            view.screenshot(path=saved[-1])
+        return saved
+
+    def _picture(self, mark: str) -> Path:
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        return SCREENSHOTS / f"{self.path.stem}.{mark}.png"
+
+    def _close_side_bar(self) -> None:
+        if self.page.locator("#jp-left-stack").is_visible():
+            self.page.keyboard.press("Control+b")
+
+    def close(self) -> None:
+        """Close the page; its kernel ends with the server."""
+        self.page.close()
+
+
+def _cell_problems(cell: nbformat.NotebookNode, shown: dict) -> list[str]:
+    found = ["an image does not show" for image in shown["images"] if not image["width"]]
+    if "Error displaying widget" in shown["text"]:
+        found.append("a widget does not show")
+    if cell.cell_type != "code" or not cell.source.strip():
+        return found
+    if cell.execution_count is None:
+        found.append("never ran")
+    if "raises-exception" not in cell.metadata.get("tags", []):
+        errors = [output for output in cell.outputs if output.output_type == "error"]
+        found += [f"{error.ename}: {error.evalue}" for error in errors]
+    return found

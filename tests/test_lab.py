@@ -1,0 +1,85 @@
+import urllib.request
+
+import browser
+import pytest
+
+from labkit import lab
+
+
+@pytest.fixture
+def workbook(tmp_path, monkeypatch):
+    (tmp_path / "workbook" / "notebooks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "workbook")
+    return tmp_path / "workbook"
+
+
+@pytest.fixture
+def plain_machine(monkeypatch):
+    """A desktop: no SSH, no container, a display."""
+    for name in ("SSH_CONNECTION", "SSH_TTY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr(lab, "CONTAINER_MARKS", ())
+
+
+def test_the_current_folder_comes_before_the_clone(workbook):
+    assert lab.workbook_root() == workbook
+
+
+def test_outside_of_a_clone_the_clone_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert lab.workbook_root() == browser.ROOT
+
+
+def test_without_notebooks_anywhere_it_says_where_it_looked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lab, "__file__", str(tmp_path / "site" / "labkit" / "lab.py"))
+    with pytest.raises(ValueError, match="run this from a clone of the workbook"):
+        lab.workbook_root()
+
+
+def test_it_opens_the_first_notebook_there_is(workbook):
+    assert lab.first_page(workbook) == "lab"
+    (workbook / "notebooks" / "06_ring.ipynb").touch()
+    assert lab.first_page(workbook) == "lab/tree/notebooks/06_ring.ipynb"
+    (workbook / "notebooks" / lab.FIRST_NOTEBOOK).touch()
+    assert lab.first_page(workbook) == f"lab/tree/notebooks/{lab.FIRST_NOTEBOOK}"
+
+
+def test_a_desktop_opens_a_browser(plain_machine, workbook):
+    assert lab.no_browser_reason() == ""
+    assert "--no-browser" not in lab.launch_options(workbook)
+
+
+@pytest.mark.parametrize("name", ["SSH_CONNECTION", "SSH_TTY"])
+def test_over_ssh_no_browser_opens(plain_machine, workbook, monkeypatch, name):
+    monkeypatch.setenv(name, "10.0.0.1 50000 10.0.0.2 22")
+    assert "SSH" in lab.no_browser_reason()
+    assert "--no-browser" in lab.launch_options(workbook)
+
+
+def test_in_a_container_no_browser_opens(plain_machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(lab, "CONTAINER_MARKS", (str(tmp_path),))
+    assert "container" in lab.no_browser_reason()
+
+
+def test_without_a_display_no_browser_opens(plain_machine, monkeypatch):
+    monkeypatch.delenv("DISPLAY")
+    monkeypatch.setattr(lab.sys, "platform", "linux")
+    assert "display" in lab.no_browser_reason()
+
+
+def test_root_is_allowed_and_nobody_else_is_made_root(workbook, monkeypatch):
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 0, raising=False)
+    assert "--allow-root" in lab.launch_options(workbook)
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000, raising=False)
+    assert "--allow-root" not in lab.launch_options(workbook)
+
+
+def test_it_serves_and_one_interrupt_ends_it(tmp_path, workbook):
+    with browser.serve(tmp_path, workbook) as address:
+        assert urllib.request.urlopen(address, timeout=20).status == 200
+        assert list((tmp_path / "runtime").glob("jpserver-*"))
+    assert "The workbook is closed." in (tmp_path / "jupyterlab.log").read_text()
+    assert not list((tmp_path / "runtime").glob("jpserver-*"))
+    assert not list(workbook.glob(".*")), "the served folder is left as it was"
