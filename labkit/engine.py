@@ -41,10 +41,16 @@ def warm_up() -> None:
     # Ctrl-C and the stop button signal the whole process group; the server would die of it while
     # it imports. It inherits the mask of the thread that starts it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # OpenMP's threads spin while they wait. With another program on the cores, the spinning takes
+    # more time than the work: a rank of two threads was seen to slow down tenfold.
+    chosen = os.environ.get("OMP_WAIT_POLICY")
+    os.environ["OMP_WAIT_POLICY"] = chosen or "passive"
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if chosen is None:
+            del os.environ["OMP_WAIT_POLICY"]
 
 
 def start_method() -> str:

@@ -123,7 +123,11 @@ class Supervisor:
             control.close()
 
     def _settled(self, bad: list, waited_s: float) -> bool:
-        if any(report.kind != "peer_lost" for report in bad):
+        kinds = {report.kind for report in bad} - {"peer_lost"}
+        if kinds == {"exited"}:
+            # Whoever needs that rank will be waiting for it in a moment, and can be named then.
+            return waited_s > _SETTLE_S
+        if kinds:
             return True
         if self.gone:
             # The agent knows a code other than 0; it never ends for a rank that left with 0.

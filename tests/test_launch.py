@@ -197,6 +197,7 @@ class TestRow3WorkerLeaves:
     def test_who_left_with_what_and_who_waits(self, code):
         def leaves(comm):
             if comm.rank == 1:
+                time.sleep(0.5)
                 os._exit(code)
             comm.recv(torch.empty(1), 1)
 
@@ -214,6 +215,7 @@ class TestRow3WorkerLeaves:
     def test_sys_exit(self):
         def leaves(comm):
             if comm.rank == 0:
+                time.sleep(0.2)
                 sys.exit("enough")
             comm.barrier()
 
