@@ -10,6 +10,10 @@ NOTEBOOKS ?= $(sort $(wildcard notebooks/*.ipynb))
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
          --nbval-sanitize-with tests/nbval_sanitize.cfg
 
+# Two at a time: much of a test is waiting for a process that imports torch. A class or a notebook
+# stays together.
+SPREAD := -n 2 --dist loadscope
+
 # A slow line needs longer than uv's 30 s; a shell's own Python paths must not leak into .venv.
 export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONHOME PYTHONPATH
@@ -20,7 +24,7 @@ unexport PYTHONHOME PYTHONPATH
 help:
 	@echo "make lab             set up and open the workbook"
 	@echo "make test            set up and run every test: unit, notebooks, browser"
-	@echo "make test-unit       the quick part: no notebooks, no browser"
+	@echo "make test-unit       the quick part: no notebooks, no browser, no fresh processes"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make bench           measure every technique on this machine"
 	@echo "make html            the notebooks as web pages in build/html"
@@ -63,14 +67,14 @@ lab: env
 test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	LABKIT_LIVE=0 $(BIN)/python -m pytest $(NBVAL) tests $(NOTEBOOKS) $(ARGS)
+	LABKIT_LIVE=0 $(BIN)/python -m pytest $(SPREAD) $(NBVAL) tests $(NOTEBOOKS) $(ARGS)
 
 test-notebooks: env
 	@$(if $(NOTEBOOKS),LABKIT_LIVE=0 $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS),\
 	  echo "make test-notebooks: no notebooks in notebooks/")
 
 test-unit: env
-	$(BIN)/python -m pytest -m "not browser" tests $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not browser and not fresh" tests $(ARGS)
 
 bench: env
 	@$(BIN)/python -m labkit bench $(ARGS)

@@ -125,11 +125,12 @@ class Board:
         sent = self._what[SEND, source, destination][mine % _DEPTH].decode()
         expected = self._what[RECV, source, destination][mine % _DEPTH].decode()
         if sent != expected:
-            where = self.ranks[destination if side == SEND else source]["location"].decode()
+            sender, receiver = (self.ranks[r]["location"].decode() for r in (source, destination))
             raise MismatchError(
-                f"message {mine + 1} from rank {source} to rank {destination} does not fit: "
-                f"rank {source} sends {sent}, rank {destination} receives into {expected} "
-                f"(the other end is at {where}). Give both ends the same shape and dtype."
+                f"message {mine + 1} from rank {source} to rank {destination} does not fit:\n"
+                f"  rank {source} sends {sent}, at {sender}\n"
+                f"  rank {destination} receives into {expected}, at {receiver}\n"
+                "Next step: give both ends the same shape and dtype."
             )
 
     def enter_barrier(self, rank: int, now_s: float, location: str) -> None:

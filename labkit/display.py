@@ -19,7 +19,12 @@ class Source:
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import PythonLexer
 
-        formatter = HtmlFormatter(noclasses=True, style="friendly", nobackground=True)
+        formatter = HtmlFormatter(
+            noclasses=True,
+            style="friendly",
+            nobackground=True,
+            prestyles="font-family: monospace",
+        )
         body = highlight(self.text, PythonLexer(), formatter)
         return f"<details open><summary><code>{self.where}</code></summary>{body}</details>"
 

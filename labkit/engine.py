@@ -30,14 +30,21 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def warm_up() -> None:
+def warm_up(*, training: bool = True) -> None:
     """Start the process that all ranks are forked from, in the background; returns at once.
 
     It imports torch (some seconds). A notebook calls this first, so that it is ready when the
     reader comes to the first run; a run starts it by itself otherwise.
+
+    Args:
+        training: import what training needs too. Without it the first run comes sooner, and every
+            rank that makes an optimizer takes seconds for it.
     """
     if under_torchrun() or start_method() != "forkserver":
         return
+    # An optimizer imports torch._dynamo when the first one is made: seconds in every rank.
+    preload = ["labkit.worker", *(["labkit.train", "torch._dynamo"] if training else [])]
+    multiprocessing.forkserver.set_forkserver_preload(preload)
     # Ctrl-C and the stop button signal the whole process group; the server would die of it while
     # it imports. It inherits the mask of the thread that starts it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -57,9 +64,6 @@ def start_method() -> str:
     """``forkserver`` with torch preloaded (0.1 s a start); ``spawn`` where the system has none."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    # An optimizer imports torch._dynamo when the first one is made: seconds in every rank.
-    preload = ["labkit.worker", "labkit.train", "torch._dynamo"]
-    multiprocessing.forkserver.set_forkserver_preload(preload)
     return "forkserver"
 
 

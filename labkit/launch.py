@@ -5,7 +5,9 @@ them stands a supervisor (``labkit.supervisor``) that ends every run whole.
 """
 
 import multiprocessing
+import os
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +70,7 @@ def run(
     if worker.inside_a_run or multiprocessing.parent_process() is not None:
         raise ValueError(
             "labkit.run was called inside a rank of another run: start runs from the notebook or "
-            'the script. (In a script, keep the call under if __name__ == "__main__":)'
+            'the script. In a script, keep the call under if __name__ == "__main__":'
         )
     check_world_size(world_size)
     if not timeout_s > 0:
@@ -78,7 +80,8 @@ def run(
     else:
         placement = plan(world_size, device)
         if placement.note:
-            print(placement.note)
+            print(placement.note, file=sys.stderr)
+        _check_program()
         job = worker.Job(_pack(fn, args), cell_sources(), placement, timeout_s)
         reports = Supervisor(job, world_size, timeout_s).run()
     return RunResult(
@@ -88,6 +91,17 @@ def run(
         messages=[report.messages for report in reports],
         bytes_sent=[report.bytes_sent for report in reports],
     )
+
+
+def _check_program() -> None:
+    """Refuse a program that the ranks' processes could not load."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is None and path and not os.path.exists(path):
+        raise ValueError(
+            f"this program was read from {path}, and the ranks' processes have to load it again: "
+            "save it as a file and run that"
+        )
 
 
 def _pack(fn: Callable, args: tuple) -> bytes:

@@ -25,6 +25,7 @@ _POLL_S = 0.05
 # After a first sign of failure: time for the ranks' own reports and exit codes to come in.
 _SETTLE_S = 0.5
 _EXIT_CODE_S = 0.6
+_START_PATIENCE_S = 120.0
 
 
 class Supervisor:
@@ -47,6 +48,8 @@ class Supervisor:
         self.agent = Agent(context, world_size, (job, memory, *ends), done)
         self.reports: dict[int, Any] = {}
         self.gone: set[int] = set()
+        self.launched_s = time.monotonic()
+        self.started_s: float | None = None
         self._looked_s = 0.0
         self._ticks: tuple[int, ...] = ()
         self._stuck: list[int] = []
@@ -58,7 +61,6 @@ class Supervisor:
             WorkerError: or one of its kinds, when the run failed.
         """
         warm_up()
-        self.started_s = time.monotonic()
         self.agent.start()
         try:
             verdict = self._watch()
@@ -88,7 +90,9 @@ class Supervisor:
                     return self._failure(bad)
             elif stuck := self._check_stuck():
                 return self._deadlock(stuck)
-            if now_s - self.started_s > self.timeout_s:
+            if self.started_s is None and all(self.board.ranks["pid"]):
+                self.started_s = now_s
+            if now_s > self._deadline_s():
                 return self._deadline()
 
     def _read(self, timeout_s: float) -> None:
@@ -167,6 +171,11 @@ class Supervisor:
         failure = self.agent.failures.get(rank)
         if failure is None:
             return "left early with exit code 0, before its function had returned"
+        if failure.exitcode == 1 and not self.board.ranks[rank]["state"]:
+            return (
+                "ended before it had started: in a script, labkit.run has to stand under "
+                'if __name__ == "__main__":'
+            )
         if failure.exitcode >= 0:
             return (
                 f"left early with exit code {failure.exitcode}, before its function had returned"
@@ -192,17 +201,15 @@ class Supervisor:
     def _raised(self, report) -> WorkerError:
         where = readable(report.location)
         trace = readable(report.traceback, quote=False)
-        waiting = self._waiting_for(report.rank) if report.kind == "exited" else ""
-        message = f"rank {report.rank} {report.summary}"
-        if report.kind == "exited":
-            message += f".{waiting}"
         if report.kind == "mismatch":
-            message = f"{readable(report.summary)}"
+            return DeadlockError(readable(report.summary), rank=report.rank, location=where)
+        message, kind = f"rank {report.rank} {report.summary}", WorkerError
+        if report.kind == "exited" and (waiting := self._waiting_for(report.rank)):
+            message, kind = f"{message}.{waiting}", DeadlockError
         if where:
             message += f"\n  at {where}"
         if report.kind == "raised":
             message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
-        kind = DeadlockError if report.kind == "mismatch" or waiting else WorkerError
         return kind(message, rank=report.rank, location=where, worker_traceback=trace)
 
     def _deadlock(self, stuck: list[int]) -> DeadlockError:
@@ -210,10 +217,19 @@ class Supervisor:
         where = readable(board.ranks[stuck[0]]["location"].decode())
         return DeadlockError(readable(explain(board, stuck)), rank=stuck[0], location=where)
 
+    def _deadline_s(self) -> float:
+        # The first run of a process waits for the server to import torch: not the run's time.
+        if self.started_s is None:
+            return self.launched_s + self.timeout_s + _START_PATIENCE_S
+        return self.started_s + self.timeout_s
+
     def _deadline(self) -> DeadlineError:
         board = self.board.copy()
         lines = [f"the run was still going at its deadline of {self.timeout_s:g} s (timeout_s)."]
         for rank, stack in sorted(self._stacks().items()):
+            if not board.ranks[rank]["state"]:
+                lines.append(f"rank {rank} had not started yet.")
+                continue
             doing = f"in {op}" if (op := board.ranks[rank]["op"].decode()) else "in its own code"
             lines.append(f"rank {rank} was {doing}:\n{readable(learner_frames(stack))}")
         returned = [r for r in range(self.world_size) if board.ranks[r]["state"] == RETURNED]

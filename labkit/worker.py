@@ -249,7 +249,7 @@ def run_here(fn, args: tuple, world_size: int, device: str, timeout_s: float) ->
         )
     placement = plan(int(os.environ["LOCAL_WORLD_SIZE"]), device)
     if placement.note and os.environ["RANK"] == "0":
-        print(placement.note)
+        print(placement.note, file=sys.stderr)
     comm = connect(placement, timeout_s)
     comm.start_together()
     started_s = time.perf_counter()

@@ -1,5 +1,6 @@
 """What all tests share: Jupyter folders of their own, and JupyterLab in a browser."""
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -7,21 +8,22 @@ from pathlib import Path
 
 import pytest
 
-_folder = None
-
 
 def pytest_configure(config):
-    global _folder
     config.addinivalue_line("markers", "browser: drives JupyterLab in headless Chromium")
+    config.addinivalue_line("markers", "fresh: waits for a new process that imports torch")
     # Kernels must neither read nor fill the person's own Jupyter and IPython folders.
-    _folder = Path(tempfile.mkdtemp(prefix="labkit-tests-"))
+    folder = Path(tempfile.mkdtemp(prefix="lk-"))
+    # At the very end: multiprocessing keeps a folder of its own in there until the process ends.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-        os.environ[name] = str(_folder / name.lower())
+        os.environ[name] = str(folder / name.lower())
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
-
-
-def pytest_unconfigure(config):
-    shutil.rmtree(_folder, ignore_errors=True)
+    # A temporary folder of this process's own: what a test finds in it, a test has left there.
+    # Its path is short, since sockets in it may be no longer than 108 characters.
+    os.environ["TMPDIR"] = str(folder / "t")
+    (folder / "t").mkdir()
+    tempfile.tempdir = None
 
 
 @pytest.fixture(autouse=True)

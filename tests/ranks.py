@@ -31,12 +31,13 @@ def running_ranks() -> list[int]:
 
 
 def leftovers() -> set[str]:
-    """What a run could have left: shared memory mapped here, files in the temporary folder."""
+    """What a run could have left: shared memory mapped here, files in this process's temporary
+    folder (the tests have one each); the forkserver's own folder lives as long as the process."""
     maps = Path("/proc/self/maps").read_text().split()
     shared = {name for name in maps if name.startswith("/dev/shm/") and Path(name).exists()}
-    parts = ("torchelastic", "pytorch-errorfile", "torch_")
     folder = Path(tempfile.gettempdir())
-    return shared | {str(f) for f in folder.iterdir() if f.name.startswith(parts)}
+    expected = ("pymp-", "pytest-of-", "torchinductor_")
+    return shared | {str(f) for f in folder.iterdir() if not f.name.startswith(expected)}
 
 
 def wait_until(condition, seconds: float) -> bool:

@@ -14,6 +14,7 @@ def test_ratios_are_of_pairs():
     assert "4.0 times as fast (2.0 to 8.0 in 3 pairs)" in str(comparison)
 
 
+@pytest.mark.fresh
 def test_both_sides_of_the_launch_bench_do_the_work():
     bench.run_ours(2)
     bench.run_spawned(1)

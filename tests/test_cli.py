@@ -86,6 +86,7 @@ def test_a_failed_run_exits_1_and_leaves_an_old_report_alone(tmp_path, capsys):
     assert report.read_text() == "old"
 
 
+@pytest.mark.fresh
 def test_ctrl_c_ends_all_ranks():
     words = ["--strategy", "ring_all_reduce", "--world-size", "2", "--epochs", "9999"]
     training = subprocess.Popen(
@@ -117,6 +118,7 @@ def in_group(pid, process):
         return False
 
 
+@pytest.mark.fresh
 def test_the_same_command_under_torchrun(tmp_path):
     report = tmp_path / "out.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

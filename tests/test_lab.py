@@ -76,6 +76,7 @@ def test_root_is_allowed_and_nobody_else_is_made_root(workbook, monkeypatch):
     assert "--allow-root" not in lab.launch_options(workbook)
 
 
+@pytest.mark.fresh
 def test_it_serves_and_one_interrupt_ends_it(tmp_path, workbook):
     with browser.serve(tmp_path, workbook) as address:
         assert urllib.request.urlopen(address, timeout=20).status == 200

@@ -291,7 +291,11 @@ class TestRow4Deadlock:
 
         with pytest.raises(DeadlockError) as caught:
             run(misfit, world_size=2)
-        assert "rank 0 sends float32 [3], rank 1 receives into float32 [2, 2]" in str(caught.value)
+        text = str(caught.value)
+        assert "rank 0 sends float32 [3], at" in text
+        assert "rank 1 receives into float32 [2, 2], at" in text
+        assert "comm.send(torch.ones(3), 1)" in text
+        assert "comm.recv(torch.ones(2, 2), 0)" in text
 
     def test_dtypes_of_one_size_that_do_not_fit(self):
         def misfit(comm):
@@ -300,7 +304,7 @@ class TestRow4Deadlock:
             else:
                 comm.recv(torch.ones(3, dtype=torch.int32), 0)
 
-        with pytest.raises(DeadlockError, match=r"sends float32 \[3\].*into int32 \[3\]"):
+        with pytest.raises(DeadlockError, match=r"(?s)sends float32 \[3\].*into int32 \[3\]"):
             run(misfit, world_size=2)
 
     def test_slow_ranks_are_not_taken_for_stuck_ones(self):
@@ -373,6 +377,7 @@ class TestRow15Ports:
                 taken.listen()
             still_works()
 
+    @pytest.mark.fresh
     def test_an_unreachable_rendezvous_names_address_and_seconds(self):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -431,6 +436,7 @@ class TestRow17StopButton:
         still_works()
 
 
+@pytest.mark.fresh
 class TestRow18KernelKilled:
     def test_no_rank_outlives_its_parent(self, tmp_path):
         script = tmp_path / "kernel.py"
@@ -478,6 +484,30 @@ class TestRow19Threads:
 
         with pytest.raises(WorkerError, match="inside a rank of another run"):
             run(nested, world_size=1)
+
+
+@pytest.mark.fresh
+class TestScripts:
+    """What people write into a file, or into a pipe."""
+
+    RUN = "from labkit import run\n{guard}print(run(lambda comm: comm.rank, world_size=1).values)"
+
+    def test_a_script_without_the_guard_is_told_of_it(self, tmp_path):
+        script = tmp_path / "script.py"
+        script.write_text(self.RUN.format(guard=""))
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert 'labkit.run has to stand under if __name__ == "__main__":' in done.stderr
+
+    def test_a_program_from_standard_input_is_refused(self):
+        done = subprocess.run(
+            [sys.executable, "-"],
+            input=self.RUN.format(guard=""),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert "save it as a file and run that" in done.stderr.splitlines()[-1]
 
 
 class TestRow20Pickling:

@@ -162,6 +162,7 @@ def test_torchvision_of_another_build_is_explained(monkeypatch):
         build_model("resnet18", num_classes=10, input_shape=DIGITS, seed=0)
 
 
+@pytest.mark.fresh
 def test_torchvision_loads_only_for_the_models_that_need_it():
     code = (
         "import sys\n"

@@ -167,6 +167,7 @@ def test_nothing_imports_in_a_circle():
         visit(name, ())
 
 
+@pytest.mark.fresh
 def test_import_labkit_brings_nothing_heavy():
     code = """
 import sys

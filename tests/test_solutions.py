@@ -1,0 +1,74 @@
+"""The exercises' solutions: each one in a fold, put in the place of its stub, passes its check."""
+
+import ast
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+
+
+def sections(cells):
+    """The notebook as lists of cells, each beginning with a heading."""
+    found = [[]]
+    for cell in cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("#"):
+            found.append([])
+        found[-1].append(cell)
+    return found
+
+
+def is_exercise(section):
+    return bool(section) and section[0].source.startswith("### Exercise")
+
+
+def defines_only(source):
+    """Whether a cell defines names that an exercise may use, and runs nothing."""
+    for node in ast.parse(source).body:
+        pinned = isinstance(node, ast.Assign) and ast.unparse(node).startswith("run = ")
+        if not isinstance(node, DEFINITIONS) and not pinned:
+            return False
+    return True
+
+
+def exercises():
+    for path in NOTEBOOKS:
+        parts = sections(nbformat.read(path, as_version=4).cells)
+        for number, section in enumerate(filter(is_exercise, parts), start=1):
+            yield pytest.param(parts, section, id=f"{path.stem}-{number}")
+
+
+def namespace_for(parts):
+    """What the cells before the exercises define; a cell that runs something is left out."""
+    # No module of this name exists: functions travel to the ranks by value, as a notebook's do.
+    names = {"__name__": "cells_of_a_notebook"}
+    for section in parts:
+        for cell in section:
+            code = cell.cell_type == "code" and not is_exercise(section)
+            source = cell.source.replace("labkit.warm_up()\n", "").removesuffix("labkit.warm_up()")
+            if code and defines_only(source):
+                exec(source, names)
+    return names
+
+
+@pytest.mark.parametrize(("parts", "section"), list(exercises()))
+def test_the_solution_passes_its_check(parts, section, capsys):
+    (solution,) = SOLUTION.findall("\n".join(cell.source for cell in section))
+    names = namespace_for(parts)
+    stub, *rest = [cell.source for cell in section if cell.cell_type == "code"]
+    solved = next(node.name for node in ast.parse(solution).body)
+    assert solved in [getattr(node, "name", "") for node in ast.parse(stub).body]
+    for source in (stub, solution, *rest):
+        exec(source, names)
+    said = capsys.readouterr().out
+    assert said.startswith(("solved", "passed")), said
+
+
+def test_every_notebook_has_exercises():
+    for path in NOTEBOOKS:
+        parts = sections(nbformat.read(path, as_version=4).cells)
+        assert sum(map(is_exercise, parts)) >= 3, path.name
