@@ -8,6 +8,7 @@ second; it is a fresh process all the same, which a CUDA context of the caller's
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import threading
@@ -47,6 +48,8 @@ def warm_up(*, training: bool = True) -> None:
     multiprocessing.forkserver.set_forkserver_preload(preload)
     # Ctrl-C and the stop button signal the whole process group; the server would die of it while
     # it imports. It inherits the mask of the thread that starts it.
+    # (The resource tracker unblocks the signal when it starts: it has to be there before.)
+    multiprocessing.resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # OpenMP's threads spin while they wait. With another program on the cores, the spinning takes
     # more time than the work: a rank of two threads was seen to slow down tenfold.

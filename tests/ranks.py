@@ -50,6 +50,16 @@ def wait_until(condition, seconds: float) -> bool:
     return bool(condition())
 
 
+def group_of(leader: int) -> list[int]:
+    """Process ids of a process group."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(int(pid)) == leader:
+                found.append(int(pid))
+    return found
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

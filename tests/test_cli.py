@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from ranks import is_alive, wait_until
+from ranks import group_of, is_alive, wait_until
 from safetensors.torch import load_file
 
 from labkit.__main__ import main
@@ -98,9 +98,7 @@ def test_ctrl_c_ends_all_ranks():
     )
     try:
         assert "epoch 1/" in training.stdout.readline()
-        group = [
-            int(pid) for pid in os.listdir("/proc") if pid.isdigit() and in_group(pid, training)
-        ]
+        group = group_of(training.pid)
         assert len(group) >= 4
         os.killpg(training.pid, 2)
         _, stderr = training.communicate(timeout=20)
@@ -109,13 +107,6 @@ def test_ctrl_c_ends_all_ranks():
     assert training.returncode == 130
     assert stderr.splitlines()[-1] == "labkit: stopped; all ranks have ended"
     assert wait_until(lambda: not any(map(is_alive, group)), 5)
-
-
-def in_group(pid, process):
-    try:
-        return os.getpgid(int(pid)) == process.pid
-    except (ProcessLookupError, PermissionError):
-        return False
 
 
 @pytest.mark.fresh

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import (
+    group_of,
     is_alive,
     leftovers,
     open_descriptors,
@@ -434,6 +435,38 @@ class TestRow17StopButton:
         assert time.monotonic() - start_s < 10
         assert wait_until(lambda: not running_ranks(), 1)
         still_works()
+
+    @pytest.mark.fresh
+    def test_a_signal_to_the_whole_group_while_the_server_starts(self, tmp_path):
+        """A terminal and Jupyter signal every process of the group, the server among them."""
+        script = tmp_path / "stopped.py"
+        script.write_text(
+            textwrap.dedent("""
+            import time
+            from labkit import run
+
+            def sleeps(comm):
+                time.sleep(60)
+
+            if __name__ == "__main__":
+                print("about to run", flush=True)
+                try:
+                    run(sleeps, world_size=2)
+                except KeyboardInterrupt:
+                    print(run(lambda comm: comm.rank, world_size=2).values)
+            """)
+        )
+        command = [sys.executable, str(script)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        program = subprocess.Popen(command, start_new_session=True, **pipes)
+        try:
+            assert program.stdout.readline() == "about to run\n"
+            wait_until(lambda: len(group_of(program.pid)) >= 3, 30)
+            os.killpg(program.pid, signal.SIGINT)
+            out, err = program.communicate(timeout=60)
+        finally:
+            program.kill()
+        assert (out, err) == ("[0, 1]\n", "")
 
 
 @pytest.mark.fresh
