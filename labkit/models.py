@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Up to here an image counts as small: ImageNet's stems would throw most of its pixels away.
 SMALL_IMAGE_PIXELS = 64
@@ -61,6 +61,20 @@ def build_model(
         torch.default_generator.manual_seed(seed)
         layers = list(_BUILDERS[name](tuple(input_shape), num_classes))
     return _without_in_place(nn.Sequential(*layers)).to(dtype)
+
+
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """[n, classes] in evaluation mode, without gradients; the model is left in training mode."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(inputs)
+    model.train()
+    return logits
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's parameters and buffers, on the CPU."""
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:

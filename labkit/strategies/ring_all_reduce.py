@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm import Comm
+from labkit.models import logits_of, state_of
 
 
 class RingAllReduce:
@@ -63,11 +64,7 @@ class RingAllReduce:
                 parameter.grad = piece.view_as(parameter)
 
     def predict(self, inputs: Tensor) -> Tensor:
-        self.model.eval()
-        with torch.no_grad():
-            logits = self.model(inputs)
-        self.model.train()
-        return logits
+        return logits_of(self.model, inputs)
 
     @torch.no_grad()
     def end_epoch(self) -> None:
@@ -77,5 +74,4 @@ class RingAllReduce:
                 buffer /= self.comm.world_size
 
     def full_state(self) -> dict[str, Tensor]:
-        state = self.model.state_dict()
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        return state_of(self.model)

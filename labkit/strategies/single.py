@@ -1,10 +1,10 @@
 """One device: the yardstick. Every synchronous technique has to end with the same parameters."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm import Comm
+from labkit.models import logits_of, state_of
 
 
 class Single:
@@ -32,15 +32,10 @@ class Single:
         return loss
 
     def predict(self, inputs: Tensor) -> Tensor:
-        self.model.eval()
-        with torch.no_grad():
-            logits = self.model(inputs)
-        self.model.train()
-        return logits
+        return logits_of(self.model, inputs)
 
     def end_epoch(self) -> None:
         pass
 
     def full_state(self) -> dict[str, Tensor]:
-        state = self.model.state_dict()
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        return state_of(self.model)

@@ -1,11 +1,11 @@
 """PyTorch's own counterparts, run on the same loop, data and batches as ours."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm import Comm
+from labkit.models import logits_of, state_of
 
 
 class TorchDDP:
@@ -35,15 +35,10 @@ class TorchDDP:
         return loss
 
     def predict(self, inputs: Tensor) -> Tensor:
-        self.model.eval()
-        with torch.no_grad():
-            logits = self.model.module(inputs)
-        self.model.train()
-        return logits
+        return logits_of(self.model.module, inputs)
 
     def end_epoch(self) -> None:
         pass
 
     def full_state(self) -> dict[str, Tensor]:
-        state = self.model.module.state_dict()
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        return state_of(self.model.module)
