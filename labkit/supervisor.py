@@ -193,7 +193,8 @@ class Supervisor:
         for other in range(self.world_size):
             slot = board.ranks[other]
             op = slot["op"].decode()
-            if (other != rank and op and rank in (slot["dst"], slot["src"])) or op == "barrier":
+            meets = op == "barrier" or (op and rank in (slot["dst"], slot["src"]))
+            if other != rank and meets:
                 where = readable(slot["location"].decode())
                 sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
         return "".join(sentences)

@@ -157,6 +157,19 @@ class TestRow2WorkerKilled:
         assert caught.value.rank == 1
         still_works()
 
+    def test_inside_a_barrier_the_others_are_named_and_not_itself(self):
+        def killed_while_waiting(comm):
+            if comm.rank == 2:
+                time.sleep(60)
+            if comm.rank == 1:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            comm.barrier()
+
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL") as caught:
+            run(killed_while_waiting, world_size=3)
+        assert "Rank 0 was waiting for it in barrier" in str(caught.value)
+        assert str(caught.value).count("was waiting") == 1
+
     def test_outside_any_operation(self):
         def crashes(comm):
             if comm.rank == 0:
