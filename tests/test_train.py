@@ -117,6 +117,12 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
 
 
+def with_batch_norm_over_pixels():
+    """One sample a share is enough for it: it has 2 x 3 pixels."""
+    layers = [nn.Unflatten(1, (1, 2, 3)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(6, 6)]
+    return nn.Sequential(*layers)
+
+
 def train_by_hand(comm, make_strategy, make_model, batches, end_epoch=True):
     torch.manual_seed(0)
     model = make_model().double()
@@ -163,6 +169,34 @@ def test_batch_norm_normalises_by_share_and_averages_its_statistics():
         functional.cross_entropy(model(half), target, reduction="sum").div(8).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     torch.testing.assert_close(states[0]["2.weight"], model[2].weight.detach())
+
+
+def test_replicas_agree_though_a_rank_sat_a_batch_out():
+    """The last batch has two samples for three ranks: BatchNorm's counter then differs."""
+    ring = strategies.get("ring_all_reduce")
+    batches = some_batches((6, 4, 2))
+    model = with_batch_norm_over_pixels
+    states = run(train_by_hand, ring, model, batches, world_size=3).values
+    assert len({checksum(state) for state in states}) == 1
+    assert states[2]["1.num_batches_tracked"] == len(batches)
+
+
+def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
+    def steps(comm, make_strategy):
+        strategy = make_strategy()
+        model = nn.Linear(1, 2)
+        strategy.setup(comm, model, lambda p: torch.optim.SGD(p, lr=0.0))
+        for value in (float("nan"), 1.0):
+            inputs, targets = torch.full((1, 1), value), torch.tensor([0])
+            mine = share(torch.arange(1), *strategy.share())
+            strategy.step(inputs[mine], targets[mine], 1)
+            with torch.no_grad():
+                finite = bool(torch.isfinite(model.weight.grad).all())
+                model.weight.fill_(1.0)
+                model.bias.zero_()
+        return finite
+
+    assert run(steps, strategies.get("ring_all_reduce"), world_size=2).values == [True, True]
 
 
 @pytest.mark.parametrize("model", ["mobilenet", "resnet18"])

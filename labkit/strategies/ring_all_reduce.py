@@ -22,7 +22,8 @@ class RingAllReduce:
     """Synchronous data parallelism over ``labkit.collectives.ring``.
 
     Batch statistics (BatchNorm): each rank normalises with its own share's, as DDP does; the
-    running averages are averaged over the ranks at the end of an epoch, so that replicas agree.
+    running averages are averaged over the ranks at the end of an epoch, and counters taken from
+    rank 0, so that replicas agree.
     Frozen parameters are left out; one without a gradient counts as zero.
     """
 
@@ -56,7 +57,10 @@ class RingAllReduce:
         """Replace each rank's gradient sums by the mean over the global batch."""
         with self.comm.span("update"):
             for piece, parameter in zip(self.slices, self.trained):
-                piece.copy_(0 * piece if parameter.grad is None else parameter.grad.flatten())
+                if parameter.grad is None:
+                    piece.zero_()
+                else:
+                    piece.copy_(parameter.grad.flatten())
         ring_all_reduce(self.comm, self.flat)
         with self.comm.span("update"):
             self.flat /= batch_size
@@ -69,8 +73,11 @@ class RingAllReduce:
     @torch.no_grad()
     def end_epoch(self) -> None:
         for buffer in self.model.buffers():
+            # Counters are rank 0's: it has a share of every batch, others may have sat one out.
+            if not buffer.is_floating_point() and self.comm.rank:
+                buffer.zero_()
+            ring_all_reduce(self.comm, buffer)
             if buffer.is_floating_point():
-                ring_all_reduce(self.comm, buffer)
                 buffer /= self.comm.world_size
 
     def full_state(self) -> dict[str, Tensor]:
