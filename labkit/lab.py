@@ -97,7 +97,8 @@ def _serve(root: Path, argv: list[str]) -> int:
 
     server = LabApp.initialize_server(argv=argv)
     signal.signal(signal.SIGINT, lambda *_: _stop(server))
-    print(_announcement(server, root), flush=True)
+    # The server binds its port in a callback of its own, which stands before this one.
+    server.io_loop.add_callback(lambda: print(_announcement(server, root), flush=True))
     server.start()
     print("The workbook is closed.")
     return 0

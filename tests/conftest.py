@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 def pytest_configure(config):
     config.addinivalue_line("markers", "browser: drives JupyterLab in headless Chromium")
     config.addinivalue_line("markers", "fresh: waits for a new process that imports torch")
+    # A script's background jobs, and all their children, start with Ctrl-C ignored. The tests that
+    # press Ctrl-C need children as a terminal starts them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Kernels must neither read nor fill the person's own Jupyter and IPython folders.
     folder = Path(tempfile.mkdtemp(prefix="lk-"))
     # At the very end: multiprocessing keeps a folder of its own in there until the process ends.
