@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 DTYPES = ("float32", "float64")
+BACKENDS = ("auto", "gloo", "nccl", "labkit")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class RunConfig:
         lr, momentum: of plain SGD.
         dtype: ``float32``, or ``float64`` for the equivalence tests.
         builtin: run PyTorch's counterpart of the technique.
+        backend: the process group below PyTorch's counterpart; ``labkit`` is this package's own
+            collectives, ``auto`` what suits the device.
+        transport: how the messages of our implementations travel, see ``labkit.run``.
         train_size: use the first so many training samples; None uses all.
     """
 
@@ -37,6 +41,8 @@ class RunConfig:
     momentum: float = 0.9
     dtype: str = "float32"
     builtin: bool = False
+    backend: str = "auto"
+    transport: str = "auto"
     train_size: int | None = None
 
     def __post_init__(self):
@@ -53,6 +59,14 @@ class RunConfig:
             raise ValueError(f"momentum must be from 0 to below 1, got {self.momentum!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.backend not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise ValueError(f"unknown backend {self.backend!r}: choose one of {known}")
+        if self.backend != "auto" and not self.builtin:
+            raise ValueError(
+                f"backend {self.backend!r} is for PyTorch's counterpart: choose builtin as well, "
+                "or transport for our own implementation"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,11 +9,13 @@ import linecache
 import os
 import re
 import sys
+import threading
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # Generated code ("<string>") and the frames between a learner's call and ours.
 _BETWEEN = (_PACKAGE, contextlib.__file__, "<")
 _LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}multiprocessing{os.sep}")
+_asked = threading.local()
 _LOCATION = re.compile(r'(?:File )?"([^"\n]+)", line (\d+)')
 
 
@@ -22,7 +24,15 @@ def caller_location() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
+    if frame.f_code.co_filename == threading.__file__:
+        # A thread of ours, with no learner's function in it.
+        return getattr(_asked, "location", "a thread")
     return f'"{frame.f_code.co_filename}", line {frame.f_lineno}'
+
+
+def work_for(location: str) -> None:
+    """Let what this thread does from here on be ascribed to the line that asked for it."""
+    _asked.location = location
 
 
 def is_ours(filename: str) -> bool:

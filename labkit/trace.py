@@ -8,7 +8,7 @@ by kind add up to the time the rank was busy, and a lane of the timeline is what
 import json
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -139,11 +139,14 @@ class CudaTimer:
 class Recorder:
     """Collects one rank's spans; regions nest, their spans do not overlap."""
 
-    def __init__(self, rank: int, timer: ClockTimer | CudaTimer | None = None, origin=None):
+    def __init__(
+        self, rank: int, timer: ClockTimer | CudaTimer | None = None, origin=None, keep=None
+    ):
         self.rank = rank
         self.timer = timer or ClockTimer()
         self.origin = self.timer.mark() if origin is None else origin
-        self._raw: list[tuple] = []
+        # Of a program without an end only the latest spans are kept.
+        self._raw: deque[tuple] = deque(maxlen=keep)
         self._open = threading.local()
 
     def _stack(self) -> list[list]:
