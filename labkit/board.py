@@ -16,26 +16,34 @@ import numpy as np
 from labkit.errors import MismatchError
 
 SEND, RECV = 0, 1
-NOT_STARTED, RUNNING, RETURNED = 0, 1, 2
+# A rank that has left (its process group is destroyed) may be a process that lives on.
+NOT_STARTED, RUNNING, RETURNED, LEFT = 0, 1, 2, 3
 
 # Two descriptions an end suffice: operation k + 2 is posted only after operation k has completed.
 _DEPTH = 2
+# Ranks may be some collectives apart: a root that broadcasts waits for nobody.
+_HISTORY = 8
+_OP_BYTES = 32
+_WHY_BYTES = 1024
 _EDGE = np.dtype([("count", "i8"), ("posted_s", "f8", _DEPTH), ("what", "S96", _DEPTH)])
 _RANK = np.dtype(
     [
         ("state", "i8"),
         ("pid", "i8"),
         ("ticks", "i8"),
-        ("op", "S12"),
+        ("op", f"S{_OP_BYTES}"),
         ("dst", "i8"),
         ("src", "i8"),
-        ("barriers", "i8"),
-        ("barrier_s", "f8", _DEPTH),
+        ("meetings", "i8"),
+        ("meeting_s", "f8", _DEPTH),
+        ("collectives", "i8"),
+        ("announced", "S96", _HISTORY),
         ("origin_s", "f8"),
         ("location", "S256"),
         ("done", "i8"),
         ("total", "i8"),
         ("label", "S128"),
+        ("gave_up", f"S{_WHY_BYTES}"),
     ]
 )
 
@@ -133,13 +141,66 @@ class Board:
                 "Next step: give both ends the same shape and dtype."
             )
 
-    def enter_barrier(self, rank: int, now_s: float, location: str) -> None:
+    def enter_meeting(self, rank: int, op: str, now_s: float) -> None:
+        """Post a collective that ends only when every rank has come to it."""
+        slot = self.ranks[rank]
+        slot["dst"] = slot["src"] = -1
+        slot["op"] = op.encode()[:_OP_BYTES]
+        slot["meeting_s"][slot["meetings"] % _DEPTH] = now_s
+        slot["meetings"] += 1
+        slot["ticks"] += 1
+
+    def announce(self, rank: int, what: str, location: str) -> None:
+        """Post the next collective of this rank, for example ``broadcast float32 [4]``.
+
+        Raises:
+            MismatchError: another rank has called a different one, or with another tensor.
+        """
         slot = self.ranks[rank]
         slot["location"] = location.encode()[:256]
-        slot["op"] = b"barrier"
-        slot["barrier_s"][slot["barriers"] % _DEPTH] = now_s
-        slot["barriers"] += 1
-        slot["ticks"] += 1
+        mine = int(slot["collectives"])
+        slot["announced"][mine % _HISTORY] = what.encode()[:96]
+        slot["collectives"] = mine + 1
+        for other in range(self.world_size):
+            ahead = int(self.ranks[other]["collectives"]) - mine
+            if other != rank and 1 <= ahead <= _HISTORY:
+                theirs = self.ranks[other]["announced"][mine % _HISTORY].decode()
+                if theirs != what.encode()[:96].decode(errors="ignore"):
+                    raise MismatchError(self._parted(rank, other, mine))
+
+    def _parted(self, rank: int, other: int, index: int) -> str:
+        """Both sequences of collectives, from a little before the one in which they part."""
+        first, second = sorted((rank, other))
+        lines = [f"rank {first} and rank {second} call different collectives:"]
+        for number in (first, second):
+            lines.append(f"  rank {number}: {self.sequence(number, index + 1)}")
+        lines.append(
+            "Next step: let all ranks call the same collectives in the same order, with tensors "
+            "of one shape and dtype."
+        )
+        return "\n".join(lines)
+
+    def sequence(self, rank: int, up_to: int | None = None, length: int = 3) -> str:
+        """The latest collectives of a rank: ``1. broadcast float32 [4], 2. barrier``."""
+        slot = self.ranks[rank]
+        count = int(slot["collectives"])
+        last = count if up_to is None else min(up_to, count)
+        first = max(0, last - length, count - _HISTORY)
+        names = (slot["announced"][index % _HISTORY].decode() for index in range(first, last))
+        shown = [f"{number}. {name}" for number, name in enumerate(names, first + 1)]
+        return ", ".join(["..."] * (first > 0) + shown) or "none"
+
+    def compared(self, *ranks: int) -> str:
+        """The sequences of some ranks, as lines to add to a text; empty where they are equal."""
+        if len({int(self.ranks[rank]["collectives"]) for rank in ranks}) < 2:
+            return ""
+        lines = ["", "The latest collectives that each rank has called:"]
+        lines += [f"  rank {rank}: {self.sequence(rank)}" for rank in ranks]
+        return "\n".join(lines)
+
+    def posted(self, rank: int) -> int:
+        """How much a rank has posted so far: unchanged means that nobody waits for more of it."""
+        return int(self.ranks[rank]["ticks"]) + int(self.ranks[rank]["collectives"])
 
     def leave(self, rank: int) -> None:
         slot = self.ranks[rank]
@@ -159,10 +220,22 @@ class Board:
             latest = max(latest, float(self._posted_s[side, source, destination][mine % _DEPTH]))
         return latest
 
-    def barrier_arrived_s(self, rank: int) -> float:
-        """When the last rank had come to the barrier that ``rank`` has just left."""
-        index = (int(self.ranks[rank]["barriers"]) - 1) % _DEPTH
-        return float(self.ranks["barrier_s"][:, index].max())
+    def meeting_arrived_s(self, rank: int) -> float:
+        """When the last rank had come to the meeting that ``rank`` is in or has just left."""
+        index = (int(self.ranks[rank]["meetings"]) - 1) % _DEPTH
+        return float(self.ranks["meeting_s"][:, index].max())
+
+    def give_up(self, rank: int, why: str) -> None:
+        """Post that this rank will not go on; only the first to do so says why."""
+        if not self.gave_up():
+            self.ranks[rank]["gave_up"] = why.encode()[:_WHY_BYTES]
+
+    def gave_up(self) -> str:
+        """Which rank has given up, and why; empty while none has."""
+        for rank in np.flatnonzero(self.ranks["gave_up"] != b""):
+            why = self.ranks[rank]["gave_up"].decode(errors="replace")
+            return f"rank {rank} gave up ({why})"
+        return ""
 
     def progress(self, rank: int, done: int, total: int, label: str) -> None:
         slot = self.ranks[rank]
@@ -180,15 +253,15 @@ class Board:
         op = slot["op"].decode()
         if slot["state"] != RUNNING or not op:
             return []
-        if op == "barrier":
-            mine = int(slot["barriers"])
-            return [
-                Waiting(rank, peer, op, f"at barrier number {mine}")
-                for peer in range(self.world_size)
-                if self.ranks[peer]["barriers"] < mine
-            ]
         found = []
         dst, src = int(slot["dst"]), int(slot["src"])
+        if dst < 0 and src < 0:
+            mine = int(slot["meetings"])
+            return [
+                Waiting(rank, peer, op, f"at {op} number {mine}")
+                for peer in range(self.world_size)
+                if self.ranks[peer]["meetings"] < mine
+            ]
         if dst >= 0 and self._open(SEND, rank, dst):
             found.append(Waiting(rank, dst, op, f"to receive {self._last(SEND, rank, dst)}"))
         if src >= 0 and self._open(RECV, src, rank):
@@ -266,7 +339,11 @@ def explain(board: Board, stuck: list[int]) -> str:
         op, location = waits[rank][0].op, board.ranks[rank]["location"].decode()
         needs = " and ".join(f"rank {wait.peer} {wait.what}" for wait in waits[rank])
         lines.append(f"  rank {rank} is in {op}, waiting for {needs}, at {location}")
-    lines.append(_next_step(board, cycle, waits))
+    if sequences := board.compared(*sorted({*stuck, *missing})):
+        lines.append(sequences.lstrip())
+        lines.append("Next step: let all ranks call the same collectives, equally often.")
+    else:
+        lines.append(_next_step(board, cycle, waits))
     return "\n".join(lines)
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from labkit.board import Board
+from labkit.board import LEFT, Board
 from labkit.errors import PeerLostError
+from labkit.shared_memory import Channel, SharedTransport, as_bytes
 from labkit.sources import caller_location
 from labkit.trace import ClockTimer, CudaTimer, Recorder
 
@@ -21,8 +22,8 @@ from labkit.trace import ClockTimer, CudaTimer, Recorder
 class TorchTransport:
     """Point-to-point over ``torch.distributed``: gloo or NCCL, on any number of machines.
 
-    Tensors come contiguous. On gloo, CUDA tensors are staged through host memory, because gloo's
-    point-to-point moves host memory only.
+    Tensors come contiguous, and travel as bytes, so that every dtype can. On gloo, CUDA tensors
+    are staged through host memory, because gloo's point-to-point moves host memory only.
     """
 
     def __init__(self, backend: str, device: torch.device):
@@ -30,15 +31,18 @@ class TorchTransport:
         self.staged = backend == "gloo" and device.type == "cuda"
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
+        tensor = as_bytes(tensor)
         dist.send(tensor.cpu() if self.staged else tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
+        tensor = as_bytes(tensor)
         landing = torch.empty_like(tensor, device="cpu") if self.staged else tensor
         dist.recv(landing, src)
         if self.staged:
             tensor.copy_(landing)
 
     def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> None:
+        send, recv = as_bytes(send), as_bytes(recv)
         landing = torch.empty_like(recv, device="cpu") if self.staged else recv
         outgoing = send.cpu() if self.staged else send
         if self.device.type == "cuda" and not self.staged:
@@ -69,6 +73,7 @@ class Comm:
         messages: messages sent so far.
         bytes_sent: payload bytes sent so far.
         bytes_to: payload bytes sent so far, by peer.
+        operations: calls of send, recv and exchange so far: the rounds of an algorithm.
     """
 
     def __init__(
@@ -76,8 +81,9 @@ class Comm:
         rank: int,
         world_size: int,
         device: torch.device,
-        transport: TorchTransport,
+        transport: TorchTransport | SharedTransport,
         board: Board | None = None,
+        keep_spans: int | None = None,
     ):
         self.rank = rank
         self.world_size = world_size
@@ -85,12 +91,17 @@ class Comm:
         self.messages = 0
         self.bytes_sent = 0
         self.bytes_to: Counter[int] = Counter()
+        self.operations = 0
         self._transport = transport
         self._board = board or Board(world_size)
         on_gpu = device.type == "cuda"
-        self._recorder = Recorder(rank, CudaTimer(device) if on_gpu else ClockTimer())
+        timer = CudaTimer(device) if on_gpu else ClockTimer()
+        self._recorder = Recorder(rank, timer, keep=keep_spans)
         self._host = ClockTimer()
+        # PyTorch reports a lost peer as a RuntimeError; in shared memory that is another fault.
+        self._losses = PeerLostError if self.shares_memory else (RuntimeError, PeerLostError)
         self._closed = False
+        self._inside_collective = False
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send ``tensor`` (any shape, dense, any dtype) to rank ``dst``.
@@ -134,17 +145,55 @@ class Comm:
 
     def barrier(self) -> None:
         """Wait until every rank has come here. Counts no message."""
+        with self.collective("barrier"):
+            start = self._recorder.timer.mark()
+            with self._meeting("barrier"):
+                self._transport.barrier()
+            # A barrier has no payload, so all of it is waiting.
+            end = self._recorder.timer.mark()
+            self._recorder.transfer(start, end, 0, None, arrived=end if self._on_clock else None)
+
+    @contextmanager
+    def collective(
+        self, name: str, tensor: torch.Tensor | None = None, option: str = ""
+    ) -> Iterator[None]:
+        """Announce a collective, which all ranks must call in the same order with equal shapes.
+
+        One inside another (the ring's two halves) is part of it and is not announced.
+
+        Args:
+            name: the operation.
+            tensor: what it works on; None leaves it out, when ranks bring different ones.
+            option: what else must agree, such as the reduction or the root.
+
+        Raises:
+            MismatchError: another rank has called something else; both sequences are shown.
+        """
         self._check_open()
-        start, now_s = self._recorder.timer.mark(), self._host.mark()
-        self._board.enter_barrier(self.rank, now_s, caller_location())
+        if self._inside_collective:
+            yield
+            return
+        if tensor is not None:
+            self._check_tensor(tensor)
+        what = " ".join(
+            part for part in (name, tensor is not None and describe(tensor), option) if part
+        )
+        self._board.announce(self.rank, what, caller_location())
+        self._inside_collective = True
         try:
-            self._transport.barrier()
-        except RuntimeError as error:
-            raise PeerLostError(f"a rank left before barrier: {_first_line(error)}") from error
+            yield
+        finally:
+            self._inside_collective = False
+
+    @contextmanager
+    def _meeting(self, op: str) -> Iterator[None]:
+        """Inside a collective: this rank needs every other one to come to it."""
+        self._board.enter_meeting(self.rank, op, self._host.mark())
+        try:
+            yield
+        except self._losses as error:
+            raise PeerLostError(f"a rank left before {op}: {_reason(error)}") from error
         self._board.leave(self.rank)
-        # Gloo's barrier has no payload, so all of it is waiting.
-        end = self._recorder.timer.mark()
-        self._recorder.transfer(start, end, 0, None, arrived=end if self._on_clock else None)
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
@@ -155,6 +204,41 @@ class Comm:
         with self._recorder.region(kind):
             yield
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ``channel_to`` and ``channel_from`` reach the other ranks' memory."""
+        return hasattr(self._transport, "channel_to")
+
+    def channel_to(self, dst: int) -> Channel:
+        """The slots in which rank ``dst`` reads what this rank writes (shared memory only)."""
+        self._check_peer(dst, "send to")
+        return self._transport.channel_to(dst)
+
+    def channel_from(self, src: int) -> Channel:
+        """The slots that rank ``src`` writes and this rank reads (shared memory only)."""
+        self._check_peer(src, "receive from")
+        return self._transport.channel_from(src)
+
+    @contextmanager
+    def streaming(self, name: str, dst: int, messages: int, num_bytes: int) -> Iterator[None]:
+        """Around a collective that moves its segments through channels by itself.
+
+        Counts ``messages`` and ``num_bytes`` as sent to ``dst``, records one span, and tells the
+        board that every rank has to come.
+        """
+        start = self._recorder.timer.mark()
+        with self._meeting(name):
+            yield
+        self.operations += messages
+        self._count(dst, messages, num_bytes)
+        arrived = self._board.meeting_arrived_s(self.rank) if self._on_clock else None
+        self._recorder.transfer(start, self._recorder.timer.mark(), num_bytes, dst, arrived)
+
+    def _count(self, dst: int, messages: int, num_bytes: int) -> None:
+        self.messages += messages
+        self.bytes_sent += num_bytes
+        self.bytes_to[dst] += num_bytes
+
     def progress(self, done: int, total: int, label: str = "") -> None:
         """Tell the notebook how far this rank is: it draws one bar while the run goes on."""
         self._board.progress(self.rank, done, total, label)
@@ -163,8 +247,29 @@ class Comm:
         """This rank's spans so far."""
         return self._recorder.spans()
 
+    @property
+    def posted(self) -> int:
+        """Grows with whatever other ranks may wait for this one to end."""
+        return self._board.posted(self.rank)
+
+    def give_up(self, why: str) -> None:
+        """Tell ranks that wait for this one, in shared memory, that it will not come."""
+        self._board.give_up(self.rank, why)
+
+    def leave(self) -> None:
+        """Close, and tell ranks that wait for this one that it has left for good."""
+        self.close()
+        self._board.ranks[self.rank]["state"] = LEFT
+
+    def abandon(self) -> None:
+        """Let operations that still wait, in other threads, end with an error (shared memory)."""
+        if self.shares_memory:
+            self._transport.abandon()
+
     def close(self) -> None:
         """End of the run: every later use is refused."""
+        if self.shares_memory:
+            self._transport.close()
         self._closed = True
 
     def start_together(self) -> None:
@@ -211,14 +316,13 @@ class Comm:
         self._board.enter(self.rank, op, now_s, caller_location(), sent, expected)
         try:
             yield
-        except RuntimeError as error:
+        except self._losses as error:
             peers = " and ".join(f"rank {p}" for p in dict.fromkeys((dst, src)) if p is not None)
-            raise PeerLostError(f"{op} with {peers} broke off: {_first_line(error)}") from error
+            raise PeerLostError(f"{op} with {peers} broke off: {_reason(error)}") from error
         self._board.leave(self.rank)
+        self.operations += 1
         if send is not None:
-            self.messages += 1
-            self.bytes_sent += num_bytes
-            self.bytes_to[dst] += num_bytes
+            self._count(dst, 1, num_bytes)
         arrived = self._board.arrived_s(self.rank, dst, src) if self._on_clock else None
         peer = src if dst is None else dst
         self._recorder.transfer(start, self._recorder.timer.mark(), num_bytes, peer, arrived)
@@ -247,25 +351,26 @@ class Comm:
             raise ValueError(f"a dense tensor is needed, got {tensor.layout}: use .to_dense()")
         if tensor.device.type != self.device.type:
             raise ValueError(
-                f"rank {self.rank} works on {self.device}, but the tensor is on {tensor.device}: "
-                "move it with .to(comm.device)"
+                f"the ranks of this run work on {self.device.type}, but the tensor is on "
+                f"{tensor.device}: move it with .to(comm.device)"
             )
 
     def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
         self._check_tensor(tensor)
-        return tensor.detach().contiguous()
+        # A conjugate or negative view is a mark on the tensor, and its bytes are not its values.
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def _incoming(self, tensor: torch.Tensor) -> torch.Tensor:
         self._check_tensor(tensor)
         flat = tensor.detach()
-        if flat.is_contiguous():
+        if flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
             return flat
         if any(step == 0 and size > 1 for step, size in zip(flat.stride(), flat.shape)):
             raise ValueError(
                 "cannot receive into an expanded tensor: its elements share memory. "
                 "Receive into a tensor of its own (.clone() or torch.empty)"
             )
-        return torch.empty_like(flat, memory_format=torch.contiguous_format)
+        return torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
 
     @staticmethod
     def _deliver(landing: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -279,5 +384,8 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """Our own text whole; of PyTorch's the first line, since a C++ stack follows it."""
+    if isinstance(error, PeerLostError):
+        return str(error)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,12 +2,14 @@
 
 import os
 import platform
+import sys
 import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 DEVICES = ("auto", "cpu", "cuda")
+TRANSPORTS = ("auto", "shared", "gloo")
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,13 @@ class Plan:
     Attributes:
         backend: ``gloo`` or ``nccl``.
         devices: the device of each local rank, for example ``("cuda:0", "cuda:1")``.
+        transport: ``shared`` (memory) or ``torch`` (the backend's own point-to-point).
         note: the choice and its consequence in one line; empty when there was nothing to choose.
     """
 
     backend: str
     devices: tuple[str, ...]
+    transport: str = "torch"
     note: str = ""
 
 
@@ -39,15 +43,18 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def plan(local_world_size: int, device: str = "auto", gpus: int | None = None) -> Plan:
-    """Choose backend and devices for the ranks of this machine.
+def plan(
+    local_world_size: int, device: str = "auto", transport: str = "auto", gpus: int | None = None
+) -> Plan:
+    """Choose backend, devices and transport for the ranks of this machine.
 
     NCCL needs a GPU for each rank. Ranks that share one talk over gloo, their tensors staged
-    through host memory.
+    through host memory, or with ``transport="shared"`` through CUDA IPC.
 
     Raises:
-        ValueError: an unknown ``device``, or ``cuda`` where there is none.
+        ValueError: an unknown ``device`` or ``transport``, or one that this machine has not.
     """
+    can_share = _can_share(transport)
     if device not in DEVICES:
         raise ValueError(f"device {device!r} is not known: use one of {', '.join(DEVICES)}")
     gpus = num_gpus() if gpus is None else gpus
@@ -57,15 +64,41 @@ def plan(local_world_size: int, device: str = "auto", gpus: int | None = None) -
             "use device 'cpu' (every page of the course runs on it) or 'auto'"
         )
     if device == "cpu" or not gpus:
-        return Plan("gloo", ("cpu",) * local_world_size)
+        shared = can_share and transport != "gloo"
+        return Plan("gloo", ("cpu",) * local_world_size, "shared" if shared else "torch")
     devices = tuple(f"cuda:{rank % gpus}" for rank in range(local_world_size))
-    if local_world_size <= gpus:
-        return Plan("nccl", devices)
-    note = (
-        f"{local_world_size} ranks share {gpus} GPU{'s' if gpus > 1 else ''}: they talk over gloo "
-        "through host memory, since NCCL takes one rank a GPU; times are not those of more GPUs"
+    # On GPUs shared memory is only taken when asked for: NCCL is the standard there.
+    moved_by = "shared" if transport == "shared" else "torch"
+    if local_world_size <= gpus and transport != "gloo":
+        return Plan("nccl", devices, moved_by)
+    return Plan("gloo", devices, moved_by, _sharing_note(local_world_size, gpus, moved_by))
+
+
+def _sharing_note(ranks: int, gpus: int, moved_by: str) -> str:
+    """What it means that ranks outnumber GPUs; empty where they do not."""
+    if ranks <= gpus:
+        return ""
+    way = "CUDA IPC" if moved_by == "shared" else "gloo through host memory"
+    return (
+        f"{ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}: they talk over {way}, since "
+        "NCCL takes one rank a GPU; times are not those of more GPUs"
     )
-    return Plan("gloo", devices, note)
+
+
+def _can_share(transport: str) -> bool:
+    """Whether ranks of this machine can talk through shared memory."""
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"transport {transport!r} is not known: use one of {', '.join(TRANSPORTS)}"
+        )
+    # Elsewhere no semaphore can live in shared memory.
+    on_linux = sys.platform.startswith("linux")
+    if transport == "shared" and not on_linux:
+        raise ValueError(
+            f"transport 'shared' needs Linux, and this is {platform.system()}: use 'gloo', on "
+            "which everything runs, or 'auto'"
+        )
+    return on_linux
 
 
 def check_world_size(world_size: int, *, warn: bool = True) -> None:

@@ -12,12 +12,21 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import threading
+import time
 import uuid
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import SemLock
+from multiprocessing.util import _finalizer_registry
 from typing import Any
+
+from labkit.errors import WorkerError
 
 _AGENT_THREAD = "labkit-agent"
 _LOOPBACK = "127.0.0.1"
+# Where Linux keeps semaphores that have a name: the engine makes two a rank, and an event's five.
+_SEMAPHORES = "/dev/shm"
+_THREAD_START_S = 1.0
 _ENGINE_LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
@@ -70,6 +79,56 @@ def start_method() -> str:
     return "forkserver"
 
 
+def check_room(world_size: int) -> None:
+    """Refuse to start ranks that would not all get their semaphores.
+
+    Raises:
+        WorkerError: names the size needed, the size there, and the way round.
+    """
+    if not os.path.isdir(_SEMAPHORES):
+        return
+    there = os.statvfs(_SEMAPHORES)
+    # A file system without a limit says 0.
+    free_bytes = there.f_bavail * there.f_frsize if there.f_blocks else float("inf")
+    needed_bytes = (2 * world_size + 5) * there.f_frsize
+    if there.f_flag & os.ST_RDONLY:
+        problem = "is read-only: remount it with  mount -o remount,rw /dev/shm"
+    elif free_bytes < needed_bytes:
+        size_kib = there.f_blocks * there.f_frsize // 1024
+        problem = (
+            f"has {free_bytes // 1024} KiB free of {size_kib} KiB: remove old files from it, or "
+            "make it larger (docker run --shm-size=64m, or  mount -o remount,size=64m /dev/shm)"
+        )
+    else:
+        return
+    raise WorkerError(
+        f"the ranks could not be started: {world_size} of them need {needed_bytes // 1024} KiB of "
+        f"{_SEMAPHORES} for their semaphores, and it {problem}"
+    )
+
+
+def _semaphores(thing: Any) -> Iterator[SemLock]:
+    """Those of multiprocessing's in a context of the engine."""
+    if isinstance(thing, SemLock):
+        yield thing
+    elif isinstance(thing, dict):
+        for value in thing.values():
+            yield from _semaphores(value)
+    elif type(thing).__module__.startswith("multiprocessing."):
+        yield from _semaphores(vars(thing))
+
+
+def _remove_names(context: Any) -> None:
+    """Take a context's semaphores out of /dev/shm once all ranks have opened them.
+
+    What is open stays so; what has no name cannot be left behind, however the program is killed.
+    """
+    names = {semaphore._semlock.name for semaphore in _semaphores(vars(context))}
+    for finalizer in list(_finalizer_registry.values()):
+        if finalizer._callback is SemLock._cleanup and finalizer._args[0] in names:
+            finalizer()
+
+
 def _quieten_engine() -> None:
     """Keep the engine's log of our agent out of the notebook: the supervisor says it better."""
 
@@ -90,11 +149,27 @@ class Agent(threading.Thread):
         self.failures: dict[int, Any] = {}
         self.error: BaseException | None = None
         self._done = done
+        self._asked_s: float | None = None
+        self.finished = threading.Event()
         self._stop_asked = threading.Event()
         self._settings = (context.get_start_method(), world_size, args)
 
+    def start(self) -> None:
+        self._asked_s = time.monotonic()
+        super().start()
+
     def stop(self) -> None:
         self._stop_asked.set()
+
+    def may_start_ranks(self) -> bool:
+        """Whether it still has, or may get, running ranks.
+
+        An interrupt of ``start`` can leave a thread that runs, or is about to, and yet has not
+        said so: ``is_alive`` would be False.
+        """
+        if self._asked_s is None or self.finished.is_set():
+            return False
+        return self.ident is not None or time.monotonic() - self._asked_s < _THREAD_START_S
 
     def run(self) -> None:
         try:
@@ -103,6 +178,7 @@ class Agent(threading.Thread):
             self.error = error
         finally:
             self._done.close()
+            self.finished.set()
 
     def _run_agent(self) -> None:
         from torch.distributed.elastic.agent.server.api import RunResult as AgentResult
@@ -114,9 +190,15 @@ class Agent(threading.Thread):
 
         method, world_size, args = self._settings
         stop_asked = self._stop_asked
+        arena = args[1]
 
         class StoppableAgent(LocalElasticAgent):
+            named = True
+
             def _monitor_workers(self, worker_group):
+                if self.named and all(arena.board.ranks["pid"]):
+                    _remove_names(self._pcontext)
+                    self.named = False
                 if stop_asked.is_set():
                     return AgentResult(state=WorkerState.FAILED)
                 return super()._monitor_workers(worker_group)

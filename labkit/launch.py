@@ -45,6 +45,7 @@ def run(
     *args: Any,
     world_size: int,
     device: str = "auto",
+    transport: str = "auto",
     timeout_s: float = 120,
 ) -> RunResult:
     """Call ``fn(comm, *args)`` on ``world_size`` processes, and gather what they return.
@@ -54,11 +55,14 @@ def run(
         args: further arguments, the same on every rank.
         world_size: P, the number of ranks.
         device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
+        transport: how the bytes travel. ``shared``: through memory that the ranks of one machine
+            share; ``gloo``: PyTorch's point-to-point; ``auto``: shared memory for CPU ranks,
+            where the system has it.
         timeout_s: the whole run's deadline, counted from the start of the ranks.
 
     Raises:
-        ValueError: an impossible world size, device or timeout; ``fn`` or ``args`` that cannot
-            travel; a run inside a run.
+        ValueError: an impossible world size, device, transport or timeout; ``fn`` or ``args``
+            that cannot travel; a run inside a run.
         WorkerError: a rank raised, was killed, or left early.
         DeadlockError: the ranks can never finish; the message says why.
         DeadlineError: the deadline passed; the message holds each rank's stack.
@@ -76,9 +80,9 @@ def run(
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
     if under_torchrun():
-        reports = worker.run_here(fn, args, world_size, device, timeout_s)
+        reports = worker.run_here(fn, args, world_size, device, transport, timeout_s)
     else:
-        placement = plan(world_size, device)
+        placement = plan(world_size, device, transport)
         if placement.note:
             print(placement.note, file=sys.stderr)
         _check_program()

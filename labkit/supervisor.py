@@ -6,7 +6,6 @@ explains.
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -15,10 +14,11 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from labkit.board import RETURNED, Board, explain
-from labkit.engine import Agent, start_method, warm_up
+from labkit.board import RETURNED, explain
+from labkit.engine import Agent, check_room, start_method, warm_up
 from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.live import Output, ProgressBar
+from labkit.shared_memory import Arena
 from labkit.sources import learner_frames, readable
 
 _POLL_S = 0.05
@@ -35,8 +35,8 @@ class Supervisor:
         context = multiprocessing.get_context(start_method())
         self.world_size = world_size
         self.timeout_s = timeout_s
-        memory = context.RawArray(ctypes.c_byte, Board.num_bytes(world_size))
-        self.board = Board(world_size, memory)
+        self.arena = arena = Arena(world_size)
+        self.board = arena.board
         controls = [Pipe(duplex=False) for _ in range(world_size)]
         outputs = [Pipe(duplex=False) for _ in range(world_size)]
         self.agent_done, done = Pipe(duplex=False)
@@ -45,7 +45,7 @@ class Supervisor:
         self.bar = ProgressBar(self.board)
         self._workers_ends = [sender for _, sender in (*controls, *outputs)]
         ends = ([sender for _, sender in controls], [sender for _, sender in outputs])
-        self.agent = Agent(context, world_size, (job, memory, *ends), done)
+        self.agent = Agent(context, world_size, (job, arena, *ends), done)
         self.reports: dict[int, Any] = {}
         self.gone: set[int] = set()
         self.launched_s = time.monotonic()
@@ -60,9 +60,11 @@ class Supervisor:
         Raises:
             WorkerError: or one of its kinds, when the run failed.
         """
-        warm_up()
-        self.agent.start()
         try:
+            check_room(self.world_size)
+            # An interrupt can come between any two of these: whatever has started must end.
+            warm_up()
+            self.agent.start()
             verdict = self._watch()
         finally:
             self._end()
@@ -193,7 +195,8 @@ class Supervisor:
         for other in range(self.world_size):
             slot = board.ranks[other]
             op = slot["op"].decode()
-            meets = op == "barrier" or (op and rank in (slot["dst"], slot["src"]))
+            peers = (int(slot["dst"]), int(slot["src"]))
+            meets = op and (rank in peers or peers == (-1, -1))
             if other != rank and meets:
                 where = readable(slot["location"].decode())
                 sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
@@ -275,11 +278,14 @@ class Supervisor:
         self.output.close()
         for connection in (*self.controls, *self._workers_ends, self.agent_done):
             connection.close()
+        # An error keeps this object as long as itself: the memory must not stay with it.
+        self.board = self.bar = None
+        self.arena.close()
 
     def _end_ranks(self) -> None:
         self.agent.stop()
-        while self.agent.is_alive():
+        while self.agent.may_start_ranks():
             for rank in range(self.world_size):
                 if rank not in self.reports or self.reports[rank].kind != "value":
                     self._signal(rank, signal.SIGKILL)
-            self.agent.join(0.1)
+            self.agent.finished.wait(0.1)

@@ -4,6 +4,7 @@ The launcher starts ``run_rank`` in every process. Under ``torchrun`` there is n
 ``connect`` alone then turns the process into a rank.
 """
 
+import atexit
 import faulthandler
 import io
 import os
@@ -25,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from labkit.board import RETURNED, RUNNING, Board
+from labkit.board import RETURNED, RUNNING
 from labkit.comm import Comm, TorchTransport
+from labkit.cuda_ipc import CudaTransport
 from labkit.devices import Plan, num_cores, plan
 from labkit.errors import MismatchError, PeerLostError
+from labkit.shared_memory import Arena, SharedTransport, meet
 from labkit.sources import install_sources, is_internal, is_ours
 from labkit.trace import Span
 
@@ -69,7 +72,9 @@ class Report:
     duration_s: float = 0.0
 
 
-def run_rank(job: Job, memory, controls: list[Connection], outputs: list[Connection]) -> None:
+def run_rank(
+    job: Job, arena: Arena, controls: list[Connection], outputs: list[Connection]
+) -> None:
     """The body of a worker process: connect, call the function, report, wait to be released."""
     rank = int(os.environ["LOCAL_RANK"])
     for number, pair in enumerate(zip(controls, outputs)):
@@ -78,13 +83,12 @@ def run_rank(job: Job, memory, controls: list[Connection], outputs: list[Connect
             # hold it open.
             for connection in pair:
                 connection.close()
-    board = Board(int(os.environ["LOCAL_WORLD_SIZE"]), memory)
-    board.ranks[rank]["pid"] = os.getpid()
+    arena.board.ranks[rank]["pid"] = os.getpid()
     _end_with_parent()
     # Ctrl-C and the stop button signal the whole process group; ending ranks is the launcher's.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _capture_output(outputs[rank])
-    report = _call(job, rank, board)
+    report = _call(job, rank, arena)
     sys.stdout.flush()
     sys.stderr.flush()
     controls[rank].send_bytes(pickle.dumps(report))
@@ -94,7 +98,7 @@ def run_rank(job: Job, memory, controls: list[Connection], outputs: list[Connect
         threading.Event().wait()
 
 
-def connect(plan: Plan, timeout_s: float, board: Board | None = None) -> Comm:
+def connect(plan: Plan, timeout_s: float, arena: Arena | None = None) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -108,7 +112,14 @@ def connect(plan: Plan, timeout_s: float, board: Board | None = None) -> Comm:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _join_group(plan.backend, timeout_s, device)
-    return Comm(rank, world_size, device, TorchTransport(plan.backend, device), board)
+    if arena is None and local_world_size == world_size:
+        arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
+    if arena is not None and plan.transport == "shared":
+        on_gpu = device.type == "cuda"
+        transport = CudaTransport(arena, rank, device) if on_gpu else SharedTransport(arena, rank)
+    else:
+        transport = TorchTransport(plan.backend, device)
+    return Comm(rank, world_size, device, transport, arena and arena.board)
 
 
 def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:
@@ -127,6 +138,9 @@ def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:
         if backend == "nccl":
             # It must go before CUDA does. A worker process runs these, and no atexit handlers.
             Finalize(None, dist.destroy_process_group, exitpriority=10)
+        else:
+            # Under torchrun: gloo's threads, left to the interpreter's end, were seen to abort it.
+            atexit.register(_leave_group)
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         waited_s = time.monotonic() - started_s
@@ -137,14 +151,19 @@ def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:
         ) from None
 
 
-def _call(job: Job, rank: int, board: Board) -> Report:
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _call(job: Job, rank: int, arena: Arena) -> Report:
     global inside_a_run
     inside_a_run = True
     try:
         install_sources(job.sources)
         function, args = cloudpickle.loads(job.function)
-        comm = connect(job.plan, job.timeout_s, board)
-        board.ranks[rank]["state"] = RUNNING
+        comm = connect(job.plan, job.timeout_s, arena)
+        arena.board.ranks[rank]["state"] = RUNNING
         comm.start_together()
         started_s = time.perf_counter()
         value = function(comm, *args)
@@ -152,7 +171,7 @@ def _call(job: Job, rank: int, board: Board) -> Report:
         report = _success(comm, dump_value(value), duration_s)
     except BaseException as error:
         return _failure(rank, error)
-    board.ranks[rank]["state"] = RETURNED
+    arena.board.ranks[rank]["state"] = RETURNED
     return report
 
 
@@ -232,7 +251,9 @@ def _learners_part(frames: traceback.StackSummary) -> list[traceback.FrameSummar
     return list(frames[first:last])
 
 
-def run_here(fn, args: tuple, world_size: int, device: str, timeout_s: float) -> list[Report]:
+def run_here(
+    fn, args: tuple, world_size: int, device: str, transport: str, timeout_s: float
+) -> list[Report]:
     """Run ``fn`` in this process, which ``torchrun`` has started as a rank; all ranks' reports.
 
     Raises:
@@ -247,7 +268,13 @@ def run_here(fn, args: tuple, world_size: int, device: str, timeout_s: float) ->
             f"world_size is {world_size}, but torchrun started {started} ranks: "
             f"use world_size={started}, or another --nproc-per-node"
         )
-    placement = plan(int(os.environ["LOCAL_WORLD_SIZE"]), device)
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    if transport == "shared" and local_world_size < world_size:
+        raise ValueError(
+            f"transport 'shared' is for ranks of one machine, and here are {local_world_size} of "
+            f"{world_size}: use 'auto' or 'gloo'"
+        )
+    placement = plan(local_world_size, device, transport)
     if placement.note and os.environ["RANK"] == "0":
         print(placement.note, file=sys.stderr)
     comm = connect(placement, timeout_s)

@@ -91,10 +91,10 @@ def test_an_exchange_needs_both_ends():
 
 def test_a_barrier_waits_for_those_who_have_not_come():
     board = board_of(3)
-    board.enter_barrier(0, 0.0, "")
-    board.enter_barrier(2, 0.0, "")
+    board.enter_meeting(0, "barrier", 0.0)
+    board.enter_meeting(2, "barrier", 0.0)
     assert [wait.peer for wait in board.waits(0)] == [1]
-    board.enter_barrier(1, 0.0, "")
+    board.enter_meeting(1, "barrier", 0.0)
     assert board.waits(0) == []
 
 

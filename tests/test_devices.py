@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.devices import check_world_size, hardware, num_cores, plan, versions
+from labkit.devices import Plan, check_world_size, hardware, num_cores, plan, versions
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
@@ -45,3 +45,22 @@ def test_results_can_name_what_made_them():
     assert hardware()["cores"] == num_cores() >= 1
     assert hardware()["memory_gb"] > 0
     assert {"python", "torch", "labkit"} <= versions().keys()
+
+
+def test_transports_by_machine():
+    assert plan(2, "cpu", "gloo", gpus=0).transport == "torch"
+    assert plan(2, "cpu", "shared", gpus=0).transport == "shared"
+    assert plan(2, "cuda", "auto", gpus=2) == Plan("nccl", ("cuda:0", "cuda:1"), "torch")
+    assert plan(2, "cuda", "gloo", gpus=2).backend == "gloo"
+    sharing = plan(2, "cuda", "shared", gpus=1)
+    assert (sharing.backend, sharing.transport) == ("gloo", "shared")
+    assert "CUDA IPC" in sharing.note
+
+
+def test_an_unknown_transport_and_a_system_without_shared_memory(monkeypatch):
+    with pytest.raises(ValueError, match="transport 'pigeon' is not known: use one of auto, sha"):
+        plan(2, "cpu", "pigeon", gpus=0)
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert plan(2, "cpu", "auto", gpus=0).transport == "torch"
+    with pytest.raises(ValueError, match="needs Linux"):
+        plan(2, "cpu", "shared", gpus=0)

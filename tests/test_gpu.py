@@ -5,6 +5,7 @@ import torch
 from ranks import travel_by_value
 
 from labkit import run, train_with
+from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
 
 travel_by_value(__name__)
 
@@ -39,6 +40,26 @@ def test_ranks_that_share_a_gpu_talk_over_gloo():
     expected = [2.0 * rank + 2.0 * ((rank - 1) % world_size) for rank in range(world_size)]
     assert result.values == expected
     assert result.bytes_sent == [4000] * world_size
+
+
+def rings(comm, num_elements):
+    """The sums of both rings over random tensors of this rank, which must agree to the bit."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    mine = torch.randn(num_elements, generator=generator).to(comm.device)
+    slow, fast = mine.clone(), mine.clone()
+    ring_all_reduce(comm, slow)
+    fast_ring_all_reduce(comm, fast)
+    return mine, slow, fast
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_cuda_ipc_between_ranks_of_one_machine(world_size):
+    for num_elements in (7, 5_000_000):
+        result = run(rings, num_elements, world_size=world_size, device="cuda", transport="shared")
+        total = sum(mine.double() for mine, *_ in result.values)
+        for _, slow, fast in result.values:
+            assert torch.equal(slow, fast)
+            assert torch.allclose(fast.double(), total, atol=1e-5)
 
 
 def test_it_still_works_after_the_caller_has_initialised_cuda():  # row 23

@@ -27,6 +27,12 @@ from ranks import (
 
 import labkit
 from labkit import DeadlineError, DeadlockError, WorkerError, run
+from labkit.collectives import (
+    broadcast,
+    fast_ring_all_reduce,
+    ring_all_reduce,
+    tree_all_reduce,
+)
 
 travel_by_value(__name__)
 
@@ -293,34 +299,6 @@ class TestRow4Deadlock:
         with pytest.raises(DeadlockError, match="waiting for rank 1 at barrier number 2"):
             run(one_skips, world_size=3)
 
-    @pytest.mark.parametrize("late", [0, 1])
-    def test_shapes_that_do_not_fit(self, late):
-        def misfit(comm):
-            if comm.rank == late:
-                time.sleep(0.2)
-            if comm.rank == 0:
-                comm.send(torch.ones(3), 1)
-            else:
-                comm.recv(torch.ones(2, 2), 0)
-
-        with pytest.raises(DeadlockError) as caught:
-            run(misfit, world_size=2)
-        text = str(caught.value)
-        assert "rank 0 sends float32 [3], at" in text
-        assert "rank 1 receives into float32 [2, 2], at" in text
-        assert "comm.send(torch.ones(3), 1)" in text
-        assert "comm.recv(torch.ones(2, 2), 0)" in text
-
-    def test_dtypes_of_one_size_that_do_not_fit(self):
-        def misfit(comm):
-            if comm.rank == 0:
-                comm.send(torch.ones(3), 1)
-            else:
-                comm.recv(torch.ones(3, dtype=torch.int32), 0)
-
-        with pytest.raises(DeadlockError, match=r"(?s)sends float32 \[3\].*into int32 \[3\]"):
-            run(misfit, world_size=2)
-
     def test_slow_ranks_are_not_taken_for_stuck_ones(self):
         def slow(comm):
             for _ in range(3):
@@ -353,6 +331,116 @@ class TestRow5Hang:
     def test_a_deadline_that_cannot_be(self, timeout_s):
         with pytest.raises(ValueError, match="timeout_s must be above 0"):
             run(ring_neighbour, world_size=1, timeout_s=timeout_s)
+
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["shared", "gloo"])
+
+
+def misfit(comm, sent, expected, late):
+    """Rank 0 sends one tensor and rank 1 expects the other; one of them comes later."""
+    if comm.rank == late:
+        time.sleep(0.2)
+    try:
+        if comm.rank == 0:
+            comm.send(sent, 1)
+        else:
+            comm.recv(expected, 0)
+    finally:
+        # Nothing may have moved.
+        print(f"{expected.unique().tolist()}")
+
+
+def sums_of(comm, tensors, collective):
+    collective(comm, tensors[comm.rank])
+
+
+def shown_name(collective, transport):
+    """The fast ring has no other way over gloo than to be the readable one."""
+    name = collective.__name__
+    return name if transport == "shared" else name.removeprefix("fast_")
+
+
+COLLECTIVES = [fast_ring_all_reduce, ring_all_reduce, tree_all_reduce, broadcast]
+
+
+@TRANSPORTS
+class TestRow6Shapes:
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_of_a_message(self, transport, late, capsys):
+        sent, expected = torch.ones(3), torch.zeros(2, 2)
+        with pytest.raises(DeadlockError) as caught:
+            run(misfit, sent, expected, late, world_size=2, transport=transport)
+        text = str(caught.value)
+        assert "rank 0 sends float32 [3], at" in text
+        assert "rank 1 receives into float32 [2, 2], at" in text
+        assert "comm.send(sent, 1)" in text
+        assert "comm.recv(expected, 0)" in text
+        assert "[1.0]" not in capsys.readouterr().out
+        still_works()
+
+    @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda f: f.__name__)
+    def test_of_a_collective(self, transport, collective):
+        # As many elements on both: only their shapes tell.
+        tensors = [torch.ones(4), torch.ones(2, 2)]
+        with pytest.raises(DeadlockError, match="call different collectives") as caught:
+            run(sums_of, tensors, collective, world_size=2, transport=transport)
+        name = shown_name(collective, transport)
+        assert f"rank 0: 1. {name} float32 [4]" in str(caught.value)
+        assert f"rank 1: 1. {name} float32 [2, 2]" in str(caught.value)
+        assert "collective(comm, tensors[comm.rank])" in str(caught.value.location)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("other", [torch.float64, torch.int32], ids=["other size", "same size"])
+class TestRow7Dtypes:
+    def test_of_a_message(self, transport, other, capsys):
+        name = str(other).removeprefix("torch.")
+        sent, expected = torch.ones(3), torch.zeros(3, dtype=other)
+        with pytest.raises(DeadlockError) as caught:
+            run(misfit, sent, expected, 1, world_size=2, transport=transport)
+        assert "rank 0 sends float32 [3], at" in str(caught.value)
+        assert f"rank 1 receives into {name} [3], at" in str(caught.value)
+        assert "[1" not in capsys.readouterr().out
+
+    def test_of_a_collective(self, transport, other):
+        tensors = [torch.ones(3), torch.ones(3, dtype=other)]
+        name = str(other).removeprefix("torch.")
+        with pytest.raises(DeadlockError) as caught:
+            run(sums_of, tensors, tree_all_reduce, world_size=2, transport=transport)
+        assert "rank 0: 1. tree_all_reduce float32 [3] sum" in str(caught.value)
+        assert f"rank 1: 1. tree_all_reduce {name} [3] sum" in str(caught.value)
+
+
+@TRANSPORTS
+class TestRow8Order:
+    def test_another_order(self, transport):
+        def another_order(comm):
+            comm.barrier()
+            calls = [broadcast, ring_all_reduce]
+            for call in calls if comm.rank == 0 else reversed(calls):
+                call(comm, torch.ones(2))
+
+        with pytest.raises(DeadlockError, match="call different collectives") as caught:
+            run(another_order, world_size=3, transport=transport)
+        assert "rank 0: 1. barrier, 2. broadcast float32 [2] from rank 0" in str(caught.value)
+        assert ": 1. barrier, 2. ring_all_reduce float32 [2] sum" in str(caught.value)
+        assert "the same order" in str(caught.value)
+
+    @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda f: f.__name__)
+    def test_one_call_more(self, transport, collective):
+        def one_more(comm):
+            for _ in range(5 + (comm.rank == 1)):
+                collective(comm, torch.ones(2))
+
+        with pytest.raises(DeadlockError, match="returned and never came") as caught:
+            run(one_more, world_size=2, transport=transport)
+        text, call = str(caught.value), f"{shown_name(collective, transport)} float32 [2]"
+        more = next(line for line in text.splitlines() if line.startswith("  rank 1: ..., "))
+        less = next(line for line in text.splitlines() if line.startswith("  rank 0: ..., "))
+        assert f"6. {call}" in more
+        assert f"5. {call}" in less
+        assert "6." not in less
+        assert "collective(comm, torch.ones(2))" in text
 
 
 class TestRow14Lifetime:
@@ -447,6 +535,22 @@ class TestRow17StopButton:
             run(sleeps, world_size=2)
         assert time.monotonic() - start_s < 10
         assert wait_until(lambda: not running_ranks(), 1)
+        still_works()
+
+    def test_an_interrupt_while_the_engine_starts(self, monkeypatch):
+        def starts_and_is_interrupted(thread):
+            really_start(thread)
+            if thread.name == "labkit-agent":
+                wait_until(running_ranks, 10)
+                thread._started.clear()  # as it is until the new thread has come up
+                raise KeyboardInterrupt
+
+        really_start = threading.Thread.start
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", starts_and_is_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(lambda comm: time.sleep(60), world_size=2)
+        assert wait_until(lambda: not running_ranks(), 5)
         still_works()
 
     @pytest.mark.fresh

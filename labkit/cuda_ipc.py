@@ -1,0 +1,134 @@
+"""Shared memory on the GPU: ranks that share a device, or neighbour one, read each other's slots.
+
+The host side is ``labkit.shared_memory``: its semaphores say which slot is whose. Here the slots
+lie in the sender's GPU memory, opened by the receiver through CUDA IPC, and since a copy is only
+queued when the host goes on, each slot has two interprocess events: ``filled`` orders the
+receiver's reading behind the sender's writing, ``free`` the next writing behind that reading.
+
+Source: CUDA Runtime API, "Interprocess Communication" (an event opened from a handle may be
+recorded and waited for in either process).
+"""
+
+import pickle
+import struct
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from labkit.shared_memory import NUM_SLOTS, Arena, Channel, Semaphore, SharedTransport
+
+# A copy of less would take shorter than its launch.
+CUDA_SEGMENT_BYTES = 4 * 1024 * 1024
+
+
+class CudaChannel(Channel):
+    """A channel whose slots are in the memory of the source's GPU.
+
+    The source makes slots and events and leaves their handles in the edge's slot in host memory;
+    the destination opens them before its first segment.
+    """
+
+    segment_bytes = CUDA_SEGMENT_BYTES
+
+    def __init__(self, transport: "CudaTransport", source: int, destination: int):
+        super().__init__(transport, source, destination)
+        self._device = transport.device
+        self._letter = self._slots[0]
+        self._is_open = transport.rank == source
+        if self._is_open:
+            self._make()
+
+    def _make(self) -> None:
+        size = (NUM_SLOTS, CUDA_SEGMENT_BYTES)
+        slots = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._slots = list(slots)
+        self._filled_events, self._free_events = (
+            [torch.cuda.Event(interprocess=True) for _ in range(NUM_SLOTS)] for _ in range(2)
+        )
+        events = [*self._filled_events, *self._free_events]
+        letter = pickle.dumps((export(slots), [event.ipc_handle() for event in events]))
+        _write(self._letter, letter)
+        self.filled.post()
+
+    def _open(self) -> None:
+        memory, handles = pickle.loads(_read(self._letter))
+        self._slots = list(imported(memory))
+        events = [torch.cuda.Event.from_ipc_handle(self._device, handle) for handle in handles]
+        self._filled_events, self._free_events = events[:NUM_SLOTS], events[NUM_SLOTS:]
+        self._is_open = True
+
+    def opening(self) -> Iterator[Semaphore]:
+        if not self._is_open:
+            yield self.filled
+            self._open()
+
+    def arrive(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        for semaphore in self.opening():
+            self._wait(semaphore, self._peer)
+        return super().arrive(num_elements, dtype)
+
+    def writable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        self._stream().wait_event(self._free_events[self._next])
+        return self.slot(num_elements, dtype)
+
+    def commit(self) -> None:
+        self._filled_events[self._next].record(self._stream())
+        super().commit()
+
+    def readable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        self._stream().wait_event(self._filled_events[self._next])
+        # Arithmetic wants its operands on one device: a neighbour's slot is copied over first.
+        return self.slot(num_elements, dtype).to(self._device, non_blocking=True)
+
+    def release(self) -> None:
+        self._free_events[self._next].record(self._stream())
+        super().release()
+
+    def _stream(self):
+        return torch.cuda.current_stream(self._device)
+
+
+class CudaTransport(SharedTransport):
+    """``SharedTransport`` for tensors on the GPUs of one machine.
+
+    Returns when a transfer is queued on the current stream, as NCCL does.
+    """
+
+    def __init__(self, arena: Arena, rank: int, device: torch.device, **settings):
+        super().__init__(arena, rank, **settings)
+        self.device = device
+
+    def _new_channel(self, source: int, destination: int) -> Channel:
+        return CudaChannel(self, source, destination)
+
+    def barrier(self) -> None:
+        torch.cuda.synchronize(self.device)
+        super().barrier()
+
+    def close(self) -> None:
+        # A peer may still have to read this rank's slots: they must outlast its queue.
+        self.barrier()
+        super().close()
+
+
+def export(tensor: Tensor) -> tuple:
+    """What another process needs to open ``tensor``'s memory."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(tensor)
+
+
+def imported(exported: tuple) -> Tensor:
+    rebuild, arguments = exported
+    return rebuild(*arguments)
+
+
+def _write(slot: Tensor, data: bytes) -> None:
+    framed = struct.pack("q", len(data)) + data
+    slot[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+
+
+def _read(slot: Tensor) -> bytes:
+    (length,) = struct.unpack("q", bytes(slot[:8].numpy()))
+    return bytes(slot[8 : 8 + length].numpy())

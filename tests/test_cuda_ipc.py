@@ -1,0 +1,125 @@
+"""CUDA IPC without a GPU: the protocol, with stand-ins for what only a GPU has.
+
+Both ends run in this process, in two threads, and the "GPU memory" is the host's. What is tested
+is real: handles reach the other end, bytes arrive, and the events of a slot are used in the one
+order that keeps a queued copy from being overtaken. Real devices: tests/test_gpu.py.
+"""
+
+import threading
+from itertools import count
+from typing import ClassVar
+
+import pytest
+import torch
+
+from labkit import cuda_ipc
+from labkit.cuda_ipc import CudaTransport
+from labkit.shared_memory import NUM_SLOTS, Arena
+
+NAMES = count()
+
+
+class Event:
+    """An event that writes down when it is recorded and waited for."""
+
+    known: ClassVar[dict[bytes, "Event"]] = {}
+    log: ClassVar[list[tuple[str, bytes]]] = []
+
+    def __init__(self, interprocess=False):
+        assert interprocess
+        self.name = b"event %d" % next(NAMES)
+        Event.known[self.name] = self
+
+    def ipc_handle(self):
+        return self.name
+
+    @classmethod
+    def from_ipc_handle(cls, device, handle):
+        return cls.known[handle]
+
+    def record(self, stream):
+        Event.log.append(("record", self.name))
+
+
+class Stream:
+    def wait_event(self, event):
+        Event.log.append(("wait", event.name))
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """The transports of ranks 0 and 1, with slots of 1 KiB."""
+    memory: dict[str, torch.Tensor] = {}
+
+    def export(tensor):
+        memory[f"slots {len(memory)}"] = tensor
+        return (list(memory)[-1],)
+
+    monkeypatch.setattr(Event, "log", [])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cuda_ipc, "export", export)
+    monkeypatch.setattr(cuda_ipc, "imported", lambda exported: memory[exported[0]])
+    monkeypatch.setattr(cuda_ipc, "CUDA_SEGMENT_BYTES", 1024)
+    monkeypatch.setattr(cuda_ipc.CudaChannel, "segment_bytes", 1024)
+    arena = Arena(2)
+    return [CudaTransport(arena, rank, torch.device("cpu"), timeout_s=10) for rank in range(2)]
+
+
+def together(first, second):
+    """Run both, the first in a thread of its own."""
+    thread = threading.Thread(target=first)
+    thread.start()
+    second()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_message_of_many_segments_arrives(ends):
+    sent = torch.arange(5000, dtype=torch.float32)
+    received = torch.zeros(5000)
+    together(lambda: ends[0].send(sent, 1), lambda: ends[1].recv(received, 0))
+    assert torch.equal(received, sent)
+
+
+def test_both_directions_at_once_and_a_barrier(ends):
+    results = [torch.zeros(700, dtype=torch.int64) for _ in range(2)]
+
+    def swap(rank):
+        mine = torch.full((700,), rank)
+        ends[rank].exchange(mine, 1 - rank, results[rank], 1 - rank)
+        ends[rank].barrier()
+
+    together(lambda: swap(0), lambda: swap(1))
+    assert [int(result[699]) for result in results] == [1, 0]
+
+
+def test_the_events_of_a_slot_keep_writing_and_reading_apart(ends):
+    """Each slot, again and again: wait until free, write, filled; wait for that, read, free."""
+    received = torch.zeros(3000)
+    together(lambda: ends[0].send(torch.ones(3000), 1), lambda: ends[1].recv(received, 0))
+    channel = ends[0].channel_to(1)
+    for slot in range(NUM_SLOTS):
+        filled, free = channel._filled_events[slot].name, channel._free_events[slot].name
+        cycle = [("wait", free), ("record", filled), ("wait", filled), ("record", free)]
+        used = [entry for entry in Event.log if entry[1] in (filled, free)]
+        assert used
+        assert used == cycle * (len(used) // 4)
+
+
+def test_the_fast_rings_way_opens_the_channel_too(ends):
+    seen = []
+
+    def sender():
+        right = ends[0].channel_to(1)
+        right.reserve(3, torch.float32).copy_(torch.tensor([1.0, 2.0, 3.0]))
+        right.commit()
+
+    def receiver():
+        left = ends[1].channel_from(0)
+        seen.append(left.arrive(3, torch.float32).tolist())
+        left.release()
+
+    together(sender, receiver)
+    assert seen == [[1.0, 2.0, 3.0]]
