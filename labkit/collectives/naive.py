@@ -5,28 +5,37 @@ Symbols: P ranks, S bytes.
 
 import torch
 
+from labkit.collectives.common import in_place
+from labkit.collectives.reduction import Reduction
 from labkit.comm import Comm
 
 
-def naive_all_reduce(comm: Comm, tensor: torch.Tensor) -> torch.Tensor:
-    """Sum ``tensor`` over all ranks, in place: everyone sends to rank 0, rank 0 sends back.
+def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """Reduce ``tensor`` over all ranks, in place: everyone sends to rank 0, rank 0 sends back.
 
     Args:
         comm: this rank's Comm.
         tensor: any shape, the same on every rank; returned.
+        op: "sum", "mean", "max" or "min". 16-bit floats are added up in float32.
 
     Rank 0 moves 2 (P - 1) S bytes while the others wait for it: it is the bottleneck, and it gets
     worse with every rank. Steps 2 (P - 1); rank 0 sends (P - 1) S bytes, every other rank S.
     """
-    with torch.no_grad(), comm.span("all_reduce"):
+    reduction = Reduction.of(op, tensor)
+    with (
+        in_place(tensor) as flat,
+        comm.collective("naive_all_reduce", tensor, op),
+        comm.span("all_reduce"),
+    ):
         if comm.rank == 0:
-            incoming = torch.empty_like(tensor)
+            total, incoming = flat.to(reduction.wide), torch.empty_like(flat)
             for src in range(1, comm.world_size):
                 comm.recv(incoming, src)
-                tensor += incoming
+                reduction.combine(total, incoming, out=total)
+            flat.copy_(reduction.finish(total, comm.world_size))
             for dst in range(1, comm.world_size):
-                comm.send(tensor, dst)
+                comm.send(flat, dst)
         else:
-            comm.send(tensor, 0)
-            comm.recv(tensor, 0)
+            comm.send(flat, 0)
+            comm.recv(flat, 0)
     return tensor

@@ -14,49 +14,57 @@ for two.
 Symbols: P ranks, S bytes. Source: Patarasuk and Yuan (2009), section 3.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
+from labkit.collectives.common import check_one_per_rank, in_place
+from labkit.collectives.reduction import Reduction
 from labkit.comm import Comm
-from labkit.schedules import chunk_bounds, ring_share_only, ring_share_reduce
+from labkit.schedules import chunk_bounds, owned_chunk, ring_share_only, ring_share_reduce
 
 
-def ring_all_reduce(comm: Comm, tensor: torch.Tensor) -> torch.Tensor:
-    """Sum ``tensor`` over all ranks, in place.
+def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """Reduce ``tensor`` over all ranks, in place.
 
     Args:
         comm: this rank's Comm.
         tensor: any shape, any size (also 0, or fewer elements than ranks); the same shape and
             dtype on every rank. Returned.
+        op: "sum", "mean", "max" or "min".
 
-    Every rank adds in the same order, chunk by chunk, so the result is the same to the bit on all.
+    Each chunk is added up along one way around the ring, so the result is the same to the bit on
+    all ranks.
     """
-    with torch.no_grad():
-        flat = tensor.detach().reshape(-1)
+    with in_place(tensor) as flat, comm.collective("ring_all_reduce", tensor, op):
         chunks = split_chunks(flat, comm.world_size)
-        share_reduce(comm, chunks)
+        share_reduce(comm, chunks, op)
         share_only(comm, chunks)
-        if flat.data_ptr() != tensor.data_ptr():
-            # A non-contiguous tensor was copied to be flat.
-            tensor.detach().copy_(flat.view(tensor.shape))
     return tensor
 
 
-def share_reduce(comm: Comm, chunks: list[torch.Tensor]) -> None:
+def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> None:
     """P - 1 steps, each adding the left neighbour's chunk (the literature's reduce-scatter).
 
     Args:
         comm: this rank's Comm.
-        chunks: P tensors, one per rank. On return chunk (rank + 1) mod P holds the complete sum;
-            the others hold partial ones.
+        chunks: P tensors, one per rank. On return chunk (rank + 1) mod P holds the complete
+            result; what the others hold nobody needs any more.
+        op: "sum", "mean" (its owner divides the chunk), "max" or "min".
 
-    Messages P - 1, bytes (P - 1) / P x S.
+    Messages P - 1, bytes (P - 1) / P x S. 16-bit floats travel and add up as float32: twice that.
     """
-    with comm.span("share_reduce"):
+    with phase(comm, "share_reduce", chunks, op):
+        reduction = Reduction.of(op, chunks[0])
+        partial = [chunk.to(reduction.wide) for chunk in chunks]
         for step in ring_share_reduce(comm.rank, comm.world_size):
-            target = chunks[step.recv_chunk]
+            target = partial[step.recv_chunk]
             incoming = torch.empty_like(target)
-            comm.exchange(chunks[step.send_chunk], step.dst, incoming, step.src)
-            target += incoming
+            comm.exchange(partial[step.send_chunk], step.dst, incoming, step.src)
+            reduction.combine(target, incoming, out=target)
+        owned = owned_chunk(comm.rank, comm.world_size)
+        chunks[owned].copy_(reduction.finish(partial[owned], comm.world_size))
 
 
 def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
@@ -68,7 +76,7 @@ def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
 
     Messages P - 1, bytes (P - 1) / P x S.
     """
-    with comm.span("share_only"):
+    with phase(comm, "share_only", chunks):
         for step in ring_share_only(comm.rank, comm.world_size):
             comm.exchange(chunks[step.send_chunk], step.dst, chunks[step.recv_chunk], step.src)
 
@@ -76,3 +84,11 @@ def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
 def split_chunks(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     """P views of a flat tensor [N], sizes differing by at most one element."""
     return [flat[start:end] for start, end in chunk_bounds(flat.numel(), world_size)]
+
+
+@contextmanager
+def phase(comm: Comm, name: str, chunks: list[torch.Tensor], op: str = "") -> Iterator[None]:
+    """Half a ring: checked, announced to the other ranks, named in the trace, out of autograd."""
+    check_one_per_rank(comm, chunks, "chunks")
+    with torch.no_grad(), comm.collective(name, chunks[0], op), comm.span(name):
+        yield

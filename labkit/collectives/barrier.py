@@ -1,0 +1,24 @@
+"""A barrier out of messages: nobody leaves before everybody has come.
+
+Symbols: P ranks. Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization"
+(1988), the dissemination barrier.
+"""
+
+import torch
+
+from labkit.collectives.common import transfer
+from labkit.comm import Comm
+from labkit.schedules import dissemination
+
+
+def dissemination_barrier(comm: Comm) -> None:
+    """Return when every rank has come here: ceil(log2 P) steps and messages of one byte.
+
+    In step s a rank tells rank + 2^s that it has come, and all it has heard of with it: 1 rank,
+    then 3, then 7. After the last step it has heard of all, directly or through others.
+    """
+    token = torch.zeros(1, dtype=torch.uint8, device=comm.device)
+    heard = torch.empty_like(token)
+    with comm.collective("dissemination_barrier"), comm.span("barrier"):
+        for step in dissemination(comm.rank, comm.world_size):
+            transfer(comm, step, token, heard)

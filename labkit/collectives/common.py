@@ -1,0 +1,78 @@
+"""What the collectives share: a flat tensor to work in, a step of a timetable, checks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from labkit.comm import Comm, describe
+from labkit.schedules import Transfer
+
+
+@contextmanager
+def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Lend ``tensor`` (any shape, strides, with or without gradients) as a flat one [N].
+
+    It is a view where memory allows it, so that work in it is work in place; otherwise a copy that
+    is written back at the end.
+
+    Raises:
+        ValueError: it is no dense tensor, or expanded (its elements share memory, so they could
+            not take values of their own). The same text on every rank, before any message.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"a dense tensor is needed, got {tensor.layout}: use .to_dense()")
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape)):
+        raise ValueError(
+            "cannot work in place in an expanded tensor: its elements share memory. "
+            "Use a tensor of its own (.clone() or torch.empty)"
+        )
+    # What is lazily conjugated or negated (tensor.conj()) holds other bytes than it shows.
+    mine = tensor.detach()
+    flat = mine.resolve_conj().resolve_neg().contiguous().view(-1)
+    yield flat
+    if flat.data_ptr() != mine.data_ptr():
+        mine.copy_(flat.view(mine.shape))
+
+
+def transfer(comm: Comm, step: Transfer, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    """Do one step of a timetable: send ``outgoing``, fill ``incoming``, or both at once."""
+    if step.src is None:
+        comm.send(outgoing, step.dst)
+    elif step.dst is None:
+        comm.recv(incoming, step.src)
+    else:
+        comm.exchange(outgoing, step.dst, incoming, step.src)
+
+
+def new_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory to receive into: the shape and dtype of ``tensor``, contiguous, no gradients."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def check_root(comm: Comm, root: int) -> None:
+    """ValueError, the same on every rank, unless ``root`` is a rank."""
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < comm.world_size:
+        raise ValueError(
+            f"root {root!r} is not a rank: with world size {comm.world_size} the ranks are "
+            f"0 to {comm.world_size - 1}"
+        )
+
+
+def check_one_per_rank(comm: Comm, tensors: list[torch.Tensor], what: str) -> None:
+    """ValueError unless there are P tensors."""
+    if len(tensors) != comm.world_size:
+        raise ValueError(
+            f"{len(tensors)} {what} for {comm.world_size} ranks: give one for each rank"
+        )
+
+
+def check_fits(tensor: torch.Tensor, out: torch.Tensor, what: str) -> None:
+    """ValueError unless both have one shape and dtype: a copy would convert and broadcast."""
+    if describe(tensor) != describe(out):
+        raise ValueError(
+            f"{what} is {describe(tensor)}, but what receives it is {describe(out)}: "
+            "give both the same shape and dtype"
+        )

@@ -1,0 +1,136 @@
+"""The fast ring: the timetable of ``labkit.collectives.ring``, in segments that stay in cache.
+
+``ring_all_reduce`` moves a whole chunk, then adds it, then moves the next: with large tensors each
+of these passes goes through main memory. Here the two loops are swapped. Each chunk is cut into
+segments; segment g of all P chunks makes a column, and the whole timetable runs for one column
+before the next. What arrives is added straight out of the neighbour's memory, and written straight
+into the slot from which the next rank reads it.
+
+Chunks, order of additions, messages and bytes are those of the readable ring, and so are the bits
+of the result. Source of the pipelining: Baidu's and gloo's ``allreduce_ring_chunked``.
+
+Symbols: P ranks, S bytes, a column = P segments of up to 512 KiB (``Channel.segment_bytes``).
+"""
+
+from functools import lru_cache
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from labkit.collectives.common import in_place
+from labkit.collectives.reduction import Reduction
+from labkit.collectives.ring import ring_all_reduce, split_chunks
+from labkit.comm import Comm
+from labkit.costs import Cost, ring_all_reduce_cost
+from labkit.schedules import RingStep
+from labkit.schedules import ring_all_reduce as timetable
+
+
+def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
+    """``ring_all_reduce`` on shared memory; over other transports, the readable ring itself.
+
+    Args:
+        comm: this rank's Comm.
+        tensor: any shape and size, equal on every rank; reduced in place and returned.
+        op: ``sum``, ``mean``, ``max`` or ``min``.
+
+    Messages and bytes: see ``ring_all_reduce``; a message is a chunk, however many segments.
+
+    Raises:
+        ValueError: ``op`` does not suit the tensor's dtype.
+        MismatchError: another rank calls another collective, or with another tensor.
+    """
+    if not comm.shares_memory or comm.world_size == 1:
+        return ring_all_reduce(comm, tensor, op)
+    reduction = Reduction.of(op, tensor)
+    ring = Ring(comm, reduction)
+    cost = _cost(tensor.numel(), tensor.dtype, reduction.wide, comm.world_size, comm.rank)
+    with (
+        in_place(tensor) as flat,
+        comm.collective("fast_ring_all_reduce", tensor, op),
+        comm.span("all_reduce"),
+        comm.streaming("fast_ring_all_reduce", ring.dst, cost.messages, cost.num_bytes),
+    ):
+        chunks = split_chunks(flat, comm.world_size)
+        segments = [chunk.split(ring.segment_elements) for chunk in chunks]
+        columns = list(zip_longest(*segments, fillvalue=flat[:0]))
+        ring.begin(columns[0])
+        for column, following in zip_longest(columns, columns[1:]):
+            ring.reduce_column(column, following)
+    return tensor
+
+
+# A small all-reduce takes as long as its bookkeeping: what depends on sizes alone is kept.
+
+
+@lru_cache(maxsize=64)
+def _steps(rank: int, world_size: int) -> list[tuple[RingStep, RingStep | None]]:
+    """Each step of the timetable with the one that follows it."""
+    steps = list(timetable(rank, world_size))
+    return list(zip_longest(steps, steps[1:]))
+
+
+@lru_cache(maxsize=256)
+def _cost(num_elements: int, dtype, wide, world_size: int, rank: int) -> Cost:
+    return ring_all_reduce_cost(num_elements, dtype.itemsize, world_size, rank, wide.itemsize)
+
+
+class Ring:
+    """This rank's place in the ring: a channel to the right, one from the left, the timetable."""
+
+    def __init__(self, comm: Comm, reduction: Reduction):
+        self.world_size = comm.world_size
+        self.steps = _steps(comm.rank, comm.world_size)
+        first = self.steps[0][0]
+        self.dst = first.dst
+        self.right, self.left = comm.channel_to(first.dst), comm.channel_from(first.src)
+        self.reduction = reduction
+        self.segment_elements = self.right.segment_bytes // reduction.wide.itemsize
+
+    def begin(self, segments: tuple[Tensor, ...]) -> None:
+        """Send the first of P segments, a column: the one that no other has to reach before."""
+        first, _ = self.steps[0]
+        self.put(segments[first.send_chunk], self.reduction.wide)
+
+    def reduce_column(
+        self, segments: tuple[Tensor, ...], following_column: tuple[Tensor, ...] | None
+    ) -> None:
+        """Run the timetable on P segments, one of each chunk, of which the first is on its way.
+
+        What arrives in one step leaves in the next, so each step ends with sending on. The last
+        has nothing to send on: there the following column begins, so that nobody waits for it.
+        """
+        wide = self.reduction.wide
+        for step, following in self.steps:
+            mine = segments[step.recv_chunk]
+            if following is None and following_column is not None:
+                self.begin(following_column)
+            if step.phase == "share_only":
+                incoming = self.left.arrive(mine.numel(), mine.dtype)
+                mine.copy_(incoming)
+            else:
+                incoming = self.left.arrive(mine.numel(), wide)
+                if following.phase == "share_reduce":
+                    # A partial sum is of no use here: it goes straight into the outgoing slot.
+                    slot = self.right.reserve(mine.numel(), wide)
+                    self.reduction.combine(mine, incoming, slot)
+                    self.right.commit()
+                    self.left.release()
+                    continue
+                self.complete(mine, incoming)
+            self.left.release()
+            if following:
+                self.put(mine, mine.dtype)
+
+    def complete(self, mine: Tensor, incoming: Tensor) -> None:
+        """Add the last partial sum: the segment is then complete on this rank, its owner."""
+        total = mine if mine.dtype == incoming.dtype else torch.empty_like(incoming)
+        self.reduction.combine(mine, incoming, total)
+        self.reduction.finish(total, self.world_size)
+        if total is not mine:
+            mine.copy_(total)
+
+    def put(self, segment: Tensor, dtype: torch.dtype) -> None:
+        self.right.reserve(segment.numel(), dtype).copy_(segment)
+        self.right.commit()

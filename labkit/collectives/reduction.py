@@ -1,0 +1,82 @@
+"""What the ranks' values become on the way: their sum, mean, largest or smallest.
+
+All collectives reduce through this one class, so an operation that a dtype cannot do is refused
+with the same words everywhere, and before the first message.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+COMBINE = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+# PyTorch stores more dtypes than it can add: float8, uint16 to uint64 and quantised ones are not
+# here. What has 16 bits is added in 32: the rounding errors of P - 1 additions would show.
+WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+ADDABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *WIDE}
+ADDABLE |= {torch.float32, torch.float64, torch.complex64, torch.complex128}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An operation that suits a dtype. Make one with ``Reduction.of``.
+
+    Attributes:
+        op: "sum", "mean", "max" or "min".
+        wide: the dtype in which partial results travel and accumulate. For sum and mean of
+            float16 and bfloat16 it is float32, otherwise the tensor's own.
+    """
+
+    op: str
+    wide: torch.dtype
+
+    @classmethod
+    def of(cls, op: str, tensor: torch.Tensor) -> "Reduction":
+        """Check ``op`` against the tensor's layout and dtype.
+
+        Raises:
+            ValueError: there is no such operation, the tensor is sparse, or its dtype cannot be
+                reduced that way. The text names no rank: it is the same on all of them.
+        """
+        if not isinstance(op, str) or op not in COMBINE:
+            raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(COMBINE)}")
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"a tensor is needed to take the {op} of, got {tensor!r:.60}")
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"the {op} over ranks needs a dense tensor, got {tensor.layout}: use .to_dense()"
+            )
+        problem = _problem(op, tensor.dtype)
+        if problem:
+            name = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"cannot take the {op} of {name} over ranks: {problem}")
+        exact = op in ("max", "min")
+        return cls(op, tensor.dtype if exact else WIDE.get(tensor.dtype, tensor.dtype))
+
+    def combine(
+        self, mine: torch.Tensor, incoming: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Write ``mine`` + (or max, min) ``incoming`` to ``out``, which may be either of them.
+
+        NaN, overflow and wrap-around are PyTorch's own.
+        """
+        return COMBINE[self.op](mine, incoming, out=out)
+
+    def finish(self, total: torch.Tensor, world_size: int) -> torch.Tensor:
+        """Make the complete result of ``total``, in place: the mean divides by P."""
+        return total.div_(world_size) if self.op == "mean" else total
+
+
+def _problem(op: str, dtype: torch.dtype) -> str | None:
+    """Why PyTorch cannot do this, and what to do instead; None where it can."""
+    if dtype not in ADDABLE:
+        return "PyTorch does no arithmetic in it; convert first, for example with .float()"
+    if op in ("max", "min") and dtype.is_complex:
+        return "complex numbers have no order; reduce .abs(), or torch.view_as_real(tensor)"
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        return "a mean is not a whole number; take the sum, or convert first with .float()"
+    return None

@@ -1,0 +1,139 @@
+"""Collectives with a root: one rank has something for all, or wants something from all.
+
+``broadcast`` and ``reduce`` move S bytes to or from every rank, and any rank that has them can
+pass them on (or add them up): a binomial tree needs ceil(log2 P) steps. ``gather`` and ``scatter``
+move other bytes for every rank, and all of them cross the root's link. A tree would save steps,
+but send most bytes several times: here the root simply serves one rank after another.
+
+Symbols: P ranks, S bytes of one rank's tensor. Source: Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH" (2005), section 4.
+"""
+
+import torch
+
+from labkit.collectives.common import (
+    check_fits,
+    check_one_per_rank,
+    check_root,
+    in_place,
+    new_like,
+    transfer,
+)
+from labkit.collectives.reduction import Reduction
+from labkit.comm import Comm
+from labkit.schedules import binomial_broadcast, binomial_reduce
+
+
+def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+    """Copy the root's ``tensor`` to all ranks, in place.
+
+    Args:
+        comm: this rank's Comm.
+        tensor: any shape and dtype, the same on every rank; returned.
+        root: the rank whose values count.
+
+    Steps ceil(log2 P). All ranks together send P - 1 messages of S bytes; the root sends
+    ceil(log2 P) of them.
+    """
+    check_root(comm, root)
+    with (
+        in_place(tensor) as flat,
+        comm.collective("broadcast", tensor, f"from rank {root}"),
+        comm.span("broadcast"),
+    ):
+        for step in binomial_broadcast(comm.rank, comm.world_size, root):
+            transfer(comm, step, flat, flat)
+    return tensor
+
+
+def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+    """Reduce ``tensor`` over all ranks; the root gets the result, in place.
+
+    Args:
+        comm: this rank's Comm.
+        tensor: any shape, the same shape and dtype on every rank; returned. On the other ranks it
+            keeps its values.
+        root: the rank that gets the result.
+        op: "sum", "mean", "max" or "min".
+
+    Steps ceil(log2 P). Every rank but the root sends one message of S bytes (twice that for
+    16-bit floats, whose partial sums travel as float32).
+    """
+    check_root(comm, root)
+    reduction = Reduction.of(op, tensor)
+    with (
+        in_place(tensor) as flat,
+        comm.collective("reduce", tensor, f"{op} to rank {root}"),
+        comm.span("reduce"),
+    ):
+        partial = flat.to(reduction.wide, copy=True)
+        incoming = torch.empty_like(partial)
+        for step in binomial_reduce(comm.rank, comm.world_size, root):
+            transfer(comm, step, partial, incoming)
+            if step.src is not None:
+                reduction.combine(partial, incoming, out=partial)
+        if comm.rank == root:
+            flat.copy_(reduction.finish(partial, comm.world_size))
+    return tensor
+
+
+def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
+    """Bring every rank's ``tensor`` to the root.
+
+    Args:
+        comm: this rank's Comm.
+        tensor: any shape and dtype, the same on every rank; not changed.
+        root: the rank that gets them.
+
+    Returns:
+        On the root P new tensors, in the order of the ranks; None on the others.
+
+    Steps P - 1 on the root, which sends nothing; every other rank sends one message of S bytes.
+    """
+    check_root(comm, root)
+    with comm.collective("gather", tensor, f"to rank {root}"), comm.span("gather"):
+        if comm.rank != root:
+            comm.send(tensor, root)
+            return None
+        found = [new_like(tensor) for _ in range(comm.world_size)]
+        found[root].copy_(tensor.detach())
+        for src in range(comm.world_size):
+            if src != root:
+                comm.recv(found[src], src)
+        return found
+
+
+def scatter(
+    comm: Comm, tensors: list[torch.Tensor] | None, out: torch.Tensor, root: int = 0
+) -> torch.Tensor:
+    """Give each rank its own one of the root's ``tensors``.
+
+    Args:
+        comm: this rank's Comm.
+        tensors: on the root P tensors of the shape and dtype of ``out``, in the order of the
+            ranks; None on the others.
+        out: filled in place with this rank's share; returned. The same shape on every rank.
+        root: the rank that has them.
+
+    The root sends P - 1 messages of S bytes in as many steps, the others nothing.
+
+    Raises:
+        ValueError: the root has not one tensor for each rank, or one does not fit ``out``.
+    """
+    check_root(comm, root)
+    with (
+        in_place(out) as flat,
+        comm.collective("scatter", out, f"from rank {root}"),
+        comm.span("scatter"),
+    ):
+        if comm.rank == root:
+            check_one_per_rank(comm, tensors or [], "tensors to scatter")
+            for rank, share in enumerate(tensors):
+                check_fits(share, out, f"the share of rank {rank}")
+            for dst, share in enumerate(tensors):
+                if dst != root:
+                    comm.send(share.reshape(-1), dst)
+            flat.copy_(tensors[root].detach().reshape(-1))
+        else:
+            comm.recv(flat, root)
+    return out

@@ -1,0 +1,47 @@
+"""Tree all-reduce: few steps, each with the whole tensor. It wins where tensors are small.
+
+Symbols: P ranks, S bytes. Source: recursive doubling, Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH" (2005), section 4.
+"""
+
+import torch
+
+from labkit.collectives.common import in_place, transfer
+from labkit.collectives.reduction import Reduction
+from labkit.comm import Comm
+from labkit.schedules import recursive_doubling, recursive_doubling_return
+
+
+def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """Reduce ``tensor`` over all ranks, in place: pairs, then pairs of pairs, then all.
+
+    Args:
+        comm: this rank's Comm.
+        tensor: any shape and size; the same shape and dtype on every rank. Returned.
+        op: "sum", "mean", "max" or "min".
+
+    In every step a rank swaps all it has with a partner, and both combine the two. Steps and
+    messages log2 P, bytes log2 P x S on every rank. If P is no power of two, the ranks beyond
+    the largest one hand their values over first and get the result at the end: 2 steps more.
+    16-bit floats travel and add up as float32: twice the bytes, but for the last of those steps.
+
+    Partners combine in the same order, the lower rank's values first, so all ranks end with the
+    same bits.
+    """
+    reduction = Reduction.of(op, tensor)
+    with (
+        in_place(tensor) as flat,
+        comm.collective("tree_all_reduce", tensor, op),
+        comm.span("all_reduce"),
+    ):
+        partial = flat.to(reduction.wide)
+        incoming = torch.empty_like(partial)
+        for step in recursive_doubling(comm.rank, comm.world_size):
+            transfer(comm, step, partial, incoming)
+            if step.src is not None:
+                pair = (partial, incoming) if comm.rank < step.src else (incoming, partial)
+                reduction.combine(*pair, out=partial)
+        flat.copy_(reduction.finish(partial, comm.world_size))
+        for step in recursive_doubling_return(comm.rank, comm.world_size):
+            transfer(comm, step, flat, flat)
+    return tensor
