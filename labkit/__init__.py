@@ -2,6 +2,8 @@
 
 import importlib
 
+from labkit.registration import register_backend
+
 _EXPORTS = {
     "run": "labkit.launch",
     "RunResult": "labkit.launch",
@@ -28,14 +30,30 @@ def __getattr__(name: str):
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"labkit.{name}")
+        return importlib.import_module(f"labkit.{_PACKAGES.get(name, name)}")
     raise AttributeError(f"module 'labkit' has no attribute {name!r}")
 
 
 _MODULES = frozenset(
-    {"collectives", "costs", "devices", "plots", "schedules", "strategies", "units", "workload"}
+    {
+        "backend",
+        "check",
+        "collectives",
+        "costs",
+        "devices",
+        "plots",
+        "schedules",
+        "strategies",
+        "units",
+    }
+    | {"widgets", "workload"}
 )
+# Where a name reads better in a call than the package's does: labkit.check.ring.all_reduce(mine).
+_PACKAGES = {"check": "checks"}
 
 
 def __dir__() -> list[str]:
     return [*__all__, *sorted(_MODULES)]
+
+
+register_backend()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ def train_run(
         verbose,
         world_size=config.world_size,
         device=config.device,
+        transport=config.transport,
         timeout_s=timeout_s,
     )
     reports, ranks = result.values, config.world_size
@@ -165,10 +167,14 @@ def check(config: RunConfig):
         if name not in known:
             raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
     check_world_size(config.world_size, warn=False)
-    plan(config.world_size, config.device)
+    plan(config.world_size, config.device, config.transport)
     if config.strategy == "single" and config.world_size != 1:
         raise ValueError(
             f"strategy single trains on one rank, got world_size {config.world_size}: "
             "use world_size 1, or another strategy"
         )
+    if config.backend != "auto":
+        if config.strategy == "single":
+            raise ValueError("strategy single sends no messages: leave the backend at auto")
+        return partial(make_strategy, backend=config.backend)
     return make_strategy

@@ -1,5 +1,6 @@
 """PyTorch's own counterparts, run on the same loop, data and batches as ours."""
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -14,12 +15,22 @@ class TorchDDP:
     DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
     rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
     Its traffic goes past ``Comm``, so it is not counted.
+
+    Args:
+        backend: of a process group of its own, ``gloo``, ``nccl`` or ``labkit``; ``auto`` takes
+            the one that the ranks have met in.
     """
+
+    def __init__(self, backend: str = "auto"):
+        self.backend = backend
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
         self.comm = comm
         devices = [comm.device] if comm.device.type == "cuda" else None
-        self.model = DistributedDataParallel(model.to(comm.device).train(), device_ids=devices)
+        group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
+        self.model = DistributedDataParallel(
+            model.to(comm.device).train(), device_ids=devices, process_group=group
+        )
         self.optimizer = make_optimizer(self.model.parameters())
 
     def share(self) -> tuple[int, int]:
