@@ -1,0 +1,36 @@
+"""Exercises graded on real processes, by what the ranks end with and by what they send.
+
+``labkit.check`` is this package. The named checks take a learner's function with the signature of
+its counterpart in ``labkit.collectives``:
+
+    check.ring.share_reduce   check.ring.share_only   check.ring.all_reduce
+    check.naive.all_reduce    check.tree.all_reduce
+    check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
+
+A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
+whatever else can be graded is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs
+no ranks is graded with ``answers(fn, {arguments: result})``.
+
+Each check prints one table, returns it as a ``Verdict`` and never raises: an open exercise stops
+no notebook.
+"""
+
+from labkit.checks import collectives, naive, ring, tree
+from labkit.checks.core import grade, returns
+from labkit.checks.exercise import Case, Exercise, Target
+from labkit.checks.plain import answers
+from labkit.checks.report import Verdict
+
+__all__ = [
+    "Case",
+    "Exercise",
+    "Target",
+    "Verdict",
+    "answers",
+    "collectives",
+    "grade",
+    "naive",
+    "returns",
+    "ring",
+    "tree",
+]

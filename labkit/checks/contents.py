@@ -1,0 +1,114 @@
+"""What a wrong tensor is made of, and the mistake that makes it so.
+
+The inputs are random, so one linear solve tells how a value was put together: "rank 0's chunk 1
+once, rank 2's chunk 1 twice". Comparing that with what should be in it names the mistake.
+
+Symbols: P ranks.
+"""
+
+import torch
+
+Piece = tuple[int, int]  # (rank, chunk); chunk 0 where a tensor is not cut
+Contents = dict[Piece, float]  # how many times each piece is in a value
+
+
+def contents(value: torch.Tensor, basis: dict[Piece, torch.Tensor], chunk: int) -> Contents | None:
+    """How often each piece is in ``value``; None where that cannot be told.
+
+    Args:
+        value: [n].
+        basis: piece -> [n]; pieces of another shape are left out.
+        chunk: the one to look at alone when n is too small to tell all pieces apart.
+    """
+    pieces = {key: piece for key, piece in basis.items() if piece.shape == value.shape}
+    if len(pieces) > value.numel():
+        pieces = {key: piece for key, piece in pieces.items() if key[1] == chunk}
+    if not pieces or len(pieces) > value.numel():
+        return None
+    matrix = torch.stack([piece.double().flatten() for piece in pieces.values()], dim=1)
+    target = value.double().reshape(-1, 1)
+    solution = torch.linalg.lstsq(matrix, target).solution
+    # Whole numbers, and what dividing by 2, 3 or 4 ranks makes of them.
+    exact = (solution * 12).round() / 12
+    if not torch.allclose(matrix @ exact, target, rtol=1e-3, atol=1e-3):
+        return None
+    return {key: times for key, times in zip(pieces, exact.flatten().tolist()) if times}
+
+
+def name_mistake(found: Contents, wanted: Contents, own: Piece, world_size: int) -> str:
+    """What the difference between two contents looks like, as the words after a colon.
+
+    Args:
+        found: what is in the value.
+        wanted: what should be.
+        own: the piece that the rank itself brought.
+        world_size: P.
+    """
+    if found == {own: 1}:
+        return "unchanged: it still holds the rank's own values"
+    ratio = _ratio(found, wanted)
+    if ratio:
+        return _scaled(ratio, world_size)
+    foreign = sorted({chunk for _, chunk in found} - {chunk for _, chunk in wanted})
+    if foreign:
+        return f"values of {_listed('chunk', foreign)} are in it: wrong chunk sent, or received"
+    if len(wanted) == 1:
+        return _copy_mistake(found, wanted, own)
+    return _sum_mistake(found, wanted, own)
+
+
+def _ratio(found: Contents, wanted: Contents) -> float | None:
+    ratios = {round(found[piece] / times, 6) for piece, times in wanted.items() if piece in found}
+    return ratios.pop() if found.keys() == wanted.keys() and len(ratios) == 1 else None
+
+
+def _scaled(ratio: float, world_size: int) -> str:
+    if abs(ratio * world_size - 1) < 1e-3:
+        return f"divided by {world_size}: it is the mean, where the sum is due"
+    if ratio == world_size:
+        return f"{world_size} times what is due: not divided by {world_size}, or added too often"
+    return f"{ratio:.3g} times what is due"
+
+
+def _copy_mistake(found: Contents, wanted: Contents, own: Piece) -> str:
+    (due,) = wanted
+    if len(found) == 1:
+        return f"it holds rank {next(iter(found))[0]}'s values, where rank {due[0]}'s are due"
+    if found == {own: 1, **wanted}:
+        return "added to the rank's own values, where they should be overwritten"
+    return f"it is {_sum_of(found)}, where rank {due[0]}'s values alone are due"
+
+
+def _sum_mistake(found: Contents, wanted: Contents, own: Piece) -> str:
+    unit = next(iter(wanted.values()))
+    pieces = sorted({*found, *wanted})
+    excess = {p: round((found.get(p, 0) - wanted.get(p, 0)) / unit, 6) for p in pieces}
+    extra = {p: times for p, times in excess.items() if times > 0}
+    missing = [p for p, times in excess.items() if times == -1]
+    if len(found) == 1:
+        return f"overwritten instead of added: it holds rank {next(iter(found))[0]}'s values alone"
+    if extra == {own: 1} and not missing:
+        return "the rank's own values are added twice"
+    if extra and not missing:
+        ranks = sorted({rank for rank, _ in extra})
+        return f"the values of {_listed('rank', ranks)} are added more than once"
+    if missing == [own] and not extra:
+        return "the rank's own values are missing from the sum"
+    if missing and not extra and len(missing) + len(found) == len(wanted):
+        absent = _listed("rank", [rank for rank, _ in missing])
+        last = " (one step too few?)" if len(missing) == 1 else ""
+        return f"partial sum: it holds {_sum_of(found)}, and lacks {absent}{last}"
+    return f"it is {_sum_of(found)}, where {_sum_of(wanted)} is due"
+
+
+def _sum_of(found: Contents) -> str:
+    terms = []
+    for (rank, _), times in sorted(found.items()):
+        terms.append(f"rank {rank}" if times == 1 else f"{times:.3g} x rank {rank}")
+    return " + ".join(terms)
+
+
+def _listed(noun: str, numbers: list[int]) -> str:
+    """``rank 3``, or ``ranks 1, 2 and 3``."""
+    *most, last = map(str, numbers)
+    return f"{noun}s {', '.join(most)} and {last}" if most else f"{noun} {last}"

@@ -1,0 +1,92 @@
+"""The verdict of a check: one short table, as text and as HTML, the same each time."""
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
+
+
+@dataclass
+class Verdict:
+    """How an attempt at an exercise went. Truthy when it passed.
+
+    Attributes:
+        name: the exercise.
+        status: ``passed``, ``not yet`` or ``not attempted yet``.
+        columns: the world sizes in words, one a column.
+        rows: what was looked at -> a cell for each column.
+        notes: what is wrong, in sentences.
+        caption: what the numbers in the table are.
+    """
+
+    name: str
+    status: str
+    columns: list[str] = field(default_factory=list)
+    rows: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    caption: str = ""
+    shown: bool = field(default=False, repr=False)
+
+    @property
+    def passed(self) -> bool:
+        return self.status == PASSED
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __repr__(self) -> str:
+        title = f"{self.status}: {self.name}"
+        if not self.rows:
+            return "\n".join([title, *self.notes])
+        table = "\n".join(_aligned([["", *self.columns], *self._table()]))
+        return "\n\n".join([title, table, *filter(None, [self.caption]), *self.notes])
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in ("", *self.columns))
+        body = ""
+        for name, *cells in self._table():
+            data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+            body += f'<tr><th scope="row">{html.escape(name)}</th>{data}</tr>'
+        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        table += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
+        notes = "".join(f"<pre>{html.escape(note)}</pre>" for note in self.notes)
+        title = f"<p><strong>{self.status}</strong>: {html.escape(self.name)}</p>"
+        return title + (table if self.rows else "") + notes
+
+    def _ipython_display_(self) -> None:
+        """Show the table, unless the check has just printed it: a cell often ends with a check."""
+        from IPython.display import display
+
+        if self.shown:
+            self.shown = False
+        else:
+            data: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
+            display(data, raw=True)
+
+    def _table(self) -> list[list[str]]:
+        return [[name, *cells] for name, cells in self.rows.items()]
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ("   ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in table)
+    return [line.rstrip() for line in lines]
+
+
+def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
+    """Print the verdict that ``judge`` comes to; one that says so where it raises."""
+    try:
+        verdict = judge()
+    except Exception as error:
+        note = f"the check itself broke off with {type(error).__name__}: {error}"
+        verdict = Verdict(name, NOT_YET, notes=[note])
+    print(verdict)
+    verdict.shown = True
+    return verdict
+
+
+def no_function(thing: Any) -> str:
+    """The sentence for what should have been a function."""
+    return f"a function is needed, got {type(thing).__name__}: pass its name, without ()"

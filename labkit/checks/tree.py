@@ -1,0 +1,32 @@
+"""The check of all-reduce by recursive doubling.
+
+Symbols: P ranks, S bytes of a rank's tensor.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from labkit.checks.core import grade
+from labkit.checks.exercise import Case, Exercise, Target
+from labkit.checks.report import Verdict
+from labkit.checks.ring import reduced
+
+
+def all_reduce(fn: Callable, *, op: str = "sum", world_sizes: tuple[int, ...] = (2, 4)) -> Verdict:
+    """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
+
+    Target of a rank, where P is a power of two: log2 P exchanges of S bytes, each with the rank
+    whose number differs in one bit. For another P only the result is looked at.
+    """
+    exercise = Exercise(
+        "tree.all_reduce", expected=partial(reduced, op), target=_target, same_bits=True
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def _target(rank: int, case: Case) -> Target:
+    rounds = case.world_size.bit_length() - 1
+    if 2**rounds != case.world_size:
+        return Target()
+    peers = frozenset(rank ^ 2**k for k in range(rounds))
+    return Target(rounds, rounds * 4 * case.size, rounds, peers)
