@@ -1,25 +1,17 @@
-"""``labkit bench``: speeds measured on this machine, in pairs, as ratios with their spread.
+"""``labkit bench launch``: from a function to its result, against ``multiprocessing.spawn``."""
 
-Other programs move every time on a small machine by a factor of two. So whatever is compared is
-run in turns within one run, and the ratio of the pairs is what counts.
-"""
-
-import json
 import os
 import socket
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
 from labkit.collectives import ring_all_reduce
-from labkit.devices import hardware, versions
-from labkit.files import write_atomically
 from labkit.launch import run
 from labkit.units import format_seconds
 
@@ -65,6 +57,11 @@ def bench_launch(world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3) -> lis
     return found
 
 
+def record(found: list[Comparison]) -> dict:
+    """What goes into the JSON file."""
+    return {"comparisons": [asdict(c) | {"ratios": c.ratios} for c in found]}
+
+
 def run_ours(world_size: int) -> None:
     result = run(_sum_one, world_size=world_size)
     assert result.values == [float(world_size)] * world_size
@@ -99,23 +96,3 @@ def _seconds(function: Callable[[int], None], world_size: int) -> float:
 def _spread(seconds: list[float]) -> str:
     middle = format_seconds(statistics.median(seconds))
     return f"{middle} ({format_seconds(min(seconds))} to {format_seconds(max(seconds))})"
-
-
-BENCHES = {"launch": bench_launch}
-
-
-def main(names: list[str], json_path: str | None = None) -> int:
-    """Run the benches of these names (all of them if none is given), print and record them."""
-    chosen = names or list(BENCHES)
-    found = [comparison for name in chosen for comparison in BENCHES[name]()]
-    for comparison in found:
-        print(comparison)
-    if json_path:
-        record = {
-            "command": f"labkit bench {' '.join(names)}".strip(),
-            "comparisons": [asdict(c) | {"ratios": c.ratios} for c in found],
-            "hardware": hardware(),
-            "versions": versions(),
-        }
-        write_atomically(Path(json_path), json.dumps(record, indent=2) + "\n")
-    return 0

@@ -1,0 +1,165 @@
+"""``labkit bench``: speeds measured on this machine, in pairs, as ratios with their spread.
+
+    launch        labkit.run against torch.multiprocessing.spawn
+    all-reduce    our algorithms against gloo, NCCL and MPI; the cost model fitted and compared
+    ddp           a step of DistributedDataParallel on the backend "labkit" and on others
+
+Other programs move every time on a small machine by a factor of two. So whatever is compared is
+run in turns within one run, and the ratio of the pairs is what counts.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from labkit.bench import all_reduce_result, ddp, launch
+from labkit.bench.all_reduce import bench_all_reduce
+from labkit.bench.ddp import bench_ddp
+from labkit.bench.launch import Comparison, bench_launch, run_ours, run_spawned
+from labkit.devices import hardware, versions
+from labkit.files import write_atomically
+
+__all__ = [
+    "BENCHES",
+    "Comparison",
+    "bench_all_reduce",
+    "bench_ddp",
+    "bench_launch",
+    "main",
+    "parse_options",
+    "run_ours",
+    "run_spawned",
+]
+
+# A bench takes options by name, and gives results that print themselves.
+BENCHES: dict[str, Callable[..., Iterable]] = {
+    "launch": bench_launch,
+    "all-reduce": bench_all_reduce,
+    "ddp": bench_ddp,
+}
+_RECORDS = {"launch": launch.record, "all-reduce": all_reduce_result.record, "ddp": ddp.record}
+_FIGURES = {"all-reduce": all_reduce_result.draw}
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def main(
+    names: list[str],
+    json_path: str | None = None,
+    figure_path: str | None = None,
+    **options: str | int | None,
+) -> int:
+    """Run the benches of these names (all of them if none is given), print and record them.
+
+    Args:
+        names: out of ``BENCHES``.
+        json_path: where to write one bench's figures, with hardware and versions.
+        figure_path: where to write its figure.
+        options: as texts from the command line, see ``parse_options``; None was not given.
+
+    Raises:
+        ValueError: before anything runs, for options that are wrong or belong to another bench.
+    """
+    chosen = names or list(BENCHES)
+    given = {name: text for name, text in options.items() if text is not None}
+    settings = parse_options(**given)
+    _check(chosen, settings, json_path, figure_path)
+    for name in chosen:
+        found = []
+        for result in BENCHES[name](**settings):
+            print(result, flush=True)
+            found.append(result)
+        if json_path:
+            record = {
+                "command": _command(name, given),
+                "config": _config(name, settings),
+                **_RECORDS[name](found),
+                "hardware": hardware(),
+                "versions": versions(),
+            }
+            write_atomically(Path(json_path), _dumped(record))
+        if figure_path:
+            for path in _FIGURES[name](found, Path(figure_path)):
+                print(f"figure: {path}")
+    return 0
+
+
+def parse_options(**texts: Any) -> dict[str, Any]:
+    """The command line's texts as the benches' arguments: ``sizes="4KiB,1MiB"`` and so on.
+
+    Raises:
+        ValueError: a text that says no size, number or name.
+    """
+    parsed: dict[str, Any] = {}
+    for name, text in texts.items():
+        words = [word.strip() for word in str(text).split(",")]
+        if name == "sizes":
+            parsed["sizes_bytes"] = tuple(map(parse_size, words))
+        elif name == "world_size":
+            parsed["world_sizes"] = tuple(_whole(word, "--world-size") for word in words)
+        elif name == "repeats":
+            parsed["repeats"] = _whole(str(text), "--repeats")
+        elif name == "models":
+            parsed["models"] = tuple(words)
+        else:
+            parsed[name] = text
+    return parsed
+
+
+def parse_size(text: str) -> int:
+    """``parse_size("4KiB")`` is 4096.
+
+    Raises:
+        ValueError: no number, or an unknown unit (KB and KiB differ, so KB is none).
+    """
+    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.lower())
+    if not match or match[2] not in _UNITS:
+        raise ValueError(f"size {text!r} is not known: give bytes, or KiB, MiB, GiB as in 4KiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _whole(text: str, option: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{option} takes whole numbers from 1, got {text!r}")
+    return int(text)
+
+
+def _check(chosen: list[str], settings: dict, json_path, figure_path) -> None:
+    """Raise ValueError for what does not go together."""
+    for name in chosen:
+        if name not in BENCHES:
+            raise ValueError(f"unknown bench {name!r}: choose one of {', '.join(BENCHES)}")
+        taken = inspect.signature(BENCHES[name]).parameters
+        for setting in settings:
+            if setting not in taken:
+                raise ValueError(f"bench {name} has no option {_option_of(setting)}")
+    if len(chosen) > 1 and (json_path or figure_path):
+        raise ValueError(f"--json and --figure are of one bench: name {' or '.join(chosen)}")
+    if figure_path and chosen[0] not in _FIGURES:
+        raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(_FIGURES)} does")
+    if figure_path and Path(figure_path).suffix not in (".png", ".svg"):
+        raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
+
+
+def _option_of(setting: str) -> str:
+    names = {"world_sizes": "world-size", "sizes_bytes": "sizes"}
+    return f"--{names.get(setting, setting)}"
+
+
+def _dumped(record: dict) -> str:
+    """JSON with a list of numbers on one line: there are many repeats."""
+    text = json.dumps(record, indent=2) + "\n"
+    return re.sub(r"\[[\d\s.,e+-]+\]", lambda found: " ".join(found[0].split()), text)
+
+
+def _command(name: str, given: dict) -> str:
+    words = [f"--{option.replace('_', '-')} {text}" for option, text in given.items()]
+    return " ".join(["labkit bench", name, *words])
+
+
+def _config(name: str, settings: dict) -> dict:
+    """Every argument of the bench, defaults too."""
+    parameters = inspect.signature(BENCHES[name]).parameters.values()
+    return {p.name: settings.get(p.name, p.default) for p in parameters}

@@ -1,0 +1,281 @@
+"""What ``labkit bench all-reduce`` found for one world size: rows, model, table, figure.
+
+Symbols: P ranks, S bytes of one rank's tensor.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from labkit.bench.machine import Memory, fit_links
+from labkit.bench.mpi import Found
+from labkit.bench.turns import Spread, ratios, table
+from labkit.costs import Link, all_reduce_seconds, crossover_bytes
+from labkit.units import format_bytes, format_number, format_seconds
+
+ALGORITHMS = ("naive", "tree", "ring")
+_REFERENCES = ("gloo", "MPI", "NCCL")
+# More curves than these hide each other.
+_DRAWN = ("fast ring", "ring", "tree", "gloo", "MPI", "NCCL")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one size.
+
+    Attributes:
+        seconds: of each repeat, from the last rank's start to the last one's end.
+        against: by reference (gloo, MPI, NCCL, as far as they took part), its seconds / these
+            within each repeat: above 1, this contender is the faster one.
+        limit_s: what the memory alone would take, see ``labkit.bench.machine.Memory``.
+    """
+
+    world_size: int
+    size_bytes: int
+    contender: str
+    seconds: list[float]
+    against: dict[str, list[float]]
+    limit_s: float
+
+    @property
+    def time(self) -> Spread:
+        return Spread.of(self.seconds)
+
+    @property
+    def ratios(self) -> dict[str, Spread]:
+        return {name: Spread.of(values) for name, values in self.against.items()}
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """2 (P - 1) / P x S / t, what each link has to carry: comparable whatever P is."""
+        share = 2 * (self.world_size - 1) / self.world_size
+        return share * self.size_bytes / self.time.median
+
+    @property
+    def share_of_limit(self) -> float:
+        return self.limit_s / self.time.median
+
+    def cells(self) -> list[str]:
+        return [
+            self.contender,
+            self.time.text(format_seconds),
+            format_number(self.bus_bytes_per_s / 1e9),
+            *(ratio.text(format_number) for ratio in self.ratios.values()),
+            f"{self.share_of_limit:.1%}",
+        ]
+
+    def record(self) -> dict:
+        return {
+            "world_size": self.world_size,
+            "size_bytes": self.size_bytes,
+            "contender": self.contender,
+            "seconds": [round(seconds, 9) for seconds in self.seconds],
+            "time_s": asdict(self.time),
+            "ratio_to": {name: asdict(ratio) for name, ratio in self.ratios.items()},
+            "bus_bytes_per_s": self.bus_bytes_per_s,
+            "limit_s": self.limit_s,
+            "share_of_limit": self.share_of_limit,
+        }
+
+
+@dataclass(frozen=True)
+class AllReduceResult:
+    """All rows of one world size, and what explains them.
+
+    Attributes:
+        seconds: by size in bytes, by contender: of each repeat.
+        links: by transport, what a message costs when all ranks send at once.
+        transport: of our own contenders.
+    """
+
+    world_size: int
+    device: str
+    transport: str
+    seconds: dict[int, dict[str, list[float]]]
+    memory: Memory
+    links: dict[str, Link]
+    mpi: Found
+
+    @classmethod
+    def of(cls, seconds: dict, world_size: int, device: str, mpi: Found) -> "AllReduceResult":
+        """From the last rank's seconds of ``labkit.bench.all_reduce.measure``."""
+        links = fit_links(seconds["messages"])
+        memory = Memory.of(seconds["memory"], world_size)
+        transport = next(iter(links))
+        return cls(world_size, device, transport, seconds["all_reduce"], memory, links, mpi)
+
+    @property
+    def references(self) -> list[str]:
+        """With whom everyone is compared."""
+        present = next(iter(self.seconds.values()))
+        return [name for name in _REFERENCES if name in present]
+
+    def rows(self) -> list[Row]:
+        return [
+            Row(
+                self.world_size,
+                size,
+                name,
+                seconds,
+                {other: ratios(by_name[other], seconds) for other in self.references},
+                self.memory.seconds(size),
+            )
+            for size, by_name in self.seconds.items()
+            for name, seconds in by_name.items()
+        ]
+
+    def model_seconds(self, algorithm: str, num_bytes: int, transport: str = "") -> float:
+        link = self.links[transport or self.transport]
+        return all_reduce_seconds(algorithm, num_bytes, self.world_size, link)
+
+    def model_crossover_bytes(self) -> float:
+        """Where the model says that the ring overtakes the tree; infinite if never."""
+        return crossover_bytes(self.world_size, self.links[self.transport])
+
+    def measured_crossovers_bytes(self) -> list[float]:
+        """Where the medians of tree and ring cross, each time they do."""
+        from labkit.plots import crossings
+
+        return crossings(self._curve("tree"), self._curve("ring"))
+
+    def _curve(self, name: str) -> dict[int, list[float]]:
+        return {size: by_name[name] for size, by_name in self.seconds.items()}
+
+    def record(self) -> dict:
+        """Part of the JSON file: plain numbers, None for a crossover that the model has not."""
+        model_bytes = self.model_crossover_bytes()
+        return {
+            "rows": [row.record() for row in self.rows()],
+            "memory": asdict(self.memory),
+            "links": [self._link_record(name) for name in self.links],
+            "predictions": list(self._predictions()),
+            "crossover": {
+                "world_size": self.world_size,
+                "transport": self.transport,
+                "between": ["tree", "ring"],
+                "model_bytes": model_bytes if math.isfinite(model_bytes) else None,
+                "measured_bytes": self.measured_crossovers_bytes(),
+            },
+            "mpi": asdict(self.mpi),
+        }
+
+    def _link_record(self, transport: str) -> dict:
+        link = asdict(self.links[transport])
+        return {"world_size": self.world_size, "transport": transport} | link
+
+    def _predictions(self) -> Iterable[dict]:
+        for transport in self.links:
+            for size in self.seconds:
+                for algorithm in ALGORITHMS:
+                    yield {
+                        "world_size": self.world_size,
+                        "transport": transport,
+                        "algorithm": algorithm,
+                        "size_bytes": size,
+                        "seconds": self.model_seconds(algorithm, size, transport),
+                    }
+
+    def __str__(self) -> str:
+        parts = [self._title(), self._table(), self._limit_text(), *self._model_text()]
+        return "\n\n".join(parts) + "\n"
+
+    def _title(self) -> str:
+        counts = sorted({len(row.seconds) for row in self.rows()})
+        repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+        lines = [
+            f"All-reduce of float32 in place, {self.world_size} ranks on {self.device}, in turns.",
+            "Time: from the last rank's start to the last one's end, median of "
+            f"{repeats} (quartiles).",
+            "Against: the other's time / this one's, repeat by repeat; above 1 this one wins.",
+        ]
+        if self.mpi.missing:
+            lines.append(f"MPI takes no part: {self.mpi.missing}.")
+        return "\n".join(lines)
+
+    def _table(self) -> str:
+        header = ["size", "contender", "time", "bus GB/s"]
+        header += [*(f"against {name}" for name in self.references), "of the limit"]
+        body: list[list[str]] = []
+        size = None
+        for row in self.rows():
+            first = "" if row.size_bytes == size else format_bytes(row.size_bytes)
+            body += [[]] if first and body else []
+            body.append([first, *row.cells()])
+            size = row.size_bytes
+        return table(header, body)
+
+    def _limit_text(self) -> str:
+        copy, add = self.memory.copy_bytes_per_s / 1e9, self.memory.add_bytes_per_s / 1e9
+        return (
+            f"The limit: S read and S written by each rank, at what {self.world_size} ranks move "
+            f"at once\n(copy {format_number(copy)} GB/s, add {format_number(add)} GB/s, of "
+            "64 MiB each); a tensor that stays in the cache can beat it."
+        )
+
+    def _model_text(self) -> Iterable[str]:
+        yield "\n".join(
+            f"A message ({transport}): {format_seconds(link.alpha_s)} + "
+            f"{format_number(link.beta_s_per_byte * 1e9)} ns a byte; to add one byte "
+            f"{format_number(link.gamma_s_per_byte * 1e9)} ns."
+            for transport, link in self.links.items()
+        )
+        header = ["size"] + [f"{name}: model, measured, ratio" for name in ALGORITHMS]
+        yield table(
+            header,
+            [
+                [format_bytes(size), *(self._compared(name, size) for name in ALGORITHMS)]
+                for size in self.seconds
+            ],
+        )
+        measured = ", ".join(map(format_bytes, self.measured_crossovers_bytes()))
+        model_bytes = self.model_crossover_bytes()
+        model = format_bytes(model_bytes) if math.isfinite(model_bytes) else "never"
+        yield (
+            f"The ring overtakes the tree: model {model}, "
+            f"measured {measured or 'at none of these sizes'}."
+        )
+
+    def _compared(self, algorithm: str, size: int) -> str:
+        model_s = self.model_seconds(algorithm, size)
+        measured_s = Spread.of(self.seconds[size][algorithm]).median
+        numbers = format_seconds(model_s), format_seconds(measured_s)
+        return f"{', '.join(numbers)}, {format_number(measured_s / model_s)}"
+
+    def figure(self):
+        """The times by size, the models of tree and ring beside them (a ``CaptionedFigure``)."""
+        from labkit.plots import size_curves
+
+        names = [name for name in _DRAWN if name in next(iter(self.seconds.values()))]
+        model = {
+            name: {size: self.model_seconds(name, size) for size in self.seconds}
+            for name in ("ring", "tree")
+        }
+        return size_curves(
+            {name: self._curve(name) for name in names},
+            model,
+            self.model_crossover_bytes(),
+            between=("tree", "ring"),
+            title=f"All-reduce on {self.world_size} ranks ({self.device})",
+        )
+
+
+def record(found: list[AllReduceResult]) -> dict:
+    """What goes into the JSON file, all world sizes together."""
+    records = [result.record() for result in found]
+    return {
+        "rows": [row for one in records for row in one["rows"]],
+        "memory": [one["memory"] for one in records],
+        "links": [link for one in records for link in one["links"]],
+        "predictions": [line for one in records for line in one["predictions"]],
+        "crossovers": [one["crossover"] for one in records],
+        "mpi": records[0]["mpi"],
+    }
+
+
+def draw(found: list[AllReduceResult], path: Path) -> list[Path]:
+    """One figure a world size: ``FILE.png``, or ``FILE_2_ranks.png`` where there are several."""
+    paths = [path.with_stem(f"{path.stem}_{result.world_size}_ranks") for result in found]
+    if len(found) == 1:
+        paths = [path]
+    return [result.figure().save(where) for result, where in zip(found, paths)]

@@ -1,0 +1,267 @@
+"""``labkit bench ddp``: a step of PyTorch's DistributedDataParallel on our backend and on others.
+
+The same model, trained by the same DDP on the same samples; only what is below DDP changes.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit import devices
+from labkit.bench.turns import Spread, ratios, shut_down, slowest, table, take_turns, timed
+from labkit.comm import Comm
+from labkit.launch import run
+from labkit.models import build_model, import_torchvision
+from labkit.units import format_number, format_seconds
+
+SHAPE = (3, 32, 32)
+NUM_CLASSES = 10
+# Steps in which the gradients are compared, before time is taken.
+_COMPARED_STEPS = 2
+_LEARNING_RATE = 1e-3
+_BUDGET_S = 30.0
+_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and how many samples each rank takes a step: few, so that bytes count."""
+
+    build: Callable[[], nn.Module]
+    batch_size: int
+
+
+def _small_cnn() -> nn.Module:
+    return build_model("small_cnn", num_classes=NUM_CLASSES, input_shape=SHAPE, seed=0)
+
+
+def _published(name: str) -> Callable[[], nn.Module]:
+    """torchvision's own, at its full number of parameters."""
+    return lambda: getattr(import_torchvision().models, name)(num_classes=NUM_CLASSES)
+
+
+WORKLOADS = {
+    "small_cnn": Workload(_small_cnn, 32),
+    "resnet18": Workload(_published("resnet18"), 8),
+    "vgg16": Workload(_published("vgg16"), 4),
+}
+
+
+@dataclass(frozen=True)
+class DdpResult:
+    """One model on every backend.
+
+    Attributes:
+        seconds: by backend: of each step, from the last rank's start to the last one's end.
+        gradient_error: by backend, of all parameters the largest difference from gloo's gradient,
+            relative to the parameter's largest gradient.
+        replicas_equal: by backend, whether all ranks hold the same parameters to the bit at the
+            end.
+    """
+
+    model: str
+    num_parameters: int
+    world_size: int
+    device: str
+    batch_size: int
+    seconds: dict[str, list[float]]
+    gradient_error: dict[str, float]
+    replicas_equal: dict[str, bool]
+
+    def times_gloo(self, backend: str) -> list[float]:
+        """gloo's step / this backend's, repeat by repeat: above 1 it is faster than gloo."""
+        return ratios(self.seconds["gloo"], self.seconds[backend])
+
+    def __str__(self) -> str:
+        repeats = len(self.seconds["gloo"])
+        title = (
+            f"DDP step of {self.model} ({self.num_parameters / 1e6:.3g} million parameters), "
+            f"{self.world_size} ranks on {self.device}, {self.batch_size} samples a rank:\n"
+            f"median of {repeats} steps (quartiles), backends in turns"
+        )
+        header = ["backend", "step", "against gloo", "gradients' error", "replicas"]
+        rows = [
+            [
+                name,
+                Spread.of(seconds).text(format_seconds),
+                Spread.of(self.times_gloo(name)).text(format_number),
+                f"{self.gradient_error[name]:.2g}",
+                "equal" if self.replicas_equal[name] else "DIFFERENT",
+            ]
+            for name, seconds in self.seconds.items()
+        ]
+        return f"{title}\n\n{table(header, rows)}\n"
+
+    def record(self) -> list[dict]:
+        common = asdict(self)
+        for by_backend in ("seconds", "gradient_error", "replicas_equal"):
+            del common[by_backend]
+        return [
+            common
+            | {
+                "backend": name,
+                "seconds": [round(one, 9) for one in seconds],
+                "step_s": asdict(Spread.of(seconds)),
+                "ratio_to": {"gloo": asdict(Spread.of(self.times_gloo(name)))},
+                "gradient_error": self.gradient_error[name],
+                "replicas_equal": self.replicas_equal[name],
+            }
+            for name, seconds in self.seconds.items()
+        ]
+
+
+def bench_ddp(
+    world_sizes: tuple[int, ...] = (2,),
+    models: tuple[str, ...] = tuple(WORKLOADS),
+    repeats: int = 30,
+    device: str = "auto",
+) -> Iterator[DdpResult]:
+    """Time steps of DDP (forward, backward, update), one result for each model and world size.
+
+    Args:
+        world_sizes: of the runs, each at least 2.
+        models: names out of ``WORKLOADS``; vgg16 has 134 million parameters and takes about
+            4 GB of memory a rank.
+        repeats: steps at most; slow models get fewer, at least 5.
+        device: ``auto``, ``cpu`` or ``cuda``; on ``cuda`` NCCL takes part where each rank has a
+            GPU.
+
+    Raises:
+        ValueError: an unknown model or an impossible world size, before anything runs.
+        WorkerError: a step failed.
+    """
+    for model in models:
+        if model not in WORKLOADS:
+            raise ValueError(f"unknown model {model!r}: choose some of {', '.join(WORKLOADS)}")
+    for world_size in world_sizes:
+        if world_size < 2:
+            raise ValueError(f"DDP is timed on 2 ranks or more, got world size {world_size}")
+        devices.check_world_size(world_size)
+    kind = devices.plan(1, device).devices[0].partition(":")[0]
+    for world_size in world_sizes:
+        for model in models:
+            options = {"world_size": world_size, "device": device, "timeout_s": _TIMEOUT_S}
+            by_rank = run(measure, model, repeats, **options).values
+            yield _result(by_rank, model, world_size, kind)
+
+
+def _result(by_rank: list[dict], model: str, world_size: int, kind: str) -> DdpResult:
+    mine = by_rank[0]
+    return DdpResult(
+        model,
+        mine["num_parameters"],
+        world_size,
+        kind,
+        WORKLOADS[model].batch_size,
+        slowest([rank["seconds"] for rank in by_rank]),
+        {name: max(rank["error"][name] for rank in by_rank) for name in mine["error"]},
+        {name: len({rank["digest"][name] for rank in by_rank}) == 1 for name in mine["digest"]},
+    )
+
+
+def measure(comm: Comm, model: str, repeats: int) -> dict:
+    """On each rank: seconds, gradients' error and digest of the parameters, by backend."""
+    workload = WORKLOADS[model]
+    torch.manual_seed(0)
+    base = without_dropout(workload.build()).to(comm.device)
+    groups = _groups(comm)
+    replicas = {
+        name: Replica(comm, copy.deepcopy(base), group, workload.batch_size)
+        for name, group in groups.items()
+    }
+    error = compare_gradients(replicas)
+    turns = {name: replica.timed_step for name, replica in replicas.items()}
+    found = {
+        "num_parameters": sum(parameter.numel() for parameter in base.parameters()),
+        "error": error,
+        "seconds": take_turns(comm, turns, repeats, _BUDGET_S),
+        "digest": {name: replica.digest() for name, replica in replicas.items()},
+    }
+    shut_down(groups)
+    return found
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Two backends would draw different random numbers, and their gradients differ."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _groups(comm: Comm) -> dict[str, dist.ProcessGroup]:
+    """PyTorch's process groups for these ranks, by the backend's name; gloo first."""
+    groups = {"gloo": dist.new_group(backend="gloo")}
+    if comm.device.type == "cpu":
+        groups["labkit"] = dist.new_group(backend="labkit")
+    elif dist.is_nccl_available() and comm.world_size <= torch.cuda.device_count():
+        groups["NCCL"] = dist.new_group(backend="nccl")
+    return groups
+
+
+class Replica:
+    """A model under DDP on one backend, with samples of its own: the same on every backend."""
+
+    def __init__(self, comm: Comm, model: nn.Module, group: dist.ProcessGroup, batch_size: int):
+        self.comm = comm
+        self.batch_size = batch_size
+        self.model = DistributedDataParallel(model, process_group=group)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
+        self.generator = torch.Generator().manual_seed(comm.rank)
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """The next samples [n, 3, 32, 32] and their classes [n]."""
+        images = torch.randn(self.batch_size, *SHAPE, generator=self.generator)
+        classes = torch.randint(NUM_CLASSES, (self.batch_size,), generator=self.generator)
+        return images.to(self.comm.device), classes.to(self.comm.device)
+
+    def step(self, images: Tensor, classes: Tensor) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(images), classes).backward()
+        self.optimizer.step()
+
+    def timed_step(self) -> float:
+        samples = self.draw()
+        return timed(self.comm, lambda: self.step(*samples))
+
+    def digest(self) -> str:
+        """Equal for parameters that are equal to the bit."""
+        seen = hashlib.blake2b()
+        for parameter in self.model.parameters():
+            seen.update(parameter.detach().cpu().contiguous().numpy())
+        return seen.hexdigest()
+
+
+def compare_gradients(replicas: dict[str, Replica]) -> dict[str, float]:
+    """By backend, the gradients' largest difference from gloo's, in a few steps from one start."""
+    reference = replicas["gloo"]
+    error = dict.fromkeys(replicas, 0.0)
+    for _ in range(_COMPARED_STEPS):
+        start = copy.deepcopy(reference.model.state_dict())
+        for name, replica in replicas.items():
+            replica.model.load_state_dict(start)
+            replica.step(*replica.draw())
+            error[name] = max(error[name], gradient_error(replica.model, reference.model))
+    return error
+
+
+def gradient_error(model: nn.Module, reference: nn.Module) -> float:
+    """Of all parameters, the largest |difference| relative to the largest |gradient|."""
+    largest = 0.0
+    for mine, theirs in zip(model.parameters(), reference.parameters()):
+        difference = (mine.grad - theirs.grad).abs().max().item()
+        if difference:
+            scale = max(theirs.grad.abs().max().item(), mine.grad.abs().max().item())
+            largest = max(largest, difference / scale)
+    return largest
+
+
+def record(found: list[DdpResult]) -> dict:
+    """What goes into the JSON file."""
+    return {"rows": [row for result in found for row in result.record()]}

@@ -1,0 +1,128 @@
+"""What this machine can do: messages (alpha, beta), additions (gamma), memory (the limit).
+
+Symbols: P ranks, S bytes of one rank's tensor.
+"""
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from labkit.bench.turns import Turn, take_turns, timed
+from labkit.comm import Comm
+from labkit.costs import Link, fit_link
+
+MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
+# Several in a row, as in a collective: the way out of the barrier is shared by all of them.
+MESSAGES_IN_A_ROW = 4
+_MESSAGE_REPEATS = 10
+_MEMORY_BYTES = 64 * 2**20
+_MEMORY_REPEATS = 9
+# Seconds for each size of message, and for the memory.
+_BUDGET_S = 1.5
+
+# By size in bytes, by transport (and "add"): the seconds of each repeat.
+MessageSeconds = dict[int, dict[str, list[float]]]
+
+
+def measure_messages(
+    comm: Comm,
+    transports: dict[str, Comm],
+    sizes_bytes: tuple[int, ...] = MESSAGE_BYTES,
+    repeats: int = _MESSAGE_REPEATS,
+) -> MessageSeconds:
+    """Time one step of a ring at several sizes: every rank sends right and receives from the left.
+
+    All ranks at once, so what they take from each other (cores, the memory's bandwidth) is in it,
+    and the fit holds for this P. Beside it, under ``add``, the sum of two tensors of that size.
+
+    Args:
+        comm: this rank's Comm, for barriers.
+        transports: by name, the Comm whose ``exchange`` is timed.
+        sizes_bytes: whole numbers of float32.
+        repeats: at most, and never more than a few: the fit takes their medians.
+    """
+    found = {}
+    for size in sizes_bytes:
+        outgoing = torch.ones(size // 4, device=comm.device)
+        incoming = torch.zeros_like(outgoing)
+        turns = {
+            name: _message_turn(comm, transport, outgoing, incoming)
+            for name, transport in transports.items()
+        }
+        turns["add"] = _in_a_row(comm, lambda a=incoming, b=outgoing: a.add_(b))
+        found[size] = take_turns(comm, turns, min(repeats, _MESSAGE_REPEATS), _BUDGET_S)
+    return found
+
+
+def _message_turn(
+    comm: Comm, transport: Comm, outgoing: torch.Tensor, incoming: torch.Tensor
+) -> Turn:
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    return _in_a_row(comm, lambda: transport.exchange(outgoing, right, incoming, left))
+
+
+def _in_a_row(comm: Comm, action) -> Turn:
+    def several() -> None:
+        for _ in range(MESSAGES_IN_A_ROW):
+            action()
+
+    return lambda: timed(comm, several) / MESSAGES_IN_A_ROW
+
+
+def fit_links(seconds: MessageSeconds) -> dict[str, Link]:
+    """By transport, the alpha and beta of its messages; gamma is the addition's own beta."""
+    *transports, _ = next(iter(seconds.values()))
+    gamma = _fit(seconds, "add").beta_s_per_byte
+    return {name: _fit(seconds, name, gamma) for name in transports}
+
+
+def _fit(seconds: MessageSeconds, name: str, gamma_s_per_byte: float = 0.0) -> Link:
+    points = [(size, one) for size, by_name in seconds.items() for one in by_name[name]]
+    return fit_link(*zip(*points), gamma_s_per_byte)
+
+
+def measure_memory(comm: Comm, repeats: int = _MEMORY_REPEATS) -> dict[str, list[float]]:
+    """Time a copy and an addition of 64 MiB on all ranks at once; see ``Memory``."""
+    source = torch.ones(_MEMORY_BYTES // 4, device=comm.device)
+    target = torch.ones_like(source)
+    turns = {
+        "copy": lambda: timed(comm, lambda: target.copy_(source)),
+        "add": lambda: timed(comm, lambda: target.add_(source)),
+    }
+    return take_turns(comm, turns, min(repeats, _MEMORY_REPEATS), _BUDGET_S)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What all P ranks together move to and from memory, and what follows for an all-reduce.
+
+    Attributes:
+        copy_bytes_per_s: a copy, 64 MiB read and 64 MiB written by each rank.
+        add_bytes_per_s: ``target += source``, twice 64 MiB read and 64 MiB written.
+
+    The limit: a ring in place has to read each rank's S bytes once, since they are ordinary
+    memory that no other rank sees, and to write the S bytes of the result once. Whatever passes
+    between ranks can stay in the cache. So 2 P S bytes go through memory, and at the faster of
+    the two speeds above that takes ``seconds(S)``. A tensor that stays in the cache as a whole
+    can beat it.
+    """
+
+    world_size: int
+    copy_bytes_per_s: float
+    add_bytes_per_s: float
+
+    @classmethod
+    def of(cls, seconds: dict[str, list[float]], world_size: int) -> "Memory":
+        """From the last rank's seconds of ``measure_memory``."""
+        moved = {"copy": 2, "add": 3}
+        speeds = {
+            name: times * world_size * _MEMORY_BYTES / statistics.median(seconds[name])
+            for name, times in moved.items()
+        }
+        return cls(world_size, speeds["copy"], speeds["add"])
+
+    def seconds(self, num_bytes: int) -> float:
+        """The least time of an all-reduce of tensors of S = ``num_bytes`` in memory."""
+        best = max(self.copy_bytes_per_s, self.add_bytes_per_s)
+        return 2 * self.world_size * num_bytes / best
