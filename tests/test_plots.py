@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import matplotlib as mpl
@@ -15,6 +16,7 @@ from PIL import Image
 
 from labkit import plots
 from labkit.plots.figure import styles_of
+from labkit.schedules import owned_chunk, ring_all_reduce
 from labkit.trace import Span, Trace
 
 SPANS = [
@@ -30,6 +32,7 @@ EPOCHS = [
     {"loss": 1.0, "test_accuracy": 0.75, "seconds": 2.0},
 ]
 RING = plots.ring_states(3)[1]
+CURVES = {"tree": {2**10: 1e-5, 2**20: 1e-2}, "ring": {2**10: 1e-4, 2**20: [1e-3, 2e-3]}}
 
 
 def legend_of(figure):
@@ -63,8 +66,11 @@ MAKE_FIGURE = {
     "phases_model": lambda: plots.phases({"compute": 1.0}, model=True),
     "ring_grid": lambda: plots.ring_grid(RING.contributions, messages=RING.messages),
     "ring_steps": lambda: plots.ring_steps(plots.ring_states(3), title="Ring"),
+    "ring_step": lambda: plots.ring_step(2, 3),
     "learning_curves": lambda: plots.learning_curves({"single": EPOCHS}),
     "bars": lambda: plots.bars({"ring": {"measured": 1, "model": 2}}, quantity="time", unit="s"),
+    "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
+    "bandwidth": lambda: plots.size_curves(CURVES, quantity="bandwidth", world_size=4),
 }
 
 
@@ -153,6 +159,19 @@ class TestCaptionedFigure:
         with mpl.rc_context({"axes.facecolor": "black", "font.size": 3, "hatch.color": "red"}):
             assert plots.timeline(TRACE).png() == plain
             assert mpl.rcParams["font.size"] == 3
+
+    def test_threads_draw_one_after_another(self):
+        before = dict(mpl.rcParams)
+        with ThreadPoolExecutor(4) as pool:
+            drawn = list(pool.map(lambda _: plots.ring_step(2, 3).png(), range(8)))
+        assert set(drawn) == {plots.ring_step(2, 3).png()}
+        assert dict(mpl.rcParams) == before
+
+    def test_drawing_leaves_the_figure_its_resolution(self):
+        figure = plots.phases(TRACE)
+        before = figure.figure.get_dpi()
+        figure.png()
+        assert figure.figure.get_dpi() == before
 
     def test_pyplot_is_not_touched(self):
         code = (
@@ -404,6 +423,92 @@ class TestRing:
             plots.ring_grid([[{0}], [{5}]])
         with pytest.raises(ValueError, match=r"chunks \[3\].*0 to 0"):
             plots.ring_grid([[{0}], [{1}]], messages=[(0, 1, 3)])
+
+
+class TestRingStep:
+    @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
+    def test_the_words_are_the_schedule(self, world_size):
+        schedule = [list(ring_all_reduce(rank, world_size)) for rank in range(world_size)]
+        last = 2 * (world_size - 1)
+        for step in range(1, last + 1):
+            words = plots.ring_words(step, world_size)
+            moves = [rank_steps[step - 1] for rank_steps in schedule]
+            assert words.startswith(f"Step {step} of {last}, {moves[0].phase}: rank 0 sends")
+            assert words.count("sends") == world_size
+            for rank, move in enumerate(moves):
+                assert f"rank {rank} sends chunk {move.send_chunk} to rank {move.dst}" in words
+
+    @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
+    def test_the_words_say_who_owns_what(self, world_size):
+        halfway = plots.ring_words(world_size - 1, world_size)
+        for rank in range(world_size):
+            owned = owned_chunk(rank, world_size)
+            assert re.search(rf"rank {rank} owns chunk {owned}[;.]", halfway)
+        for step in range(world_size - 1):
+            assert "owns" not in plots.ring_words(step, world_size)
+        end = plots.ring_words(2 * (world_size - 1), world_size)
+        assert end.endswith(f"Every rank now owns the complete sums of all {world_size} chunks.")
+
+    def test_the_words_of_a_step_are_as_in_the_textbook(self):
+        assert plots.ring_words(0, 3) == (
+            "Start: each of 3 ranks holds its own numbers, and none has moved."
+        )
+        assert plots.ring_words(1, 3) == (
+            "Step 1 of 4, share_reduce: rank 0 sends chunk 0 to rank 1, rank 1 sends chunk 1 to "
+            "rank 2 and rank 2 sends chunk 2 to rank 0. Each adds what comes in. What came in is "
+            "now a sum of 2 of 3 ranks; no chunk is complete."
+        )
+        assert plots.ring_words(3, 3).endswith(
+            "Each copies what comes in. Complete now: rank 0 owns chunks 0 and 1; rank 1 owns "
+            "chunks 1 and 2; rank 2 owns chunks 0 and 2."
+        )
+
+    def test_the_digits_of_a_number_are_the_ranks_in_it(self):
+        axes = plots.ring_step(2, 4).figure.axes[0]
+        texts = [text.get_text() for text in axes.texts if text.get_text()]
+        assert texts[:8] == ["1", "0", "2", "0", "3303", "0,2,3", "4004", "0,3"]
+        assert axes.get_title(loc="left") == "step 2 of 6: share_reduce"
+
+    def test_alt_holds_the_numbers_and_the_caption_the_words(self):
+        figure = plots.ring_step(2, 2, [[1, 2], [10, 20.5]])
+        assert "By chunk: rank 0 holds 11, 22.5; rank 1 holds 11, 22.5." in figure.alt
+        assert figure.alt.endswith("sum of all ranks: 4 of 4.")
+        assert figure.caption.startswith(plots.ring_words(2, 2))
+
+    @pytest.mark.parametrize("world_size", [2, 4, 6])
+    def test_all_steps_have_one_size_and_one_legend(self, world_size):
+        figures = [plots.ring_step(s, world_size) for s in range(2 * world_size - 1)]
+        places = {tuple(f.figure.axes[0].get_position().bounds) for f in figures}
+        assert len({tuple(f.figure.get_size_inches()) for f in figures} | places) == 2
+        assert len({tuple(legend_of(figure)) for figure in figures}) == 1
+        assert figures[0].figure.get_figwidth() <= 8.5
+
+    @pytest.mark.parametrize(("step", "world_size"), [(1, 2), (3, 4), (4, 6), (7, 6)])
+    def test_nothing_overlaps(self, step, world_size):
+        figure = plots.ring_step(step, world_size).figure
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        cells = [patch.get_window_extent() for patch in axes.patches[: world_size**2]]
+        arrows = [
+            text.arrow_patch.get_window_extent() for text in axes.texts if not text.get_text()
+        ]
+        assert len(arrows) == world_size
+        texts = [text.get_window_extent() for text in axes.texts if text.get_text()]
+        for text in texts:
+            assert any(c.x0 < text.x0 and text.x1 < c.x1 for c in cells)
+            assert not any(text.overlaps(arrow) for arrow in arrows)
+        (legend,) = figure.legends
+        below = axes.xaxis.label.get_window_extent().y0
+        assert legend.get_window_extent().y1 < below
+
+    def test_a_step_that_is_not_there_is_refused_with_the_range(self):
+        for step in (-1, 7, 1.5, "2"):
+            with pytest.raises(ValueError, match=r"4 ranks has no step .*0 .* to 6"):
+                plots.ring_step(step, 4)
+        with pytest.raises(ValueError, match="at least 2 ranks"):
+            plots.ring_step(0, 1)
+        with pytest.raises(ValueError, match="3 rows"):
+            plots.ring_step(0, 3, [[1]])
 
 
 class TestLearningCurves:

@@ -3,15 +3,25 @@
     timeline          what each rank did when
     phases            seconds by kind, stacked
     ring_steps        an all-reduce worked out on paper, state by state (ring_grid: one state)
+    ring_step         one step of it, in numbers and words (ring_words: the words)
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
+    size_curves       time or bus bandwidth over the tensor's size (crossings: where two cross)
 
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
 
 from labkit.plots.comparisons import bars, learning_curves
+from labkit.plots.curves import crossings, size_curves
 from labkit.plots.figure import STYLES, CaptionedFigure, Style
-from labkit.plots.ring import RingState, ring_grid, ring_states, ring_steps
+from labkit.plots.ring import (
+    RingState,
+    ring_grid,
+    ring_states,
+    ring_step,
+    ring_steps,
+    ring_words,
+)
 from labkit.plots.spans import phases, timeline
 
 __all__ = [
@@ -20,10 +30,14 @@ __all__ = [
     "RingState",
     "Style",
     "bars",
+    "crossings",
     "learning_curves",
     "phases",
     "ring_grid",
     "ring_states",
+    "ring_step",
     "ring_steps",
+    "ring_words",
+    "size_curves",
     "timeline",
 ]

@@ -13,14 +13,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from labkit.plots.figure import (
-    BLUE,
     DARK,
-    GREEN,
     GRID,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
+    SERIES,
     WIDTH_IN,
     CaptionedFigure,
     Style,
@@ -36,17 +31,6 @@ from labkit.units import (
     format_seconds,
     format_value,
     second_unit,
-)
-
-# Bar, marker and line of things that are compared with each other: runs, algorithms.
-_SERIES = (
-    (Style(BLUE), "o", "-"),
-    (Style(VERMILLION, ".."), "s", "--"),
-    (Style(GREEN, "\\\\"), "^", "-."),
-    (Style(PURPLE, "xx"), "D", ":"),
-    (Style(ORANGE, "--", DARK), "v", "-"),
-    (Style(SKY, "oo", DARK), "P", "--"),
-    (Style(DARK, "||"), "X", "-."),
 )
 
 Curve = dict[str, np.ndarray]
@@ -73,7 +57,7 @@ def learning_curves(runs: Mapping[str, Any], *, title: str | None = None) -> Cap
     grid = figure.subplots(2, 2, sharex="col", sharey="row")
     lines = [
         _draw_curve(grid, label, curve, *look)
-        for (label, curve), look in zip(curves.items(), itertools.cycle(_SERIES))
+        for (label, curve), look in zip(curves.items(), itertools.cycle(SERIES))
     ]
     _label_curves(grid, max(len(curve["epoch"]) for curve in curves.values()))
     add_title(figure, title or "Loss and held-out accuracy")
@@ -239,7 +223,7 @@ def _model_of(name: str) -> str | None:
 def _bar_looks(names: list[str]) -> dict[str, Patch]:
     """A model has the colour of what it predicts."""
     bases = {name: _model_of(name) or name for name in names}
-    styles = itertools.cycle(style for style, *_ in _SERIES)
+    styles = itertools.cycle(style for style, *_ in SERIES)
     style_of = dict(zip(dict.fromkeys(bases.values()), styles))
     return {
         name: swatch(name, style_of[base], model=_model_of(name) is not None)

@@ -10,12 +10,14 @@ the style that a notebook has set.
 """
 
 import base64
+import contextlib
 import functools
 import html
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.style
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -61,6 +64,16 @@ _SETTINGS = {
     "svg.hashsalt": "labkit",
 }
 _MODEL_HATCH = "////"
+# matplotlib's settings are the whole process's, and JupyterLab may answer a slider in a thread
+# other than the cells'.
+_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def _own_settings() -> Iterator[None]:
+    """The settings above, whatever the notebook has set."""
+    with _LOCK, matplotlib.style.context(["default", _SETTINGS]):
+        yield
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,17 @@ _SPARE = (
     Style(VERMILLION, "--"),
     Style(ORANGE, "..", DARK),
     Style(YELLOW, "xx", DARK),
+)
+
+# Bar, marker and line of things that are compared with each other: runs, algorithms.
+SERIES = (
+    (Style(BLUE), "o", "-"),
+    (Style(VERMILLION, ".."), "s", "--"),
+    (Style(GREEN, "\\\\"), "^", "-."),
+    (Style(PURPLE, "xx"), "D", ":"),
+    (Style(ORANGE, "--", DARK), "v", "-"),
+    (Style(SKY, "oo", DARK), "P", "--"),
+    (Style(DARK, "||"), "X", "-."),
 )
 
 
@@ -174,7 +198,7 @@ class CaptionedFigure:
     def png(self) -> bytes:
         """The picture alone; drawn at the first call."""
         if self._png is None:
-            self._png = _with_palette(self._render("png", dpi=_PICTURE_DPI))
+            self._png = _with_palette(self._pixels())
         return self._png
 
     def html(self) -> str:
@@ -197,7 +221,7 @@ class CaptionedFigure:
         if path.suffix == ".png":
             content = self.png()
         elif path.suffix == ".svg":
-            content = self._render("svg", metadata={"Date": None})
+            content = self._svg()
         else:
             raise ValueError(f"cannot save {path.name}: a figure is saved as .png or .svg")
         write_atomically(path, content)
@@ -206,32 +230,45 @@ class CaptionedFigure:
     def __repr__(self) -> str:
         return f"[figure] {self.alt}"
 
-    def _render(self, file_format: str, **options: Any) -> bytes:
+    def _svg(self) -> bytes:
         target = io.BytesIO()
-        with matplotlib.style.context(["default", _SETTINGS]):
-            self.figure.savefig(target, format=file_format, **options)
+        with _own_settings():
+            self.figure.savefig(target, format="svg", metadata={"Date": None})
         return target.getvalue()
 
+    def _pixels(self) -> np.ndarray:
+        """[height, width, 3]. ``savefig`` would draw twice, and a slider's hand waits for this."""
+        page_dpi = self.figure.get_dpi()
+        with _own_settings():
+            try:
+                self.figure.set_dpi(_PICTURE_DPI)
+                canvas = FigureCanvasAgg(self.figure)
+                canvas.draw()
+            finally:
+                self.figure.set_dpi(page_dpi)
+        return np.asarray(canvas.buffer_rgba())[..., :3]
 
-def _with_palette(png: bytes) -> bytes:
-    """The same picture in its 256 commonest colours: a third of the bytes, which notebooks keep.
+
+def _with_palette(picture: np.ndarray) -> bytes:
+    """[height, width, 3] as PNG in its 256 commonest colours: few bytes, which notebooks keep.
 
     Fills keep their exact colours, only the soft edges of letters and lines are rounded. (Pillow's
     own quantizers move every colour a little, white too.)
     """
     from PIL import Image
 
-    pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), dtype=np.int32)
+    pixels = picture.astype(np.int32)
     codes = pixels[..., 0] << 16 | pixels[..., 1] << 8 | pixels[..., 2]
     found, place, count = np.unique(codes, return_inverse=True, return_counts=True)
     colors = np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1)
     palette = colors[np.argsort(-count, kind="stable")[:256]]
     # |a - b|^2 = |a|^2 - 2ab + |b|^2, and |a|^2 is the same for all b.
     nearest = ((palette**2).sum(axis=1) - 2 * colors @ palette.T).argmin(axis=1)
-    picture = Image.fromarray(nearest[place].reshape(codes.shape).astype(np.uint8), "L")
-    picture.putpalette(palette.astype(np.uint8).tobytes())
+    image = Image.fromarray(nearest[place].reshape(codes.shape).astype(np.uint8), "L")
+    image.putpalette(palette.astype(np.uint8).tobytes())
     target = io.BytesIO()
-    picture.save(target, "png", optimize=True)
+    # The last tenth of the bytes would cost eight times the time.
+    image.save(target, "png", compress_level=6)
     return target.getvalue()
 
 
@@ -240,7 +277,7 @@ def drawn(function: Callable[..., CaptionedFigure]) -> Callable[..., CaptionedFi
 
     @functools.wraps(function)
     def with_settings(*args: Any, **kwargs: Any) -> CaptionedFigure:
-        with matplotlib.style.context(["default", _SETTINGS]):
+        with _own_settings():
             return function(*args, **kwargs)
 
     return with_settings

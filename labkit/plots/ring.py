@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -109,7 +109,7 @@ def ring_steps(states: Sequence[RingState], *, title: str | None = None) -> Capt
         raise ValueError("no states to draw: give at least one, for example plots.ring_states(3)")
     for state in states:
         _check_state(state)
-    columns, lines, figure = _sheet(states, title)
+    columns, lines, figure = _sheet(states, title, len(states))
     grids = figure.subplots(lines, columns, squeeze=False).flat
     for number, (axes, state) in enumerate(itertools.zip_longest(grids, states)):
         if state is None:
@@ -120,6 +120,92 @@ def ring_steps(states: Sequence[RingState], *, title: str | None = None) -> Capt
         add_title(figure, title)
     add_legend(figure, _legend_entries(states))
     return CaptionedFigure(figure, alt=_alt(states), caption=_caption(states))
+
+
+@drawn
+def ring_step(
+    step: int, world_size: int, values: Sequence[Sequence[float]] | None = None
+) -> CaptionedFigure:
+    """Draw one step of ring all-reduce: what has just moved, and who holds what after it.
+
+    All steps of one ring have the same size, so that they can be leafed through.
+
+    Args:
+        step: 0 (the start) to 2 (P - 1) (the end).
+        world_size: P, at least 2.
+        values: [P][P], the number that each rank brings for each chunk. By default rank r brings
+            (c + 1) x 10^r for chunk c: the digits of a sum then say whose numbers are in it.
+
+    Raises:
+        ValueError: fewer than 2 ranks, a step that this ring has not, values of another shape.
+    """
+    states = ring_states(world_size, _telling_values(world_size) if values is None else values)
+    words = ring_words(step, world_size)
+    title = states[step].title.replace(":", f" of {len(states) - 1}:")
+    state = replace(states[step], title=title)
+    *_, figure = _sheet(states, None, count=1)
+    # Finding out what fits where would take a third of the time, and each step a place of its own.
+    figure.set_layout_engine("none")
+    width_in, height_in = figure.get_size_inches()
+    axes = figure.add_axes(
+        (0.5 / width_in, 1.05 / height_in, 1 - 0.6 / width_in, 1 - 1.4 / height_in)
+    )
+    _draw_grid(axes, state, first_in_line=True)
+    add_legend(figure, _legend_entries(states))
+    caption = f"{words} Below each number stand the ranks summed in it."
+    return CaptionedFigure(figure, alt=_step_alt(state), caption=caption)
+
+
+def ring_words(step: int, world_size: int) -> str:
+    """Say one step of ring all-reduce in words: the messages, and who holds what after it.
+
+    Raises:
+        ValueError: as ``ring_step``.
+    """
+    states = ring_states(world_size)
+    if step not in range(len(states)):
+        raise ValueError(
+            f"a ring of {world_size} ranks has no step {step}: choose 0 (the start) to "
+            f"{len(states) - 1} (the end)"
+        )
+    if step == 0:
+        return f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
+    messages = _listed(
+        f"rank {src} sends chunk {chunk} to rank {dst}"
+        for src, dst, chunk in states[step].messages
+    )
+    phase = next(itertools.islice(ring_all_reduce(0, world_size), step - 1, None)).phase
+    verb = "adds" if phase == "share_reduce" else "copies"
+    return (
+        f"Step {step} of {len(states) - 1}, {phase}: {messages}. Each {verb} what comes in. "
+        f"{_outcome(states[step])}"
+    )
+
+
+def _telling_values(world_size: int) -> list[list[int]]:
+    ranks = range(world_size)
+    return [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
+
+
+def _outcome(state: RingState) -> str:
+    """Who holds what now, as a sentence."""
+    world_size = len(state.contributions)
+    if not state.complete:
+        _, dst, chunk = state.messages[0]
+        count = len(state.contributions[dst][chunk])
+        return f"What came in is now a sum of {count} of {world_size} ranks; no chunk is complete."
+    if state.complete == world_size**2:
+        return f"Every rank now owns the complete sums of all {world_size} chunks."
+    owners = []
+    for rank, row in enumerate(state.contributions):
+        owned = [str(chunk) for chunk, cell in enumerate(row) if len(cell) == world_size]
+        owners.append(f"rank {rank} owns chunk{'s' * (len(owned) > 1)} {_listed(owned)}")
+    return f"Complete now: {'; '.join(owners)}."
+
+
+def _listed(texts: Iterable[str]) -> str:
+    *head, last = texts
+    return f"{', '.join(head)} and {last}" if head else last
 
 
 def _check_state(state: RingState) -> None:
@@ -137,13 +223,13 @@ def _check_state(state: RingState) -> None:
         raise ValueError(f"chunks {outside} are not in a grid of chunks 0 to {sizes[0] - 1}")
 
 
-def _sheet(states: Sequence[RingState], title: str | None) -> tuple[int, int, Figure]:
-    """Columns and lines of grids such that all texts keep their size, and the sheet for them."""
+def _sheet(states: Sequence[RingState], title: str | None, count: int) -> tuple[int, int, Figure]:
+    """Columns and lines of ``count`` grids such that each state's texts fit, and their sheet."""
     cell_in = max(_cell_width_in(state) for state in states)
     title_in = max(0.1 * len(state.title) for state in states)
     width_in = max(cell_in * max(len(state.contributions[0]) for state in states), title_in) + 0.5
-    lines = math.ceil(len(states) / max(1, int(WIDTH_IN / width_in)))
-    columns = math.ceil(len(states) / lines)
+    lines = math.ceil(count / max(1, int(WIDTH_IN / width_in)))
+    columns = math.ceil(count / lines)
     row_in = 0.34 if all(state.values is None for state in states) else 0.48
     height_in = row_in * max(len(state.contributions) for state in states) + 0.8
     size = (max(columns * width_in, 4.6), lines * height_in + (0.9 if title else 0.6))
@@ -152,13 +238,16 @@ def _sheet(states: Sequence[RingState], title: str | None) -> tuple[int, int, Fi
 
 def _cell_width_in(state: RingState) -> float:
     """Room for the longest text of a cell and the arrow beside it."""
-    texts = [
-        text
+    cells = [
+        _cell_texts(state, rank, chunk)
         for rank, row in enumerate(state.contributions)
         for chunk in range(len(row))
-        for text in _cell_texts(state, rank, chunk)
     ]
-    return max(0.4, *(0.1 * len(text) - 0.05 * text.count(",") + 0.18 for text in texts))
+    plain_in = max(
+        0.1 * len(text) - 0.05 * text.count(",") + 0.18 for texts in cells for text in texts
+    )
+    bold_in = max(0.15 * len(texts[0]) if len(texts) > 1 else 0 for texts in cells)
+    return max(0.4, plain_in, bold_in)
 
 
 def _cell_texts(state: RingState, rank: int, chunk: int) -> list[str]:
@@ -252,6 +341,18 @@ def _alt(states: Sequence[RingState]) -> str:
     return (
         f"Grid of {ranks} ranks by {chunks} chunks in {count}. "
         f"Cells that hold the sum of all ranks, of {ranks * chunks}: {progress}."
+    )
+
+
+def _step_alt(state: RingState) -> str:
+    size = len(state.contributions)
+    rows = []
+    for rank in range(size):
+        numbers = (_cell_texts(state, rank, chunk)[0] for chunk in range(size))
+        rows.append(f"rank {rank} holds {', '.join(numbers)}")
+    return (
+        f"Ring all-reduce of {size} ranks, {state.title}. By chunk: {'; '.join(rows)}. "
+        f"Cells that hold the sum of all ranks: {state.complete} of {size**2}."
     )
 
 

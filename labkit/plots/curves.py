@@ -1,0 +1,416 @@
+"""Curves over sizes: what each algorithm takes at each size of tensor, beside its model."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from labkit.plots.figure import (
+    DARK,
+    GRID,
+    SERIES,
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    drawn,
+    shade,
+)
+from labkit.units import as_repeats, format_bytes, format_number, format_seconds
+
+# By name, by size in bytes: the repeats in seconds.
+Measured = Mapping[str, Mapping[int, float | Iterable[float]]]
+# By name, by size in bytes: seconds.
+Model = Mapping[str, Mapping[int, float]]
+Series = dict[str, dict[int, list[float]]]
+
+
+class _Scale(NamedTuple):
+    """What the vertical axis shows: seconds, or GB/s between ``world_size`` ranks."""
+
+    world_size: int | None
+
+    @property
+    def quantity(self) -> str:
+        return "bus bandwidth" if self.world_size else "time"
+
+    @property
+    def label(self) -> str:
+        return f"{self.quantity} ({'GB/s' if self.world_size else 'seconds'}, log scale)"
+
+    def value(self, num_bytes: float, seconds: float) -> float:
+        if self.world_size is None:
+            return seconds
+        return 2 * (self.world_size - 1) / self.world_size * num_bytes / seconds / 1e9
+
+    def text(self, value: float) -> str:
+        return f"{format_number(value)} GB/s" if self.world_size else format_seconds(value)
+
+    def tick(self, value: float) -> str:
+        return format_number(value) if self.world_size else format_seconds(value)
+
+
+class _Win(NamedTuple):
+    """The fastest at one size, and how many times as fast as the next one it is."""
+
+    num_bytes: int
+    name: str
+    ratio: float
+
+
+class _Crossover(NamedTuple):
+    """Where the fastest changes: the model's size in bytes, and the measured ones."""
+
+    model_bytes: float
+    measured_bytes: list[float]
+    pair: tuple[str, str] | None
+    in_view: bool
+
+
+@drawn
+def size_curves(
+    measured: Measured,
+    model: Model | None = None,
+    crossover: float | None = None,
+    *,
+    title: str | None = None,
+    between: tuple[str, str] | None = None,
+    quantity: str = "time",
+    world_size: int | None = None,
+    limit_bytes_per_s: float | None = None,
+) -> CaptionedFigure:
+    """Draw the time of an operation, or its bus bandwidth, over the size of its tensor.
+
+    Args:
+        measured: by name, by size in bytes: the seconds it took, or the list of its repeats (the
+            point is their median, the band runs from the smallest to the largest).
+        model: by name, by size in bytes: the seconds predicted; a name that was measured too
+            keeps its colour.
+        crossover: the size in bytes at which a model says that the fastest changes (infinite if
+            it never does). Beside it stands where that was measured.
+        title: above the figure.
+        between: the two names whose crossover was measured; by default the fastest at the
+            smallest size and the fastest at the largest.
+        quantity: ``time``, or ``bandwidth``: 2 (P - 1) / P x S / t in GB/s, which an all-reduce
+            of S bytes in t seconds needs of each link. It compares with hardware whatever P is.
+        world_size: P, for ``bandwidth``.
+        limit_bytes_per_s: what the hardware was measured to carry, for ``bandwidth``.
+
+    Raises:
+        ValueError: nothing to draw; a size or a time that is not above 0; a quantity that is
+            neither, or one without its world size.
+    """
+    scale = _scale_of(quantity, world_size, limit_bytes_per_s)
+    seconds = _checked(measured, "measured")
+    predicted = _checked(model or {}, "model")
+    if not seconds:
+        raise ValueError('no curves to draw: give at least one, {"ring": {1024: [1e-4, 2e-4]}}')
+    wins = _wins(seconds)
+    change = _change(seconds, crossover, between, wins)
+    figure = Figure(figsize=(WIDTH_IN, 4.6))
+    axes = figure.add_subplot()
+    lines = _draw_series(axes, _scaled(seconds, scale), _scaled(predicted, scale))
+    lines += _draw_limits(axes, change, limit_bytes_per_s)
+    _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())}, scale)
+    axes.set_title(title or f"{scale.quantity.capitalize()} by size")
+    add_legend(figure, lines)
+    takeaway = _takeaway(wins, seconds, scale)
+    sentences = [
+        takeaway,
+        *_change_sentences(change),
+        *_limit_sentences(seconds, scale, limit_bytes_per_s),
+        *_model_sentences(seconds, predicted),
+        _repeats_sentence(seconds),
+    ]
+    alt = _alt(seconds, predicted, scale, takeaway if wins else "")
+    return CaptionedFigure(figure, alt=alt, caption=" ".join(sentences))
+
+
+def crossings(
+    first: Mapping[int, float | Iterable[float]], second: Mapping[int, float | Iterable[float]]
+) -> list[float]:
+    """The sizes in bytes at which two measured curves cross.
+
+    Args:
+        first, second: by size in bytes, seconds or the list of their repeats.
+
+    Returns:
+        One size a crossing, from a straight line through the medians of neighbouring sizes on
+        logarithmic axes. Noise can cross two curves more than once; none means that one of them
+        is the faster at every size that both have.
+    """
+    one, two = _checked({"first": first, "second": second}, "measured").values()
+    apart = [
+        (math.log(size), math.log(statistics.median(one[size]) / statistics.median(two[size])))
+        for size in one
+        if size in two
+    ]
+    apart = [(x, gap) for x, gap in apart if gap]
+    return [
+        math.exp(x0 + (x1 - x0) * gap0 / (gap0 - gap1))
+        for (x0, gap0), (x1, gap1) in itertools.pairwise(apart)
+        if gap0 * gap1 < 0
+    ]
+
+
+def _scale_of(quantity: str, world_size: int | None, limit: float | None) -> _Scale:
+    if quantity not in ("time", "bandwidth"):
+        raise ValueError(f"quantity is 'time' or 'bandwidth', got {quantity!r}")
+    if quantity == "time":
+        if limit is not None:
+            raise ValueError("limit_bytes_per_s belongs to quantity='bandwidth'")
+        return _Scale(None)
+    if world_size is None or world_size < 2:
+        raise ValueError(
+            "bus bandwidth is 2 (P - 1) / P x S / t: give the world size P, at least 2, "
+            f"got world_size={world_size}"
+        )
+    if limit is not None and not limit > 0:
+        raise ValueError(f"a limit must be above 0 bytes per second, got {limit}")
+    return _Scale(world_size)
+
+
+def _checked(series: Measured | Model, what: str) -> Series:
+    """By name, by size in rising order: the repeats. Sizes may be texts, as JSON has them."""
+    found: Series = {}
+    for name, points in series.items():
+        by_size = {int(size): as_repeats(repeats) for size, repeats in points.items()}
+        if not by_size:
+            raise ValueError(f"{what} {name} has no sizes: leave it out, or measure one")
+        for size, repeats in by_size.items():
+            if size <= 0 or not all(0 < value < math.inf for value in repeats):
+                raise ValueError(
+                    f"{what} {name} has {repeats} s at {size} bytes: logarithmic axes show sizes "
+                    "and times above 0 only"
+                )
+        found[str(name)] = dict(sorted(by_size.items()))
+    return found
+
+
+def _scaled(series: Series, scale: _Scale) -> Series:
+    return {
+        name: {
+            size: [scale.value(size, seconds) for seconds in repeats]
+            for size, repeats in points.items()
+        }
+        for name, points in series.items()
+    }
+
+
+def _wins(seconds: Series) -> list[_Win]:
+    """The fastest at each size that more than one has, from the smallest size up."""
+    wins = []
+    for size in sorted({*itertools.chain(*seconds.values())}):
+        medians = sorted(
+            (statistics.median(points[size]), name)
+            for name, points in seconds.items()
+            if size in points
+        )
+        if len(medians) > 1:
+            (best, name), (second, _) = medians[:2]
+            wins.append(_Win(size, name, second / best))
+    return wins
+
+
+def _change(
+    seconds: Series,
+    crossover: float | None,
+    between: tuple[str, str] | None,
+    wins: list[_Win],
+) -> _Crossover | None:
+    if crossover is None:
+        return None
+    if between is None and wins and wins[0].name != wins[-1].name:
+        between = (wins[0].name, wins[-1].name)
+    if unknown := sorted({*(between or ())} - seconds.keys()):
+        raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
+    sizes = {*itertools.chain(*seconds.values())}
+    found = crossings(*(seconds[name] for name in between)) if between else []
+    in_view = min(sizes) <= crossover <= max(sizes)
+    return _Crossover(crossover, found, between, in_view)
+
+
+def _draw_series(axes, measured: Series, predicted: Series) -> list:
+    """What was measured has markers, what was predicted is dashed and says so."""
+    names = dict.fromkeys([*measured, *predicted])
+    looks = dict(zip(names, itertools.cycle(SERIES)))
+    lines = []
+    for name, points in measured.items():
+        style, marker, _ = looks[name]
+        middle = [statistics.median(repeats) for repeats in points.values()]
+        # A thin line, or nobody sees a model that fits.
+        look = {
+            "color": style.color,
+            "marker": marker,
+            "linewidth": 0.6 if name in predicted else 1.6,
+        }
+        lines += axes.plot(list(points), middle, label=name, **look)
+        low, high = ([end(repeats) for repeats in points.values()] for end in (min, max))
+        axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
+    for name, points in predicted.items():
+        look = {"color": shade(looks[name][0].color, 0.75), "linestyle": (0, (5, 3))}
+        look |= {"marker": "x" if len(points) == 1 else "", "linewidth": 1.6}
+        values = [statistics.median(repeats) for repeats in points.values()]
+        lines += axes.plot(list(points), values, label=_model_name(name), zorder=3, **look)
+    return lines
+
+
+def _model_name(name: str) -> str:
+    return name if name == "model" or name.endswith(" model") else f"{name} model"
+
+
+def _draw_limits(axes, change: _Crossover | None, limit_bytes_per_s: float | None) -> list:
+    lines = []
+    if change and change.in_view:
+        label = f"crossover, model: {format_bytes(change.model_bytes)}"
+        look = {"color": DARK, "linestyle": (0, (5, 3)), "linewidth": 1.2}
+        lines.append(axes.axvline(change.model_bytes, label=label, **look))
+    for number, size in enumerate(change.measured_bytes if change else ()):
+        line = axes.axvline(size, color=DARK, linewidth=1.2)
+        if number == 0:
+            line.set_label(f"crossover, measured: {_sizes(change.measured_bytes)}")
+            lines.append(line)
+    if limit_bytes_per_s is not None:
+        label = f"measured limit: {format_number(limit_bytes_per_s / 1e9)} GB/s"
+        look = {"color": DARK, "linestyle": ":", "linewidth": 1.8}
+        lines.append(axes.axhline(limit_bytes_per_s / 1e9, label=label, **look))
+    return lines
+
+
+def _sizes(sizes: Iterable[float]) -> str:
+    return ", ".join(format_bytes(size) for size in sizes)
+
+
+def _label_axes(axes, sizes: set[int], scale: _Scale) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    low, high = (math.log2(end) for end in (min(sizes), max(sizes)))
+    every = max(1, math.ceil((high - low) / 9))
+    powers = range(math.ceil(low), math.floor(high) + 1, every) or [round(low)]
+    axes.set_xticks([2**power for power in powers], [format_bytes(2**power) for power in powers])
+    axes.xaxis.set_minor_locator(NullLocator())
+    bottom, top = axes.get_ylim()
+    # Few decades leave few ticks: then 2 and 5 are named, too.
+    subs = (1.0,) if top / bottom > 1000 else (1.0, 2.0, 5.0)
+    axes.yaxis.set_major_locator(LogLocator(10, subs))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: scale.tick(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("size of the tensor (bytes, log scale)")
+    axes.set_ylabel(scale.label)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _takeaway(wins: list[_Win], seconds: Series, scale: _Scale) -> str:
+    """Who wins where, and by how much."""
+    if not wins:
+        return f"{'; '.join(_ends_of(name, row, scale) for name, row in seconds.items())}."
+    runs = [list(run) for _, run in itertools.groupby(wins, key=lambda win: win.name)]
+    if len(runs) > 3:
+        counts = {name: sum(win.name == name for win in wins) for name in seconds}
+        told = ", ".join(f"{name} at {count}" for name, count in counts.items() if count)
+        last = wins[-1]
+        return (
+            f"No clear order: of {len(wins)} sizes {told} is fastest. At "
+            f"{format_bytes(last.num_bytes)} it is {last.name}, {_times([last])}."
+        )
+    parts = [
+        f"{run[0].name} {_where(run, number, len(runs))}, {_times(run)}"
+        for number, run in enumerate(runs)
+    ]
+    return f"Fastest: {'; '.join(parts)}."
+
+
+def _where(run: list[_Win], number: int, count: int) -> str:
+    first, last = (format_bytes(win.num_bytes) for win in (run[0], run[-1]))
+    if len(run) == 1:
+        return f"at {first}"
+    if count == 1:
+        return f"at every size from {first} to {last}"
+    if number == 0:
+        return f"up to {last}"
+    return f"from {first} up" if number == count - 1 else f"from {first} to {last}"
+
+
+def _times(run: list[_Win]) -> str:
+    low, high = (format_number(end(win.ratio for win in run)) for end in (min, max))
+    return f"{low if low == high else f'{low} to {high}'} times as fast as the next"
+
+
+def _ends_of(name: str, points: dict[int, list[float]], scale: _Scale) -> str:
+    """The curve in words: its first, its middle and its last size."""
+    sizes = list(points)
+    chosen = dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
+    values = (
+        f"{scale.text(scale.value(size, statistics.median(points[size])))} at {format_bytes(size)}"
+        for size in chosen
+    )
+    return f"{name} {', '.join(values)}"
+
+
+def _change_sentences(change: _Crossover | None) -> list[str]:
+    if change is None:
+        return []
+    pair = f" of {' and '.join(change.pair)}" if change.pair else ""
+    said = f"The model has no crossover{pair}"
+    if 0 < change.model_bytes < math.inf:
+        where = "" if change.in_view else ", outside the sizes measured"
+        said = f"The model puts the crossover{pair} at {format_bytes(change.model_bytes)}{where}"
+    if not change.measured_bytes:
+        return [f"{said}; none was measured."]
+    return [f"{said}; it was measured at {_sizes(change.measured_bytes)}."]
+
+
+def _limit_sentences(seconds: Series, scale: _Scale, limit: float | None) -> list[str]:
+    if scale.world_size is None:
+        return []
+    told = [f"Bus bandwidth is 2 (P - 1) / P x S / t, with P = {scale.world_size}."]
+    if limit is not None:
+        best, size, name = max(
+            (scale.value(size, statistics.median(repeats)), size, name)
+            for name, points in seconds.items()
+            for size, repeats in points.items()
+        )
+        told.append(
+            f"The most is {scale.text(best)}, {name} at {format_bytes(size)}: "
+            f"{best * 1e9 / limit:.0%} of the measured limit (dotted)."
+        )
+    return told
+
+
+def _model_sentences(seconds: Series, predicted: Series) -> list[str]:
+    if not predicted:
+        return []
+    ratios = [
+        statistics.median(seconds[name][size]) / statistics.median(repeats)
+        for name, points in predicted.items()
+        for size, repeats in points.items()
+        if size in seconds.get(name, ())
+    ]
+    if not ratios:
+        return ["Dashed lines are models."]
+    low, high = format_number(min(ratios)), format_number(max(ratios))
+    times = low if low == high else f"{low} to {high}"
+    return [f"Measured times are {times} times the model's (dashed)."]
+
+
+def _repeats_sentence(seconds: Series) -> str:
+    counts = {len(repeats) for points in seconds.values() for repeats in points.values()}
+    if counts == {1}:
+        return "Each point is one measurement."
+    least, most = min(counts), max(counts)
+    times = f"{most}" if least == most else f"{least} to {most}"
+    return f"Points are medians of {times} repeats; bands span all of them."
+
+
+def _alt(seconds: Series, predicted: Series, scale: _Scale, takeaway: str) -> str:
+    sizes = sorted({*itertools.chain(*seconds.values())})
+    curves = [_ends_of(name, points, scale) for name, points in seconds.items()]
+    curves += [_ends_of(_model_name(name), points, scale) for name, points in predicted.items()]
+    return (
+        f"Curves of {scale.quantity} by size, {format_bytes(sizes[0])} to "
+        f"{format_bytes(sizes[-1])}, on logarithmic axes. {'; '.join(curves)}. {takeaway}"
+    ).rstrip()
