@@ -258,6 +258,11 @@ class Page:
         outputs = self.page.locator(".jp-Notebook .jp-Cell-outputWrapper", has_text=text)
         outputs.first.wait_for(timeout=timeout_s * 1000)
 
+    def images(self, cell: int) -> list[dict]:
+        """The images that a cell shows now: a dict with source and alt for each."""
+        found = self.page.locator(f"{NOTEBOOK} .jp-Notebook .jp-Cell").nth(cell).locator("img")
+        return found.evaluate_all("all => all.map(one => ({source: one.src, alt: one.alt}))")
+
     def save_screenshots(self) -> list[Path]:
         """The whole notebook as NAME.1.png, NAME.2.png ..., from the top down."""
         for old in SCREENSHOTS.glob(f"{self.path.stem}.*.png"):

@@ -21,12 +21,27 @@ widgets.VBox([slider, view])
 """
 
 
+STEPPER = "import labkit\nlabkit.widgets.ring_stepper(world_size=4)"
+
+
+def move_the_ring_stepper(page):
+    page.move_slider(0, "ArrowRight")
+    page.wait_for_text("Step 1 of 6, share_reduce: rank 0 sends chunk 0 to rank 1")
+
+
+# By notebook, what to do with its sliders once it has run.
+MOVES = {"06_ring_all_reduce.ipynb": move_the_ring_stepper}
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_from_top_to_end(lab, name):
     page = lab.open(name)
     page.run_all()
     page.save_screenshots()
     assert not page.problems()
+    if name in MOVES:
+        MOVES[name](page)
+        assert not page.problems()
     page.close()
 
 
@@ -37,6 +52,38 @@ def test_a_slider_reaches_the_kernel_and_comes_back(lab):
     page.move_slider(0, "ArrowRight", "ArrowRight")
     page.wait_for_text("moved to 3")
     assert not page.problems()
+    page.close()
+
+
+def test_the_ring_stepper_follows_the_keyboard(lab):
+    lab.add("stepper.ipynb", [new_code_cell(STEPPER)])
+    page = lab.open("stepper.ipynb")
+    page.run_all(timeout_s=60)
+    start = page.images(0)
+    page.move_slider(0, "ArrowRight", "ArrowRight")
+    page.wait_for_text("Step 2 of 6, share_reduce: rank 0 sends chunk 3 to rank 1")
+    assert "step 2 of 6" in page.images(0)[0]["alt"]
+    assert page.images(0)[0]["source"] != start[0]["source"]
+    page.move_slider(0, "End", "ArrowRight")  # there is no step after the last
+    page.wait_for_text("Step 6 of 6, share_only")
+    page.move_slider(1, "Home")
+    page.wait_for_text("Step 2 of 2, share_only")
+    page.move_slider(1, *["ArrowRight"] * 4)
+    page.wait_for_text("Step 2 of 10")  # until then the page knows of two steps only
+    page.move_slider(0, *["ArrowRight"] * 8)
+    page.wait_for_text("Every rank now owns the complete sums of all 6 chunks")
+    assert [image["alt"][:30] for image in page.images(0)] == ["Ring all-reduce of 6 ranks, st"]
+    page.save_screenshots()
+    assert not page.problems()
+    page.close()
+
+
+def test_a_slider_moved_while_a_cell_runs_ends_at_its_last_value(lab):
+    lab.add("busy.ipynb", [new_code_cell(STEPPER), new_code_cell("import time\ntime.sleep(3)")])
+    page = lab.open("busy.ipynb")
+    page.menu("Run", "Run All Cells")
+    page.move_slider(0, *["ArrowRight"] * 5)
+    page.wait_for_text("Step 5 of 6")
     page.close()
 
 
