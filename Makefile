@@ -26,7 +26,7 @@ help:
 	@echo "make test            set up and run every test: unit, notebooks, browser"
 	@echo "make test-unit       the quick part: no notebooks, no browser, no fresh processes"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
-	@echo "make bench           measure every technique on this machine"
+	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make html            the notebooks as web pages in build/html"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
 	@echo "make env             set up only (.venv, about 6 GB)"

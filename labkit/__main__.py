@@ -6,7 +6,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from labkit.config import DTYPES, RunConfig
+from labkit.config import BACKENDS, DTYPES, RunConfig
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,13 +26,25 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
     doctor.set_defaults(call=_doctor)
-    bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
-    bench.add_argument("name", nargs="*", metavar="NAME", help="launch; all of them if left out")
-    bench.add_argument("--json", metavar="FILE", help="record the figures with the hardware")
-    bench.set_defaults(call=_bench)
+    _add_bench(commands)
     lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     lab.set_defaults(call=_lab)
     return parser
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
+    add = bench.add_argument
+    names = "launch, all-reduce, ddp; all of them if left out"
+    add("name", nargs="*", metavar="NAME", help=names)
+    add("--world-size", metavar="N,N", help="the numbers of ranks, one run each (2,4)")
+    add("--sizes", metavar="SIZE,SIZE", help="all-reduce: of the tensor, 4KiB,1MiB for example")
+    add("--models", metavar="M,M", help="ddp: small_cnn, resnet18, vgg16")
+    add("--repeats", metavar="N", help="repeats at most; what takes long gets fewer")
+    add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
+    add("--json", metavar="FILE", help="record one bench's figures with the hardware")
+    add("--figure", metavar="FILE.png", help="all-reduce: draw the times, the model beside them")
+    bench.set_defaults(call=_bench)
 
 
 def _add_train(commands) -> None:
@@ -43,6 +55,8 @@ def _add_train(commands) -> None:
         "--strategy", required=True, metavar="S", help="the technique, ring_all_reduce for example"
     )
     add("--builtin", action="store_true", help="run PyTorch's counterpart of the technique")
+    add("--backend", default=defaults.backend, metavar="|".join(BACKENDS), help="below --builtin")
+    add("--transport", default=defaults.transport, metavar="auto|shared|gloo")
     add("--world-size", type=int, metavar="N", help="number of ranks (default 1, or torchrun's)")
     add("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="global batch")
     add("--epochs", type=int, default=defaults.epochs, metavar="E")
@@ -124,11 +138,24 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from labkit import bench
+    from labkit.errors import WorkerError
 
-    for name in arguments.name:
-        if name not in bench.BENCHES:
-            _refuse(f"unknown bench {name!r}: choose one of {', '.join(bench.BENCHES)}")
-    return bench.main(arguments.name, arguments.json)
+    options = {
+        name: getattr(arguments, name)
+        for name in ("world_size", "sizes", "models", "repeats", "device")
+    }
+    try:
+        for path in filter(None, (arguments.json, arguments.figure)):
+            _check_writable(Path(path))
+        return bench.main(arguments.name, arguments.json, arguments.figure, **options)
+    except WorkerError as error:
+        print(f"labkit: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("labkit: stopped; all ranks have ended", file=sys.stderr)
+        return 130
 
 
 def _lab(arguments: argparse.Namespace) -> int:

@@ -22,12 +22,12 @@ REQUIREMENTS = (ROOT / "requirements.txt").read_text()
 FLOORS = [
     {"config", "costs", "display", "errors", "files", "predict", "schedules", "sources", "trace"}
     | {"units"},
-    {"board", "comm", "devices", "models", "workload"},
-    {"collectives", "engine", "launch", "live", "supervisor", "worker"},
+    {"board", "comm", "cuda_ipc", "devices", "models", "shared_memory", "workload"},
+    {"backend", "collectives", "engine", "launch", "live", "supervisor", "tasks", "worker"},
     {"strategies", "train"},
     {"checks", "experiment", "plots"},
     {"widgets"},
-    {"__init__", "__main__", "bench", "doctor", "lab"},
+    {"__init__", "__main__", "bench", "doctor", "lab", "registration"},
 ]
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 # On the same floor and yet apart: the loop serves every technique and knows none.
