@@ -14,6 +14,7 @@ function on ``Comm``; sends and receives have a thread an edge, since they may w
 
 import atexit
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -117,6 +118,7 @@ class LabkitGroup(dist.ProcessGroup):
             part: _comm(part, store, rank, size, timeout) for part in ("collectives", "pairs")
         }
         self._lines: dict[tuple[str, int], Line] = {}
+        self._starting = threading.Lock()
         _groups.add(self)
 
     def getBackendName(self) -> str:
@@ -139,52 +141,62 @@ class LabkitGroup(dist.ProcessGroup):
             raise RuntimeError(f'the "labkit" backend is for CPU tensors, not for {device}')
         return self
 
-    def _together(self, operation: Callable[[Comm], object], result: list[Tensor]) -> Task:
-        """Queue a collective."""
-        return self._line("collectives").add(operation, result)
+    def _together(self, operation: Callable[[Comm], object], result: list[Tensor], opts) -> Task:
+        """Queue a collective, or carry it out at once when PyTorch is going to wait for it."""
+        is_waited_for = not getattr(opts, "asyncOp", True)
+        return self._line("collectives").add(operation, result, is_waited_for)
 
     def _line(self, part: str, *way) -> Line:
         if not self._comms:
             raise ValueError("this process group was destroyed: make another with new_group")
-        if (part, *way) not in self._lines:
-            name = "-".join(map(str, ("labkit", part, *way)))
-            self._lines[part, *way] = Line(name, self._comms[part])
-        return self._lines[part, *way]
+        with self._starting:
+            if (part, *way) not in self._lines:
+                name = "-".join(map(str, ("labkit", part, *way)))
+                self._lines[part, *way] = Line(name, self._comms[part])
+            return self._lines[part, *way]
 
     def allreduce(self, tensors, opts=None):
         (tensor,), op = tensors, _op(opts)
-        return self._together(lambda comm: all_reduce(comm, tensor, op), [tensor])
+        return self._together(lambda comm: all_reduce(comm, tensor, op), [tensor], opts)
 
     def allreduce_coalesced(self, tensors, opts):
         op = _op(opts)
         each = [lambda comm, tensor=tensor: all_reduce(comm, tensor, op) for tensor in tensors]
-        return self._together(lambda comm: [reduce_one(comm) for reduce_one in each], tensors)
+        return self._together(
+            lambda comm: [reduce_one(comm) for reduce_one in each], tensors, opts
+        )
 
     def broadcast(self, tensors, opts):
         (tensor,), root = tensors, opts.rootRank
-        return self._together(lambda comm: collectives.broadcast(comm, tensor, root), [tensor])
+        return self._together(
+            lambda comm: collectives.broadcast(comm, tensor, root), [tensor], opts
+        )
 
     def reduce(self, tensors, opts):
         (tensor,), root, op = tensors, opts.rootRank, _op(opts)
-        return self._together(lambda comm: collectives.reduce(comm, tensor, root, op), [tensor])
+        return self._together(
+            lambda comm: collectives.reduce(comm, tensor, root, op), [tensor], opts
+        )
 
     def allgather(self, output_tensors, input_tensors, opts=None):
         (outputs,), (tensor,) = output_tensors, input_tensors
         _check_outputs(outputs, tensor, self.size())
         return self._together(
-            lambda comm: _copy_all(outputs, collectives.all_gather(comm, tensor)), outputs
+            lambda comm: _copy_all(outputs, collectives.all_gather(comm, tensor)), outputs, opts
         )
 
     def all_gather_single(self, output, tensor, opts=None):
         outputs = _parts(output, self.size(), tensor)
         return self._together(
-            lambda comm: _copy_all(outputs, collectives.all_gather(comm, tensor)), [output]
+            lambda comm: _copy_all(outputs, collectives.all_gather(comm, tensor)), [output], opts
         )
 
     def all_gather_single_coalesced(self, outputs, tensors, opts=None):
         pairs = [(_parts(o, self.size(), t), t) for o, t in zip(outputs, tensors)]
         return self._together(
-            lambda comm: [_copy_all(o, collectives.all_gather(comm, t)) for o, t in pairs], outputs
+            lambda comm: [_copy_all(o, collectives.all_gather(comm, t)) for o, t in pairs],
+            outputs,
+            opts,
         )
 
     def gather(self, output_tensors, input_tensors, opts):
@@ -193,26 +205,28 @@ class LabkitGroup(dist.ProcessGroup):
             (outputs,) = output_tensors
             _check_outputs(outputs, tensor, self.size())
         return self._together(
-            lambda comm: _copy_all(outputs, collectives.gather(comm, tensor, root) or []), outputs
+            lambda comm: _copy_all(outputs, collectives.gather(comm, tensor, root) or []),
+            outputs,
+            opts,
         )
 
     def scatter(self, output_tensors, input_tensors, opts):
         (tensor,), root = output_tensors, opts.rootRank
         inputs = input_tensors[0] if self.rank() == root else None
         return self._together(
-            lambda comm: collectives.scatter(comm, inputs, tensor, root), [tensor]
+            lambda comm: collectives.scatter(comm, inputs, tensor, root), [tensor], opts
         )
 
     def reduce_scatter(self, output_tensors, input_tensors, opts):
         (output,), (inputs,), op = output_tensors, input_tensors, _op(opts)
         return self._together(
-            lambda comm: output.copy_(collectives.reduce_scatter(comm, inputs, op)), [output]
+            lambda comm: output.copy_(collectives.reduce_scatter(comm, inputs, op)), [output], opts
         )
 
     def reduce_scatter_single(self, output, tensor, opts):
         inputs, op = _parts(tensor, self.size(), output), _op(opts)
         return self._together(
-            lambda comm: output.copy_(collectives.reduce_scatter(comm, inputs, op)), [output]
+            lambda comm: output.copy_(collectives.reduce_scatter(comm, inputs, op)), [output], opts
         )
 
     def reduce_scatter_single_coalesced(self, outputs, tensors, opts):
@@ -221,21 +235,25 @@ class LabkitGroup(dist.ProcessGroup):
         return self._together(
             lambda comm: [o.copy_(collectives.reduce_scatter(comm, t, op)) for o, t in pairs],
             outputs,
+            opts,
         )
 
     def alltoall(self, output_tensors, input_tensors, opts=None):
         return self._together(
             lambda comm: collectives.all_to_all(comm, input_tensors, output_tensors),
             output_tensors,
+            opts,
         )
 
     def all_to_all_single(self, output, tensor, output_splits, input_splits, opts=None):
         outputs = _split(output, self.size(), output_splits)
         inputs = _split(tensor, self.size(), input_splits)
-        return self._together(lambda comm: collectives.all_to_all(comm, inputs, outputs), [output])
+        return self._together(
+            lambda comm: collectives.all_to_all(comm, inputs, outputs), [output], opts
+        )
 
     def barrier(self, opts=None):
-        return self._together(lambda comm: comm.barrier(), [])
+        return self._together(lambda comm: comm.barrier(), [], opts)
 
     def send(self, tensors, dst, tag):
         (tensor,) = tensors

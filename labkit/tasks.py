@@ -1,4 +1,4 @@
-"""Operations under way: PyTorch's receipt for one, and the thread that carries them out in order.
+"""Operations under way: PyTorch's receipt for one, and the line in which they are carried out.
 
 ``torch.distributed`` gives a ``Work`` for every call. A backend in Python has to make its own, and
 PyTorch's C++ side has views on how one may fail.
@@ -31,23 +31,27 @@ class Task(dist.Work):
         self._operation: Callable[[], object] | None = operation
         self._result = result
         self._location = caller_location()
-        self._error: Exception | None = None
-        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self.over = threading.Event()
         self._done: Future[None] = Future()
         # DDP's C++ side ignores Future.set_exception, but not a callback that raises.
         self._future = self._done.then(self._deliver)
 
-    def carry_out(self, on_error: Callable[[Exception], None]) -> None:
+    def carry_out(self, on_error: Callable[[BaseException], None]) -> None:
         work_for(self._location)
         try:
             self._operation()
-        except Exception as error:
+        except BaseException as error:
             self._error = error
             on_error(error)
-        # What it works on may be large, and a receipt may be kept.
-        self._operation = None
-        self._over.set()
-        self._done.set_result(None)
+            # Ctrl-C, when it hits whoever waits for the operation, ends more than the operation.
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            # What it works on may be large, and a receipt may be kept.
+            self._operation = None
+            self.over.set()
+            self._done.set_result(None)
 
     def _deliver(self, _done: Future[None]) -> list[Tensor]:
         if self._error is not None:
@@ -56,7 +60,7 @@ class Task(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else 0
-        if not self._over.wait(seconds or None):
+        if not self.over.wait(seconds or None):
             raise TimeoutError(f"the operation was still going after {seconds:g} s")
         if self._error is not None:
             raise self._error
@@ -66,12 +70,12 @@ class Task(dist.Work):
         return self._future
 
     def is_completed(self) -> bool:
-        return self._over.is_set()
+        return self.over.is_set()
 
     def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
+        return self.over.is_set() and self._error is None
 
-    def exception(self) -> Exception | None:
+    def exception(self) -> BaseException | None:
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -79,27 +83,55 @@ class Task(dist.Work):
 
 
 class Line(threading.Thread):
-    """A thread that carries out operations on one ``Comm``, one after the other."""
+    """Operations on one ``Comm``, one after the other, in a thread of their own.
+
+    Whoever waits for what they ask carries it out themselves when nothing else is under way: to
+    hand it over and be woken up again takes longer than a small message does.
+    """
 
     def __init__(self, name: str, comm: Comm):
         super().__init__(name=name, daemon=True)
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._comm = comm
+        self._adding, self._working = threading.Lock(), threading.Lock()
+        self._latest_over = threading.Event()
+        self._latest_over.set()
         self.start()
 
-    def add(self, operation: Callable[[Comm], object], result: list[Tensor]) -> Task:
+    def add(
+        self,
+        operation: Callable[[Comm], object],
+        result: list[Tensor],
+        is_waited_for: bool = False,
+    ) -> Task:
+        """Queue an operation; with ``is_waited_for`` it may be over on return."""
         task = Task(lambda: operation(self._comm), result)
-        self._tasks.put(task)
+        with self._adding:
+            # In a thread, what came before may have left the queue and not have begun yet.
+            is_first, self._latest_over = self._latest_over.is_set(), task.over
+            is_mine = is_waited_for and is_first and self._working.acquire(blocking=False)
+            if not is_mine:
+                self._tasks.put(task)
+        if is_mine:
+            try:
+                with torch.no_grad():
+                    self._carry_out(task)
+            finally:
+                self._working.release()
         return task
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
         while task := self._tasks.get():
-            posted = self._comm.posted
-            task.carry_out(lambda error, posted=posted: self._tell(error, posted))
+            with self._working:
+                self._carry_out(task)
             del task
 
-    def _tell(self, error: Exception, posted: int) -> None:
+    def _carry_out(self, task: Task) -> None:
+        posted = self._comm.posted
+        task.carry_out(lambda error: self._tell(error, posted))
+
+    def _tell(self, error: BaseException, posted: int) -> None:
         """Let the other ranks fail at once, unless this one was refused before it began."""
         if self._comm.posted != posted:
             self._comm.give_up(f"{type(error).__name__}: {error}")

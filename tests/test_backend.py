@@ -398,6 +398,67 @@ def test_a_tensor_is_let_go_after_its_operation():
     assert run(receipts, world_size=2).values == [True, True]
 
 
+def in_whose_thread(comm):
+    """Three calls at rest, then three, the first of which takes a while: threads and sums."""
+    threads = []
+
+    def slow_at_first(comm, tensor):
+        threads.append(threading.current_thread().name)
+        if len(threads) == 4:
+            time.sleep(0.2)
+        assert not torch.is_grad_enabled()
+        return ring_all_reduce(comm, tensor)
+
+    group = dist.new_group(backend="labkit")
+    labkit.backend.use(slow_at_first)
+    tensors = [torch.full((3,), float(number)) for number in range(6)]
+    for tensor in tensors[:2]:
+        dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensors[2], group=group, async_op=True).wait()
+    under_way = [dist.all_reduce(t, group=group, async_op=True) for t in tensors[3:5]]
+    dist.all_reduce(tensors[5], group=group)
+    assert all(work.is_completed() for work in under_way)
+    labkit.backend.use(None)
+    return threads, [tensor[0].item() for tensor in tensors]
+
+
+def test_who_waits_for_a_call_carries_it_out_unless_others_are_under_way():
+    for threads, sums in run(in_whose_thread, world_size=2).values:
+        assert threads == ["MainThread"] * 2 + ["labkit-collectives"] * 4
+        assert sums == [0, 2, 4, 6, 8, 10]
+
+
+def asks_from_two_threads(comm):
+    """Calls that the threads of one rank make at once neither overlap nor get lost."""
+    group = dist.new_group(backend="labkit")
+    inside, most = [], []
+
+    def count(comm, tensor):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.pop()
+        # No messages: the threads of two ranks may come in different orders.
+        return tensor
+
+    labkit.backend.use(count)
+    calls = [
+        partial(dist.all_reduce, torch.ones(1), group=group, async_op=n == 2) for n in range(3)
+    ]
+    threads = [threading.Thread(target=lambda c=call: [c() for _ in range(20)]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.barrier(group=group)
+    labkit.backend.use(None)
+    return len(most), max(most)
+
+
+def test_calls_of_several_threads_take_turns():
+    assert run(asks_from_two_threads, world_size=2).values == [(60, 1)] * 2
+
+
 def over_gloo(comm):
     """As on several machines, where the ranks cannot map one memory."""
     import labkit.backend as backend
@@ -754,6 +815,30 @@ def test_a_rank_that_catches_its_error_does_not_leave_the_others_waiting(tmp_pat
     outcomes = plain(tmp_path, goes_on_after_an_error_of_another, world_size=3, patience_s=15.0)
     assert [code for code, _ in outcomes] == [0, 0, 0]
     assert all(outcome for _, outcome in outcomes)
+
+
+def is_interrupted(rank):
+    """Ctrl-C hits rank 1 inside a call."""
+    labkit.backend.use(interrupted_on_rank_1)
+    try:
+        dist.all_reduce(torch.ones(3))
+    except KeyboardInterrupt:
+        time.sleep(1)
+        return "interrupted"
+
+
+def interrupted_on_rank_1(comm, tensor):
+    if comm.rank == 1:
+        raise KeyboardInterrupt
+    return ring_all_reduce(comm, tensor)
+
+
+def test_an_interrupt_inside_a_call_ends_the_others_calls(tmp_path):
+    outcomes = plain(tmp_path, is_interrupted, world_size=3, patience_s=15.0)
+    assert outcomes[1] == (0, "interrupted")
+    for code, outcome in (outcomes[0], outcomes[2]):
+        assert code == 0
+        assert "rank 1 gave up (KeyboardInterrupt" in outcome
 
 
 def forks(rank):
