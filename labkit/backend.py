@@ -112,7 +112,11 @@ class LabkitGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        super().__init__(store, rank, size)
+        try:
+            super().__init__(store, rank, size)
+        except TypeError:
+            # torch 2.11 lets no subclass have a store.
+            super().__init__(rank, size)
         self._group_name = ""
         self._comms = {
             part: _comm(part, store, rank, size, timeout) for part in ("collectives", "pairs")

@@ -121,8 +121,14 @@ def gather_scatter_reduce(group, rank, size):
 
 
 def all_to_all(group, rank, size):
-    targets = [torch.zeros(3) for _ in range(size)]
-    dist.all_to_all(targets, [mine(rank, 3) + 100 * r for r in range(size)], group=group)
+    sources = [mine(rank, 3) + 100 * r for r in range(size)]
+    if dist.get_backend(group) == "gloo":
+        # gloo of torch 2.11 takes no lists.
+        dist.all_to_all_single(received := torch.zeros(3 * size), torch.cat(sources), group=group)
+        targets = list(received.split(3))
+    else:
+        targets = [torch.zeros(3) for _ in range(size)]
+        dist.all_to_all(targets, sources, group=group)
     even, nothing = torch.zeros(2 * size), torch.zeros(0)
     dist.all_to_all_single(even, mine(rank, 2 * size), group=group)
     dist.all_to_all_single(nothing, torch.zeros(0), group=group)
