@@ -113,7 +113,7 @@ def test_real_spans_are_real_times_on_one_clock():
         import torch
 
         with comm.span("compute"):
-            time.sleep(0.05 * (1 + comm.rank))
+            time.sleep(0.05 + 0.5 * comm.rank)
         if comm.rank == 0:
             comm.recv(torch.empty(1), 1)
         else:
@@ -122,10 +122,10 @@ def test_real_spans_are_real_times_on_one_clock():
     trace = run(works, world_size=2).trace
     for rank in (0, 1):
         (compute,) = trace.of(rank, "compute")
-        assert 0.05 * (1 + rank) <= compute.duration_s < 2
+        assert 0.05 + 0.5 * rank <= compute.duration_s < 5
         spans = sorted(trace.of(rank), key=lambda span: span.start_s)
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
     # Rank 0 is done first, and its waiting ends when rank 1's computing does.
     waited = trace.of(0, "wait")[0]
-    assert abs(waited.end_s - trace.of(1, "compute")[0].end_s) < 0.02
+    assert 0 <= waited.end_s - trace.of(1, "compute")[0].end_s < 0.25
     assert not trace.of(1, "wait")
