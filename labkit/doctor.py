@@ -302,7 +302,8 @@ def check_ranks(name: str) -> Finding:
         return Finding(name, "stop", _one_line(error), _RANKS_ADVICE)
     took, placement = format_seconds(time.perf_counter() - started_s), plan(2)
     devices = " and ".join(dict.fromkeys(placement.devices))
-    return Finding(name, "ok", f"2 ranks on {devices}, over {placement.backend}, in {took}")
+    way = "shared memory" if placement.transport == "shared" else placement.backend
+    return Finding(name, "ok", f"2 ranks on {devices}, over {way}, in {took}")
 
 
 def swap_numbers(comm) -> float:

@@ -31,6 +31,7 @@ def gpus(monkeypatch):
     def pretend(count: int, lacking: tuple = ()) -> None:
         gpu = SimpleNamespace(name="Some GPU", total_memory=80 * GIB)
         monkeypatch.setattr(doctor, "num_gpus", lambda: count)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
         monkeypatch.setattr(
             torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in lacking
@@ -337,11 +338,23 @@ def test_notebooks_are_counted_or_a_note_says_where_to_run(tmp_path, monkeypatch
     )
 
 
-def test_ranks_that_swap_their_numbers_can_talk(ranks, capsys):
+ON_CPU = "shared memory" if sys.platform.startswith("linux") else "gloo"
+
+
+@pytest.mark.parametrize(
+    ("here", "way"),
+    [
+        (0, f"cpu, over {ON_CPU}"),
+        (1, "cuda:0, over gloo"),
+        (2, "cuda:0 and cuda:1, over nccl"),
+    ],
+)
+def test_ranks_that_swap_their_numbers_can_talk(ranks, gpus, capsys, here, way):
+    gpus(here)
     ranks(values=[1.0, 0.0])
     found = finding_of("ranks talk")
     assert found.status == "ok"
-    assert found.found.startswith("2 ranks on ")
+    assert found.found.startswith(f"2 ranks on {way}, in ")
     assert capsys.readouterr().out == ""
 
 
