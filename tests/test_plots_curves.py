@@ -147,6 +147,13 @@ class TestCrossover:
         assert "The model has no crossover of tree and ring; it was measured" in figure.caption
         assert figure.png()
 
+    def test_two_curves_may_cross_twice(self):
+        """Noise lets the ring win at both ends: the crossings are there all the same."""
+        noisy = TREE | {min(TREE): RING[min(RING)] * 2}
+        figure = plots.size_curves({"tree": noisy, "ring": RING}, crossover=KIB)
+        assert len(plots.crossings(noisy, RING)) == 2
+        assert "of tree and ring at 1 KiB; it was measured at" in figure.caption
+
     def test_between_names_the_pair(self):
         three = BOTH | {"fast": {size: value / 9 for size, value in TREE.items()}}
         assert "none was measured" in plots.size_curves(three, crossover=KIB).caption

@@ -92,8 +92,8 @@ def size_curves(
         crossover: the size in bytes at which a model says that the fastest changes (infinite if
             it never does). Beside it stands where that was measured.
         title: above the figure.
-        between: the two names whose crossover was measured; by default the fastest at the
-            smallest size and the fastest at the largest.
+        between: the two names whose crossover was measured; by default, of two curves these two,
+            of more the fastest at the smallest size and the fastest at the largest.
         quantity: ``time``, or ``bandwidth``: 2 (P - 1) / P x S / t in GB/s, which an all-reduce
             of S bytes in t seconds needs of each link. It compares with hardware whatever P is.
         world_size: P, for ``bandwidth``.
@@ -215,6 +215,16 @@ def _wins(seconds: Series) -> list[_Win]:
     return wins
 
 
+def _ends(seconds: Series, wins: list[_Win]) -> tuple[str, str] | None:
+    """The two names whose crossover is meant when nobody says; None where there is none."""
+    if len(seconds) == 2:
+        first, second = seconds
+        return first, second
+    if wins and wins[0].name != wins[-1].name:
+        return wins[0].name, wins[-1].name
+    return None
+
+
 def _change(
     seconds: Series,
     crossover: float | None,
@@ -223,8 +233,8 @@ def _change(
 ) -> _Crossover | None:
     if crossover is None:
         return None
-    if between is None and wins and wins[0].name != wins[-1].name:
-        between = (wins[0].name, wins[-1].name)
+    if between is None:
+        between = _ends(seconds, wins)
     if unknown := sorted({*(between or ())} - seconds.keys()):
         raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
     sizes = {*itertools.chain(*seconds.values())}
