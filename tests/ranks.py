@@ -6,6 +6,7 @@ import multiprocessing.forkserver as forkserver
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -66,6 +67,26 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def write_program_that_never_ends(folder: Path) -> Path:
+    """``SCRIPT FOLDER`` runs two ranks that meet forever, each known by a file PID.pid."""
+    script = folder / "kernel.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys
+        from labkit import run
+
+        def works(comm):
+            open(f"{sys.argv[1]}/{os.getpid()}.pid", "w").close()
+            while True:
+                comm.barrier()
+
+        if __name__ == "__main__":
+            run(works, world_size=2)
+        """)
+    )
+    return script
 
 
 def open_descriptors(of: str = "") -> int:

@@ -23,6 +23,7 @@ from ranks import (
     running_ranks,
     travel_by_value,
     wait_until,
+    write_program_that_never_ends,
 )
 
 import labkit
@@ -589,21 +590,7 @@ class TestRow17StopButton:
 @pytest.mark.fresh
 class TestRow18KernelKilled:
     def test_no_rank_outlives_its_parent(self, tmp_path):
-        script = tmp_path / "kernel.py"
-        script.write_text(
-            textwrap.dedent("""
-            import os, sys, time
-            from labkit import run
-
-            def works(comm):
-                open(f"{sys.argv[1]}/{os.getpid()}.pid", "w").close()
-                while True:
-                    comm.barrier()
-
-            if __name__ == "__main__":
-                run(works, world_size=2)
-            """)
-        )
+        script = write_program_that_never_ends(tmp_path)
         kernel = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
         try:
             assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 60)

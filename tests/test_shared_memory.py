@@ -19,7 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import leftovers, open_descriptors, running_ranks, travel_by_value, wait_until
+from ranks import (
+    leftovers,
+    open_descriptors,
+    running_ranks,
+    travel_by_value,
+    wait_until,
+    write_program_that_never_ends,
+)
 
 from labkit import DeadlockError, WorkerError, run, shared_memory
 from labkit.board import LEFT
@@ -488,21 +495,7 @@ class TestRow24SharedMemoryFull:
 
     def test_nothing_is_left_after_a_kill_of_all_at_once(self, tmp_path):
         """The launcher, the ranks and Python's own resource tracker, with SIGKILL."""
-        kernel = tmp_path / "kernel.py"
-        kernel.write_text(
-            textwrap.dedent("""
-            import os, sys
-            from labkit import run
-
-            def works(comm):
-                open(f"{sys.argv[1]}/{os.getpid()}.pid", "w").close()
-                while True:
-                    comm.barrier()
-
-            if __name__ == "__main__":
-                run(works, world_size=2)
-            """)
-        )
+        write_program_that_never_ends(tmp_path)
         script = """
             import os, subprocess, sys, time
 
