@@ -19,8 +19,9 @@ SEND, RECV = 0, 1
 # A rank that has left (its process group is destroyed) may be a process that lives on.
 NOT_STARTED, RUNNING, RETURNED, LEFT = 0, 1, 2, 3
 
-# Two descriptions an end suffice: operation k + 2 is posted only after operation k has completed.
-_DEPTH = 2
+# The last so many descriptions an end. Where a send waits for its receive two suffice; where it
+# only queues (NCCL) the peer may be writing the next one, over the oldest, while one is read.
+_DEPTH = 3
 # Ranks may be some collectives apart: a root that broadcasts waits for nobody.
 _HISTORY = 8
 _OP_BYTES = 32
@@ -127,12 +128,12 @@ class Board:
 
     def _compare(self, side: int, source: int, destination: int) -> None:
         mine = int(self._count[side, source, destination]) - 1
+        sent = self._what[SEND, source, destination][mine % _DEPTH].decode(errors="replace")
+        expected = self._what[RECV, source, destination][mine % _DEPTH].decode(errors="replace")
+        # Counted after the reading: as long as the peer is fewer than all slots ahead, it has
+        # not begun to write over this one.
         ahead = int(self._count[1 - side, source, destination]) - mine
-        if not 1 <= ahead <= _DEPTH:
-            return
-        sent = self._what[SEND, source, destination][mine % _DEPTH].decode()
-        expected = self._what[RECV, source, destination][mine % _DEPTH].decode()
-        if sent != expected:
+        if 1 <= ahead < _DEPTH and sent != expected:
             sender, receiver = (self.ranks[r]["location"].decode() for r in (source, destination))
             raise MismatchError(
                 f"message {mine + 1} from rank {source} to rank {destination} does not fit:\n"
@@ -162,11 +163,11 @@ class Board:
         slot["announced"][mine % _HISTORY] = what.encode()[:96]
         slot["collectives"] = mine + 1
         for other in range(self.world_size):
+            theirs = bytes(self.ranks[other]["announced"][mine % _HISTORY])
+            # Counted after the reading, as in ``_compare``.
             ahead = int(self.ranks[other]["collectives"]) - mine
-            if other != rank and 1 <= ahead <= _HISTORY:
-                theirs = self.ranks[other]["announced"][mine % _HISTORY].decode()
-                if theirs != what.encode()[:96].decode(errors="ignore"):
-                    raise MismatchError(self._parted(rank, other, mine))
+            if other != rank and 1 <= ahead < _HISTORY and theirs != what.encode()[:96]:
+                raise MismatchError(self._parted(rank, other, mine))
 
     def _parted(self, rank: int, other: int, index: int) -> str:
         """Both sequences of collectives, from a little before the one in which they part."""
@@ -191,7 +192,7 @@ class Board:
         return ", ".join(["..."] * (first > 0) + shown) or "none"
 
     def compared(self, *ranks: int) -> str:
-        """The sequences of some ranks, as lines to add to a text; empty where they are equal."""
+        """The sequences of some ranks, as lines to add to a text; empty if all are as long."""
         if len({int(self.ranks[rank]["collectives"]) for rank in ranks}) < 2:
             return ""
         lines = ["", "The latest collectives that each rank has called:"]
@@ -341,7 +342,10 @@ def explain(board: Board, stuck: list[int]) -> str:
         lines.append(f"  rank {rank} is in {op}, waiting for {needs}, at {location}")
     if sequences := board.compared(*sorted({*stuck, *missing})):
         lines.append(sequences.lstrip())
-        lines.append("Next step: let all ranks call the same collectives, equally often.")
+        lines.append(
+            "Next step: give every send a receive, and let all ranks call the same collectives, "
+            "equally often."
+        )
     else:
         lines.append(_next_step(board, cycle, waits))
     return "\n".join(lines)

@@ -2,7 +2,17 @@
 
 import pytest
 
-from labkit.board import NOT_STARTED, RETURNED, RUNNING, Board, cycle_among, explain
+from labkit.board import (
+    _DEPTH,
+    _HISTORY,
+    NOT_STARTED,
+    RETURNED,
+    RUNNING,
+    SEND,
+    Board,
+    cycle_among,
+    explain,
+)
 from labkit.errors import MismatchError
 
 WHAT = "float32 [2]"
@@ -105,6 +115,45 @@ def test_a_misfit_is_refused_by_whoever_comes_second(first):
     ends[first]()
     with pytest.raises(MismatchError, match=r"(?s)rank 0 sends float32 \[3\].*int32 \[3\]"):
         ends[1 - first]()
+
+
+@pytest.mark.parametrize("ahead", range(1, _DEPTH + 1))
+def test_a_peer_that_runs_ahead_may_be_writing_over_what_is_read(ahead):
+    """A send that only queues: the next description is half written, and not yet counted."""
+    board = board_of(2)
+    for _ in range(ahead):
+        send(board, 0, 1)
+    board.edges["what"][SEND, 0, 1][ahead % _DEPTH] = b"another"
+    recv(board, 1, 0)
+
+
+@pytest.mark.parametrize("ahead", range(1, _DEPTH))
+def test_a_misfit_is_seen_while_its_description_stands(ahead):
+    board = board_of(2)
+    for number in range(ahead):
+        send(board, 0, 1, WHAT if number else "float32 [3]")
+    with pytest.raises(MismatchError, match=r"rank 0 sends float32 \[3\]"):
+        recv(board, 1, 0)
+
+
+def test_a_collective_that_is_being_written_over_is_not_compared():
+    board = board_of(2)
+    for number in range(_HISTORY):
+        board.announce(0, f"broadcast float32 [{number}]", "a line")
+    board.ranks[0]["announced"][0] = b"broadcast float32 [8]"
+    board.announce(1, "broadcast float32 [0]", "a line")
+    with pytest.raises(MismatchError, match="different collectives"):
+        board.announce(1, "broadcast float32 [9]", "a line")
+
+
+def test_a_forgotten_send_before_a_barrier_is_advised_as_well():
+    board = board_of(2)
+    recv(board, 0, 1)
+    board.announce(1, "barrier", '"a.py", line 3')
+    board.enter_meeting(1, "barrier", 0.0)
+    text = explain(board, board.stuck())
+    assert "rank 1: 1. barrier" in text
+    assert "Next step: give every send a receive, and let all ranks call the same" in text
 
 
 def test_when_the_peer_arrived():
