@@ -36,7 +36,7 @@ from labkit.sources import install_sources, is_internal, is_ours
 from labkit.trace import Span
 
 # What the launcher must outlast, so that its explanation comes before gloo's own timeout.
-_GLOO_PATIENCE_S = 30.0
+_PATIENCE_S = 30.0
 _RENDEZVOUS_S = 60.0
 
 inside_a_run = False
@@ -115,8 +115,12 @@ def connect(plan: Plan, timeout_s: float, arena: Arena | None = None) -> Comm:
     if arena is None and local_world_size == world_size:
         arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     if arena is not None and plan.transport == "shared":
-        on_gpu = device.type == "cuda"
-        transport = CudaTransport(arena, rank, device) if on_gpu else SharedTransport(arena, rank)
+        # The launcher ends a run that stands still; under torchrun nobody else looks.
+        patience_s = timeout_s + _PATIENCE_S
+        if device.type == "cuda":
+            transport = CudaTransport(arena, rank, device, timeout_s=patience_s)
+        else:
+            transport = SharedTransport(arena, rank, patience_s)
     else:
         transport = TorchTransport(plan.backend, device)
     return Comm(rank, world_size, device, transport, arena and arena.board)
@@ -132,7 +136,7 @@ def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s + _GLOO_PATIENCE_S),
+            timeout=timedelta(seconds=timeout_s + _PATIENCE_S),
             device_id=device if backend == "nccl" else None,
         )
         if backend == "nccl":

@@ -281,6 +281,14 @@ def nothing_is_left(warm):
     assert wait_until(lambda: open_descriptors() <= descriptors, 2)
 
 
+def test_a_wait_ends_even_where_no_launcher_watches(warm):
+    def longest_wait_s(comm):
+        return comm._transport.timeout_s
+
+    (found,) = run(longest_wait_s, world_size=1, timeout_s=50, transport="shared").values
+    assert 50 < found < 100
+
+
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
