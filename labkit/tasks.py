@@ -4,6 +4,7 @@
 PyTorch's C++ side has views on how one may fail.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -42,16 +43,14 @@ class Task(dist.Work):
         try:
             self._operation()
         except BaseException as error:
+            # Ctrl-C and sys.exit too: they go on from where the operation is waited for, and do
+            # not end the thread, or nothing that is queued would ever be over.
             self._error = error
             on_error(error)
-            # Ctrl-C, when it hits whoever waits for the operation, ends more than the operation.
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            # What it works on may be large, and a receipt may be kept.
-            self._operation = None
-            self.over.set()
-            self._done.set_result(None)
+        # What it works on may be large, and a receipt may be kept.
+        self._operation = None
+        self.over.set()
+        self._done.set_result(None)
 
     def _deliver(self, _done: Future[None]) -> list[Tensor]:
         if self._error is not None:
@@ -138,7 +137,9 @@ class Line(threading.Thread):
 
     def end(self, patience_s: float | None = None) -> None:
         """End after what is queued; with ``patience_s``, after what is under way."""
-        while patience_s is not None and not self._tasks.empty():
-            self._tasks.get()
+        if patience_s is not None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._tasks.get_nowait()
         self._tasks.put(None)
         self.join(patience_s)

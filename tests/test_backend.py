@@ -17,6 +17,7 @@ import textwrap
 import threading
 import time
 import weakref
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -463,6 +464,26 @@ def asks_from_two_threads(comm):
 
 def test_calls_of_several_threads_take_turns():
     assert run(asks_from_two_threads, world_size=2).values == [(60, 1)] * 2
+
+
+def leaves_in_between(comm):
+    """sys.exit inside one asynchronous call: it surfaces there, and the next is carried out."""
+    group = dist.new_group(backend="labkit")
+    labkit.backend.use(lambda comm, tensor: sys.exit(3))
+    leaving = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    try:
+        leaving.wait()
+    except SystemExit as error:
+        code = error.code
+    labkit.backend.use(lambda comm, tensor: tensor + 1)
+    following = dist.all_reduce(tensor := torch.ones(1), group=group, async_op=True)
+    following.wait(timedelta(seconds=10))
+    labkit.backend.use(None)
+    return code, tensor.item()
+
+
+def test_an_exit_inside_a_call_does_not_end_the_groups_thread():
+    assert run(leaves_in_between, world_size=2).values == [(3, 2.0)] * 2
 
 
 def over_gloo(comm):
