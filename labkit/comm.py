@@ -269,6 +269,9 @@ class Comm:
     def close(self) -> None:
         """End of the run: every later use is refused."""
         if self.shares_memory:
+            if self._transport.ends_together:
+                with self._meeting("the end of the run"):
+                    self._transport.barrier()
             self._transport.close()
         self._closed = True
 

@@ -95,6 +95,9 @@ class CudaTransport(SharedTransport):
     Returns when a transfer is queued on the current stream, as NCCL does.
     """
 
+    # A peer may still have to read this rank's slots: they must outlast its queue.
+    ends_together = True
+
     def __init__(self, arena: Arena, rank: int, device: torch.device, **settings):
         super().__init__(arena, rank, **settings)
         self.device = device
@@ -105,11 +108,6 @@ class CudaTransport(SharedTransport):
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         super().barrier()
-
-    def close(self) -> None:
-        # A peer may still have to read this rank's slots: they must outlast its queue.
-        self.barrier()
-        super().close()
 
 
 def export(tensor: Tensor) -> tuple:

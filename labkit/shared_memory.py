@@ -292,6 +292,9 @@ class SharedTransport:
         timeout_s: the longest wait for one segment.
     """
 
+    # Whether all ranks have to meet before one may close.
+    ends_together = False
+
     def __init__(self, arena: Arena, rank: int, timeout_s: float = float("inf")):
         self.arena = arena
         self.rank = rank

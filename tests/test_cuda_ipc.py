@@ -11,8 +11,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from ranks import wait_until
 
 from labkit import cuda_ipc
+from labkit.board import RUNNING
+from labkit.comm import Comm
 from labkit.cuda_ipc import CudaTransport
 from labkit.shared_memory import NUM_SLOTS, Arena
 
@@ -123,3 +126,16 @@ def test_the_fast_rings_way_opens_the_channel_too(ends):
 
     together(sender, receiver)
     assert seen == [[1.0, 2.0, 3.0]]
+
+
+def test_the_end_of_a_run_is_a_meeting_that_the_board_knows(ends):
+    board = ends[0].arena.board
+    board.ranks["state"] = RUNNING
+    comms = [Comm(rank, 2, torch.device("cpu"), end, board) for rank, end in enumerate(ends)]
+
+    def second():
+        assert wait_until(lambda: board.waits(0), 10)
+        assert [(wait.peer, wait.op) for wait in board.waits(0)] == [(1, "the end of the run")]
+        comms[1].close()
+
+    together(comms[0].close, second)
