@@ -128,12 +128,14 @@ class Board:
 
     def _compare(self, side: int, source: int, destination: int) -> None:
         mine = int(self._count[side, source, destination]) - 1
+        theirs = self._count[1 - side]
+        if theirs[source, destination] <= mine:
+            return
         sent = self._what[SEND, source, destination][mine % _DEPTH].decode(errors="replace")
         expected = self._what[RECV, source, destination][mine % _DEPTH].decode(errors="replace")
-        # Counted after the reading: as long as the peer is fewer than all slots ahead, it has
-        # not begun to write over this one.
-        ahead = int(self._count[1 - side, source, destination]) - mine
-        if 1 <= ahead < _DEPTH and sent != expected:
+        # Counted again after the reading: a peer that is fewer than all slots ahead has not begun
+        # to write over this one.
+        if theirs[source, destination] < mine + _DEPTH and sent != expected:
             sender, receiver = (self.ranks[r]["location"].decode() for r in (source, destination))
             raise MismatchError(
                 f"message {mine + 1} from rank {source} to rank {destination} does not fit:\n"
@@ -163,10 +165,12 @@ class Board:
         slot["announced"][mine % _HISTORY] = what.encode()[:96]
         slot["collectives"] = mine + 1
         for other in range(self.world_size):
+            if other == rank or self.ranks[other]["collectives"] <= mine:
+                continue
             theirs = bytes(self.ranks[other]["announced"][mine % _HISTORY])
-            # Counted after the reading, as in ``_compare``.
-            ahead = int(self.ranks[other]["collectives"]) - mine
-            if other != rank and 1 <= ahead < _HISTORY and theirs != what.encode()[:96]:
+            # Counted again after the reading, as in ``_compare``.
+            written_over = self.ranks[other]["collectives"] >= mine + _HISTORY
+            if theirs != what.encode()[:96] and not written_over:
                 raise MismatchError(self._parted(rank, other, mine))
 
     def _parted(self, rank: int, other: int, index: int) -> str:

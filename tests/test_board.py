@@ -146,6 +146,45 @@ def test_a_collective_that_is_being_written_over_is_not_compared():
         board.announce(1, "broadcast float32 [9]", "a line")
 
 
+class Interrupted:
+    """Parts of a board whose n-th reading comes just after another rank has posted."""
+
+    def __init__(self, board, names, n, post):
+        self.left, self.post = n, post
+        for name in names:
+            setattr(board, name, self.Part(self, getattr(board, name)))
+
+    class Part:
+        def __init__(self, whole, array):
+            self.whole, self.array = whole, array
+
+        def __getitem__(self, key):
+            self.whole.left -= 1
+            if self.whole.left == 0:
+                self.whole.post()
+            return self.array[key]
+
+        def __setitem__(self, key, value):
+            self.array[key] = value
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_a_rank_that_posts_while_another_compares_agrees_with_it(n):
+    board = board_of(2)
+    other = Board(2, board._memory)
+
+    def post():
+        other.announce(0, "broadcast float32 [2]", "a line")
+        send(other, 0, 1)
+
+    # What stood in the places before.
+    other.edges["what"][SEND, 0, 1] = other.ranks[0]["announced"] = b"older"
+    meddler = Interrupted(board, ("ranks", "_count", "_what"), n, post)
+    board.announce(1, "broadcast float32 [2]", "a line")
+    recv(board, 1, 0)
+    assert meddler.left <= 0
+
+
 def test_a_forgotten_send_before_a_barrier_is_advised_as_well():
     board = board_of(2)
     recv(board, 0, 1)
