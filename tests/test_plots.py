@@ -70,7 +70,6 @@ MAKE_FIGURE = {
     "learning_curves": lambda: plots.learning_curves({"single": EPOCHS}),
     "bars": lambda: plots.bars({"ring": {"measured": 1, "model": 2}}, quantity="time", unit="s"),
     "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
-    "bandwidth": lambda: plots.size_curves(CURVES, quantity="bandwidth", world_size=4),
 }
 
 
@@ -143,13 +142,6 @@ class TestCaptionedFigure:
         with pytest.raises(ValueError, match=r"a\.pdf.*\.png or \.svg"):
             plots.phases(TRACE).save(tmp_path / "a.pdf")
         assert not list(tmp_path.iterdir())
-
-    def test_another_caption_leaves_the_first_figure_alone(self):
-        figure = plots.phases(TRACE)
-        other = figure.with_caption("Mine.")
-        assert other.caption == "Mine."
-        assert other.alt == figure.alt
-        assert figure.caption != "Mine."
 
     def test_equal_data_gives_equal_bytes(self):
         assert plots.timeline(TRACE).png() == plots.timeline(TRACE).png()

@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 from labkit import plots
 from labkit.plots.figure import SERIES
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 # Straight lines that cross where 20 + x = 60 + x / 2: at 80 (KiB and microseconds).
 SIZES = [KIB << k for k in range(0, 15, 2)]
 TREE = {size: (20 + size / KIB) * 1e-6 for size in SIZES}
@@ -80,6 +80,15 @@ class TestTime:
         half = {size: value / 2 for size, value in TREE.items()}
         caption = plots.size_curves({"slow": TREE, "fast": half}).caption
         assert "fast at every size from 1 KiB to 16 MiB, 2 times" in caption
+
+    def test_equal_medians_are_as_fast_as_each_other(self):
+        caption = plots.size_curves({"a": TREE, "b": TREE}).caption
+        assert "a at every size from 1 KiB to 16 MiB, as fast as the next." in caption
+        hardly = {size: value * 1.0001 for size, value in TREE.items()}
+        assert "MiB, as fast as the next." in plots.size_curves({"a": TREE, "b": hardly}).caption
+        partly = TREE | {KIB: 2 * TREE[KIB]}
+        caption = plots.size_curves({"a": TREE, "b": partly}).caption
+        assert "MiB, 1 to 2 times as fast as the next." in caption
 
     def test_a_tangle_is_counted_not_told_size_by_size(self):
         zigzag = {s: v * (0.5 if k % 2 else 2) for k, (s, v) in enumerate(TREE.items())}
@@ -161,35 +170,6 @@ class TestCrossover:
         assert "of tree and ring at 1 KiB; it was measured at" in caption
 
 
-class TestBandwidth:
-    def test_it_is_the_bus_bandwidth(self):
-        figure = plots.size_curves(
-            {"ring": {MIB: 1e-3}}, {"ring": {MIB: 2e-3}}, quantity="bandwidth", world_size=4
-        )
-        lines = lines_of(figure)
-        assert lines["ring"].get_ydata() == pytest.approx([1.5 * MIB / 1e-3 / 1e9])
-        assert lines["ring model"].get_ydata() == pytest.approx([1.5 * MIB / 2e-3 / 1e9])
-        assert figure.figure.axes[0].get_ylabel() == "bus bandwidth (GB/s, log scale)"
-        assert "2 (P - 1) / P x S / t, with P = 4" in figure.caption
-        assert "Measured times are 0.5 times" in figure.caption
-
-    def test_the_limit_is_a_dotted_line_and_a_share(self):
-        figure = plots.size_curves(
-            {"ring": {MIB: 1e-3, 2 * MIB: 1e-3}},
-            quantity="bandwidth",
-            world_size=2,
-            limit_bytes_per_s=4 * MIB / 1e-3,
-        )
-        line = lines_of(figure)["measured limit: 4.19 GB/s"]
-        assert line.get_linestyle() == ":"
-        assert line.get_ydata()[0] == pytest.approx(4 * MIB / 1e6)
-        assert "2.1 GB/s, ring at 2 MiB: 50% of the measured limit (dotted)" in figure.caption
-
-    def test_the_fastest_is_the_same_as_by_time(self):
-        by_time = plots.size_curves(BOTH).caption.split(".")[0]
-        assert by_time in plots.size_curves(BOTH, quantity="bandwidth", world_size=4).caption
-
-
 def test_wrong_inputs_are_refused_with_the_next_step():
     with pytest.raises(ValueError, match="no curves to draw: give at least one"):
         plots.size_curves({})
@@ -205,11 +185,3 @@ def test_wrong_inputs_are_refused_with_the_next_step():
         plots.size_curves(BOTH, {"ring": {KIB: math.inf}})
     with pytest.raises(ValueError, match="nccl is not measured: tree, ring are"):
         plots.size_curves(BOTH, crossover=1.0, between=("tree", "nccl"))
-    with pytest.raises(ValueError, match="'time' or 'bandwidth', got 'speed'"):
-        plots.size_curves(BOTH, quantity="speed")
-    with pytest.raises(ValueError, match="give the world size P, at least 2, got world_size=1"):
-        plots.size_curves(BOTH, quantity="bandwidth", world_size=1)
-    with pytest.raises(ValueError, match="above 0 bytes per second"):
-        plots.size_curves(BOTH, quantity="bandwidth", world_size=2, limit_bytes_per_s=0)
-    with pytest.raises(ValueError, match="belongs to quantity='bandwidth'"):
-        plots.size_curves(BOTH, limit_bytes_per_s=1e9)

@@ -6,7 +6,7 @@
     ring_step         one step of it, in numbers and words (ring_words: the words)
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
-    size_curves       time or bus bandwidth over the tensor's size (crossings: where two cross)
+    size_curves       time over the tensor's size (crossings: where two cross)
 
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """

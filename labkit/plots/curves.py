@@ -28,31 +28,6 @@ Model = Mapping[str, Mapping[int, float]]
 Series = dict[str, dict[int, list[float]]]
 
 
-class _Scale(NamedTuple):
-    """What the vertical axis shows: seconds, or GB/s between ``world_size`` ranks."""
-
-    world_size: int | None
-
-    @property
-    def quantity(self) -> str:
-        return "bus bandwidth" if self.world_size else "time"
-
-    @property
-    def label(self) -> str:
-        return f"{self.quantity} ({'GB/s' if self.world_size else 'seconds'}, log scale)"
-
-    def value(self, num_bytes: float, seconds: float) -> float:
-        if self.world_size is None:
-            return seconds
-        return 2 * (self.world_size - 1) / self.world_size * num_bytes / seconds / 1e9
-
-    def text(self, value: float) -> str:
-        return f"{format_number(value)} GB/s" if self.world_size else format_seconds(value)
-
-    def tick(self, value: float) -> str:
-        return format_number(value) if self.world_size else format_seconds(value)
-
-
 class _Win(NamedTuple):
     """The fastest at one size, and how many times as fast as the next one it is."""
 
@@ -78,11 +53,8 @@ def size_curves(
     *,
     title: str | None = None,
     between: tuple[str, str] | None = None,
-    quantity: str = "time",
-    world_size: int | None = None,
-    limit_bytes_per_s: float | None = None,
 ) -> CaptionedFigure:
-    """Draw the time of an operation, or its bus bandwidth, over the size of its tensor.
+    """Draw the time of an operation over the size of its tensor.
 
     Args:
         measured: by name, by size in bytes: the seconds it took, or the list of its repeats (the
@@ -94,16 +66,11 @@ def size_curves(
         title: above the figure.
         between: the two names whose crossover was measured; by default, of two curves these two,
             of more the fastest at the smallest size and the fastest at the largest.
-        quantity: ``time``, or ``bandwidth``: 2 (P - 1) / P x S / t in GB/s, which an all-reduce
-            of S bytes in t seconds needs of each link. It compares with hardware whatever P is.
-        world_size: P, for ``bandwidth``.
-        limit_bytes_per_s: what the hardware was measured to carry, for ``bandwidth``.
 
     Raises:
-        ValueError: nothing to draw; a size or a time that is not above 0; a quantity that is
-            neither, or one without its world size.
+        ValueError: nothing to draw; a size or a time that is not above 0; a name in ``between``
+            that was not measured.
     """
-    scale = _scale_of(quantity, world_size, limit_bytes_per_s)
     seconds = _checked(measured, "measured")
     predicted = _checked(model or {}, "model")
     if not seconds:
@@ -112,20 +79,19 @@ def size_curves(
     change = _change(seconds, crossover, between, wins)
     figure = Figure(figsize=(WIDTH_IN, 4.6))
     axes = figure.add_subplot()
-    lines = _draw_series(axes, _scaled(seconds, scale), _scaled(predicted, scale))
-    lines += _draw_limits(axes, change, limit_bytes_per_s)
-    _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())}, scale)
-    axes.set_title(title or f"{scale.quantity.capitalize()} by size")
+    lines = _draw_series(axes, seconds, predicted)
+    lines += _draw_crossovers(axes, change)
+    _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
+    axes.set_title(title or "Time by size")
     add_legend(figure, lines)
-    takeaway = _takeaway(wins, seconds, scale)
+    takeaway = _takeaway(wins, seconds)
     sentences = [
         takeaway,
         *_change_sentences(change),
-        *_limit_sentences(seconds, scale, limit_bytes_per_s),
         *_model_sentences(seconds, predicted),
         _repeats_sentence(seconds),
     ]
-    alt = _alt(seconds, predicted, scale, takeaway if wins else "")
+    alt = _alt(seconds, predicted, takeaway if wins else "")
     return CaptionedFigure(figure, alt=alt, caption=" ".join(sentences))
 
 
@@ -139,8 +105,8 @@ def crossings(
 
     Returns:
         One size a crossing, from a straight line through the medians of neighbouring sizes on
-        logarithmic axes. Noise can cross two curves more than once; none means that one of them
-        is the faster at every size that both have.
+        logarithmic axes. Noise can cross two curves more than once. None means that they never
+        change places: one is the faster wherever the medians differ, or no size is in both.
     """
     one, two = _checked({"first": first, "second": second}, "measured").values()
     apart = [
@@ -154,23 +120,6 @@ def crossings(
         for (x0, gap0), (x1, gap1) in itertools.pairwise(apart)
         if gap0 * gap1 < 0
     ]
-
-
-def _scale_of(quantity: str, world_size: int | None, limit: float | None) -> _Scale:
-    if quantity not in ("time", "bandwidth"):
-        raise ValueError(f"quantity is 'time' or 'bandwidth', got {quantity!r}")
-    if quantity == "time":
-        if limit is not None:
-            raise ValueError("limit_bytes_per_s belongs to quantity='bandwidth'")
-        return _Scale(None)
-    if world_size is None or world_size < 2:
-        raise ValueError(
-            "bus bandwidth is 2 (P - 1) / P x S / t: give the world size P, at least 2, "
-            f"got world_size={world_size}"
-        )
-    if limit is not None and not limit > 0:
-        raise ValueError(f"a limit must be above 0 bytes per second, got {limit}")
-    return _Scale(world_size)
 
 
 def _checked(series: Measured | Model, what: str) -> Series:
@@ -188,16 +137,6 @@ def _checked(series: Measured | Model, what: str) -> Series:
                 )
         found[str(name)] = dict(sorted(by_size.items()))
     return found
-
-
-def _scaled(series: Series, scale: _Scale) -> Series:
-    return {
-        name: {
-            size: [scale.value(size, seconds) for seconds in repeats]
-            for size, repeats in points.items()
-        }
-        for name, points in series.items()
-    }
 
 
 def _wins(seconds: Series) -> list[_Win]:
@@ -272,7 +211,7 @@ def _model_name(name: str) -> str:
     return name if name == "model" or name.endswith(" model") else f"{name} model"
 
 
-def _draw_limits(axes, change: _Crossover | None, limit_bytes_per_s: float | None) -> list:
+def _draw_crossovers(axes, change: _Crossover | None) -> list:
     lines = []
     if change and change.in_view:
         label = f"crossover, model: {format_bytes(change.model_bytes)}"
@@ -283,10 +222,6 @@ def _draw_limits(axes, change: _Crossover | None, limit_bytes_per_s: float | Non
         if number == 0:
             line.set_label(f"crossover, measured: {_sizes(change.measured_bytes)}")
             lines.append(line)
-    if limit_bytes_per_s is not None:
-        label = f"measured limit: {format_number(limit_bytes_per_s / 1e9)} GB/s"
-        look = {"color": DARK, "linestyle": ":", "linewidth": 1.8}
-        lines.append(axes.axhline(limit_bytes_per_s / 1e9, label=label, **look))
     return lines
 
 
@@ -294,7 +229,7 @@ def _sizes(sizes: Iterable[float]) -> str:
     return ", ".join(format_bytes(size) for size in sizes)
 
 
-def _label_axes(axes, sizes: set[int], scale: _Scale) -> None:
+def _label_axes(axes, sizes: set[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     low, high = (math.log2(end) for end in (min(sizes), max(sizes)))
@@ -306,18 +241,18 @@ def _label_axes(axes, sizes: set[int], scale: _Scale) -> None:
     # Few decades leave few ticks: then 2 and 5 are named, too.
     subs = (1.0,) if top / bottom > 1000 else (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(10, subs))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: scale.tick(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("size of the tensor (bytes, log scale)")
-    axes.set_ylabel(scale.label)
+    axes.set_ylabel("time (seconds, log scale)")
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def _takeaway(wins: list[_Win], seconds: Series, scale: _Scale) -> str:
+def _takeaway(wins: list[_Win], seconds: Series) -> str:
     """Who wins where, and by how much."""
     if not wins:
-        return f"{'; '.join(_ends_of(name, row, scale) for name, row in seconds.items())}."
+        return f"{'; '.join(_ends_of(name, row) for name, row in seconds.items())}."
     runs = [list(run) for _, run in itertools.groupby(wins, key=lambda win: win.name)]
     if len(runs) > 3:
         counts = {name: sum(win.name == name for win in wins) for name in seconds}
@@ -347,15 +282,17 @@ def _where(run: list[_Win], number: int, count: int) -> str:
 
 def _times(run: list[_Win]) -> str:
     low, high = (format_number(end(win.ratio for win in run)) for end in (min, max))
+    if low == high == "1":
+        return "as fast as the next"
     return f"{low if low == high else f'{low} to {high}'} times as fast as the next"
 
 
-def _ends_of(name: str, points: dict[int, list[float]], scale: _Scale) -> str:
+def _ends_of(name: str, points: dict[int, list[float]]) -> str:
     """The curve in words: its first, its middle and its last size."""
     sizes = list(points)
     chosen = dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
     values = (
-        f"{scale.text(scale.value(size, statistics.median(points[size])))} at {format_bytes(size)}"
+        f"{format_seconds(statistics.median(points[size]))} at {format_bytes(size)}"
         for size in chosen
     )
     return f"{name} {', '.join(values)}"
@@ -372,23 +309,6 @@ def _change_sentences(change: _Crossover | None) -> list[str]:
     if not change.measured_bytes:
         return [f"{said}; none was measured."]
     return [f"{said}; it was measured at {_sizes(change.measured_bytes)}."]
-
-
-def _limit_sentences(seconds: Series, scale: _Scale, limit: float | None) -> list[str]:
-    if scale.world_size is None:
-        return []
-    told = [f"Bus bandwidth is 2 (P - 1) / P x S / t, with P = {scale.world_size}."]
-    if limit is not None:
-        best, size, name = max(
-            (scale.value(size, statistics.median(repeats)), size, name)
-            for name, points in seconds.items()
-            for size, repeats in points.items()
-        )
-        told.append(
-            f"The most is {scale.text(best)}, {name} at {format_bytes(size)}: "
-            f"{best * 1e9 / limit:.0%} of the measured limit (dotted)."
-        )
-    return told
 
 
 def _model_sentences(seconds: Series, predicted: Series) -> list[str]:
@@ -416,11 +336,11 @@ def _repeats_sentence(seconds: Series) -> str:
     return f"Points are medians of {times} repeats; bands span all of them."
 
 
-def _alt(seconds: Series, predicted: Series, scale: _Scale, takeaway: str) -> str:
+def _alt(seconds: Series, predicted: Series, takeaway: str) -> str:
     sizes = sorted({*itertools.chain(*seconds.values())})
-    curves = [_ends_of(name, points, scale) for name, points in seconds.items()]
-    curves += [_ends_of(_model_name(name), points, scale) for name, points in predicted.items()]
+    curves = [_ends_of(name, points) for name, points in seconds.items()]
+    curves += [_ends_of(_model_name(name), points) for name, points in predicted.items()]
     return (
-        f"Curves of {scale.quantity} by size, {format_bytes(sizes[0])} to "
+        f"Curves of time by size, {format_bytes(sizes[0])} to "
         f"{format_bytes(sizes[-1])}, on logarithmic axes. {'; '.join(curves)}. {takeaway}"
     ).rstrip()

@@ -189,12 +189,6 @@ class CaptionedFigure:
         self.caption = caption.strip()
         self._png: bytes | None = None
 
-    def with_caption(self, caption: str) -> "CaptionedFigure":
-        """The same figure under another caption."""
-        other = CaptionedFigure(self.figure, alt=self.alt, caption=caption)
-        other._png = self._png
-        return other
-
     def png(self) -> bytes:
         """The picture alone; drawn at the first call."""
         if self._png is None:
