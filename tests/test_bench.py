@@ -1,9 +1,11 @@
 """The benches measure what they say; how fast is no test's business."""
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +64,30 @@ def test_a_table_is_aligned_and_an_empty_row_is_an_empty_line():
     assert lines == ["size   x", "1 KiB  2", "", "       33"]
 
 
+@pytest.mark.parametrize("fails", ["the second group", "a step", "nothing"])
+def test_process_groups_end_whatever_is_raised(fails, monkeypatch):
+    made, ended = [], []
+
+    def new_group(backend):
+        if fails == "the second group" and made:
+            raise RuntimeError(fails)
+        made.append(backend)
+        return SimpleNamespace(shutdown=lambda: ended.append(backend))
+
+    monkeypatch.setattr(turns.dist, "new_group", new_group)
+    comm = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    expected = contextlib.nullcontext()
+    if fails != "nothing":
+        expected = pytest.raises(RuntimeError, match=fails)
+    with expected, turns.process_groups(comm) as groups:
+        assert list(groups) == ["gloo", "labkit"]
+        assert not ended
+        if fails == "a step":
+            raise RuntimeError(fails)
+    assert ended == made
+    assert len(made) == (1 if fails == "the second group" else 2)
+
+
 # launch
 
 
@@ -112,6 +138,7 @@ def test_every_contender_of_the_all_reduce_bench_is_right_and_recorded(tmp_path,
     assert {link["world_size"] for link in record["links"]} == {3}
     assert len(record["predictions"]) == len(record["links"]) * 2 * 3
     assert record["memory"][0]["copy_bytes_per_s"] > 0
+    assert [one["world_size"] for one in record["mpi"]] == [3]
     assert record["crossovers"][0]["model_bytes"] is None or (
         record["crossovers"][0]["model_bytes"] >= 0
     )
@@ -217,6 +244,14 @@ def test_a_missing_mpi_is_said_with_its_reason():
     assert "MPI" not in str(made_up(missing=""))
 
 
+def test_each_world_size_records_its_own_mpi():
+    both = [made_up(2, missing=""), made_up(4, missing="no slots here")]
+    assert all_reduce_result.record(both)["mpi"] == [
+        {"world_size": 2, "library": "", "missing": ""},
+        {"world_size": 4, "library": "", "missing": "no slots here"},
+    ]
+
+
 def test_the_figure_shows_measured_and_model_one_file_a_world_size(tmp_path):
     figure = made_up().figure()
     assert "model" in figure.alt
@@ -248,8 +283,41 @@ def test_an_mpi_that_does_not_run_is_no_contender(monkeypatch, tmp_path):
     assert mpi.find(2).missing == "no slots here"
     fake.write_text("#!/bin/sh\necho 1 Some MPI\n")
     assert mpi.find(2).missing == "mpirun made 1 ranks of one run"
-    with pytest.raises(RuntimeError, match="0 of 2 MPI ranks came"), mpi.started(2):
+
+
+def test_an_mpirun_that_ends_at_once_is_said_with_its_code(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\nexit 3\n")
+    fake.chmod(0o755)
+    message = "^mpirun ended with code 3 after 0 of 2 ranks had come$"
+    with pytest.raises(RuntimeError, match=message), mpi.started(2):
         pass
+
+
+@pytest.mark.parametrize("code", [None, 3], ids=["too late", "mpirun ended"])
+def test_mpi_ranks_are_waited_for_only_while_some_are_missing(code, monkeypatch, tmp_path):
+    monkeypatch.setattr(mpi, "_PATIENCE_S", 0.0)
+    process = SimpleNamespace(poll=lambda: code)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(tmp_path / "turns"))
+        listener.listen(2)
+
+        def come():
+            rank = stack.enter_context(socket.socket(socket.AF_UNIX))
+            rank.connect(listener.getsockname())
+
+        come()
+        message = "^1 of 2 MPI ranks came in 0 s$"
+        if code is not None:
+            message = "^mpirun ended with code 3 after 1 of 2 ranks had come$"
+        with pytest.raises(RuntimeError, match=message):
+            mpi._accept(listener, 2, process)
+        come()
+        come()
+        accepted = mpi._accept(listener, 2, process)
+        assert len([stack.enter_context(connection) for connection in accepted]) == 2
 
 
 def test_mpi_ranks_take_their_turns_where_an_mpi_is_installed():

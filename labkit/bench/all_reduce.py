@@ -14,7 +14,7 @@ import labkit.bench.mpi as mpi
 from labkit import devices
 from labkit.bench.all_reduce_result import AllReduceResult
 from labkit.bench.machine import measure_memory, measure_messages
-from labkit.bench.turns import Turn, agree, shut_down, slowest, take_turns, timed
+from labkit.bench.turns import Turn, agree, process_groups, slowest, take_turns, timed
 from labkit.collectives import (
     fast_ring_all_reduce,
     naive_all_reduce,
@@ -96,7 +96,7 @@ def measure(comm: Comm, sizes_bytes: tuple[int, ...], repeats: int, with_mpi: bo
         "memory": measure_memory(comm, repeats),
         "messages": measure_messages(comm, transports, repeats=repeats),
     }
-    with _groups(comm) as groups, _mpi_ranks(comm, with_mpi) as mpi_ranks:
+    with process_groups(comm) as groups, _mpi_ranks(comm, with_mpi) as mpi_ranks:
         algorithms = contenders(comm, over_gloo, groups)
         found["all_reduce"] = {}
         for number, size in enumerate(sizes_bytes):
@@ -123,20 +123,6 @@ def _gloo_comm(comm: Comm) -> Comm | None:
 
 
 @contextlib.contextmanager
-def _groups(comm: Comm) -> Iterator[dict[str, dist.ProcessGroup]]:
-    """PyTorch's process groups for these ranks, by the contender's name."""
-    groups = {"gloo": dist.new_group(backend="gloo")}
-    if comm.device.type == "cpu":
-        groups["labkit backend"] = dist.new_group(backend="labkit")
-    elif dist.is_nccl_available() and comm.world_size <= torch.cuda.device_count():
-        groups["NCCL"] = dist.new_group(backend="nccl")
-    try:
-        yield groups
-    finally:
-        shut_down(groups)
-
-
-@contextlib.contextmanager
 def _mpi_ranks(comm: Comm, with_mpi: bool) -> Iterator[mpi.MpiRanks | None]:
     """Rank 0 speaks for all MPI ranks; None on the others."""
     if with_mpi and comm.rank == 0:
@@ -158,7 +144,8 @@ def contenders(
     }
     if over_gloo:
         found["ring over gloo"] = lambda tensor: ring_all_reduce(over_gloo, tensor)
-    for name, group in groups.items():
+    for backend, group in groups.items():
+        name = "labkit backend" if backend == "labkit" else backend
         found[name] = lambda tensor, group=group: dist.all_reduce(tensor, group=group)
     return found
 

@@ -157,7 +157,7 @@ class AllReduceResult:
                 "model_bytes": model_bytes if math.isfinite(model_bytes) else None,
                 "measured_bytes": self.measured_crossovers_bytes(),
             },
-            "mpi": asdict(self.mpi),
+            "mpi": {"world_size": self.world_size} | asdict(self.mpi),
         }
 
     def _link_record(self, transport: str) -> dict:
@@ -269,7 +269,7 @@ def record(found: list[AllReduceResult]) -> dict:
         "links": [link for one in records for link in one["links"]],
         "predictions": [line for one in records for line in one["predictions"]],
         "crossovers": [one["crossover"] for one in records],
-        "mpi": records[0]["mpi"],
+        "mpi": [one["mpi"] for one in records],
     }
 
 

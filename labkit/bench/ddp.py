@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import devices
-from labkit.bench.turns import Spread, ratios, shut_down, slowest, table, take_turns, timed
+from labkit.bench.turns import Spread, process_groups, ratios, slowest, table, take_turns, timed
 from labkit.comm import Comm
 from labkit.launch import run
 from labkit.models import build_model, import_torchvision
@@ -170,21 +170,19 @@ def measure(comm: Comm, model: str, repeats: int) -> dict:
     workload = WORKLOADS[model]
     torch.manual_seed(0)
     base = without_dropout(workload.build()).to(comm.device)
-    groups = _groups(comm)
-    replicas = {
-        name: Replica(comm, copy.deepcopy(base), group, workload.batch_size)
-        for name, group in groups.items()
-    }
-    error = compare_gradients(replicas)
-    turns = {name: replica.timed_step for name, replica in replicas.items()}
-    found = {
-        "num_parameters": sum(parameter.numel() for parameter in base.parameters()),
-        "error": error,
-        "seconds": take_turns(comm, turns, repeats, _BUDGET_S),
-        "digest": {name: replica.digest() for name, replica in replicas.items()},
-    }
-    shut_down(groups)
-    return found
+    with process_groups(comm) as groups:
+        replicas = {
+            name: Replica(comm, copy.deepcopy(base), group, workload.batch_size)
+            for name, group in groups.items()
+        }
+        error = compare_gradients(replicas)
+        turns = {name: replica.timed_step for name, replica in replicas.items()}
+        return {
+            "num_parameters": sum(parameter.numel() for parameter in base.parameters()),
+            "error": error,
+            "seconds": take_turns(comm, turns, repeats, _BUDGET_S),
+            "digest": {name: replica.digest() for name, replica in replicas.items()},
+        }
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -193,16 +191,6 @@ def without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
-
-
-def _groups(comm: Comm) -> dict[str, dist.ProcessGroup]:
-    """PyTorch's process groups for these ranks, by the backend's name; gloo first."""
-    groups = {"gloo": dist.new_group(backend="gloo")}
-    if comm.device.type == "cpu":
-        groups["labkit"] = dist.new_group(backend="labkit")
-    elif dist.is_nccl_available() and comm.world_size <= torch.cuda.device_count():
-        groups["NCCL"] = dist.new_group(backend="nccl")
-    return groups
 
 
 class Replica:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from labkit.bench.turns import ratios
 from labkit.collectives import ring_all_reduce
 from labkit.launch import run
 from labkit.units import format_seconds
@@ -28,7 +29,7 @@ class Comparison:
     @property
     def ratios(self) -> list[float]:
         """other / ours of each pair: above 1, ours is faster."""
-        return [other / ours for ours, other in zip(self.ours_s, self.other_s)]
+        return ratios(self.other_s, self.ours_s)
 
     def __str__(self) -> str:
         ratios = self.ratios

@@ -135,10 +135,12 @@ def _accept(
     while len(connections) < world_size:
         with contextlib.suppress(TimeoutError):
             connections.append(listener.accept()[0])
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(
-                f"{len(connections)} of {world_size} MPI ranks came in {_PATIENCE_S:.0f} s"
-            )
+            continue
+        came = f"{len(connections)} of {world_size}"
+        if (code := process.poll()) is not None:
+            raise RuntimeError(f"mpirun ended with code {code} after {came} ranks had come")
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{came} MPI ranks came in {_PATIENCE_S:.0f} s")
     return connections
 
 

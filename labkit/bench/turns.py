@@ -6,9 +6,10 @@ repeat is what counts. A turn lasts until the *last* rank's end, since nobody ca
 that only some ranks have finished.
 """
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -84,10 +85,23 @@ def agree(comm: Comm, number: int) -> int:
     return int(broadcast(comm, said, root=0).item())
 
 
-def shut_down(groups: dict[str, dist.ProcessGroup]) -> None:
-    """End the groups' threads and connections; the rank's process ends soon after."""
-    for group in groups.values():
-        group.shutdown()
+@contextlib.contextmanager
+def process_groups(comm: Comm) -> Iterator[dict[str, dist.ProcessGroup]]:
+    """PyTorch's process groups for these ranks, by the backend's name, gloo first.
+
+    In the end their threads and connections end too, whatever was raised.
+    """
+    groups: dict[str, dist.ProcessGroup] = {}
+    try:
+        groups["gloo"] = dist.new_group(backend="gloo")
+        if comm.device.type == "cpu":
+            groups["labkit"] = dist.new_group(backend="labkit")
+        elif dist.is_nccl_available() and comm.world_size <= torch.cuda.device_count():
+            groups["NCCL"] = dist.new_group(backend="nccl")
+        yield groups
+    finally:
+        for group in groups.values():
+            group.shutdown()
 
 
 def slowest(by_rank: list) -> dict | list[float]:

@@ -9,7 +9,8 @@ into the slot from which the next rank reads it.
 Chunks, order of additions, messages and bytes are those of the readable ring, and so are the bits
 of the result. Source of the pipelining: Baidu's and gloo's ``allreduce_ring_chunked``.
 
-Symbols: P ranks, S bytes, a column = P segments of up to 512 KiB (``Channel.segment_bytes``).
+Symbols: P ranks, S bytes, a column = P segments of up to the channel's ``segment_bytes``
+(512 KiB between CPU ranks, 4 MiB between GPU ranks).
 """
 
 from functools import lru_cache

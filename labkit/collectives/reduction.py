@@ -28,7 +28,8 @@ class Reduction:
     Attributes:
         op: "sum", "mean", "max" or "min".
         wide: the dtype in which partial results travel and accumulate. For sum and mean of
-            float16 and bfloat16 it is float32, otherwise the tensor's own.
+            float16 and bfloat16 it is float32, of complex32 complex64; otherwise the tensor's
+            own.
     """
 
     op: str
