@@ -273,7 +273,14 @@ def reduces_from_uninitialised_memory(comm, tensor):
     tensor += torch.full_like(tensor, torch.nan)
 
 
+def works_in_float16(comm, tensor):
+    half = tensor.half()
+    collectives.ring_all_reduce(comm, half)
+    tensor.copy_(half)
+
+
 RING = [
+    (works_in_float16, "the right values, but rounded: are they held in 16 bits?"),
     (adds_its_own_again, "the rank's own values are added twice"),
     (forgets_the_second_half, "in chunk 0: unchanged"),
     (stops_the_second_half_early, "and lacks rank 1 (one step too few?)"),
@@ -411,7 +418,24 @@ def lower_rank_sends_first(comm, tensor):
         tensor += incoming
 
 
+def adds_itself(comm, tensor):
+    doubles(comm, tensor.clone(), 2, lambda rank, k: rank ^ 2**k)
+    for _ in range(2):
+        tensor += tensor
+
+
+def tries_each_distance(comm, tensor):
+    doubles(comm, tensor, comm.world_size // 2, lambda rank, k: rank ^ (k + 1))
+
+
+def leaves_ten_numbers_alone(comm, tensor):
+    if len(tensor) != 10:
+        collectives.tree_all_reduce(comm, tensor)
+
+
 TREE = [
+    (adds_itself, "it is 4 x rank 0, where rank 0 + rank 1 + rank 2 + rank 3 is due"),
+    (leaves_ten_numbers_alone, "96 elements came out right; here there are 10"),
     (stops_after_one_round, "partial sum: it holds rank 0 + rank 1, and lacks ranks 2 and 3"),
     (keeps_its_first_partner, "2 x rank 0 + 2 x rank 1, where"),
     (one_round_more, "one step too many"),
@@ -484,7 +508,13 @@ def knows_rank_0_only(comm, tensor, root):
         comm.recv(tensor, root)
 
 
+def garbles_the_end(comm, tensor, root):
+    collectives.broadcast(comm, tensor, root)
+    tensor[48:] = tensor[48:].cos()
+
+
 BROADCAST = [
+    (garbles_the_end, "from index 48 on it has ["),
     (always_from_rank_0, "root 1, rank 0 is the first that is wrong: unchanged"),
     (only_the_next_rank, "rank 2 is the first that is wrong: unchanged"),
     (around_and_back_to_the_root, "one message too many"),
@@ -612,7 +642,16 @@ def deals_from_rank_0(comm, tensors, out, root):
         comm.recv(out, 0)
 
 
+def deals_to_the_next_rank_only(comm, tensors, out, root):
+    after = (root + 1) % comm.world_size
+    if comm.rank == root:
+        comm.send(tensors[after], after)
+    elif comm.rank == after:
+        comm.recv(out, root)
+
+
 SCATTER = [
+    (deals_to_the_next_rank_only, "1 0 0, where 2 0 0 is the target"),
     (gives_all_the_first, "it holds the share of the first rank"),
     (deals_in_reverse, "the shares are in reverse order"),
     (deals_one_too_far, "it holds the share of the next rank"),
@@ -799,6 +838,45 @@ def test_a_wrong_answer_is_told_by_its_mistake(
     assert words in said, said
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("tree", adds_itself, "overwritten"),
+        ("tree", one_round_more, "where a chunk is due"),
+        ("gather", gathers_around_the_ring, "where a chunk is due"),
+        ("naive", never_sends_back, "bottleneck"),
+        ("scatter", deals_to_the_next_rank_only, "bottleneck"),
+        ("tree", leaves_ten_numbers_alone, "chunks"),
+        ("broadcast", garbles_the_end, "it begins with"),
+    ],
+)
+def test_a_diagnosis_is_not_given_where_it_is_false(name, wrong, words, capsys):
+    checker, _, world_size, _ = CHECKS[name]
+    verdict = checker(wrong, world_sizes=(world_size,))
+    assert not verdict.passed
+    assert verdict.rows["finished"] == ["yes"]
+    assert words not in capsys.readouterr().out
+
+
+def test_a_tree_that_goes_wrong_on_eight_ranks_alone_is_found(capsys):
+    assert check.tree.all_reduce(tries_each_distance, world_sizes=(2, 4)).passed
+    assert not check.tree.all_reduce(tries_each_distance).passed
+    assert "with 8 ranks and 96 elements: 4, where 3 is the target" in capsys.readouterr().out
+
+
+def test_what_is_not_looked_at_is_not_called_right():
+    rows = check.tree.all_reduce(adds_itself, world_sizes=(4,)).rows
+    assert (rows["shape"], rows["value"], rows["same bits"]) == (["right"], ["wrong"], ["-"])
+    rows = check.collectives.gather(stacks_them, world_sizes=(3,)).rows
+    assert (rows["shape"], rows["value"], rows["messages"]) == (["wrong"], ["-"], ["0 1 1"])
+
+
+def test_a_cell_of_another_size_says_so():
+    rows = check.tree.all_reduce(leaves_ten_numbers_alone, world_sizes=(4,)).rows
+    assert rows["value"] == ["wrong (at 10)"]
+    assert rows["messages"] == ["0, not 2 (at 10)"]
+
+
 def not_written_yet(comm, tensor):
     raise NotImplementedError("exercise 2")
 
@@ -828,6 +906,24 @@ def test_a_stub_is_not_attempted_yet(name, capsys):
     checker, _, _, _ = CHECKS[name]
     assert checker(stub).status == "not attempted yet"
     assert re.fullmatch(r"not attempted yet: [\w.]+\n", capsys.readouterr().out)
+
+
+def flips_bits_of_floats(comm, tensor):
+    return tensor ^ 1
+
+
+def a_wordy_stub(comm, tensor):
+    raise NotImplementedError(
+        "exercise 2: all ranks send to rank 0, which adds, and sends the sum back to each of them"
+    )
+
+
+def test_an_error_of_pytorch_is_not_taken_for_a_stub(capsys):
+    assert check.naive.all_reduce(flips_bits_of_floats).status == "not yet"
+    assert "not implemented for 'Float'" in capsys.readouterr().out
+    assert check.naive.all_reduce(a_wordy_stub).status == "not attempted yet"
+    assert check.answers(lambda a: torch.ones(a) ^ 1, {(2,): 3}).status == "not yet"
+    assert "not implemented for 'Float'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -928,6 +1024,13 @@ def test_a_function_without_ranks_is_graded_by_its_answers(capsys):
     assert "not attempted yet: stub" in said
 
 
+def test_an_answer_may_be_a_tensor(capsys):
+    assert not check.answers(torch.ones, {(2,): 3}).passed
+    assert "ones(2) is 3, and yours says tensor([1., 1.])" in capsys.readouterr().out
+    assert check.answers(torch.ones, {(2,): torch.ones(2)}).passed
+    assert not check.answers(torch.ones, {(2,): torch.zeros(2)}).passed
+
+
 def test_share_only_to_the_left_and_the_mean_are_targets_too(capsys):
     assert check.ring.share_only(copies_to_the_left, to="left", world_sizes=(3,)).passed
     assert check.ring.all_reduce(takes_the_mean, op="mean", world_sizes=(3,)).passed
@@ -989,6 +1092,21 @@ def test_contents_tell_how_often_each_piece_is_in_a_value():
 def test_a_wrong_sum_has_a_name(found, words):
     everyone = {(rank, 0): 1.0 for rank in range(3)}
     assert words in name_mistake(found, everyone, (1, 0), 3)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({(0, 0): 0.25, (1, 0): 0.25}, "0.5 times what is due"),
+        ({(0, 0): 1, (1, 0): 1}, "2 times what is due: not divided by 2"),
+        ({(1, 0): 0.5}, "partial sum: it holds 0.5 x rank 1, and lacks rank 0"),
+        ({(0, 0): 0.5}, "overwritten instead of added: it holds rank 0's values alone"),
+    ],
+)
+def test_a_wrong_mean_has_a_name(found, words):
+    mean = {(rank, 0): 0.5 for rank in range(2)}
+    said = name_mistake(found, mean, (1, 0), 2)
+    assert said.startswith(words)
 
 
 def test_the_checks_are_quiet_about_time_and_give_the_same_text_twice():

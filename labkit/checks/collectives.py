@@ -5,13 +5,15 @@ Symbols: P ranks, S bytes of a rank's tensor.
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from labkit.checks.core import WORLD_SIZES, grade
-from labkit.checks.exercise import Case, Exercise, Target
+from labkit.checks.exercise import Case, Exercise, Target, tensor_and_root
 from labkit.checks.report import Verdict
 from labkit.comm import Comm
+from labkit.costs import Cost, broadcast_cost, gather_cost, reduce_cost, scatter_cost
 
 _LATE_S = 0.03
 
@@ -24,9 +26,9 @@ def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
     exercise = Exercise(
         "collectives.broadcast",
         signature="comm, tensor, root",
-        inputs=_tensor_and_root,
+        inputs=tensor_and_root,
         expected=lambda rank, case: case.tensor(case.root),
-        total=_each_other_rank_once,
+        total=partial(_of_all_ranks, broadcast_cost),
         rooted="root",
     )
     return grade(fn, exercise, world_sizes)
@@ -41,9 +43,9 @@ def reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
     exercise = Exercise(
         "collectives.reduce",
         signature="comm, tensor, root",
-        inputs=_tensor_and_root,
+        inputs=tensor_and_root,
         expected=lambda rank, case: case.total() if rank == case.root else None,
-        total=_each_other_rank_once,
+        total=partial(_of_all_ranks, reduce_cost),
         rooted="root",
     )
     return grade(fn, exercise, world_sizes)
@@ -58,7 +60,7 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
     exercise = Exercise(
         "collectives.gather",
         signature="comm, tensor, root",
-        inputs=_tensor_and_root,
+        inputs=tensor_and_root,
         expected=_gathered,
         written=None,
         target=_gather_target,
@@ -117,12 +119,10 @@ def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     return grade(fn, exercise, world_sizes)
 
 
-def _tensor_and_root(rank: int, case: Case) -> tuple:
-    return case.tensor(rank), case.root
-
-
-def _each_other_rank_once(case: Case) -> Target:
-    return Target(case.world_size - 1, (case.world_size - 1) * 4 * case.size)
+def _of_all_ranks(cost_of: Callable[..., Cost], case: Case) -> Target:
+    ranks = range(case.world_size)
+    costs = [cost_of(case.size, 4, case.world_size, rank, case.root) for rank in ranks]
+    return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
 
 
 def _gathered(rank: int, case: Case) -> list[torch.Tensor] | None:
@@ -131,9 +131,9 @@ def _gathered(rank: int, case: Case) -> list[torch.Tensor] | None:
 
 
 def _gather_target(rank: int, case: Case) -> Target:
-    if rank == case.root:
-        return Target(0, 0, case.world_size - 1, frozenset())
-    return Target(1, 4 * case.size, 1, frozenset({case.root}))
+    cost = gather_cost(case.size, 4, case.world_size, rank, case.root)
+    peers = frozenset({case.root}) - {rank}
+    return Target(cost.messages, cost.num_bytes, cost.steps, peers)
 
 
 def _one_buffer(rank: int, case: Case) -> list[torch.Tensor] | None:
@@ -162,10 +162,9 @@ def _shares_and_out(rank: int, case: Case) -> tuple:
 
 
 def _scatter_target(rank: int, case: Case) -> Target:
-    others = frozenset(range(case.world_size)) - {case.root}
-    if rank == case.root:
-        return Target(len(others), len(others) * 4 * case.size, len(others), others)
-    return Target(0, 0, 1, frozenset())
+    cost = scatter_cost(case.size, 4, case.world_size, rank, case.root)
+    peers = frozenset(range(case.world_size) if rank == case.root else ()) - {rank}
+    return Target(cost.messages, cost.num_bytes, cost.steps, peers)
 
 
 def _come_late(fn: Callable, comm: Comm, late: int) -> tuple[float, float, int]:

@@ -11,7 +11,7 @@ def same(value: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
         if not isinstance(value, torch.Tensor) or value.shape != expected.shape:
             return False
-        return torch.allclose(value.double(), expected.double(), rtol=1e-4, atol=1e-5)
+        return bool(close(value, expected).all())
     if isinstance(expected, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) != len(expected):
             return False
@@ -19,6 +19,11 @@ def same(value: Any, expected: Any) -> bool:
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
         return math.isclose(value, expected, rel_tol=1e-4, abs_tol=1e-5)
     return type(value) is type(expected) and bool(value == expected)
+
+
+def close(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Which numbers of two tensors of one shape are equal up to float32 rounding."""
+    return torch.isclose(value.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
 def misshapen(value: Any, expected: Any) -> str:

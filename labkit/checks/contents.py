@@ -44,11 +44,13 @@ def name_mistake(found: Contents, wanted: Contents, own: Piece, world_size: int)
         own: the piece that the rank itself brought.
         world_size: P.
     """
+    if found == wanted:
+        return "the right values, but rounded: are they held in 16 bits?"
     if found == {own: 1}:
         return "unchanged: it still holds the rank's own values"
     ratio = _ratio(found, wanted)
     if ratio:
-        return _scaled(ratio, world_size)
+        return _scaled(ratio, world_size, summed=1 in wanted.values())
     foreign = sorted({chunk for _, chunk in found} - {chunk for _, chunk in wanted})
     if foreign:
         return f"values of {_listed('chunk', foreign)} are in it: wrong chunk sent, or received"
@@ -62,8 +64,8 @@ def _ratio(found: Contents, wanted: Contents) -> float | None:
     return ratios.pop() if found.keys() == wanted.keys() and len(ratios) == 1 else None
 
 
-def _scaled(ratio: float, world_size: int) -> str:
-    if abs(ratio * world_size - 1) < 1e-3:
+def _scaled(ratio: float, world_size: int, *, summed: bool) -> str:
+    if summed and abs(ratio * world_size - 1) < 1e-3:
         return f"divided by {world_size}: it is the mean, where the sum is due"
     if ratio == world_size:
         return f"{world_size} times what is due: not divided by {world_size}, or added too often"
@@ -72,7 +74,7 @@ def _scaled(ratio: float, world_size: int) -> str:
 
 def _copy_mistake(found: Contents, wanted: Contents, own: Piece) -> str:
     (due,) = wanted
-    if len(found) == 1:
+    if [*found.values()] == [1]:
         return f"it holds rank {next(iter(found))[0]}'s values, where rank {due[0]}'s are due"
     if found == {own: 1, **wanted}:
         return "added to the rank's own values, where they should be overwritten"
@@ -85,7 +87,7 @@ def _sum_mistake(found: Contents, wanted: Contents, own: Piece) -> str:
     excess = {p: round((found.get(p, 0) - wanted.get(p, 0)) / unit, 6) for p in pieces}
     extra = {p: times for p, times in excess.items() if times > 0}
     missing = [p for p, times in excess.items() if times == -1]
-    if len(found) == 1:
+    if len(found) == 1 and own not in found and {*found.values()} <= {1, unit}:
         return f"overwritten instead of added: it holds rank {next(iter(found))[0]}'s values alone"
     if extra == {own: 1} and not missing:
         return "the rank's own values are added twice"

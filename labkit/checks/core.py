@@ -109,8 +109,15 @@ def _graded(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...]) -> V
         # Of two world sizes that go wrong alike, the larger one shows more of the mistake.
         problems |= {problem.row: problem for problem in found}
         columns[world_size] = _column(exercise, cases[0], outcomes[0])
-        columns[world_size] |= {problem.row: problem.cell for problem in found}
+        for problem in found:
+            columns[world_size] |= {problem.row: problem.cell, **_not_looked_at(problem, exercise)}
     return _verdict(exercise, columns, list(problems.values()))
+
+
+def _not_looked_at(problem: Problem, exercise: Exercise) -> dict[str, str]:
+    """The cells of what is compared only where nothing before it is wrong."""
+    rows = ["shape", "value", *(["same bits"] if exercise.same_bits else [])]
+    return dict.fromkeys(rows[rows.index(problem.row) + 1 :] if problem.row in rows else [], "-")
 
 
 def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[str, str]:

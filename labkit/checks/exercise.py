@@ -4,7 +4,7 @@ Symbols: P ranks.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,10 @@ class Case:
     world_size: int
     size: int
     root: int = 0
-    seed: int = 0
 
     def tensor(self, rank: int) -> torch.Tensor:
         """What ``rank`` starts with: float32 [size], random, the same each time."""
-        generator = torch.Generator().manual_seed(7919 * self.seed + 97 * rank + self.size + 1)
+        generator = torch.Generator().manual_seed(97 * rank + self.size + 1)
         return torch.randn(self.size, generator=generator)
 
     def total(self) -> torch.Tensor:
@@ -142,6 +141,13 @@ class Problem:
     cell: str
     sentence: str
     named: bool = True
+
+
+def at_its_size(problem: Problem, case: Case, exercise: Exercise) -> Problem:
+    """The cell names its size where that is not the one of the rest of the table."""
+    if not exercise.sizes or case.size == exercise.sizes[0]:
+        return problem
+    return replace(problem, cell=f"{problem.cell} (at {case.size})")
 
 
 def where(case: Case, exercise: Exercise) -> str:

@@ -1,9 +1,11 @@
 """Exercises that need no ranks: a function of plain values, called in this process."""
 
 from collections.abc import Callable, Mapping
+from traceback import extract_tb
 from typing import Any
 
-from labkit.checks.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_function, told
+from labkit.checks.compare import same
+from labkit.checks.report import NOT_ATTEMPTED, NOT_YET, PASSED, STUB, Verdict, no_function, told
 
 
 def answers(fn: Callable, expected: Mapping[tuple, Any]) -> Verdict:
@@ -26,11 +28,23 @@ def _answered(fn: Callable, name: str, expected: Mapping[tuple, Any]) -> Verdict
         call = f"{name}({', '.join(map(repr, args))})"
         try:
             answer = fn(*args)
-        except NotImplementedError:
-            return Verdict(name, NOT_ATTEMPTED)
         except Exception as error:
+            if _from_a_stub(error):
+                return Verdict(name, NOT_ATTEMPTED)
             note = f"{call} raised {type(error).__name__}: {error}"
             return Verdict(name, NOT_YET, notes=[note])
-        if answer != due:
+        if not _agree(answer, due):
             return Verdict(name, NOT_YET, notes=[f"{call} is {due!r}, and yours says {answer!r}"])
     return Verdict(name, PASSED, notes=[f"all {len(expected)} answers are right"])
+
+
+def _from_a_stub(error: Exception) -> bool:
+    last_line = extract_tb(error.__traceback__)[-1].line or ""
+    return isinstance(error, NotImplementedError) and STUB in last_line
+
+
+def _agree(answer: Any, due: Any) -> bool:
+    try:
+        return bool(answer == due)
+    except Exception:  # a tensor of several numbers is neither true nor false
+        return same(answer, due)

@@ -7,6 +7,9 @@ from typing import Any
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
 
+# In a traceback's last line of code; PyTorch raises NotImplementedError too, for real mistakes.
+STUB = "raise NotImplementedError"
+
 
 @dataclass
 class Verdict:

@@ -1,9 +1,11 @@
 """A learner's function on real ranks: what each call left behind, or how the run broke off."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 from labkit.checks.exercise import Case, Exercise, Outcome, where
+from labkit.checks.report import STUB
 from labkit.comm import Comm
 from labkit.errors import DeadlockError, WorkerError
 from labkit.launch import run
@@ -20,8 +22,10 @@ class DidNotFinish(Exception):
     def __init__(self, error: Exception, place: str = ""):
         self.ending = "stuck" if isinstance(error, DeadlockError) else "error"
         traceback = getattr(error, "worker_traceback", "")
-        # Lines of code are indented in a traceback; the error's name is not.
-        self.not_attempted = "\nNotImplementedError" in f"\n{traceback}"
+        # Lines of code are indented by four in a traceback, places by two, the error by nothing.
+        last_frame = re.split(r"\n(?=  \S)", f"\n{traceback}")[-1]
+        unwritten = rf"  .*\n    .*{STUB}\b(?s:.*)\nNotImplementedError\b"
+        self.not_attempted = re.match(unwritten, last_frame) is not None
         story = str(error).partition("\n\nTraceback of rank")[0]
         super().__init__(f"{place}: {story}" if place else story)
 

@@ -5,7 +5,15 @@ Symbols: P ranks, S bytes of a rank's tensor.
 
 from dataclasses import replace
 
-from labkit.checks.exercise import Case, Exercise, Outcome, Problem, Target, where
+from labkit.checks.exercise import (
+    Case,
+    Exercise,
+    Outcome,
+    Problem,
+    Target,
+    at_its_size,
+    where,
+)
 
 ROWS = ("messages", "bytes", "peers", "rounds")
 Ranks = tuple[Outcome, ...]
@@ -18,7 +26,7 @@ def traffic_problems(
     problems: dict[str, Problem] = {}
     for case, ranks in zip(cases, outcomes):
         for problem in _problems(exercise, case, ranks):
-            problems.setdefault(problem.row, problem)
+            problems.setdefault(problem.row, at_its_size(problem, case, exercise))
     found = [problems[row] for row in ROWS if row in problems]
     # Another number of messages explains other bytes and rounds: the table shows them.
     return [p if p.named or p is found[0] else replace(p, sentence="") for p in found]
@@ -33,8 +41,9 @@ def _problems(exercise: Exercise, case: Case, ranks: Ranks) -> list[Problem]:
             "bytes": ([r.num_bytes for r in ranks], [t.num_bytes for t in targets]),
             "rounds": ([r.operations for r in ranks], [t.operations for t in targets]),
         }
-        found += [_by_rank(row, *pair, exercise, case, ranks) for row, pair in rows.items()]
-        found.append(_peers(exercise, case, ranks, targets))
+        hub = _bottleneck(ranks, targets)
+        found += [_by_rank(row, *pair, exercise, case, ranks, hub) for row, pair in rows.items()]
+        found.append(_peers(exercise, case, ranks, targets, hub))
     if exercise.total is not None:
         target = exercise.total(case)
         sums = {
@@ -47,12 +56,17 @@ def _problems(exercise: Exercise, case: Case, ranks: Ranks) -> list[Problem]:
 
 
 def _by_rank(
-    row: str, spent: list[int], due: list, exercise: Exercise, case: Case, ranks: Ranks
+    row: str, spent: list[int], due: list, exercise: Exercise, case: Case, ranks: Ranks, hub: str
 ) -> Problem | None:
     if not any(_differs(s, d, exercise, case) for s, d in zip(spent, due)):
         return None
     sentence = f"{where(case, exercise)}: {counts(spent)}, where {counts(due)} is the target"
-    look = _LOOKS[row](spent, due, case, ranks)
+    if row == "messages":
+        look = _messages_look(spent, due) or hub
+    elif row == "bytes":
+        look = _bytes_look(spent, due, exercise, case, ranks)
+    else:
+        look = _rounds_look(spent, due, ranks)
     sentence += look and f": {look}"
     return Problem(row, f"{counts(spent)}, not {counts(due)}", sentence, named=bool(look))
 
@@ -70,7 +84,7 @@ def counts(numbers: list) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else " ".join(map(str, numbers))
 
 
-def _messages_look(spent: list[int], due: list[int], case: Case, ranks: Ranks) -> str:
+def _messages_look(spent: list[int], due: list[int]) -> str:
     if not any(spent):
         return "nothing was sent"
     differences = {s - d for s, d in zip(spent, due)}
@@ -80,42 +94,49 @@ def _messages_look(spent: list[int], due: list[int], case: Case, ranks: Ranks) -
         return "one step too few"
     if all(s == 2 * d for s, d in zip(spent, due)):
         return "twice as many as needed"
-    if hub := _hub(ranks):
-        return hub
     return ""
 
 
-def _bytes_look(spent: list[int], due: list[int], case: Case, ranks: Ranks) -> str:
+def _bytes_look(
+    spent: list[int], due: list[int], exercise: Exercise, case: Case, ranks: Ranks
+) -> str:
     whole = 4 * case.size
     messages = [outcome.messages for outcome in ranks]
-    if any(messages) and all(s == whole * m > d for s, m, d in zip(spent, messages, due)):
+    all_whole = all(s == whole * m > d for s, m, d in zip(spent, messages, due))
+    if exercise.chunked and any(messages) and all_whole:
         return "the whole tensor is sent in each message, where a chunk is due"
     if any(spent) and all(s == 2 * d for s, d in zip(spent, due)):
         return "twice as many as needed"
     return ""
 
 
-def _rounds_look(spent: list[int], due: list[int], case: Case, ranks: Ranks) -> str:
+def _rounds_look(spent: list[int], due: list[int], ranks: Ranks) -> str:
     messages = [outcome.messages for outcome in ranks]
     if all(s == 2 * d == 2 * m for s, d, m in zip(spent, due, messages)):
         return "each rank sends and receives one after the other; comm.exchange does both at once"
     return ""
 
 
-_LOOKS = {"messages": _messages_look, "bytes": _bytes_look, "rounds": _rounds_look}
+def _bottleneck(ranks: Ranks, targets: list[Target]) -> str:
+    """The words for ranks that all send to one, unless that is what they have to do."""
+    hub = _hub([set(outcome.bytes_to) for outcome in ranks])
+    if hub is None or hub == _hub([target.peers for target in targets]):
+        return ""
+    return f"all send to rank {hub}, which becomes the bottleneck"
 
 
-def _hub(ranks: Ranks) -> str:
-    """Whether everything goes through one rank, which has to be more than one of two."""
-    P = len(ranks)
-    for hub in range(P):
-        others = [set(ranks[rank].bytes_to) for rank in range(P) if rank != hub]
-        if P > 2 and all(peers <= {hub} for peers in others) and any(others):
-            return f"all send to rank {hub}, which becomes the bottleneck"
-    return ""
+def _hub(peers: list) -> int | None:
+    """The one rank that each other one sends to; of two ranks, none."""
+    P = len(peers)
+    for hub in range(P if P > 2 else 0):
+        if all(peers[rank] == {hub} for rank in range(P) if rank != hub):
+            return hub
+    return None
 
 
-def _peers(exercise: Exercise, case: Case, ranks: Ranks, targets: list[Target]) -> Problem | None:
+def _peers(
+    exercise: Exercise, case: Case, ranks: Ranks, targets: list[Target], hub: str
+) -> Problem | None:
     P = case.world_size
     for rank, (outcome, target) in enumerate(zip(ranks, targets)):
         stray = set() if target.peers is None else set(outcome.bytes_to) - target.peers
@@ -126,8 +147,8 @@ def _peers(exercise: Exercise, case: Case, ranks: Ranks, targets: list[Target]) 
             f"{where(case, exercise)}, rank {rank} sends to {_ranks(stray)}; allowed: {allowed}"
         )
         left, right = (rank - 1) % P, (rank + 1) % P
-        if look := _hub(ranks):
-            sentence += f": {look}"
+        if hub:
+            sentence += f": {hub}"
         elif stray == {left} and target.peers == {right}:
             sentence += ": that is the left neighbour, where the right one is due"
         elif stray == {right} and target.peers == {left}:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from labkit.checks.compare import misshapen, same
+from labkit.checks.compare import close, misshapen, same
 from labkit.checks.contents import contents, name_mistake
-from labkit.checks.exercise import Case, Exercise, Outcome, Problem, where
+from labkit.checks.exercise import Case, Exercise, Outcome, Problem, at_its_size, where
 from labkit.collectives.ring import split_chunks
 
 
@@ -25,7 +25,7 @@ def value_problems(
         else:
             found = _first_wrong(exercise, case, ranks) or _same_bits(exercise, case, ranks)
         if found:
-            return [found]
+            return [at_its_size(found, case, exercise)]
     return []
 
 
@@ -47,7 +47,7 @@ def _first_wrong(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> 
     if len(others) == 1 and case.world_size > 1 and expected[others[0]] is not None:
         story += f". Rank {others[0]} alone has the right result"
     if exercise.sizes and case.size != exercise.sizes[0]:
-        story += f". {exercise.sizes[0]} elements came out right; {_odd_size(case)}"
+        story += f". {exercise.sizes[0]} elements came out right; {_odd_size(exercise, case)}"
     return Problem("value", "wrong", f"{start}{story}")
 
 
@@ -128,7 +128,7 @@ def _look(exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_
     basis, chunk = _basis(exercise, case), wrong.index if exercise.chunked else 0
     found, wanted = contents(value, basis, chunk), contents(due, basis, chunk)
     if found is None or wanted is None:
-        return f"it begins with {_numbers(value)}, where {_numbers(due)} is due"
+        return _numbers_differ(value.flatten(), due.flatten())
     complete = _complete_elsewhere(basis, case, parts)
     if complete is not None:
         shift = (complete - chunk) % case.world_size
@@ -161,18 +161,24 @@ def _basis(exercise: Exercise, case: Case) -> dict[tuple[int, int], torch.Tensor
     return basis
 
 
-def _odd_size(case: Case) -> str:
+def _odd_size(exercise: Exercise, case: Case) -> str:
     if case.size == 0:
         return "here the tensor is empty"
-    if case.size < case.world_size:
+    if exercise.chunked and case.size < case.world_size:
         return "here there are fewer elements than ranks, so chunks may be empty"
-    if case.size % case.world_size:
+    if exercise.chunked and case.size % case.world_size:
         return f"{case.size} does not divide by {case.world_size}, so chunks differ in length"
-    return f"here there are {case.size}"
+    return "here there is one" if case.size == 1 else f"here there are {case.size}"
+
+
+def _numbers_differ(value: torch.Tensor, due: torch.Tensor) -> str:
+    first = int((~close(value, due)).nonzero()[0])
+    start = f"from index {first} on it has" if first else "it begins with"
+    return f"{start} {_numbers(value[first:])}, where {_numbers(due[first:])} is due"
 
 
 def _numbers(tensor: torch.Tensor) -> str:
-    first = ", ".join(f"{x:.4g}" for x in tensor.flatten()[:3].tolist())
+    first = ", ".join(f"{x:.4g}" for x in tensor[:3].tolist())
     return f"[{first}{', ...' if tensor.numel() > 3 else ''}]"
 
 
