@@ -6,7 +6,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from labkit.config import BACKENDS, DTYPES, RunConfig
+from labkit.config import AMP, BACKENDS, COMPRESSIONS, DTYPES, RunConfig
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,6 +68,14 @@ def _add_train(commands) -> None:
     add("--seed", type=int, default=defaults.seed, metavar="K")
     add("--lr", type=float, default=defaults.lr)
     add("--momentum", type=float, default=defaults.momentum)
+    add("--bucket-mb", type=float, metavar="MB", help="ddp: gradients sent together")
+    add("--accumulate", type=int, metavar="N", help="micro-batches an update")
+    add("--amp", metavar="|".join(AMP), help="mixed precision")
+    add("--compress", metavar="|".join(COMPRESSIONS), help="ring_all_reduce: of gradients")
+    add("--servers", type=int, metavar="S", help="parameter_server: ranks that serve")
+    add("--straggler", metavar="RANK:FACTOR", help="slow one rank's computing, 1:4.0 for example")
+    add("--max-staleness", type=int, metavar="N", help="async_parameter_server: bound")
+    add("--devices", metavar="D,D", help="data_parallel: cpu,cpu for example")
     add("--timeout", type=float, default=24 * 3600, metavar="SECONDS", help="deadline of the run")
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")

@@ -1,10 +1,17 @@
 """RunConfig: everything that decides a training run, in one frozen, self-checking place."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 DTYPES = ("float32", "float64")
 BACKENDS = ("auto", "gloo", "nccl", "labkit")
+AMP = ("bf16", "fp16")
+COMPRESSIONS = ("fp16", "bf16", "topk")
+# What a technique may take beside the settings that all of them have.
+OPTIONS = (
+    *("backend", "bucket_mb", "accumulate", "amp", "compress"),
+    *("servers", "straggler", "max_staleness", "devices"),
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,16 @@ class RunConfig:
             collectives, ``auto`` what suits the device.
         transport: how the messages of our implementations travel, see ``labkit.run``.
         train_size: use the first so many training samples; None uses all.
+        bucket_mb: MiB of gradients that are sent together; 0 is a bucket a parameter.
+        accumulate: micro-batches a rank's share is cut into; one synchronisation an update.
+        amp: mixed precision, ``bf16`` or ``fp16``.
+        compress: of gradients on the wire, ``fp16``, ``bf16`` or ``topk``.
+        servers: ranks that hold the parameters, of a parameter server.
+        straggler: ``"1:4.0"`` makes rank 1 compute four times as slowly.
+        max_staleness: updates by others that one update may have missed.
+        devices: of one process, ``"cpu,cpu"``, one a replica.
+
+    Of the last eight, ``None`` is the technique's own default; each technique takes its own.
     """
 
     strategy: str = "single"
@@ -44,10 +61,31 @@ class RunConfig:
     backend: str = "auto"
     transport: str = "auto"
     train_size: int | None = None
+    bucket_mb: float | None = None
+    accumulate: int | None = None
+    amp: str | None = None
+    compress: str | None = None
+    servers: int | None = None
+    straggler: str | None = None
+    max_staleness: int | None = None
+    devices: str | None = None
 
     def __post_init__(self):
-        for name in ("world_size", "batch_size", "epochs", "train_size"):
-            _check_whole(name, getattr(self, name), optional=name == "train_size")
+        for name in ("world_size", "batch_size", "epochs"):
+            _check_whole(name, getattr(self, name))
+        for name in ("train_size", "accumulate", "servers"):
+            _check_whole(name, getattr(self, name), optional=True)
+        _check_whole("max_staleness", self.max_staleness, optional=True, least=0)
+        if self.bucket_mb is not None and not self.bucket_mb >= 0:
+            raise ValueError(
+                f"bucket_mb must be 0 (a bucket a parameter) or more, got {self.bucket_mb!r}"
+            )
+        _check_choice("amp", self.amp, AMP)
+        _check_choice("compress", self.compress, COMPRESSIONS)
+        if self.amp and self.dtype != "float32":
+            raise ValueError(f"amp {self.amp} is for dtype float32, got {self.dtype}")
+        if self.straggler is not None:
+            parse_straggler(self.straggler, self.world_size)
         if self.batch_size < self.world_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than world_size {self.world_size}: some "
@@ -68,12 +106,45 @@ class RunConfig:
                 "or transport for our own implementation"
             )
 
+    def options(self) -> dict[str, Any]:
+        """The technique's own options that were given, as its constructor takes them."""
+        defaults = {field.name: field.default for field in fields(self)}
+        given = {name: getattr(self, name) for name in OPTIONS}
+        return {name: value for name, value in given.items() if value != defaults[name]}
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _check_whole(name: str, value: Any, *, optional: bool = False) -> None:
+def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
+    """``"1:4.0"`` is (1, 4.0): rank 1 takes four times as long to compute.
+
+    Raises:
+        ValueError: not of this form, no such rank, or a factor below 1.
+    """
+    rank, colon, factor = str(text).partition(":")
+    try:
+        parsed = int(rank), float(factor)
+    except ValueError:
+        colon = ""
+    if not colon:
+        raise ValueError(f"straggler must be RANK:FACTOR, as in 1:4.0, got {text!r}")
+    if not 0 <= parsed[0] < world_size:
+        raise ValueError(
+            f"straggler {text!r}: with world_size {world_size} the ranks are 0 to {world_size - 1}"
+        )
+    if not 1 <= parsed[1] < float("inf"):
+        raise ValueError(f"straggler {text!r}: the factor must be 1 or more")
+    return parsed
+
+
+def _check_whole(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number from {least}, got {value!r}")
+
+
+def _check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")

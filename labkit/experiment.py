@@ -1,5 +1,6 @@
 """A training run from outside: check the settings, start the ranks, gather the result."""
 
+import inspect
 import json
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from labkit import strategies
-from labkit.config import RunConfig
+from labkit.config import OPTIONS, RunConfig, parse_straggler
 from labkit.devices import check_world_size, hardware, plan, versions
 from labkit.files import write_atomically
 from labkit.launch import run
@@ -29,6 +30,7 @@ class TrainResult:
         bytes_sent, messages: of the technique, by rank; None for a builtin, which is not counted.
         state: parameters and buffers of the whole model, on the CPU.
         checksums: of every rank's parameters and buffers.
+        notes: what is special about the technique's run (staleness, ranks lost), as rank 0 tells.
         hardware, versions: what made the figures.
     """
 
@@ -42,6 +44,7 @@ class TrainResult:
     trace: Trace = field(repr=False)
     hardware: dict[str, Any] = field(repr=False)
     versions: dict[str, str] = field(repr=False)
+    notes: dict[str, Any] = field(repr=False, default_factory=dict)
 
     @property
     def test_accuracy(self) -> float:
@@ -70,6 +73,7 @@ class TrainResult:
             "bytes_sent": self.bytes_sent,
             "messages": self.messages,
             "replicas_agree": self.replicas_agree,
+            **self.notes,
             "hardware": self.hardware,
             "versions": self.versions,
         }
@@ -150,6 +154,7 @@ def train_run(
         trace=result.trace,
         hardware=hardware(),
         versions=versions(),
+        notes=reports[0].notes,
     )
 
 
@@ -173,8 +178,22 @@ def check(config: RunConfig):
             f"strategy single trains on one rank, got world_size {config.world_size}: "
             "use world_size 1, or another strategy"
         )
-    if config.backend != "auto":
-        if config.strategy == "single":
-            raise ValueError("strategy single sends no messages: leave the backend at auto")
-        return partial(make_strategy, backend=config.backend)
-    return make_strategy
+    return partial(make_strategy, **_options(config, make_strategy))
+
+
+def _options(config: RunConfig, make_strategy) -> dict[str, Any]:
+    """The technique's own options, as its constructor takes them.
+
+    Raises:
+        ValueError: one that this technique does not take; the message lists those it does.
+    """
+    taken = [name for name in OPTIONS if name in inspect.signature(make_strategy).parameters]
+    given = config.options()
+    for name in given:
+        if name not in taken:
+            whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
+            its_own = f"its options are {', '.join(taken)}" if taken else "it has no options"
+            raise ValueError(f"{whose} takes no option {name}: {its_own}")
+    if "straggler" in given:
+        given["straggler"] = parse_straggler(config.straggler, config.world_size)
+    return given

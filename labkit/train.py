@@ -5,10 +5,11 @@ ranks are kept together. So two techniques differ in nothing but the technique.
 """
 
 import hashlib
+import itertools
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from labkit.comm import Comm
 from labkit.config import RunConfig
 from labkit.workload import Data, batch_slices, build_model, epoch_order, load_dataset, share
 
+Batch = tuple[Tensor, Tensor, int]
+EpochEnd = tuple[float, Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _EVALUATION_BATCH = 512
@@ -31,7 +34,10 @@ class Strategy(Protocol):
         """Place or replicate ``model`` (the same seeded one on every rank) and make optimizers."""
 
     def share(self) -> tuple[int, int]:
-        """(index, count): this rank works on part ``index`` of ``count`` of every batch."""
+        """(index, count): this rank works on part ``index`` of ``count`` of every batch.
+
+        (0, 0) is a rank that works on no samples and serves the others.
+        """
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
@@ -50,6 +56,35 @@ class Strategy(Protocol):
         """Parameters and buffers of the whole model, put together again, on the CPU."""
 
 
+class OwnPaceStrategy(Protocol):
+    """A technique whose ranks do not keep step: it runs the epochs by itself.
+
+    ``setup``, ``predict`` and ``full_state`` are those of ``Strategy``; ``share`` is read before
+    the run starts, and (0, 0) is a rank that serves.
+    """
+
+    def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
+        """Train until the samples of all epochs have been worked through, by whichever rank.
+
+        Args:
+            batches: this rank's share of batch after batch, without end: a rank that is ahead goes
+                on with its share of the next epoch. (inputs [n, C, H, W], targets [n], size of the
+                global batch), n may be 0.
+            steps: global batches an epoch.
+            epochs: to train for.
+
+        Yields, on the rank that holds the parameters: (seconds since the start, sum of the losses
+        in the epoch) whenever an epoch is through; ``full_state`` is then read at once. The others
+        yield nothing.
+        """
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Let ``predict`` use these parameters and buffers from here on."""
+
+    def notes(self) -> dict[str, Any]:
+        """What is special about the run, for the report; the same keys on every rank."""
+
+
 @dataclass(frozen=True)
 class RankReport:
     """What one rank brings home from a training run. ``state`` is kept by rank 0 alone."""
@@ -59,6 +94,7 @@ class RankReport:
     bytes_sent: int
     checksum: str
     state: dict[str, Tensor] | None
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def fit(
@@ -79,6 +115,16 @@ def fit(
     )
     strategy = make_strategy()
     strategy.setup(comm, model, lambda parameters: _sgd(parameters, config))
+    go = _at_own_pace if hasattr(strategy, "train") else _in_step
+    epochs, messages, bytes_sent = go(comm, config, data, strategy, verbose)
+    state = strategy.full_state()
+    notes = strategy.notes() if hasattr(strategy, "notes") else {}
+    kept = state if comm.rank == 0 else None
+    return RankReport(epochs, messages, bytes_sent, checksum(state), kept, notes)
+
+
+def _in_step(comm: Comm, config: RunConfig, data: Data, strategy: Strategy, verbose: bool):
+    """All ranks work on the same batch. Returns (rows of the epochs, messages, bytes)."""
     epochs, messages, bytes_sent = [], 0, 0
     for epoch in range(config.epochs):
         before = comm.messages, comm.bytes_sent
@@ -88,12 +134,35 @@ def fit(
         # Evaluation stays outside the clock and the counters: it is not the technique's.
         messages += comm.messages - before[0]
         bytes_sent += comm.bytes_sent - before[1]
-        epochs.append(_evaluate(comm, data, strategy, loss_sum) | {"seconds": seconds})
+        correct = _correct(comm, data, strategy, *strategy.share())
+        epochs.append(_row(comm, data, loss_sum, correct) | {"seconds": seconds})
         if verbose and comm.rank == 0:
             _print_epoch(epoch, config.epochs, epochs[-1])
-    state = strategy.full_state()
-    kept = state if comm.rank == 0 else None
-    return RankReport(epochs, messages, bytes_sent, checksum(state), kept)
+    return epochs, messages, bytes_sent
+
+
+def _at_own_pace(
+    comm: Comm, config: RunConfig, data: Data, strategy: OwnPaceStrategy, verbose: bool
+):
+    """Every rank for itself. Returns what ``_in_step`` does.
+
+    Held-out accuracy is measured afterwards, from the parameters that each epoch ended with: to
+    stop for it would bring the ranks in step.
+    """
+    steps = len(batch_slices(data.train_targets, config.batch_size))
+    batches = _endless_shares(comm, config, data, strategy.share())
+    ends = [(*end, strategy.full_state()) for end in strategy.train(batches, steps, config.epochs)]
+    messages, bytes_sent = comm.messages, comm.bytes_sent
+    epochs, before_s = [], 0.0
+    for epoch, (passed_s, loss_sum, state) in enumerate(ends):
+        strategy.load_state(state)
+        correct = _correct(comm, data, strategy, 0, 1)
+        row = _means(data, loss_sum.item(), correct.item()) | {"seconds": passed_s - before_s}
+        before_s = passed_s
+        epochs.append(row)
+        if verbose:
+            _print_epoch(epoch, config.epochs, row)
+    return epochs, messages, bytes_sent
 
 
 def _sgd(parameters: Iterable[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
@@ -104,36 +173,63 @@ def _train_epoch(
     comm: Comm, config: RunConfig, data: Data, strategy: Strategy, epoch: int
 ) -> Tensor:
     """One pass over the training samples; returns this rank's sum of losses, float64 [1]."""
-    order = epoch_order(len(data.train_targets), epoch=epoch, seed=config.seed)
-    batches = batch_slices(order, config.batch_size)
     total = torch.zeros(1, dtype=torch.float64, device=comm.device)
+    batches = _epoch_batches(config, data, epoch)
     for number, batch in enumerate(batches):
-        with comm.span("data"):
-            mine = share(batch, *strategy.share())
-            inputs = data.train_inputs[mine].to(comm.device)
-            targets = data.train_targets[mine].to(comm.device)
-        total += strategy.step(inputs, targets, len(batch)).detach()
+        total += strategy.step(*_load(comm, data, batch, strategy.share())).detach()
         done = epoch * len(batches) + number + 1
         comm.progress(done, config.epochs * len(batches), f"steps, epoch {epoch + 1}")
     strategy.end_epoch()
     return total
 
 
-def _evaluate(comm: Comm, data: Data, strategy: Strategy, loss_sum: Tensor) -> dict[str, float]:
-    """Mean training loss of the epoch and accuracy on the held-out part, over all ranks."""
+def _epoch_batches(config: RunConfig, data: Data, epoch: int) -> Sequence[Tensor]:
+    order = epoch_order(len(data.train_targets), epoch=epoch, seed=config.seed)
+    return batch_slices(order, config.batch_size)
+
+
+def _load(comm: Comm, data: Data, batch: Tensor, part: tuple[int, int]) -> Batch:
+    """This rank's samples of a global batch, on its device, and the size of that batch."""
+    with comm.span("data"):
+        mine = share(batch, *part)
+        inputs = data.train_inputs[mine].to(comm.device)
+        targets = data.train_targets[mine].to(comm.device)
+    return inputs, targets, len(batch)
+
+
+def _endless_shares(
+    comm: Comm, config: RunConfig, data: Data, part: tuple[int, int]
+) -> Iterator[Batch]:
+    for epoch in itertools.count():
+        for batch in _epoch_batches(config, data, epoch):
+            yield _load(comm, data, batch, part)
+
+
+def _correct(comm: Comm, data: Data, strategy: Strategy, index: int, count: int) -> Tensor:
+    """How many of part ``index`` of ``count`` of the held-out samples are classified right, [1]"""
     correct = torch.zeros(1, dtype=torch.float64, device=comm.device)
     with comm.span("evaluate"):
         for batch in torch.arange(len(data.test_targets)).split(_EVALUATION_BATCH):
-            mine = share(batch, *strategy.share())
+            mine = share(batch, index, count)
             logits = strategy.predict(data.test_inputs[mine].to(comm.device))
             targets = data.test_targets[mine].to(comm.device)
             correct += (logits.argmax(dim=1) == targets).sum()
+    return correct
+
+
+def _row(comm: Comm, data: Data, loss_sum: Tensor, correct: Tensor) -> dict[str, float]:
+    """Mean training loss of the epoch and accuracy on the held-out part, over all ranks."""
+    with comm.span("evaluate"):
         sums = torch.cat([loss_sum, correct])
-        if strategy.share()[1] > 1:
+        if comm.world_size > 1:
             ring_all_reduce(comm, sums)
+    return _means(data, *sums.tolist())
+
+
+def _means(data: Data, loss_sum: float, correct: float) -> dict[str, float]:
     return {
-        "loss": sums[0].item() / len(data.train_targets),
-        "test_accuracy": sums[1].item() / len(data.test_targets),
+        "loss": loss_sum / len(data.train_targets),
+        "test_accuracy": correct / len(data.test_targets),
     }
 
 

@@ -203,8 +203,11 @@ def share(batch: Tensor, index: int, count: int) -> Tensor:
     """Return part `index` of `count` parts of a batch: contiguous, sizes differ by at most one.
 
     The first len(batch) % count parts have the extra sample; with fewer samples than parts the
-    last ones are empty. Put together in order, the parts are the batch.
+    last ones are empty. Put together in order, the parts are the batch. Part 0 of 0 is empty:
+    it is that of a rank which serves others.
     """
+    if (index, count) == (0, 0):
+        return batch[:0]
     if count < 1 or not 0 <= index < count:
         raise ValueError(f"share {index} of {count}: the index must be 0 .. count - 1")
     return batch.tensor_split(count)[index]

@@ -22,7 +22,8 @@ REQUIREMENTS = (ROOT / "requirements.txt").read_text()
 FLOORS = [
     {"config", "costs", "display", "errors", "files", "predict", "schedules", "sources", "trace"}
     | {"units"},
-    {"board", "comm", "cuda_ipc", "devices", "models", "shared_memory", "workload"},
+    {"board", "comm", "cuda_ipc", "devices", "local_gradients", "models", "shared_memory"}
+    | {"workload"},
     {"backend", "collectives", "engine", "launch", "live", "supervisor", "tasks", "worker"},
     {"strategies", "train"},
     {"checks", "experiment", "plots"},

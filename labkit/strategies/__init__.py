@@ -3,10 +3,10 @@
 import importlib
 from collections.abc import Callable
 
-# name -> (module, class, class of PyTorch's counterpart in labkit.strategies.torch_builtin)
+# name -> (ours, PyTorch's counterpart), each as module.class
 _STRATEGIES = {
-    "single": ("single", "Single", "Single"),
-    "ring_all_reduce": ("ring_all_reduce", "RingAllReduce", "TorchDDP"),
+    "single": ("single.Single", "single.Single"),
+    "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "torch_builtin.TorchDDP"),
 }
 STRATEGIES = tuple(_STRATEGIES)
 
@@ -24,7 +24,5 @@ def get(name: str, *, builtin: bool = False) -> Callable:
         ValueError: unknown name.
     """
     check_name(name)
-    module, ours, torchs = _STRATEGIES[name]
-    if builtin and torchs != ours:
-        return getattr(importlib.import_module("labkit.strategies.torch_builtin"), torchs)
-    return getattr(importlib.import_module(f"labkit.strategies.{module}"), ours)
+    module, _, class_name = _STRATEGIES[name][builtin].partition(".")
+    return getattr(importlib.import_module(f"labkit.strategies.{module}"), class_name)

@@ -11,10 +11,10 @@ are not of one size. Symbols: P ranks, N trainable parameters.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm import Comm
+from labkit.local_gradients import LocalGradients
 from labkit.models import logits_of, state_of
 
 
@@ -25,7 +25,13 @@ class RingAllReduce:
     running averages are averaged over the ranks at the end of an epoch, and counters taken from
     rank 0, so that replicas agree.
     Frozen parameters are left out; one without a gradient counts as zero.
+
+    Args:
+        accumulate, amp, straggler: see ``LocalGradients``.
     """
+
+    def __init__(self, accumulate: int = 1, amp: str | None = None, straggler=None):
+        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
         self.comm = comm
@@ -33,6 +39,7 @@ class RingAllReduce:
         # parameters() lists a tied parameter once.
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
+        self.gradients = LocalGradients(comm, self.model, **self.settings)
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 
@@ -40,16 +47,11 @@ class RingAllReduce:
         return self.comm.rank, self.comm.world_size
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        with self.comm.span("compute"):
-            self.optimizer.zero_grad()
-            loss = inputs.new_zeros(())
-            # Fewer samples than ranks: this rank still takes its part in the ring.
-            if len(targets):
-                loss = functional.cross_entropy(self.model(inputs), targets, reduction="sum")
-                loss.backward()
+        self.optimizer.zero_grad()
+        # Fewer samples than ranks: this rank still takes its part in the ring.
+        loss = self.gradients.add(inputs, targets)
         self.average_gradients(batch_size)
-        with self.comm.span("update"):
-            self.optimizer.step()
+        self.gradients.update(self.optimizer)
         return loss
 
     @torch.no_grad()

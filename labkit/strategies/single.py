@@ -1,14 +1,21 @@
 """One device: the yardstick. Every synchronous technique has to end with the same parameters."""
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from labkit.comm import Comm
+from labkit.local_gradients import LocalGradients
 from labkit.models import logits_of, state_of
 
 
 class Single:
-    """Plain training of the whole batch on one device."""
+    """Plain training of the whole batch on one device.
+
+    Args:
+        accumulate, amp: see ``LocalGradients``.
+    """
+
+    def __init__(self, accumulate: int = 1, amp: str | None = None):
+        self.settings = {"accumulate": accumulate, "amp": amp}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
         if comm.world_size != 1:
@@ -18,17 +25,15 @@ class Single:
         self.comm = comm
         self.model = model.to(comm.device).train()
         self.optimizer = make_optimizer(self.model.parameters())
+        self.gradients = LocalGradients(comm, self.model, **self.settings)
 
     def share(self) -> tuple[int, int]:
         return 0, 1
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        with self.comm.span("compute"):
-            self.optimizer.zero_grad()
-            loss = functional.cross_entropy(self.model(inputs), targets, reduction="sum")
-            (loss / batch_size).backward()
-        with self.comm.span("update"):
-            self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss = self.gradients.add(inputs, targets, divisor=batch_size)
+        self.gradients.update(self.optimizer)
         return loss
 
     def predict(self, inputs: Tensor) -> Tensor:

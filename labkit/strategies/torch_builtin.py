@@ -2,10 +2,10 @@
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.comm import Comm
+from labkit.local_gradients import LocalGradients
 from labkit.models import logits_of, state_of
 
 
@@ -19,30 +19,48 @@ class TorchDDP:
     Args:
         backend: of a process group of its own, ``gloo``, ``nccl`` or ``labkit``; ``auto`` takes
             the one that the ranks have met in.
+        bucket_mb: DDP's ``bucket_cap_mb``.
+        accumulate, amp, straggler: see ``LocalGradients``.
     """
 
-    def __init__(self, backend: str = "auto"):
+    def __init__(
+        self,
+        backend: str = "auto",
+        bucket_mb: float = 25,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
+    ):
         self.backend = backend
+        self.bucket_mb = bucket_mb
+        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
         self.comm = comm
         devices = [comm.device] if comm.device.type == "cuda" else None
         group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
         self.model = DistributedDataParallel(
-            model.to(comm.device).train(), device_ids=devices, process_group=group
+            model.to(comm.device).train(),
+            device_ids=devices,
+            process_group=group,
+            bucket_cap_mb=self.bucket_mb,
         )
+        self.gradients = LocalGradients(comm, self.model, **self.settings)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def share(self) -> tuple[int, int]:
         return self.comm.rank, self.comm.world_size
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        with self.comm.span("compute"):
-            self.optimizer.zero_grad()
-            loss = functional.cross_entropy(self.model(inputs), targets, reduction="sum")
-            (loss * self.comm.world_size / batch_size).backward()
-        with self.comm.span("update"):
-            self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss = self.gradients.add(
+            inputs,
+            targets,
+            divisor=batch_size / self.comm.world_size,
+            no_sync=self.model.no_sync,
+            even_if_empty=True,
+        )
+        self.gradients.update(self.optimizer)
         return loss
 
     def predict(self, inputs: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""The half of a training step that needs no other rank: forward and backward of a share.
+
+It may go in micro-batches (gradient accumulation: activations of one micro-batch at a time, the
+gradients of all of them), in mixed precision (Micikevicius et al. 2018), and slowed down, to play
+a straggler.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from labkit.comm import Comm
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LocalGradients:
+    """Forward and backward of one rank's share of a batch, and the update that suits them.
+
+    Args:
+        comm: this rank's Comm.
+        model: on ``comm.device``, in training mode; parameters stay in their own dtype.
+        accumulate: micro-batches that a share is cut into, as evenly as it goes.
+        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
+            loss is scaled up so that small gradients do not vanish, and an update whose gradients
+            overflow is left out.
+        straggler: (rank, factor): that rank takes ``factor`` times as long to compute.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        model: nn.Module,
+        *,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
+    ):
+        self.comm = comm
+        self.model = model
+        self.accumulate = accumulate
+        self.half = _HALVES[amp] if amp else None
+        self.scaler = torch.amp.GradScaler(comm.device.type, enabled=amp == "fp16")
+        slow, factor = straggler or (None, 1.0)
+        self.slowdown = factor if comm.rank == slow else 1.0
+
+    def add(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        divisor: float = 1,
+        no_sync: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        even_if_empty: bool = False,
+    ) -> Tensor:
+        """Add the gradient of (sum of losses) / ``divisor`` to the parameters' ``grad``.
+
+        Args:
+            inputs, targets: [n, ...] and [n], this rank's share; n may be 0.
+            divisor: the samples of the global batch, for the gradient of their mean.
+            no_sync: every micro-batch but the last runs inside it.
+            even_if_empty: go through the model without a sample, too, for hooks that count on it.
+
+        Returns:
+            The sum of the losses, a scalar, detached and not scaled.
+        """
+        parts = self._micro_batches(inputs, targets, even_if_empty)
+        total = targets.new_zeros((), dtype=inputs.dtype)
+        for number, part in enumerate(parts, start=1):
+            quietly = no_sync if number < len(parts) else contextlib.nullcontext
+            with self.comm.span("compute"), self._slowly(), quietly():
+                total += self._forward_backward(*part, divisor)
+        return total
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of ``optimizer``; with fp16, unless a gradient has overflowed."""
+        with self.comm.span("update"):
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def _micro_batches(self, inputs: Tensor, targets: Tensor, even_if_empty: bool) -> list:
+        if not len(targets):
+            return [(inputs, targets)] if even_if_empty else []
+        count = min(self.accumulate, len(targets))
+        return list(zip(inputs.tensor_split(count), targets.tensor_split(count)))
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, divisor: float) -> Tensor:
+        with torch.autocast(self.comm.device.type, self.half, enabled=self.half is not None):
+            logits = self.model(inputs)
+        # The loss in the samples' own precision: a sum of many terms does not fit 8 bits.
+        logits = logits.to(inputs.dtype)
+        loss = functional.cross_entropy(logits, targets, reduction="sum")
+        self.scaler.scale(loss / divisor).backward()
+        return loss.detach()
+
+    @contextlib.contextmanager
+    def _slowly(self):
+        start_s = time.perf_counter()
+        yield
+        if self.slowdown > 1:
+            if self.comm.device.type == "cuda":
+                torch.cuda.synchronize(self.comm.device)
+            time.sleep((self.slowdown - 1) * (time.perf_counter() - start_s))
