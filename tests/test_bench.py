@@ -338,7 +338,7 @@ def test_ddp_has_the_gradients_of_gloo_and_equal_replicas(tmp_path, capsys):
     assert main(["bench", "ddp", *words, "--json", str(path)]) == 0
     record = json.loads(path.read_text())
     rows = {row["backend"]: row for row in record["rows"]}
-    assert list(rows) == ["gloo", "labkit"]
+    assert list(rows) == ["gloo", "labkit", "labkit ddp"]
     for row in rows.values():
         assert row["model"] == "small_cnn"
         assert row["gradient_error"] < 1e-6

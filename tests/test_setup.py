@@ -20,11 +20,32 @@ REQUIREMENTS = (ROOT / "requirements.txt").read_text()
 # The package's floors, from the ground up. A module imports from its own floor or from below,
 # never from above, and nothing in a circle. A new module gets its place here.
 FLOORS = [
-    {"config", "costs", "display", "errors", "files", "predict", "schedules", "sources", "trace"}
+    {
+        "buckets",
+        "config",
+        "costs",
+        "display",
+        "errors",
+        "files",
+        "predict",
+        "schedules",
+        "sources",
+        "trace",
+    }
     | {"units"},
     {"board", "comm", "cuda_ipc", "devices", "local_gradients", "models", "shared_memory"}
     | {"workload"},
-    {"backend", "collectives", "engine", "launch", "live", "supervisor", "tasks", "worker"},
+    {
+        "backend",
+        "collectives",
+        "engine",
+        "launch",
+        "live",
+        "replicas",
+        "supervisor",
+        "tasks",
+        "worker",
+    },
     {"strategies", "train"},
     {"checks", "experiment", "plots"},
     {"widgets"},

@@ -1,6 +1,7 @@
-"""``labkit bench ddp``: a step of PyTorch's DistributedDataParallel on our backend and on others.
+"""``labkit bench ddp``: a step of data parallelism, PyTorch's on several backends beside ours.
 
-The same model, trained by the same DDP on the same samples; only what is below DDP changes.
+The same model on the same samples, trained by PyTorch's DistributedDataParallel, where only what
+is below it changes, and by ``labkit.replicas.BucketedDDP``.
 """
 
 import copy
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +18,7 @@ from labkit.bench.turns import Spread, process_groups, ratios, slowest, table, t
 from labkit.comm import Comm
 from labkit.launch import run
 from labkit.models import build_model, import_torchvision
+from labkit.replicas import BucketedDDP
 from labkit.units import format_number, format_seconds
 
 SHAPE = (3, 32, 32)
@@ -27,6 +28,8 @@ _COMPARED_STEPS = 2
 _LEARNING_RATE = 1e-3
 _BUDGET_S = 30.0
 _TIMEOUT_S = 1800
+# Beside the backends of PyTorch's DDP: the contender that has no backend.
+OURS = "labkit ddp"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class DdpResult:
-    """One model on every backend.
+    """One model on every backend of PyTorch's DDP, and under our own ("labkit ddp").
 
     Attributes:
         seconds: by backend: of each step, from the last rank's start to the last one's end.
@@ -171,9 +174,13 @@ def measure(comm: Comm, model: str, repeats: int) -> dict:
     torch.manual_seed(0)
     base = without_dropout(workload.build()).to(comm.device)
     with process_groups(comm) as groups:
-        replicas = {
-            name: Replica(comm, copy.deepcopy(base), group, workload.batch_size)
+        wrapped = {
+            name: DistributedDataParallel(copy.deepcopy(base), process_group=group)
             for name, group in groups.items()
+        }
+        wrapped[OURS] = BucketedDDP(comm, copy.deepcopy(base))
+        replicas = {
+            name: Replica(comm, model, workload.batch_size) for name, model in wrapped.items()
         }
         error = compare_gradients(replicas)
         turns = {name: replica.timed_step for name, replica in replicas.items()}
@@ -194,12 +201,12 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 class Replica:
-    """A model under DDP on one backend, with samples of its own: the same on every backend."""
+    """A model under one DDP, with samples of its own: the same under every other."""
 
-    def __init__(self, comm: Comm, model: nn.Module, group: dist.ProcessGroup, batch_size: int):
+    def __init__(self, comm: Comm, model: nn.Module, batch_size: int):
         self.comm = comm
         self.batch_size = batch_size
-        self.model = DistributedDataParallel(model, process_group=group)
+        self.model = model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
         self.generator = torch.Generator().manual_seed(comm.rank)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 # name -> (ours, PyTorch's counterpart), each as module.class
 _STRATEGIES = {
     "single": ("single.Single", "single.Single"),
+    "data_parallel": ("data_parallel.DataParallel", "torch_builtin.TorchDataParallel"),
+    "ddp": ("ddp.DDP", "torch_builtin.TorchDDP"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "torch_builtin.TorchDDP"),
 }
 STRATEGIES = tuple(_STRATEGIES)

@@ -1,0 +1,215 @@
+"""Replicas that sum their gradients: after backward (naive), or while it still runs (bucketed).
+
+1. Every rank holds the whole model; rank 0's parameters and buffers are broadcast once. 2. Each
+computes the gradients of its share of the batch. 3. Backward finds them from the last layer to the
+first; a hook puts each into its bucket, and a full bucket is summed by a ring all-reduce in a
+thread of its own, beside the rest of backward. 4. Every rank makes the same update.
+
+``NaiveDDP`` does step 3 after backward, gradient by gradient; ``BucketedDDP`` does it as said.
+
+Symbols: P ranks. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training" (2020), section 3.2.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from labkit.buckets import MIB, assign_buckets
+from labkit.collectives import broadcast, fast_ring_all_reduce
+from labkit.comm import Comm
+from labkit.tasks import Line, Task
+
+# How long the end of a replica waits for a bucket that is under way.
+_LAST_PATIENCE_S = 2.0
+
+
+class NaiveDDP(nn.Module):
+    """A replica of ``module``: when backward is over, its gradients are all-reduced one by one.
+
+    Used as the module itself: forward, ``backward()``, and the gradients are those of all ranks.
+    Call ``zero_grad`` before each update: gradients that are left over would be summed again.
+
+    Buffers (BatchNorm's statistics) are rank 0's: they are broadcast before the first forward
+    after an update. A batch is normalised by its own share. Both are PyTorch's rules.
+    A parameter without a gradient counts as zero, and has a gradient of zeros if it has none on
+    any rank; an optimizer with momentum then goes on moving it, where one device would not.
+
+    Args:
+        comm: this rank's Comm. Other messages must wait until backward is over.
+        module: on ``comm.device``; each rank may bring other values, rank 0's count.
+        op: ``mean`` over the ranks, as PyTorch's, or ``sum``, for a loss that is divided already.
+        find_unused: one all-reduce more, of a byte a parameter, tells what no rank has used: its
+            gradient stays None, as on one device.
+
+    Raises:
+        ValueError: nothing in the module requires a gradient.
+    """
+
+    def __init__(
+        self, comm: Comm, module: nn.Module, *, op: str = "mean", find_unused: bool = False
+    ):
+        super().__init__()
+        self.comm, self.module, self.op, self.find_unused = comm, module, op, find_unused
+        # parameters() lists a tied parameter once.
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+        if not self.trained:
+            raise ValueError(
+                "no parameter of this model requires a gradient: there is none to sum"
+            )
+        self._synchronise, self._in_backward, self._buffers_behind = True, False, False
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast(comm, tensor)
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def forward(self, *inputs, **keywords):
+        self.broadcast_buffers()
+        return self.module(*inputs, **keywords)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward in here only adds to this rank's own gradients; the next one sums them all."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def without_samples(self) -> None:
+        """In place of forward and backward, on a rank that has no sample while others do."""
+        self.broadcast_buffers()
+        self._end_backward()
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Let all ranks have rank 0's buffers, unless none can have changed."""
+        if not self._buffers_behind:
+            return
+        self._buffers_behind = False
+        for dtype in dict.fromkeys(buffer.dtype for buffer in self.module.buffers()):
+            buffers = [b for b in self.module.buffers() if b.dtype == dtype]
+            flat = broadcast(self.comm, torch.cat([b.flatten() for b in buffers]))
+            if self.comm.rank:
+                for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
+                    buffer.copy_(values.view_as(buffer))
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._synchronise:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+        self._take(parameter)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._in_backward, self._buffers_behind = False, True
+        used = torch.tensor([p.grad is not None for p in self.trained], device=self.comm.device)
+        self._sum_gradients()
+        if self.find_unused:
+            fast_ring_all_reduce(self.comm, used := used.byte(), "max")
+            for parameter in (p for p, anywhere in zip(self.trained, used) if not anywhere):
+                parameter.grad = None
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """A gradient of this rank is complete; the naive way waits until all of them are."""
+
+    def _sum_gradients(self) -> None:
+        """Backward is over on this rank: let every gradient be that of all ranks."""
+        for parameter in self.trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            fast_ring_all_reduce(self.comm, parameter.grad, self.op)
+
+
+class BucketedDDP(NaiveDDP):
+    """The same replica, faster: buckets leave while backward goes on.
+
+    The gradients are views of their buckets, so a sum is never copied back.
+
+    Args:
+        bucket_mb: MiB of gradients a bucket; 0 is a bucket a parameter. See ``assign_buckets``.
+        comm, module, op, find_unused: as for ``NaiveDDP``.
+    """
+
+    def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options):
+        super().__init__(comm, module, **options)
+        sizes = [p.numel() * p.element_size() for p in self.trained]
+        kinds = [p.dtype for p in self.trained]
+        assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=kinds)
+        self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._launched: list[Task] = []
+        self._line = Line("labkit-ddp", comm)
+        weakref.finalize(self, self._line.end, _LAST_PATIENCE_S)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        self._bucket_of[parameter].take(parameter)
+        # Strictly in order: the ranks' gradients may come in different orders. The last bucket has
+        # nothing left to run beside.
+        while len(self._launched) < len(self.buckets) - 1:
+            bucket = self.buckets[len(self._launched)]
+            if bucket.missing:
+                return
+            self._launch(bucket, is_waited_for=self.comm.device.type == "cuda")
+
+    def _sum_gradients(self) -> None:
+        for bucket in self.buckets[len(self._launched) :]:
+            for parameter in tuple(bucket.missing):
+                bucket.take(parameter)
+            self._launch(bucket, is_waited_for=True)
+        launched, self._launched = self._launched, []
+        with self.comm.span("wait"):
+            for task in launched:
+                task.wait()
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
+
+    def _launch(self, bucket: "Bucket", is_waited_for: bool) -> None:
+        """Queue a bucket; what is waited for is carried out here, unless one is under way.
+
+        On a GPU all are: the calls only queue work on the stream, which goes on by itself.
+        """
+        gradients = bucket.gradients()
+        self._launched.append(
+            self._line.add(
+                lambda comm: fast_ring_all_reduce(comm, gradients, self.op),
+                [gradients],
+                is_waited_for,
+            )
+        )
+
+
+class Bucket:
+    """Gradients that travel together: in one flat tensor, or one alone where it lies."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.missing = set(parameters)
+        self.flat = None
+        if len(parameters) > 1:
+            self.flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+            pieces = self.flat.split([p.numel() for p in parameters])
+            self._place = {p: piece.view_as(p) for p, piece in zip(parameters, pieces)}
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Let the parameter's gradient, zeros if there is none, lie in the bucket."""
+        self.missing.discard(parameter)
+        gradient = parameter.grad
+        if self.flat is None:
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+            return
+        place = self._place[parameter]
+        if gradient is None:
+            place.zero_()
+        elif gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
+        parameter.grad = place
+
+    def gradients(self) -> Tensor:
+        return self.parameters[0].grad if self.flat is None else self.flat
