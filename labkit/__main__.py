@@ -1,4 +1,5 @@
-"""The command line: ``python -m labkit train | bench | doctor | lab``. It parses and calls."""
+"""The command line: ``python -m labkit train | bench | compare | doctor | lab``. It parses and
+calls."""
 
 import argparse
 import os
@@ -27,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check what this machine has and can do")
     doctor.set_defaults(call=_doctor)
     _add_bench(commands)
+    _add_compare(commands)
     lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     lab.set_defaults(call=_lab)
     return parser
@@ -45,6 +47,25 @@ def _add_bench(commands) -> None:
     add("--json", metavar="FILE", help="record one bench's figures with the hardware")
     add("--figure", metavar="FILE.png", help="all-reduce: draw the times, the model beside them")
     bench.set_defaults(call=_bench)
+
+
+def _add_compare(commands) -> None:
+    compare = commands.add_parser("compare", help="all techniques and PyTorch's, like for like")
+    add = compare.add_argument
+    add("--strategies", metavar="S,S", help="some of them; PyTorch's counterparts come along")
+    add("--world-size", metavar="N,N", help="numbers of ranks (1,2,3,4)")
+    add("--train-size", metavar="N,N", help="training samples (a quarter, a half, all)")
+    add("--batch-size", metavar="B,B", help="global batches (64,128,256)")
+    add("--repeats", metavar="N", help="of everything; as many as fit into 8 minutes if left out")
+    add("--epochs", metavar="E", help="of each run (6)")
+    add("--target", metavar="PERCENT", help="held-out accuracy to reach (95)")
+    add("--model", metavar="M")
+    add("--dataset", metavar="D")
+    add("--device", metavar="auto|cpu|cuda")
+    add("--json", metavar="FILE", help="record all runs with the hardware")
+    add("--figures", metavar="DIR", help="draw compare_*.png there")
+    add("--from", metavar="FILE", dest="from_path", help="print and draw a record, run nothing")
+    compare.set_defaults(call=_compare)
 
 
 def _add_train(commands) -> None:
@@ -136,6 +157,8 @@ def _report(result, arguments: argparse.Namespace) -> None:
     if result.bytes_sent is not None:
         print(f"bytes sent by rank: {result.bytes_sent}, in messages: {result.messages}")
     print(f"replicas agree: {result.replicas_agree}")
+    if "note" in result.notes:
+        print(result.notes["note"])
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -159,6 +182,23 @@ def _bench(arguments: argparse.Namespace) -> int:
     except WorkerError as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
+    except (ValueError, OSError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("labkit: stopped; all ranks have ended", file=sys.stderr)
+        return 130
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    options = ("strategies", "world_size", "train_size", "batch_size", "repeats", "epochs")
+    options += ("target", "model", "dataset", "device")
+    try:
+        if arguments.json:
+            _check_writable(Path(arguments.json))
+        from labkit import compare
+
+        given = {name: getattr(arguments, name) for name in options}
+        return compare.main(arguments.json, arguments.figures, arguments.from_path, **given)
     except (ValueError, OSError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """RunConfig: everything that decides a training run, in one frozen, self-checking place."""
 
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -41,7 +42,8 @@ class RunConfig:
         servers: ranks that hold the parameters, of a parameter server.
         straggler: ``"1:4.0"`` makes rank 1 compute four times as slowly.
         max_staleness: updates by others that one update may have missed.
-        devices: of one process, ``"cpu,cpu"``, one a replica.
+        devices: of one process, ``"cpu,cpu"``, one a replica. Their number is the world size,
+            which may be left at 1.
 
     Of the last eight, ``None`` is the technique's own default; each technique takes its own.
     """
@@ -76,6 +78,8 @@ class RunConfig:
         for name in ("train_size", "accumulate", "servers"):
             _check_whole(name, getattr(self, name), optional=True)
         _check_whole("max_staleness", self.max_staleness, optional=True, least=0)
+        if self.devices is not None:
+            self._follow_devices()
         if self.bucket_mb is not None and not self.bucket_mb >= 0:
             raise ValueError(
                 f"bucket_mb must be 0 (a bucket a parameter) or more, got {self.bucket_mb!r}"
@@ -84,6 +88,8 @@ class RunConfig:
         _check_choice("compress", self.compress, COMPRESSIONS)
         if self.amp and self.dtype != "float32":
             raise ValueError(f"amp {self.amp} is for dtype float32, got {self.dtype}")
+        if self.servers is not None:
+            check_servers(self.servers, self.world_size)
         if self.straggler is not None:
             parse_straggler(self.straggler, self.world_size)
         if self.batch_size < self.world_size:
@@ -105,6 +111,15 @@ class RunConfig:
                 f"backend {self.backend!r} is for PyTorch's counterpart: choose builtin as well, "
                 "or transport for our own implementation"
             )
+
+    def _follow_devices(self) -> None:
+        names = parse_devices(self.devices)
+        if self.world_size not in (1, len(names)):
+            raise ValueError(
+                f"devices {self.devices!r} are {len(names)}, but world_size is {self.world_size}: "
+                "leave out one of the two"
+            )
+        object.__setattr__(self, "world_size", len(names))
 
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as its constructor takes them."""
@@ -136,6 +151,35 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
     if not 1 <= parsed[1] < float("inf"):
         raise ValueError(f"straggler {text!r}: the factor must be 1 or more")
     return parsed
+
+
+def check_servers(servers: int, world_size: int) -> None:
+    """Refuse servers that leave no rank to work; with world size 1 the one rank does both.
+
+    Raises:
+        ValueError: as many servers as ranks, or more.
+    """
+    if servers >= max(world_size, 2):
+        fewer = f"at most {world_size - 1} servers" if world_size > 1 else "1 server"
+        raise ValueError(
+            f"servers {servers} of world_size {world_size} leave no rank to work: use {fewer}, or "
+            f"a world_size of {servers + 1} or more"
+        )
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """``"cpu,cpu"`` is ("cpu", "cpu"); GPUs are ``cuda:0``, ``cuda:1``, ...
+
+    Raises:
+        ValueError: a name of another form.
+    """
+    names = tuple(name.strip() for name in str(text).split(","))
+    for name in names:
+        if not re.fullmatch(r"cpu|cuda:\d+", name):
+            raise ValueError(
+                f"devices must be cpu or cuda:NUMBER with commas between, got {name!r} in {text!r}"
+            )
+    return names
 
 
 def _check_whole(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:

@@ -204,6 +204,66 @@ def barrier_cost(world_size: int, rank: int = 0) -> Cost:
     return _transfers_cost(dissemination(rank, world_size), 1)
 
 
+def parameter_server_cost(
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, servers: int = 1
+) -> Cost:
+    """One step of a parameter server with K = ``servers`` and W = P - K workers.
+
+    A worker pushes one slice to each server and pulls one back: 2 K steps, K messages, S bytes.
+    A server receives W slices of S / K bytes and sends as many: 2 W steps, W messages, W / K x S
+    bytes. With P = 1 the one rank is server and worker, and nothing is sent.
+
+    Args:
+        num_elements: trained parameters; slices differ by one element at most.
+        element_bytes: bytes of one.
+        world_size: P.
+        rank: whose cost; ranks 0 to K - 1 serve.
+        servers: K.
+    """
+    if world_size == 1:
+        return NOTHING
+    workers = world_size - servers
+    if rank >= servers:
+        return Cost(2 * servers, servers, num_elements * element_bytes)
+    start, end = chunk_bounds(num_elements, servers)[rank]
+    return Cost(2 * workers, workers, workers * (end - start) * element_bytes)
+
+
+def data_parallel_cost(
+    batch_size: int,
+    world_size: int,
+    *,
+    input_bytes: int,
+    output_bytes: int,
+    state_bytes: int,
+    gradient_bytes: int,
+) -> dict[str, int]:
+    """Bytes that one step of data parallelism in one process moves between P devices, by phase.
+
+    Device 0 keeps the first ceil(B / P) of the B samples; a batch of fewer than P samples uses B
+    devices. All of it passes through device 0, whose links are the bottleneck.
+
+    Args:
+        batch_size: B, samples of the global batch.
+        world_size: P, devices.
+        input_bytes, output_bytes: of one sample.
+        state_bytes: parameters and buffers, S.
+        gradient_bytes: of the parameters that are trained.
+
+    Returns:
+        ``scatter``: inputs out. ``replicate``: (P - 1) S. ``gather``: outputs in, and their
+        gradients out. ``reduce``: (P - 1) times the gradients.
+    """
+    used = min(batch_size, world_size)
+    elsewhere = batch_size - math.ceil(batch_size / used)
+    return {
+        "scatter": elsewhere * input_bytes,
+        "replicate": (used - 1) * state_bytes,
+        "gather": 2 * elsewhere * output_bytes,
+        "reduce": (used - 1) * gradient_bytes,
+    }
+
+
 def _chunks_cost(steps: Iterable, num_elements: int, element_bytes: int, world_size: int) -> Cost:
     """Each step of a ring sends one chunk."""
     sizes = [end - start for start, end in chunk_bounds(num_elements, world_size)]
@@ -325,6 +385,31 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
         raise ValueError(f"a tensor of {num_bytes} bytes does not exist: give 0 or more")
     fixed_s, per_byte_s = _line(algorithm, world_size, link)
     return fixed_s + per_byte_s * num_bytes
+
+
+def parameter_server_seconds(
+    num_bytes: float, num_workers: int, servers: int, link: Link
+) -> float:
+    """Predicted seconds of a push of S = ``num_bytes`` by W workers, and of the pull after it.
+
+    2 M alpha + 2 M S / K beta + (W - 1) S / K gamma, with K = ``servers`` and M = max(W, K).
+
+    A server takes one message after the other; in each of M turns the servers meet different
+    workers (``schedules.server_turns``). With one server it is the naive all-reduce: its time
+    grows with the number of workers. With as many servers as workers each worker's own link is
+    the limit, and more servers gain nothing. Source: Li et al., "Scaling distributed machine
+    learning with the parameter server" (2014), for the slices; the terms are ``Link``'s.
+
+    Raises:
+        ValueError: no worker, no server, a negative size.
+    """
+    if num_workers < 1 or servers < 1:
+        raise ValueError(f"{num_workers} workers, {servers} servers: give 1 or more of each")
+    if num_bytes < 0:
+        raise ValueError(f"a tensor of {num_bytes} bytes does not exist: give 0 or more")
+    turns, slice_bytes = max(num_workers, servers), num_bytes / servers
+    added_bytes = (num_workers - 1) * slice_bytes
+    return 2 * turns * link.message_seconds(slice_bytes) + link.gamma_s_per_byte * added_bytes
 
 
 def crossover_bytes(world_size: int, link: Link) -> float:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from labkit import strategies
-from labkit.config import OPTIONS, RunConfig, parse_straggler
-from labkit.devices import check_world_size, hardware, plan, versions
+from labkit.config import OPTIONS, RunConfig, parse_devices, parse_straggler
+from labkit.devices import check_world_size, hardware, num_gpus, plan, versions
 from labkit.files import write_atomically
-from labkit.launch import run
+from labkit.launch import run, under_torchrun
 from labkit.trace import Trace
 from labkit.train import fit, largest_difference
 from labkit.workload import DATASETS, MODELS, load_dataset
@@ -27,7 +28,8 @@ class TrainResult:
         config: the settings.
         epochs: one ``{"loss", "test_accuracy", "seconds"}`` an epoch; seconds of training alone.
         phases_s: seconds by kind of span, the mean over the ranks.
-        bytes_sent, messages: of the technique, by rank; None for a builtin, which is not counted.
+        bytes_sent, messages: of the technique, by rank; None where nothing goes through ``Comm``:
+            a builtin, or a technique of one process (its ``notes`` tell what it moves).
         state: parameters and buffers of the whole model, on the CPU.
         checksums: of every rank's parameters and buffers.
         notes: what is special about the technique's run (staleness, ranks lost), as rank 0 tells.
@@ -132,23 +134,25 @@ def train_run(
     """
     make_strategy = check(config)
     load_dataset(config.dataset, train_size=config.train_size, download=download)
+    ranks, device = _ranks_and_device(config, make_strategy)
     result = run(
         fit,
         config,
         make_strategy,
         verbose,
-        world_size=config.world_size,
-        device=config.device,
+        world_size=ranks,
+        device=device,
         transport=config.transport,
         timeout_s=timeout_s,
     )
-    reports, ranks = result.values, config.world_size
+    reports = result.values
+    counted = not config.builtin and not _in_one_process(make_strategy)
     return TrainResult(
         config=config,
         epochs=reports[0].epochs,
         phases_s={kind: s / ranks for kind, s in result.trace.seconds_by_kind().items()},
-        bytes_sent=None if config.builtin else [report.bytes_sent for report in reports],
-        messages=None if config.builtin else [report.messages for report in reports],
+        bytes_sent=[report.bytes_sent for report in reports] if counted else None,
+        messages=[report.messages for report in reports] if counted else None,
         state=reports[0].state,
         checksums=[report.checksum for report in reports],
         trace=result.trace,
@@ -178,7 +182,44 @@ def check(config: RunConfig):
             f"strategy single trains on one rank, got world_size {config.world_size}: "
             "use world_size 1, or another strategy"
         )
-    return partial(make_strategy, **_options(config, make_strategy))
+    make_strategy = partial(make_strategy, **_options(config, make_strategy))
+    make_strategy()  # options that do not go together are refused here, too
+    return make_strategy
+
+
+def _in_one_process(make_strategy) -> bool:
+    """Whether world size N is N replicas in one rank, instead of N ranks."""
+    return getattr(getattr(make_strategy, "func", make_strategy), "in_one_process", False)
+
+
+def _ranks_and_device(config: RunConfig, make_strategy) -> tuple[int, str]:
+    """What ``labkit.run`` starts."""
+    if not _in_one_process(make_strategy):
+        return config.world_size, config.device
+    return 1, make_strategy.keywords["devices"][0].partition(":")[0]
+
+
+def _replica_devices(config: RunConfig) -> tuple[str, ...]:
+    """The devices of a technique that runs in one process, one a replica.
+
+    Raises:
+        ValueError: not on this machine, at odds with ``device``, or several ranks there already.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and under_torchrun():
+        raise ValueError(
+            f"{config.strategy} is one process with {config.world_size} replicas, but torchrun "
+            f"started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
+        )
+    if config.devices is None:
+        return plan(config.world_size, config.device).devices
+    devices, gpus = parse_devices(config.devices), num_gpus()
+    for name in devices:
+        kind, _, number = name.partition(":")
+        if config.device not in ("auto", kind):
+            raise ValueError(f"devices {config.devices!r} do not go with device {config.device!r}")
+        if kind == "cuda" and int(number) >= gpus:
+            raise ValueError(f"devices {config.devices!r}: this machine has {gpus} CUDA GPUs")
+    return devices
 
 
 def _options(config: RunConfig, make_strategy) -> dict[str, Any]:
@@ -194,6 +235,8 @@ def _options(config: RunConfig, make_strategy) -> dict[str, Any]:
             whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
             its_own = f"its options are {', '.join(taken)}" if taken else "it has no options"
             raise ValueError(f"{whose} takes no option {name}: {its_own}")
+    if _in_one_process(make_strategy):
+        given["devices"] = _replica_devices(config)
     if "straggler" in given:
         given["straggler"] = parse_straggler(config.straggler, config.world_size)
     return given

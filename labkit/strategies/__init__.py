@@ -8,6 +8,7 @@ _STRATEGIES = {
     "single": ("single.Single", "single.Single"),
     "data_parallel": ("data_parallel.DataParallel", "torch_builtin.TorchDataParallel"),
     "ddp": ("ddp.DDP", "torch_builtin.TorchDDP"),
+    "parameter_server": ("parameter_server.ParameterServer", "torch_rpc.RpcParameterServer"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "torch_builtin.TorchDDP"),
 }
 STRATEGIES = tuple(_STRATEGIES)

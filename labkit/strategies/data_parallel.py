@@ -1,0 +1,202 @@
+"""Data parallelism in one process: one model, several devices, a thread for each.
+
+Every step:
+
+    scatter     cut the batch into P parts, one a device
+    replicate   copy the parameters and buffers from device 0 to all others
+    forward     each thread runs its replica on its part
+    gather      copy the outputs to device 0, where the loss and its gradient are computed
+    backward    each thread runs its replica's backward pass from its part of that gradient
+    reduce      add the replicas' gradients to those of device 0, in the order of the devices
+    update      device 0 alone; the other replicas are overwritten in the next step
+
+Device 0 thus holds what every device holds, and on top the whole batch, all outputs, the gradients
+on their way and the optimizer's state. All threads share one interpreter, whose lock (the GIL)
+lets a single one of them run Python.
+
+Symbols: P devices. Source: PyTorch's ``nn.DataParallel`` (Li et al. 2020, "PyTorch Distributed",
+section 2.2), which runs the same steps; there autograd walks back through gather and replicate.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from labkit.comm import Comm
+from labkit.models import logits_of, state_of
+
+
+class DataParallel:
+    """Synchronous data parallelism on the devices of one process, by hand.
+
+    Batch statistics (BatchNorm): each replica normalises with its own part's, and device 0's
+    running averages are kept, as ``nn.DataParallel`` does: the others are lost with the replica.
+    Frozen parameters are left out; one without a gradient counts as zero. A batch of fewer samples
+    than devices leaves the last devices idle. The model's parameters are of one dtype.
+
+    Args:
+        devices: of the replicas, by name: ``("cpu", "cpu")``; one may be named twice.
+    """
+
+    in_one_process = True
+
+    def __init__(self, devices: Sequence[str]):
+        self.devices = [torch.device(name) for name in devices]
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+        self.comm = comm
+        self.model = model.to(self.devices[0]).train()
+        others = [copy.deepcopy(self.model).to(device) for device in self.devices[1:]]
+        self.replicas = [self.model, *others]
+        self.optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        self.bytes_moved: Counter[str] = Counter(scatter=0, replicate=0, gather=0, reduce=0)
+        # The threads compute at the same time, and each would otherwise start one per core.
+        torch.set_num_threads(max(1, torch.get_num_threads() // len(self.devices)))
+        # One worker each, so that a replica stays with its thread. Device 0 has the caller's.
+        self.threads = [ThreadPoolExecutor(max_workers=1) for _ in others]
+
+    def share(self) -> tuple[int, int]:
+        return 0, 1
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        parts = self.scatter(inputs)
+        replicas = self.replicate(len(parts))
+        outputs = self.parallel(lambda replica, part: replica(part), replicas, parts)
+        loss, gradients = self.loss_on_device_0(outputs, targets, batch_size)
+        self.parallel(torch.autograd.backward, outputs, gradients)
+        self.reduce(replicas)
+        with self.comm.span("update"):
+            self.optimizer.step()
+        return loss.to(self.comm.device)
+
+    def scatter(self, inputs: Tensor) -> list[Tensor]:
+        """[n, ...] -> up to P parts on their devices; sizes differ by one at most, none is 0."""
+        with self.comm.span("scatter"):
+            count = max(1, min(len(inputs), len(self.devices)))
+            parts = inputs.tensor_split(count)
+            return [self._send("scatter", part, index) for index, part in enumerate(parts)]
+
+    @torch.no_grad()
+    def replicate(self, count: int) -> list[nn.Module]:
+        """Give the first ``count`` replicas the parameters and buffers of device 0."""
+        with self.comm.span("replicate"):
+            # One tensor a device, not one a parameter: a copy costs time however small it is.
+            flat = parameters_to_vector(self.model.parameters())
+            for index, replica in enumerate(self.replicas[1:count], start=1):
+                parameters = self._send("replicate", flat, index)
+                vector_to_parameters(parameters, replica.parameters())
+                for theirs, buffer in zip(replica.buffers(), self.model.buffers()):
+                    theirs.copy_(self._send("replicate", buffer, index))
+            for replica in self.replicas:
+                replica.zero_grad()
+        return self.replicas[:count]
+
+    def parallel(self, fn: Callable, *arguments: Sequence) -> list[Any]:
+        """``fn(*arguments[.., i])`` for every i at once, in thread i; results in that order.
+
+        What a thread raises is raised here, when all have ended.
+        """
+        first, *rest = zip(*arguments)
+        grad = torch.is_grad_enabled()  # every thread has a mode of its own
+        futures = [
+            thread.submit(self._compute, index, grad, fn, *args)
+            for index, (thread, args) in enumerate(zip(self.threads, rest), start=1)
+        ]
+        try:
+            result = self._compute(0, grad, fn, *first)
+        finally:
+            with self.comm.span("wait"):
+                errors = [future.exception() for future in futures]
+        for error in filter(None, errors):
+            raise error
+        return [result, *(future.result() for future in futures)]
+
+    def loss_on_device_0(
+        self, outputs: list[Tensor], targets: Tensor, batch_size: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Gather the outputs, compute the loss there, and send its gradient back.
+
+        Returns:
+            The sum of the losses, a scalar, and by device d(mean loss)/d(output), [n_i, classes].
+        """
+        with self.comm.span("gather"):
+            gathered = torch.cat(
+                [self._fetch("gather", o.detach(), i) for i, o in enumerate(outputs)]
+            )
+        with self.comm.span("compute"):
+            gathered.requires_grad_()
+            targets = targets.to(gathered.device)
+            loss = functional.cross_entropy(gathered, targets, reduction="sum")
+            (gradient,) = torch.autograd.grad(loss / batch_size, gathered)
+        with self.comm.span("gather"):
+            parts = gradient.split([len(output) for output in outputs])
+            return loss.detach(), [self._send("gather", p, i) for i, p in enumerate(parts)]
+
+    @torch.no_grad()
+    def reduce(self, replicas: list[nn.Module]) -> None:
+        """Add the replicas' gradients to device 0's, in the order of the devices."""
+        with self.comm.span("reduce"):
+            total = _gradients(replicas[0])
+            for index, replica in enumerate(replicas[1:], start=1):
+                total += self._fetch("reduce", _gradients(replica), index)
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            pieces = total.split([p.numel() for p in trained])
+            for piece, parameter in zip(pieces, trained):
+                parameter.grad = piece.view_as(parameter)
+
+    def _compute(self, index: int, grad: bool, fn: Callable, *args: Any) -> Any:
+        device = self.devices[index]
+        on_gpu = device.type == "cuda"
+        # The spans' CUDA events are of comm.device, and say nothing about another GPU.
+        timed = device == self.comm.device or not on_gpu
+        with (
+            torch.set_grad_enabled(grad),
+            torch.cuda.device(device) if on_gpu else nullcontext(),
+            self.comm.span("compute") if timed else nullcontext(),
+        ):
+            return fn(*args)
+
+    def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
+        """``tensor`` from device 0 to device ``index``; between CPU replicas a real copy, too."""
+        self._count(phase, tensor, index)
+        device = self.devices[index]
+        return tensor.to(device, non_blocking=device.type == "cuda", copy=index > 0)
+
+    def _fetch(self, phase: str, tensor: Tensor, index: int) -> Tensor:
+        """``tensor`` from device ``index`` to device 0."""
+        self._count(phase, tensor, index)
+        return tensor.to(self.devices[0], non_blocking=self.devices[0].type == "cuda")
+
+    def _count(self, phase: str, tensor: Tensor, index: int) -> None:
+        if index:
+            self.bytes_moved[phase] += tensor.nbytes
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """By device 0's model alone: there are no gradients to share the work for."""
+        return logits_of(self.model, inputs.to(self.devices[0])).to(self.comm.device)
+
+    def end_epoch(self) -> None:
+        pass
+
+    def full_state(self) -> dict[str, Tensor]:
+        return state_of(self.model)
+
+    def notes(self) -> dict[str, Any]:
+        """Bytes moved between devices, by phase: they do not go through ``comm``."""
+        return {"devices": [str(d) for d in self.devices], "bytes_moved": dict(self.bytes_moved)}
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    """[N]: the gradients of the trained parameters end to end; zeros where there is none."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]
+    )
