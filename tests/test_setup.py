@@ -49,7 +49,7 @@ FLOORS = [
     {"strategies", "train"},
     {"checks", "experiment", "plots"},
     {"widgets"},
-    {"__init__", "__main__", "bench", "doctor", "lab", "registration"},
+    {"__init__", "__main__", "bench", "compare", "doctor", "lab", "registration"},
 ]
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 # On the same floor and yet apart: the loop serves every technique and knows none.

@@ -44,13 +44,14 @@ def learning_curves(runs: Mapping[str, Any], *, title: str | None = None) -> Cap
 
     Args:
         runs: by label, a result that has ``.epochs``, or the epochs themselves: dicts with
-            ``loss``, ``test_accuracy`` (0 to 1) and ``seconds``, which this one epoch took.
+            ``loss``, ``test_accuracy`` (0 to 1) and ``seconds``, which this one epoch took. A list
+            of those is repeats: the line goes through their medians, the band spans all of them.
         title: above the figure.
 
     Raises:
         ValueError: no runs, or one without epochs.
     """
-    curves = {str(label): _curve(str(label), run) for label, run in runs.items()}
+    curves = {str(label): _median_curve(str(label), run) for label, run in runs.items()}
     if not curves:
         raise ValueError('no runs to draw: give at least one, {"label": result.epochs}')
     figure = Figure(figsize=(WIDTH_IN, 5.6))
@@ -67,6 +68,22 @@ def learning_curves(runs: Mapping[str, Any], *, title: str | None = None) -> Cap
     return CaptionedFigure(
         figure, alt=f"Learning curves of {count}. {ends}.", caption=_curves_caption(curves)
     )
+
+
+def _median_curve(label: str, run: Any) -> Curve:
+    """Medians of the repeats; ``low loss`` and so on are the band's edges, if there are any."""
+    run = getattr(run, "epochs", run)
+    if not run or isinstance(run[0], Mapping):
+        return _curve(label, run)
+    repeats = [_curve(label, one) for one in run]
+    fewest = min(len(one["epoch"]) for one in repeats)
+    stacked = {key: np.array([one[key][:fewest] for one in repeats]) for key in repeats[0]}
+    curve = {key: np.median(values, axis=0) for key, values in stacked.items()}
+    if len(repeats) > 1:
+        for key in ("loss", "accuracy"):
+            curve |= {f"low {key}": stacked[key].min(axis=0)}
+            curve |= {f"high {key}": stacked[key].max(axis=0)}
+    return curve
 
 
 def _curve(label: str, run: Any) -> Curve:
@@ -94,6 +111,9 @@ def _draw_curve(grid, label: str, curve: Curve, style: Style, marker: str, line:
     for row, y in zip(grid, ("loss", "accuracy")):
         for axes, x in zip(row, ("epoch", "second")):
             axes.plot(curve[x], curve[y], label=label, markevery=every, markersize=5, **look)
+            if f"low {y}" in curve:
+                band = {"color": style.color, "alpha": 0.15, "linewidth": 0}
+                axes.fill_between(curve[x], curve[f"low {y}"], curve[f"high {y}"], **band)
     return grid[0, 0].lines[-1]
 
 
@@ -127,7 +147,10 @@ def _curves_caption(curves: dict[str, Curve]) -> str:
             f"Best held-out accuracy at the end: {best}, {curves[best]['accuracy'][-1]:.1f}%. "
             f"First to end: {fast}, after {format_seconds(curves[fast]['second'][-1])}."
         )
-    return f"{text} The left column counts epochs, the right one seconds of training."
+    text = f"{text} The left column counts epochs, the right one seconds of training."
+    if any("low loss" in curve for curve in curves.values()):
+        text += " Lines are medians of the repeats, bands span all of them."
+    return text
 
 
 @drawn

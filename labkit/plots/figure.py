@@ -98,16 +98,21 @@ STYLES = {
     "communicate": Style(VERMILLION, "xx"),
     "share_reduce": Style(ORANGE, "++", DARK),
     "share_only": Style(YELLOW, "--", DARK),
+    "all_reduce": Style(ORANGE, "xx", DARK),
+    "push": Style(VERMILLION, "||"),
+    "pull": Style(ORANGE, "\\\\\\", DARK),
     "wait": Style(GREY, "..", "#595959"),
+    # Time in no span: Python between the spans.
+    "other": Style("#F2F2F2", "//", GREY),
 }
 # For phases of communication that have no row above, in the order of their names.
 _SPARE = (
-    Style(VERMILLION, "||"),
-    Style(ORANGE, "\\\\\\", DARK),
     Style(YELLOW, "oo", DARK),
     Style(VERMILLION, "--"),
     Style(ORANGE, "..", DARK),
     Style(YELLOW, "xx", DARK),
+    Style(VERMILLION, "oo"),
+    Style(YELLOW, "\\\\\\", DARK),
 )
 
 # Bar, marker and line of things that are compared with each other: runs, algorithms.

@@ -1,0 +1,216 @@
+"""``labkit compare``: all techniques and PyTorch's own, like for like, on this machine.
+
+Everybody gets the same model, data, global batch, order of samples, seed and number of steps, on
+the same loop (``labkit.train.fit``); contenders take turns. What comes out is one record, and all
+tables and figures are drawn from it, now or later.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from labkit import devices
+from labkit.compare import figures, summary
+from labkit.compare.contenders import Contender, contenders
+from labkit.compare.measure import Comparison, Setting, settings_of
+from labkit.config import RunConfig
+from labkit.files import write_atomically
+from labkit.launch import warm_up
+from labkit.workload import DATASETS, MODELS, load_dataset
+
+__all__ = ["Contender", "Setting", "compare", "contenders", "figures", "load", "main", "summary"]
+
+# Leaves room below ten minutes for a setting that takes longer than the last time.
+BUDGET_S = 480.0
+_WORLD_SIZES = (1, 2, 3, 4)
+_BATCH_SIZES = (64, 128, 256)
+_EPOCHS = 6
+_TARGET = 0.95
+_KEYS = {"command", "config", "contenders", "settings", "runs", "skipped", "hardware", "versions"}
+
+
+def compare(
+    strategies: tuple[str, ...] = (),
+    world_sizes: tuple[int, ...] = _WORLD_SIZES,
+    train_sizes: tuple[int, ...] = (),
+    batch_sizes: tuple[int, ...] = _BATCH_SIZES,
+    repeats: int | None = None,
+    epochs: int = _EPOCHS,
+    target: float = _TARGET,
+    model: str = "small_cnn",
+    dataset: str = "digits",
+    device: str = "auto",
+    budget_s: float = BUDGET_S,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Run the comparison and return its record.
+
+    Args:
+        strategies: techniques out of ``labkit.strategies.STRATEGIES``, all by default; PyTorch's
+            counterparts and ``single`` take part anyway.
+        world_sizes, train_sizes, batch_sizes: what to vary, one at a time, see ``settings_of``.
+            Train sizes are by default a quarter, a half and all of the data.
+        repeats: of everything; None takes as many as fit into ``budget_s``, 1 to 5.
+        epochs: of the main setting.
+        target: held-out accuracy, 0 to 1.
+        model, dataset, device: as in ``RunConfig``.
+        budget_s: the time for all of it.
+        say: takes a line of progress.
+
+    Raises:
+        ValueError: unknown names, numbers that cannot be.
+        FileNotFoundError: the data set is not there.
+    """
+    _check(model, dataset, target)
+    taking_part = contenders(strategies, device)
+    sizes = train_sizes or _parts_of(len(load_dataset(dataset).train_targets))
+    load_dataset(dataset, train_size=max(sizes))
+    gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
+    units = gpus or devices.num_cores()
+    settings = settings_of(world_sizes, sizes, batch_sizes, epochs, units)
+    defaults = RunConfig()
+    common = {"model": model, "dataset": dataset, "device": device, "seed": defaults.seed}
+    for setting in settings:
+        RunConfig(**common, **asdict(setting))
+    warm_up()
+    say(f"{len(taking_part)} contenders: {', '.join(one.name for one in taking_part)}")
+    comparison = Comparison(taking_part, settings, common, say)
+    comparison.run(repeats, budget_s)
+    rates = {"lr": defaults.lr, "momentum": defaults.momentum}
+    return {
+        "config": common | rates | {"target": target, "repeats": repeats, "gpus_used": gpus},
+        "contenders": [asdict(one) for one in taking_part],
+        "settings": [asdict(setting) for setting in settings],
+        "runs": comparison.runs,
+        "skipped": comparison.skipped,
+        "hardware": devices.hardware(),
+        "versions": devices.versions(),
+    }
+
+
+def main(
+    json_path: str | None = None,
+    figures_dir: str | None = None,
+    from_path: str | None = None,
+    **texts: str | None,
+) -> int:
+    """The command: run, or read a record; print the tables, write the record and the figures.
+
+    Args:
+        json_path: where the record goes.
+        figures_dir: an existing folder for the figures, ``compare_NAME.png`` each.
+        from_path: a record to take instead of running.
+        texts: the options of ``compare`` as the command line has them; None was not given.
+
+    Returns:
+        1 if a contender began and broke off, else 0.
+
+    Raises:
+        ValueError, OSError: before anything runs, what cannot be.
+    """
+    given = {name: text for name, text in texts.items() if text is not None}
+    if figures_dir and not Path(figures_dir).is_dir():
+        raise ValueError(f"cannot write figures to {figures_dir}: give a folder that exists")
+    if from_path and given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--from draws what was recorded, and cannot change it: drop {options}")
+    if from_path:
+        record = load(from_path)
+    else:
+        options = parse_options(**given)
+        record = {"command": _command(given)} | compare(**options, say=_say)
+    print(summary.report(record))
+    if json_path:
+        write_atomically(Path(json_path), _dumped(record))
+    if figures_dir:
+        for name, figure in figures.draw(record).items():
+            print(f"figure: {figure.save(Path(figures_dir) / f'compare_{name}.png')}")
+    return int(any(row["failed"] for row in record["skipped"]))
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read a record.
+
+    Raises:
+        ValueError: not one; the message names the file and what it lacks.
+        OSError: the file cannot be read.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        missing = sorted(_KEYS - record.keys())
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is no record of labkit compare: {reason}") from None
+    if missing:
+        raise ValueError(f"{path} is no record of labkit compare: it has no {', '.join(missing)}")
+    return record
+
+
+def parse_options(**texts: str) -> dict[str, Any]:
+    """The command line's texts as the arguments of ``compare``.
+
+    Raises:
+        ValueError: a text that says no number.
+    """
+    parsed: dict[str, Any] = {}
+    for name, text in texts.items():
+        words = tuple(word.strip() for word in text.split(","))
+        if name == "strategies":
+            parsed[name] = words
+        elif name in ("world_size", "train_size", "batch_size"):
+            parsed[f"{name}s"] = tuple(_whole(word, name) for word in words)
+        elif name in ("repeats", "epochs"):
+            parsed[name] = _whole(text, name)
+        elif name == "target":
+            parsed[name] = _percent(text)
+        else:
+            parsed[name] = text
+    return parsed
+
+
+def _whole(text: str, name: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        option = name.replace("_", "-")
+        raise ValueError(f"--{option} takes whole numbers from 1, got {text!r}")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    try:
+        return float(text.removesuffix("%")) / 100
+    except ValueError:
+        raise ValueError(f"--target takes a percentage such as 95, got {text!r}") from None
+
+
+def _check(model: str, dataset: str, target: float) -> None:
+    for kind, name, known in (("model", model, MODELS), ("data set", dataset, DATASETS)):
+        if name not in known:
+            raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
+    if not 0 < target <= 1:
+        raise ValueError(f"the target is an accuracy above 0%, up to 100%, got {target:.4g}")
+
+
+def _parts_of(samples: int) -> tuple[int, ...]:
+    return tuple(sorted({max(1, samples // 4), max(1, samples // 2), samples}))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _command(given: dict[str, str]) -> str:
+    words: Iterable[str] = (f"--{name.replace('_', '-')} {text}" for name, text in given.items())
+    return " ".join(["labkit compare", *words])
+
+
+def _dumped(record: dict) -> str:
+    """JSON, each run and each other row on a line of its own."""
+    rows = ("contenders", "settings", "runs", "skipped")
+    head = {key: value for key, value in record.items() if key not in rows}
+    text = json.dumps(head, indent=2).rstrip("}\n")
+    for key in rows:
+        lines = ",\n    ".join(json.dumps(row) for row in record[key])
+        text += f',\n  "{key}": [\n    {lines}\n  ]' if lines else f',\n  "{key}": []'
+    return text + "\n}\n"
