@@ -1,10 +1,11 @@
 """Spans: what each rank did, from when to when. Timers that measure them. Chrome trace export.
 
-One rule makes the sums honest: the spans of one rank and one thread never overlap. An operation
-inside a region closes the region's span, records its own, and opens the region again. So seconds
-by kind add up to the time the rank was busy, and a lane of the timeline is what really happened.
+One rule makes the sums honest: the spans of one rank and one thread, a lane, never overlap. An
+operation inside a region closes the region's span, records its own, and opens the region again. So
+seconds by kind add up to the time the lane was busy, and the timeline shows what really happened.
 """
 
+import itertools
 import json
 import threading
 import time
@@ -28,6 +29,8 @@ class Span:
     ``kind`` is ``compute``, ``communicate``, ``wait``, ``update``, ``data``, ``evaluate`` or the
     name of a communication phase such as ``share_reduce``. ``num_bytes`` are the bytes this rank
     sent in the span; ``peer`` is the rank they went to (or came from, when nothing was sent).
+    ``lane`` tells a rank's threads apart: 0 is its main thread, 1 and up those that work beside it,
+    such as DDP's communication thread.
     """
 
     rank: int
@@ -36,6 +39,7 @@ class Span:
     end_s: float
     num_bytes: int = 0
     peer: int | None = None
+    lane: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -61,23 +65,33 @@ class Trace:
     def kinds(self) -> list[str]:
         return sorted({span.kind for span in self.spans})
 
-    def of(self, rank: int | None = None, kind: str | None = None) -> list[Span]:
-        """The spans of one rank, of one kind, or of both."""
+    def of(
+        self, rank: int | None = None, kind: str | None = None, lane: int | None = None
+    ) -> list[Span]:
+        """The spans of one rank, of one kind, in one lane; None leaves that open."""
         return [
             span
             for span in self.spans
-            if (rank is None or span.rank == rank) and (kind is None or span.kind == kind)
+            if (rank is None or span.rank == rank)
+            and (kind is None or span.kind == kind)
+            and (lane is None or span.lane == lane)
         ]
 
-    def seconds_by_kind(self, rank: int | None = None) -> dict[str, float]:
-        """Seconds spent in each kind, by one rank or summed over all of them."""
+    def seconds_by_kind(
+        self, rank: int | None = None, lane: int | None = None
+    ) -> dict[str, float]:
+        """Seconds spent in each kind, by one rank or summed over all of them.
+
+        Summed over the lanes, too: what a rank does in two threads at once counts twice, so the
+        sum may be more than the time that passed. ``lane=0`` is the main thread's time alone.
+        """
         seconds: dict[str, float] = defaultdict(float)
-        for span in self.of(rank):
+        for span in self.of(rank, lane=lane):
             seconds[span.kind] += span.duration_s
         return dict(seconds)
 
     def save(self, path: str | Path) -> Path:
-        """Write Chrome trace JSON (https://ui.perfetto.dev opens it): a lane per rank, in us."""
+        """Write Chrome trace JSON (https://ui.perfetto.dev opens it): a rank's lanes, in us."""
         events = [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             for rank in self.ranks
@@ -92,7 +106,7 @@ class Trace:
                     "name": span.kind,
                     "cat": span.kind,
                     "pid": span.rank,
-                    "tid": 0,
+                    "tid": span.lane,
                     "ts": span.start_s * 1e6,
                     "dur": span.duration_s * 1e6,
                     "args": args,
@@ -137,7 +151,10 @@ class CudaTimer:
 
 
 class Recorder:
-    """Collects one rank's spans; regions nest, their spans do not overlap."""
+    """Collects one rank's spans; regions nest, their spans do not overlap.
+
+    Each thread has a lane of its own: 0 for the one that makes the recorder.
+    """
 
     def __init__(
         self, rank: int, timer: ClockTimer | CudaTimer | None = None, origin=None, keep=None
@@ -148,11 +165,16 @@ class Recorder:
         # Of a program without an end only the latest spans are kept.
         self._raw: deque[tuple] = deque(maxlen=keep)
         self._open = threading.local()
+        self._lanes = itertools.count()
+        self._stack()
 
     def _stack(self) -> list[list]:
         if not hasattr(self._open, "stack"):
-            self._open.stack = []
+            self._open.stack, self._open.lane = [], next(self._lanes)
         return self._open.stack
+
+    def _add(self, kind: str, start, end, num_bytes: int = 0, peer: int | None = None) -> None:
+        self._raw.append((kind, start, end, num_bytes, peer, self._open.lane))
 
     @contextmanager
     def region(self, kind: str) -> Iterator[None]:
@@ -161,14 +183,14 @@ class Recorder:
         start = self.timer.mark()
         if stack:
             outer = stack[-1]
-            self._raw.append((outer[0], outer[1], start, 0, None))
+            self._add(outer[0], outer[1], start)
         stack.append([kind, start])
         try:
             yield
         finally:
             end = self.timer.mark()
             _, resumed = stack.pop()
-            self._raw.append((kind, resumed, end, 0, None))
+            self._add(kind, resumed, end)
             if stack:
                 stack[-1][1] = end
 
@@ -178,22 +200,22 @@ class Recorder:
         kind = "communicate"
         if stack:
             region, resumed = stack[-1]
-            self._raw.append((region, resumed, start, 0, None))
+            self._add(region, resumed, start)
             stack[-1][1] = end
             if region not in LOCAL_KINDS:
                 kind = region
         if arrived is not None and arrived > start:
             begun = min(arrived, end)
-            self._raw.append(("wait", start, begun, 0, peer))
+            self._add("wait", start, begun, 0, peer)
             start = begun
-        self._raw.append((kind, start, end, num_bytes, peer))
+        self._add(kind, start, end, num_bytes, peer)
 
     def spans(self) -> list[Span]:
         """The spans so far, in seconds since the origin; those of no length are left out."""
         found = []
-        for kind, start, end, num_bytes, peer in self._raw:
+        for kind, start, end, *rest in self._raw:
             start_s = self.timer.seconds(start, self.origin)
             end_s = self.timer.seconds(end, self.origin)
-            if end_s > start_s or num_bytes:
-                found.append(Span(self.rank, kind, start_s, end_s, num_bytes, peer))
+            if end_s > start_s or rest[0]:
+                found.append(Span(self.rank, kind, start_s, end_s, *rest))
         return found

@@ -190,7 +190,7 @@ class TestStyles:
         assert styles_of(["wait", "compute"])["wait"] == styles_of(["wait"])["wait"]
 
     def test_unknown_phases_get_looks_apart_from_the_known(self):
-        styles = styles_of([*plots.STYLES, "push", "pull"])
+        styles = styles_of([*plots.STYLES, "scatter", "gather"])
         assert len({(style.color, style.hatch) for style in styles.values()}) == len(styles)
 
     def test_predictions_have_a_hatch_that_no_measurement_has(self):
@@ -276,6 +276,23 @@ class TestTimeline:
         assert len(figure.figure.axes[0].collections) == 1
         assert "20,000 spans are narrower than a pixel" in figure.caption
         assert figure.png()
+
+    def test_another_thread_is_a_thin_lane_under_its_rank(self):
+        spans = [
+            Span(0, "compute", 0, 3),
+            Span(0, "all_reduce", 1, 4, lane=1),
+            Span(0, "wait", 3, 4),
+            Span(1, "compute", 0, 4),
+        ]
+        figure = plots.timeline(Trace.merge([spans]))
+        main, other, waiting, beside = bars_of(figure)[[0, 2, 3, 1]]
+        # Nothing of a rank is drawn over anything else, and the other thread's bar is thinner.
+        assert main[3] == waiting[3] < other[2] < other[3] < beside[2]
+        assert other[3] - other[2] < (main[3] - main[2]) / 2
+        assert "rank 0: compute 75%, wait 25%; rank 1: compute 100%" in figure.alt
+        assert "in threads beside the main one, rank 0: all_reduce 75%" in figure.alt
+        assert "take 25% of 4 s on rank 0" in figure.caption
+        assert "The thin lane under each rank" in figure.caption
 
     def test_an_empty_trace_names_the_next_step(self):
         with pytest.raises(ValueError, match=r"no spans.*comm\.span\(\"compute\"\)"):

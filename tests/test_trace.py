@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 import time
 
 import pytest
@@ -95,13 +96,40 @@ def test_sums_selections_and_order():
     assert (trace.ranks, trace.kinds) == ([0, 1], ["compute", "wait"])
 
 
+def test_a_thread_has_a_lane_of_its_own():
+    timer = Steps()
+    recorder = Recorder(0, timer)
+
+    def beside():
+        with recorder.region("all_reduce"):
+            timer.now = 3.0
+
+    with recorder.region("compute"):
+        timer.now = 1.0
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        timer.now = 4.0
+    trace = Trace.merge([recorder.spans()])
+    # The main thread computes on: its span is not cut, and the sum counts both.
+    assert [(s.kind, s.start_s, s.end_s, s.lane) for s in trace.spans] == [
+        ("compute", 0.0, 4.0, 0),
+        ("all_reduce", 1.0, 3.0, 1),
+    ]
+    assert trace.seconds_by_kind() == {"compute": 4.0, "all_reduce": 2.0}
+    assert trace.seconds_by_kind(lane=0) == {"compute": 4.0}
+    assert trace.of(0, lane=1) == [trace.spans[1]]
+
+
 def test_chrome_trace_has_a_lane_a_rank_and_microseconds(tmp_path):
-    trace = Trace.merge([[Span(0, "compute", 0.5, 1.0, 16, 1)], [Span(1, "wait", 0.0, 0.25)]])
+    parts = [[Span(0, "compute", 0.5, 1.0, 16, 1, lane=1)], [Span(1, "wait", 0.0, 0.25)]]
+    trace = Trace.merge(parts)
     path = trace.save(tmp_path / "trace.json")
     events = json.loads(path.read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {0: "rank 0", 1: "rank 1"}
     spans = [event for event in events if event["ph"] == "X"]
+    assert [span["tid"] for span in spans] == [0, 1]
     assert spans[1]["ts"] == 0.5e6
     assert spans[1]["dur"] == 0.5e6
     assert spans[1]["args"] == {"num_bytes": 16, "peer": 1}

@@ -38,6 +38,9 @@ def timeline(
 ) -> CaptionedFigure:
     """Draw what each rank did when: a lane a rank, a bar a span.
 
+    A rank with threads beside its main one, such as DDP's communication thread, gets a second,
+    thinner lane for them under its own: what lies above one another happened at once.
+
     Args:
         result: a ``Trace``, or a result that has one as ``.trace``.
         title: above the figure.
@@ -55,13 +58,14 @@ def timeline(
     if end_s is None:
         end_s = max(span.end_s for span in trace.spans)
     spans = _spans_between(trace, lanes, start_s, end_s)
-    shares = _shares(spans, lanes, start_s, end_s)
+    shares = _shares([s for s in spans if s.lane == 0], lanes, start_s, end_s)
+    beside = _shares([s for s in spans if s.lane > 0], lanes, start_s, end_s)
     title = title or ("What each rank should do (model)" if model else "What each rank did")
     thin = sum(span.duration_s < (end_s - start_s) / (WIDTH_IN * PAGE_DPI) for span in spans)
     return CaptionedFigure(
         _draw_timeline(spans, lanes, start_s, end_s, title, model),
-        alt=_timeline_alt(shares, end_s - start_s, model),
-        caption=_timeline_caption(shares, end_s - start_s, thin),
+        alt=_timeline_alt(shares, end_s - start_s, model) + _beside_alt(beside),
+        caption=_timeline_caption(shares, end_s - start_s, thin) + _beside_caption(beside),
     )
 
 
@@ -198,7 +202,10 @@ def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
     left = np.array([span.start_s for span in spans]) / scale
     right = np.array([span.end_s for span in spans]) / scale
     lane = np.array([lane_of[span.rank] for span in spans], dtype=float)
-    top, bottom = lane - 0.4, lane + 0.4
+    beside = np.array([span.lane > 0 for span in spans])
+    # Threads beside the main one share the thin lane under it.
+    top = lane + np.where(beside, 0.2, -0.4)
+    bottom = lane + np.where(~beside & beside.any(), 0.14, 0.4)
     xs = np.stack([left, left, right, right], axis=1)
     ys = np.stack([top, bottom, bottom, top], axis=1)
     return np.stack([xs, ys], axis=2)
@@ -262,6 +269,25 @@ def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
         spans = "1 span is" if thin == 1 else f"{thin:,} spans are"
         sentences.append(f"{spans} narrower than a pixel: start_s and end_s zoom in.")
     return " ".join(sentences)
+
+
+def _beside_alt(beside: Shares) -> str:
+    """What the thin lanes show, after the sentences on the main ones."""
+    kinds = next(iter(beside.values()))
+    if not kinds:
+        return ""
+    rows = "; ".join(f"{name}: {_percents(share)}" for name, share in beside.items())
+    if len(beside) > 8:
+        rows = f"mean {_percents(_mean_share(beside))}"
+    return f" At the same time, in threads beside the main one, {rows}."
+
+
+def _beside_caption(beside: Shares) -> str:
+    kinds = next(iter(beside.values()))
+    if not kinds:
+        return ""
+    mean = _percents(_mean_share(beside), least=0.005)
+    return f" The thin lane under each rank is what its other thread did at the same time: {mean}."
 
 
 def _apart_sentence(shares: Shares, totals: Mapping[str, float]) -> str:
