@@ -41,6 +41,24 @@ class TorchTransport:
         if self.staged:
             tensor.copy_(landing)
 
+    def recv_any(self, tensor: torch.Tensor) -> int:
+        """From any other rank, over gloo; returns which."""
+        tensor = as_bytes(tensor)
+        landing = torch.empty_like(tensor, device="cpu") if self.staged else tensor
+        src = dist.recv(landing)
+        if self.staged:
+            tensor.copy_(landing)
+        return src
+
+    @property
+    def can_receive_from_any(self) -> bool:
+        return self.staged or self.device.type == "cpu"
+
+    def recv_add(self, tensor: torch.Tensor, src: int) -> None:
+        landing = torch.empty_like(tensor)
+        self.recv(landing, src)
+        tensor += landing
+
     def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> None:
         send, recv = as_bytes(send), as_bytes(recv)
         landing = torch.empty_like(recv, device="cpu") if self.staged else recv
@@ -134,6 +152,89 @@ class Comm:
 
     def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> torch.Tensor:
         """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
+
+    def recv_add(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Receive from rank ``src`` and add it to ``tensor``, in place; returns it.
+
+        In shared memory what comes is added straight out of the slots, segment by segment, while
+        it is in the cache; other transports let it land first. Counts no message.
+
+        Raises what ``recv`` raises, and ValueError for a tensor that is not contiguous.
+        """
+        self._check_tensor(tensor)
+        if not tensor.is_contiguous():
+            raise ValueError("recv_add needs a contiguous tensor: receive and add in two steps")
+        with self._operation("recv", None, None, tensor, src):
+            self._transport.recv_add(tensor.detach(), src)
+        return tensor
+
+    def recv_any(self, tensor: torch.Tensor, sources: Iterable[int]) -> int:
+        """Receive into ``tensor`` in place, from whichever of ``sources`` sends; returns which.
+
+        Of several that wait, the one that has waited longest comes first, so none starves. A
+        source that has ended is named by one error; after it, recv_any goes on with the others.
+        Counts no message. (Ranks of several machines have to be on gloo, and ``sources`` all the
+        other ranks.)
+
+        Raises:
+            ValueError: as ``recv``; no sources.
+            MismatchError: the sender sends another shape or dtype.
+            PeerLostError: a source has ended (its ``rank`` says which); or all have.
+        """
+        self._check_open()
+        sources = self._check_sources(sources)
+        incoming = self._incoming(tensor)
+        start = self._recorder.timer.mark()
+        if self._doorbells is None:
+            src = self._recv_unseen(incoming, sources)
+            self._recorder.transfer(start, self._recorder.timer.mark(), 0, src)
+        else:
+            src = self._recv_first(tensor, incoming, sources, start)
+        self._deliver(incoming, tensor)
+        return src
+
+    def _recv_first(self, tensor, incoming, sources: list[int], start) -> int:
+        """Look on the board who is there, sleep until somebody is, and receive from that rank."""
+        self._board.enter_any(self.rank, sources, describe(tensor), caller_location())
+        try:
+            src = self._doorbells.wait_for_sender(sources)
+            with self._operation(RECV_ANY, None, None, tensor, src, start):
+                self._transport.recv(incoming, src)
+        except PeerLostError as error:
+            self._board.leave(self.rank)
+            self._told_lost |= {error.rank} - {None}
+            raise
+        return src
+
+    def _recv_unseen(self, incoming: torch.Tensor, sources: list[int]) -> int:
+        """Where no board shows who is there: over gloo, from all the other ranks."""
+        others = set(range(self.world_size)) - {self.rank}
+        if set(sources) != others or not getattr(self._transport, "can_receive_from_any", False):
+            raise ValueError(
+                f"recv_any from ranks {sources} needs a board that these ranks share: between "
+                f"machines use gloo, and all the other ranks ({sorted(others)}) as sources"
+            )
+        try:
+            src = self._transport.recv_any(incoming)
+        except self._losses as error:
+            raise PeerLostError(f"{RECV_ANY} broke off: {_reason(error)}") from error
+        self.operations += 1
+        return src
+
+    def _check_sources(self, sources: Iterable[int]) -> list[int]:
+        """The sources that have not been told of as lost.
+
+        Raises:
+            PeerLostError: there are none left.
+        """
+        asked = list(dict.fromkeys(sources))
+        if not asked:
+            raise ValueError(f"rank {self.rank} cannot receive from any of no sources: name one")
+        for source in asked:
+            self._check_peer(source, "receive from")
+        if left := [source for source in asked if source not in self._told_lost]:
+            return left
+        raise PeerLostError(f"all the sources have ended: ranks {asked}")
 
         The pair that cannot deadlock: every rank of a ring may call it at once. Counts 1 message.
         Raises what ``send`` and ``recv`` raise.

@@ -360,6 +360,9 @@ class SharedTransport:
     def _receiving(self, tensor: Tensor, src: int) -> Iterator[Semaphore]:
         channel = self.channel_from(src)
         channel.ready.post()
+    def recv_add(self, tensor: Tensor, src: int) -> None:
+        self._drive([_Side(src, self._adding(tensor, src))])
+
         yield from channel.opening()
         for segment in as_bytes(tensor).split(channel.segment_bytes):
             yield channel.filled
@@ -417,6 +420,15 @@ class SharedTransport:
         while not semaphore.wait(_LOOK_S):
             if self._came_after_all(semaphore, peer, time.monotonic() - started_s):
                 return
+    def _adding(self, tensor: Tensor, src: int) -> Iterator[Semaphore]:
+        channel = self.channel_from(src)
+        channel.ready.post()
+        yield from channel.opening()
+        for segment in tensor.view(-1).split(channel.segment_bytes // tensor.itemsize):
+            yield channel.filled
+            segment += channel.readable(segment.numel(), segment.dtype)
+            channel.release()
+
 
     def _came_after_all(self, semaphore: Semaphore, peer: int, waited_s: float) -> bool:
         """False while there is hope; PeerLostError when there is none."""

@@ -75,6 +75,27 @@ def test_exchange_around_the_ring_counts_messages_bytes_and_peers(world_size):
         right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
         value = torch.tensor([float(comm.rank)] * 5)
         for _ in range(comm.world_size):
+def test_what_is_received_may_be_added_where_it_lies():
+    def add_up(comm):
+        sums = []
+        for num_elements in (0, 1, 300_001):  # more than a segment
+            own = torch.full((num_elements,), 10.0**comm.rank, dtype=torch.float64)
+            if comm.rank:
+                comm.send(own, 0)
+            else:
+                comm.recv_add(own, 1)
+                comm.recv_add(own, 2)
+                sums.append(own.unique().tolist())
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="contiguous"):
+                comm.recv_add(torch.ones(4)[::2], 1)
+        return sums, comm.messages, comm.operations
+
+    for transport in ("shared", "gloo"):
+        values = run(add_up, world_size=3, transport=transport).values
+        assert values == [([[], [111.0], [111.0]], 0, 6), ([], 3, 3), ([], 3, 3)]
+
+
             comm.exchange(value, right, value := torch.empty(5), left)
         return value[0].item(), dict(comm.bytes_to)
 

@@ -17,6 +17,8 @@ from labkit.costs import (
     fit_link,
     gather_cost,
     naive_all_reduce_cost,
+    parameter_server_cost,
+    parameter_server_seconds,
     reduce_cost,
     reduce_scatter_cost,
     ring_all_reduce_cost,
@@ -215,3 +217,36 @@ def test_what_cannot_be_predicted_is_named():
     for world_size in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="give 1 or more"):
             crossover_bytes(world_size, link)
+
+
+def test_a_parameter_server_moves_all_workers_bytes():
+    assert over_ranks(parameter_server_cost, 4) == [Cost(6, 3, 3 * S)] + [Cost(2, 1, S)] * 3
+    two = over_ranks(parameter_server_cost, 6, servers=2)
+    assert two == [Cost(8, 4, 2 * S)] * 2 + [Cost(4, 2, S)] * 4
+    assert over_ranks(parameter_server_cost, 1) == [Cost(0, 0, 0)]
+    # 10 elements on 3 servers: slices of 4, 3 and 3.
+    uneven = [parameter_server_cost(10, 8, 5, rank, servers=3).num_bytes for rank in range(5)]
+    assert uneven == [2 * 4 * 8, 2 * 3 * 8, 2 * 3 * 8, 80, 80]
+
+
+def test_seconds_of_a_parameter_server_on_paper():
+    a, b, g = 1e-5, 1e-9, 2e-10
+    link = Link(a, b, g)
+    one = parameter_server_seconds(S, 3, 1, link)
+    assert one == pytest.approx(6 * a + 6 * S * b + 2 * S * g)
+    two = parameter_server_seconds(S, 4, 2, link)
+    assert two == pytest.approx(8 * a + 8 * S / 2 * b + 3 * S / 2 * g)
+    # A worker's own link is the limit from as many servers as workers on.
+    plain = Link(0, b)
+    times = [parameter_server_seconds(S, 4, servers, plain) for servers in (1, 2, 4, 8)]
+    assert times == pytest.approx([8 * S * b, 4 * S * b, 2 * S * b, 2 * S * b])
+    # One server of W workers is the naive all-reduce of W + 1 ranks.
+    naive = all_reduce_seconds("naive", S, 4, plain)
+    assert parameter_server_seconds(S, 3, 1, plain) == pytest.approx(naive)
+
+
+def test_a_parameter_server_of_nobody_is_refused():
+    with pytest.raises(ValueError, match="0 workers, 1 servers"):
+        parameter_server_seconds(S, 0, 1, Link(0, 0))
+    with pytest.raises(ValueError, match="-4 bytes"):
+        parameter_server_seconds(-4, 1, 1, Link(0, 0))

@@ -1,0 +1,170 @@
+"""A parameter server: some ranks hold the parameters, the others compute gradients for them.
+
+All trained parameters lie end to end in one flat tensor [N], cut into K slices, one a server. In
+each step a worker computes the gradient of its share of the batch, **pushes** each slice of it to
+that slice's server, and **pulls** the slice's new values. A server adds up what the workers push,
+makes the update, and sends the result to each: the update is made once, not on every rank.
+
+The server's link carries W slices in and W out while a worker's carries one of each, so a step
+takes longer with every worker: ``costs.parameter_server_seconds``. More servers share the load.
+
+Symbols: P ranks, K servers (ranks 0 to K - 1), W = P - K workers, N trainable parameters.
+Source: Li et al., "Scaling distributed machine learning with the parameter server" (2014); this
+is its synchronous case ("sequential consistency", section 3.4).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from labkit.collectives import broadcast, ring_all_reduce
+from labkit.comm import Comm
+from labkit.config import check_servers
+from labkit.local_gradients import LocalGradients
+from labkit.models import logits_of, state_of
+from labkit.schedules import chunk_bounds, server_turns, worker_turns
+
+
+class ParameterServer:
+    """Synchronous data parallelism through servers: everybody waits for the slowest worker.
+
+    Servers work on no samples; a batch is cut into P - K equal parts. With world size 1 the one
+    rank is server and worker. Each server adds in an order of its own that never changes, so a run
+    can be repeated to the bit; all workers pull the same bits.
+
+    Batch statistics (BatchNorm): each worker normalises with its own share's; the running averages
+    are averaged over the workers at the end of an epoch, counters are the first worker's, and the
+    servers get the same. Frozen parameters are neither pushed nor pulled; one without a gradient
+    counts as zero.
+
+    Args:
+        servers: K, below the world size.
+        accumulate, straggler: see ``LocalGradients``.
+
+    Raises:
+        ValueError: no rank is left to work, or the straggler would be a server.
+    """
+
+    def __init__(
+        self,
+        servers: int = 1,
+        accumulate: int = 1,
+        straggler: tuple[int, float] | None = None,
+    ):
+        if straggler and straggler[0] < servers:
+            raise ValueError(
+                f"straggler {straggler[0]}: this rank serves and computes nothing to be slow at, "
+                f"choose a worker, rank {servers} or above"
+            )
+        self.servers = servers
+        self.settings = {"accumulate": accumulate, "straggler": straggler}
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+        check_servers(self.servers, comm.world_size)
+        self.comm = comm
+        self.model = model.to(comm.device).train()
+        self.gradients = LocalGradients(comm, self.model, **self.settings)
+        # parameters() lists a tied parameter once.
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters = _laid_end_to_end(trained)
+        self.gradient = torch.zeros_like(self.parameters)
+        for parameter, place in zip(trained, _views(self.gradient, trained)):
+            parameter.grad = place
+        self.slices = chunk_bounds(self.parameters.numel(), self.servers)
+        self._take_role()
+        if self.serves:
+            start, end = self.slices[comm.rank]
+            # SGD works number by number: to it a slice is a parameter like any other.
+            self.slice = nn.Parameter(self.parameters[start:end])
+            self.slice.grad = self.gradient[start:end]
+            self.optimizer = make_optimizer([self.slice])
+
+    def _take_role(self) -> None:
+        """Who this rank meets, in the order of its turns; see ``schedules.server_turns``."""
+        rank, servers = self.comm.rank, self.servers
+        workers = self.comm.world_size - servers
+        self.alone = not workers
+        self.serves = rank < servers
+        self.works = not self.serves or self.alone
+        if self.serves:
+            self.peers = [servers + worker for worker in server_turns(rank, servers, workers)]
+        else:
+            self.peers = worker_turns(rank - servers, servers, workers)
+
+    def share(self) -> tuple[int, int]:
+        if self.alone:
+            return 0, 1
+        first = self.servers
+        return (self.comm.rank - first, self.comm.world_size - first) if self.works else (0, 0)
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        if self.works:
+            self.gradient.zero_()
+        loss = self.gradients.add(inputs, targets)
+        if self.serves:
+            self.serve(batch_size)
+        else:
+            self.push()
+            self.pull()
+        return loss
+
+    def push(self) -> None:
+        """On a worker: each server gets its slice of the gradient."""
+        with self.comm.span("push"):
+            for server in self.peers:
+                start, end = self.slices[server]
+                self.comm.send(self.gradient[start:end], server)
+
+    def pull(self) -> None:
+        """On a worker: each server's new values, straight into the model's parameters."""
+        with self.comm.span("pull"):
+            for server in self.peers:
+                start, end = self.slices[server]
+                self.comm.recv(self.parameters[start:end], server)
+
+    @torch.no_grad()
+    def serve(self, batch_size: int) -> None:
+        """On a server: add up what all workers push, update the slice, let all pull it."""
+        with self.comm.span("push"):
+            for turn, worker in enumerate(self.peers):
+                receive = self.comm.recv_add if turn else self.comm.recv
+                receive(self.slice.grad, worker)
+        with self.comm.span("update"):
+            self.slice.grad /= batch_size
+            self.optimizer.step()
+        with self.comm.span("pull"):
+            for worker in self.peers:
+                self.comm.send(self.slice, worker)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return logits_of(self.model, inputs)
+
+    @torch.no_grad()
+    def end_epoch(self) -> None:
+        first_worker = self.comm.world_size - 1 if self.alone else self.servers
+        for buffer in self.model.buffers():
+            counts = buffer.is_floating_point()
+            if not (self.works if counts else self.comm.rank == first_worker):
+                buffer.zero_()
+            ring_all_reduce(self.comm, buffer)
+            if counts:
+                buffer /= max(1, self.comm.world_size - self.servers)
+
+    def full_state(self) -> dict[str, Tensor]:
+        # Workers have all slices already; of several servers each has its own alone.
+        if self.servers > 1:
+            for server, (start, end) in enumerate(self.slices):
+                broadcast(self.comm, self.parameters[start:end], root=server)
+        return state_of(self.model)
+
+
+def _laid_end_to_end(parameters: list[nn.Parameter]) -> Tensor:
+    """Move the parameters into one flat tensor [N], of which they are views from here on."""
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    for parameter, place in zip(parameters, _views(flat, parameters)):
+        parameter.data = place
+    return flat
+
+
+def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    pieces = flat.split([p.numel() for p in parameters])
+    return [piece.view_as(p) for piece, p in zip(pieces, parameters)]
