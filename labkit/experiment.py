@@ -27,7 +27,8 @@ class TrainResult:
     Attributes:
         config: the settings.
         epochs: one ``{"loss", "test_accuracy", "seconds"}`` an epoch; seconds of training alone.
-        phases_s: seconds by kind of span, the mean over the ranks.
+        phases_s: seconds by kind of span, the mean over the ranks; of a technique that runs its
+            replicas in threads, those of the main thread.
         bytes_sent, messages: of the technique, by rank; None where nothing goes through ``Comm``:
             a builtin, or a technique of one process (its ``notes`` tell what it moves).
         state: parameters and buffers of the whole model, on the CPU.
@@ -146,11 +147,14 @@ def train_run(
         timeout_s=timeout_s,
     )
     reports = result.values
-    counted = not config.builtin and not _in_one_process(make_strategy)
+    one_process = _in_one_process(make_strategy)
+    counted = not config.builtin and not one_process
+    # Replicas in threads all compute: the main thread alone tells what the time went for.
+    seconds = result.trace.seconds_by_kind(lane=0 if one_process else None)
     return TrainResult(
         config=config,
         epochs=reports[0].epochs,
-        phases_s={kind: s / ranks for kind, s in result.trace.seconds_by_kind().items()},
+        phases_s={kind: s / ranks for kind, s in seconds.items()},
         bytes_sent=[report.bytes_sent for report in reports] if counted else None,
         messages=[report.messages for report in reports] if counted else None,
         state=reports[0].state,

@@ -25,10 +25,13 @@ class LocalGradients:
     Args:
         comm: this rank's Comm.
         model: on ``comm.device``, in training mode; parameters stay in their own dtype.
-        accumulate: micro-batches that a share is cut into, as evenly as it goes.
+        accumulate: micro-batches that a share is cut into, as evenly as it goes. The gradient is
+            that of the whole share, unless layers look across samples: BatchNorm normalises each
+            micro-batch by itself.
         amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
             loss is scaled up so that small gradients do not vanish, and an update whose gradients
-            overflow is left out.
+            overflow is left out. Looking at them after they were summed over the ranks, all ranks
+            decide alike.
         straggler: (rank, factor): that rank takes ``factor`` times as long to compute.
     """
 
@@ -46,6 +49,8 @@ class LocalGradients:
         self.accumulate = accumulate
         self.half = _HALVES[amp] if amp else None
         self.scaler = torch.amp.GradScaler(comm.device.type, enabled=amp == "fp16")
+        # It begins when it first scales, and this rank's first share may have no sample.
+        self.scaler.scale(torch.zeros((), device=comm.device))
         slow, factor = straggler or (None, 1.0)
         self.slowdown = factor if comm.rank == slow else 1.0
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from labkit.config import RunConfig
+from labkit.config import RunConfig, parse_devices, parse_straggler
 
 
 def test_defaults_stand_and_are_frozen():
@@ -25,8 +25,53 @@ def test_defaults_stand_and_are_frozen():
         ({"lr": 0}, "lr must be above 0"),
         ({"momentum": 1}, "momentum must be"),
         ({"dtype": "int8"}, "unknown dtype 'int8': choose one of float32, float64"),
+        ({"accumulate": 0}, "accumulate must be a whole number from 1, got 0"),
+        ({"servers": True}, "servers must be a whole number from 1, got True"),
+        ({"max_staleness": -1}, "max_staleness must be a whole number from 0, got -1"),
+        ({"bucket_mb": -1.0}, r"bucket_mb must be 0 \(a bucket a parameter\) or more, got -1.0"),
+        ({"amp": "int8"}, "unknown amp 'int8': choose one of bf16, fp16"),
+        ({"amp": "bf16", "dtype": "float64"}, "amp bf16 is for dtype float32, got float64"),
+        ({"compress": "zip"}, "unknown compress 'zip': choose one of fp16, bf16, topk"),
+        ({"straggler": "2:4", "world_size": 2}, "with world_size 2 the ranks are 0 to 1"),
+        ({"devices": "cpu,", "world_size": 2}, "with commas between, got '' in 'cpu,'"),
+        ({"devices": "cpu,cpu", "world_size": 3}, "'cpu,cpu' are 2, but world_size is 3"),
+        ({"devices": "cpu,cpu", "batch_size": 1}, "batch_size 1 is smaller than world_size 2"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**settings)
+
+
+def test_a_straggler_is_a_rank_and_a_factor():
+    assert parse_straggler("1:4.0", world_size=2) == (1, 4.0)
+    assert parse_straggler("0:1", world_size=1) == (0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1", "straggler must be RANK:FACTOR, as in 1:4.0, got '1'"),
+        ("one:4", "must be RANK:FACTOR"),
+        ("1:", "must be RANK:FACTOR"),
+        ("-1:2", "the ranks are 0 to 1"),
+        ("1:0.5", "the factor must be 1 or more"),
+        ("1:inf", "the factor must be 1 or more"),
+        ("1:nan", "the factor must be 1 or more"),
+    ],
+)
+def test_stragglers_that_cannot_be(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_straggler(text, world_size=2)
+
+
+def test_options_are_those_that_were_given():
+    assert RunConfig().options() == {}
+    config = RunConfig(accumulate=1, max_staleness=0, builtin=True, backend="labkit")
+    assert config.options() == {"accumulate": 1, "max_staleness": 0, "backend": "labkit"}
+
+
+def test_the_world_size_follows_the_devices():
+    assert parse_devices("cuda:0, cuda:11") == ("cuda:0", "cuda:11")
+    assert RunConfig(devices="cpu,cpu,cpu").world_size == 3
+    assert RunConfig(devices="cpu,cpu", world_size=2).world_size == 2
