@@ -17,6 +17,7 @@ travel_by_value(__name__)
 PARALLEL = [
     pytest.param("data_parallel", False, id="data-parallel"),
     pytest.param("data_parallel", True, id="data-parallel-builtin"),
+    pytest.param("ddp", False, id="ddp"),
     pytest.param("parameter_server", False, id="server"),
     pytest.param("ring_all_reduce", False, id="ring"),
     pytest.param("ring_all_reduce", True, id="ring-builtin"),

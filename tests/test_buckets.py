@@ -1,0 +1,64 @@
+"""Which gradients travel together, and when: by hand, and beside PyTorch's own assignment."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.buckets import MIB, assign_buckets, bucket_times
+
+
+def test_buckets_run_from_the_last_parameter_to_the_first():
+    assert assign_buckets([1] * 6, cap_bytes=3, first_cap_bytes=2) == [[5, 4], [3, 2, 1], [0]]
+
+
+def test_a_cap_of_0_is_a_bucket_a_parameter():
+    assert assign_buckets([4, 8, 4], cap_bytes=0) == [[2], [1], [0]]
+
+
+def test_a_cap_above_all_is_one_bucket_only_without_a_small_first_one():
+    assert assign_buckets([4, 8, 4], cap_bytes=10**9) == [[2, 1, 0]]
+    assert assign_buckets([2 * MIB, 4, MIB], cap_bytes=10**9) == [[2], [1, 0]]
+
+
+def test_a_parameter_that_fills_a_bucket_has_it_for_itself():
+    assert assign_buckets([1, 9, 1, 1], cap_bytes=5, first_cap_bytes=5) == [[3, 2], [1], [0]]
+
+
+def test_a_bucket_holds_one_kind():
+    kinds = ["half", "half", "full", "half"]
+    assert assign_buckets([1] * 4, cap_bytes=9, kinds=kinds) == [[3], [2], [1, 0]]
+
+
+def test_no_parameters_no_buckets():
+    assert assign_buckets([], cap_bytes=1) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parameters_below_the_cap_are_assigned_as_pytorch_does(seed):
+    """Its function goes forward through a list, so it gets the reversed one."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 90, (40,), generator=generator).tolist()
+    backwards = [torch.empty(size, dtype=torch.uint8) for size in reversed(sizes)]
+    theirs, _ = dist._compute_bucket_assignment_by_size(backwards, [100, 300])
+    theirs = [[len(sizes) - 1 - index for index in bucket] for bucket in theirs]
+    assert assign_buckets(sizes, cap_bytes=300, first_cap_bytes=100) == theirs
+
+
+def test_a_bucket_waits_for_its_last_gradient_and_for_the_bucket_before():
+    # Gradient 3 is there after 1 s, gradient 0 after 4 s.
+    gradient_s = [4.0, 3.0, 2.0, 1.0]
+    times = bucket_times([[3, 2], [1], [0]], gradient_s, carry_s=[1.5, 0.2, 2.0])
+    assert times == [(2.0, 2.0, 3.5), (3.0, 3.5, 3.7), (4.0, 4.0, 6.0)]
+
+
+def test_one_bucket_overlaps_with_nothing():
+    assert bucket_times([[1, 0]], [2.0, 1.0], [3.0]) == [(2.0, 2.0, 5.0)]
+
+
+def test_the_order_holds_even_where_a_later_bucket_is_ready_first():
+    assert bucket_times([[1], [0]], [0.5, 2.0], [1.0, 1.0])[1] == (0.5, 3.0, 4.0)
+
+
+def test_times_are_by_bucket():
+    with pytest.raises(ValueError, match="zip"):
+        bucket_times([[0], [1]], [1.0, 1.0], [1.0])
