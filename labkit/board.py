@@ -16,8 +16,10 @@ import numpy as np
 from labkit.errors import MismatchError
 
 SEND, RECV = 0, 1
-# A rank that has left (its process group is destroyed) may be a process that lives on.
-NOT_STARTED, RUNNING, RETURNED, LEFT = 0, 1, 2, 3
+# A rank that has left (its process group is destroyed) may be a process that lives on; one that is
+# lost has ended, and the run goes on without it.
+NOT_STARTED, RUNNING, RETURNED, LEFT, LOST = 0, 1, 2, 3, 4
+RECV_ANY = "recv_any"
 
 # The last so many descriptions an end. Where a send waits for its receive two suffice; where it
 # only queues (NCCL) the peer may be writing the next one, over the oldest, while one is read.
@@ -35,6 +37,7 @@ _RANK = np.dtype(
         ("op", f"S{_OP_BYTES}"),
         ("dst", "i8"),
         ("src", "i8"),
+        ("any_what", "S96"),
         ("meetings", "i8"),
         ("meeting_s", "f8", _DEPTH),
         ("collectives", "i8"),
@@ -51,12 +54,16 @@ _RANK = np.dtype(
 
 @dataclass(frozen=True)
 class Waiting:
-    """One thing that keeps ``rank`` from going on: ``peer`` has not come to ``what``."""
+    """One thing that keeps ``rank`` from going on: ``peer`` has not come to ``what``.
+
+    With ``any_of`` it is one of several, of which one is enough.
+    """
 
     rank: int
     peer: int
     op: str
     what: str
+    any_of: bool = False
 
 
 class Board:
@@ -74,19 +81,24 @@ class Board:
         self.world_size = world_size
         self._memory = memory
         split = world_size * _RANK.itemsize
+        second_split = split + 2 * world_size**2 * _EDGE.itemsize
         view = memoryview(memory).cast("B")
         self.ranks = np.frombuffer(view[:split], dtype=_RANK)
         # Indexed [side, source, destination].
-        self.edges = np.frombuffer(view[split : self.num_bytes(world_size)], dtype=_EDGE).reshape(
+        self.edges = np.frombuffer(view[split:second_split], dtype=_EDGE).reshape(
             2, world_size, world_size
         )
+        # [rank, source]: from whom a rank in recv_any would take its message.
+        self.wanted = np.frombuffer(
+            view[second_split : self.num_bytes(world_size)], dtype=bool
+        ).reshape(world_size, world_size)
         self._count = self.edges["count"]
         self._posted_s = self.edges["posted_s"]
         self._what = self.edges["what"]
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
-        return world_size * _RANK.itemsize + 2 * world_size**2 * _EDGE.itemsize
+        return world_size * _RANK.itemsize + world_size**2 * (2 * _EDGE.itemsize + 1)
 
     # Written by the rank itself
 
@@ -143,6 +155,30 @@ class Board:
                 f"  rank {destination} receives into {expected}, at {receiver}\n"
                 "Next step: give both ends the same shape and dtype."
             )
+
+    def enter_any(self, rank: int, sources: list[int], what: str, location: str) -> None:
+        """Post that ``rank`` will receive ``what`` from whichever source sends first.
+
+        ``enter`` follows, with the source that was chosen.
+        """
+        slot = self.ranks[rank]
+        slot["location"] = location.encode()[:256]
+        slot["any_what"] = what.encode()[:96]
+        self.wanted[rank] = False
+        self.wanted[rank, sources] = True
+        slot["dst"] = slot["src"] = -1
+        slot["op"] = RECV_ANY.encode()
+        slot["ticks"] += 1
+
+    def first_sender(self, rank: int, sources: list[int]) -> int | None:
+        """The source whose message to ``rank`` has waited longest; None where there is none."""
+        since_s = {}
+        for source in sources:
+            received = int(self._count[RECV, source, rank])
+            if self._count[SEND, source, rank] > received:
+                posted_s = self._posted_s[SEND, source, rank]
+                since_s[source] = float(posted_s[received % _DEPTH])
+        return min(since_s, key=since_s.get, default=None)
 
     def enter_meeting(self, rank: int, op: str, now_s: float) -> None:
         """Post a collective that ends only when every rank has come to it."""
@@ -260,6 +296,8 @@ class Board:
             return []
         found = []
         dst, src = int(slot["dst"]), int(slot["src"])
+        if op == RECV_ANY and src < 0:
+            return self._waits_for_any(rank)
         if dst < 0 and src < 0:
             mine = int(slot["meetings"])
             return [
@@ -273,6 +311,23 @@ class Board:
             found.append(Waiting(rank, src, op, f"to send {self._last(RECV, src, rank)}"))
         return found
 
+    def _waits_for_any(self, rank: int) -> list[Waiting]:
+        sources = [int(source) for source in np.flatnonzero(self.wanted[rank])]
+        if self.first_sender(rank, sources) is not None:
+            return []
+        what = f"to send {self.ranks[rank]['any_what'].decode()}"
+        return [Waiting(rank, source, RECV_ANY, what, any_of=True) for source in sources]
+
+    def waits_for(self, rank: int, peer: int) -> bool:
+        """Whether ``rank`` is in an operation that ``peer`` takes part in."""
+        slot = self.ranks[rank]
+        peers = int(slot["dst"]), int(slot["src"])
+        if not slot["op"]:
+            return False
+        if peers != (-1, -1):
+            return peer in peers
+        return slot["op"].decode() != RECV_ANY or bool(self.wanted[rank, peer])
+
     def _open(self, side: int, source: int, destination: int) -> bool:
         edge = (source, destination)
         return bool(self._count[(1 - side, *edge)] < self._count[(side, *edge)])
@@ -285,7 +340,9 @@ class Board:
         """The ranks that can never go on, whatever the others do.
 
         A rank that computes may still come to any meeting; one that has returned never will. So a
-        rank is stuck when it waits for a rank that has returned, or for another stuck rank.
+        rank is stuck when it waits for a rank that has returned, or for another stuck rank; where
+        any of several would do, when that holds for all of them. (Who waits for a lost rank is
+        told so, and goes on.)
         """
         everyone = range(self.world_size)
         ended = {rank for rank in everyone if self.ranks[rank]["state"] == RETURNED}
@@ -294,17 +351,18 @@ class Board:
         waiting = {rank for rank, reasons in waits.items() if reasons}
         freed = True
         while freed:
-            freed = {
-                rank
-                for rank in waiting
-                if all(r.peer not in waiting and r.peer not in ended for r in waits[rank])
-            }
+            freed = {rank for rank in waiting if _can_go_on(waits[rank], waiting | ended)}
             waiting -= freed
         return sorted(waiting)
 
     def ticks(self) -> tuple[int, ...]:
         """A fingerprint of the ranks' progress: unchanged means that none has moved on."""
         return tuple(int(value) for value in self.ranks["ticks"])
+
+
+def _can_go_on(reasons: list[Waiting], hopeless: set[int]) -> bool:
+    hopes = [reason.peer not in hopeless for reason in reasons]
+    return any(hopes) if reasons[0].any_of else all(hopes)
 
 
 def cycle_among(waits: dict[int, list[Waiting]]) -> list[int]:
@@ -342,7 +400,8 @@ def explain(board: Board, stuck: list[int]) -> str:
         )
     for rank in stuck:
         op, location = waits[rank][0].op, board.ranks[rank]["location"].decode()
-        needs = " and ".join(f"rank {wait.peer} {wait.what}" for wait in waits[rank])
+        joint = " or " if waits[rank][0].any_of else " and "
+        needs = joint.join(f"rank {wait.peer} {wait.what}" for wait in waits[rank])
         lines.append(f"  rank {rank} is in {op}, waiting for {needs}, at {location}")
     if sequences := board.compared(*sorted({*stuck, *missing})):
         lines.append(sequences.lstrip())
@@ -357,7 +416,7 @@ def explain(board: Board, stuck: list[int]) -> str:
 
 def _next_step(board: Board, cycle: list[int], waits: dict[int, list[Waiting]]) -> str:
     ops = {wait.op for rank in cycle for wait in waits[rank]}
-    if ops == {"recv"}:
+    if ops and ops <= {"recv", RECV_ANY}:
         return "Next step: all of them receive first. Let one send first, or use comm.exchange."
     if ops == {"send"}:
         return (

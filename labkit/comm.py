@@ -1,20 +1,20 @@
 """Comm: the one object through which learner code and strategies talk to other ranks.
 
-Four operations (send, recv, exchange, barrier). Each is counted (messages, bytes, peers), timed
-(spans), and posted on the status board before it starts, so that a run that stands still can be
-explained. How the bytes travel is the transport's business.
+Five operations (send, recv, recv_any, exchange, barrier). Each is counted (messages, bytes,
+peers), timed (spans), and posted on the status board before it starts, so that a run that stands
+still can be explained. How the bytes travel is the transport's business.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from labkit.board import LEFT, Board
+from labkit.board import LEFT, RECV_ANY, Board
 from labkit.errors import PeerLostError
-from labkit.shared_memory import Channel, SharedTransport, as_bytes
+from labkit.shared_memory import Channel, Doorbells, SharedTransport, as_bytes
 from labkit.sources import caller_location
 from labkit.trace import ClockTimer, CudaTimer, Recorder
 
@@ -91,7 +91,7 @@ class Comm:
         messages: messages sent so far.
         bytes_sent: payload bytes sent so far.
         bytes_to: payload bytes sent so far, by peer.
-        operations: calls of send, recv and exchange so far: the rounds of an algorithm.
+        operations: calls of send, recv, recv_any and exchange so far: the rounds of an algorithm.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Comm:
         transport: TorchTransport | SharedTransport,
         board: Board | None = None,
         keep_spans: int | None = None,
+        doorbells: Doorbells | None = None,
     ):
         self.rank = rank
         self.world_size = world_size
@@ -112,6 +113,8 @@ class Comm:
         self.operations = 0
         self._transport = transport
         self._board = board or Board(world_size)
+        self._doorbells = doorbells
+        self._told_lost: set[int] = set()
         on_gpu = device.type == "cuda"
         timer = CudaTimer(device) if on_gpu else ClockTimer()
         self._recorder = Recorder(rank, timer, keep=keep_spans)
@@ -149,9 +152,6 @@ class Comm:
         with self._operation("recv", None, None, tensor, src):
             self._transport.recv(incoming, src)
         return self._deliver(incoming, tensor)
-
-    def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> torch.Tensor:
-        """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
 
     def recv_add(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         """Receive from rank ``src`` and add it to ``tensor``, in place; returns it.
@@ -235,6 +235,9 @@ class Comm:
         if left := [source for source in asked if source not in self._told_lost]:
             return left
         raise PeerLostError(f"all the sources have ended: ranks {asked}")
+
+    def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> torch.Tensor:
+        """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
 
         The pair that cannot deadlock: every rank of a ring may call it at once. Counts 1 message.
         Raises what ``send`` and ``recv`` raise.
@@ -405,6 +408,7 @@ class Comm:
         dst: int | None,
         recv: torch.Tensor | None,
         src: int | None,
+        start=None,
     ) -> Iterator[None]:
         self._check_open()
         sent = expected = None
@@ -416,13 +420,17 @@ class Comm:
         if recv is not None:
             self._check_peer(src, "receive from")
             expected = (src, describe(recv))
-        start, now_s = self._recorder.timer.mark(), self._host.mark()
-        self._board.enter(self.rank, op, now_s, caller_location(), sent, expected)
+        start = self._recorder.timer.mark() if start is None else start
+        self._board.enter(self.rank, op, self._host.mark(), caller_location(), sent, expected)
+        if send is not None and self._doorbells is not None:
+            self._doorbells.ring(dst)
         try:
             yield
         except self._losses as error:
-            peers = " and ".join(f"rank {p}" for p in dict.fromkeys((dst, src)) if p is not None)
-            raise PeerLostError(f"{op} with {peers} broke off: {_reason(error)}") from error
+            peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
+            names = " and ".join(f"rank {peer}" for peer in peers)
+            lost = peers[0] if len(peers) == 1 else getattr(error, "rank", None)
+            raise PeerLostError(f"{op} with {names} broke off: {_reason(error)}", lost) from error
         self._board.leave(self.rank)
         self.operations += 1
         if send is not None:

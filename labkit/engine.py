@@ -144,9 +144,19 @@ def _quieten_engine() -> None:
 class Agent(threading.Thread):
     """PyTorch's local elastic agent in a thread of its own, which can be told to stop."""
 
-    def __init__(self, context, world_size: int, args: tuple, done: Connection):
+    def __init__(
+        self,
+        context,
+        world_size: int,
+        args: tuple,
+        done: Connection,
+        may_lose: frozenset[int] = frozenset(),
+    ):
         super().__init__(name=_AGENT_THREAD, daemon=True)
         self.failures: dict[int, Any] = {}
+        # Exit codes of ranks in may_lose that ended before their function had returned.
+        self.losses: dict[int, int] = {}
+        self._may_lose = may_lose
         self.error: BaseException | None = None
         self._done = done
         self._asked_s: float | None = None
@@ -185,11 +195,12 @@ class Agent(threading.Thread):
         from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
         from labkit.worker import run_rank
 
         method, world_size, args = self._settings
-        stop_asked = self._stop_asked
+        stop_asked, may_lose, losses = self._stop_asked, self._may_lose, self.losses
         arena = args[1]
 
         class StoppableAgent(LocalElasticAgent):
@@ -201,7 +212,35 @@ class Agent(threading.Thread):
                     self.named = False
                 if stop_asked.is_set():
                     return AgentResult(state=WorkerState.FAILED)
+                if may_lose:
+                    return self._monitor_what_is_left()
                 return super()._monitor_workers(worker_group)
+
+            def _monitor_what_is_left(self):
+                """The engine's own look, save that a rank in may_lose that ended is done.
+
+                Those that have returned wait for each other, which the engine ends by an event: a
+                process killed while it waits would hang it. Here they are ended by closing them.
+                """
+                context = self._pcontext
+                returned = context._return_values
+                for rank, process in enumerate(context._pc.processes):
+                    if rank in returned:
+                        continue
+                    # Looked at in this order: what it returned before its end counts.
+                    code = process.exitcode
+                    if not context._ret_vals[rank].empty():
+                        returned[rank] = context._ret_vals[rank].get()
+                    elif code is not None and rank in may_lose:
+                        returned[rank] = None
+                        losses[rank] = code
+                    elif code:
+                        files = context.error_files
+                        failure = ProcessFailure(rank, process.pid, code, files[rank])
+                        return AgentResult(WorkerState.FAILED, failures={rank: failure})
+                done = len(returned) == len(context._pc.processes)
+                state = WorkerState.SUCCEEDED if done else WorkerState.HEALTHY
+                return AgentResult(state, return_values=dict(returned))
 
         spec = WorkerSpec(
             role="labkit",

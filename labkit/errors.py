@@ -37,4 +37,12 @@ class MismatchError(ValueError):
 
 
 class PeerLostError(ConnectionError):
-    """Raised inside a rank whose peer vanished during a transfer: a consequence, not the cause."""
+    """Raised inside a rank whose peer vanished during a transfer: a consequence, not the cause.
+
+    Attributes:
+        rank: the peer; None where it could have been one of several.
+    """
+
+    def __init__(self, message: str, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank

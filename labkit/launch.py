@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class RunResult:
         duration_s: the longest time that ``fn`` took on a rank, launch not counted.
         messages: messages sent, by rank.
         bytes_sent: payload bytes sent, by rank.
+        lost: of the ranks in ``may_lose``, those that ended early, and why. Their value is None,
+            and what they sent and did is not counted.
     """
 
     values: list[Any]
@@ -38,6 +40,7 @@ class RunResult:
     duration_s: float
     messages: list[int]
     bytes_sent: list[int]
+    lost: dict[int, str] = field(default_factory=dict)
 
 
 def run(
@@ -47,6 +50,7 @@ def run(
     device: str = "auto",
     transport: str = "auto",
     timeout_s: float = 120,
+    may_lose: Collection[int] = (),
 ) -> RunResult:
     """Call ``fn(comm, *args)`` on ``world_size`` processes, and gather what they return.
 
@@ -59,6 +63,9 @@ def run(
             share; ``gloo``: PyTorch's point-to-point; ``auto``: shared memory for CPU ranks,
             where the system has it.
         timeout_s: the whole run's deadline, counted from the start of the ranks.
+        may_lose: ranks that the run can do without: one that raises, is killed or leaves early,
+            once all have started, ends nobody else. Ranks that wait for it get a PeerLostError.
+            ``torchrun`` knows no such ranks: there it ends all when one fails, whatever this says.
 
     Raises:
         ValueError: an impossible world size, device, transport or timeout; ``fn`` or ``args``
@@ -77,23 +84,32 @@ def run(
             'the script. In a script, keep the call under if __name__ == "__main__":'
         )
     check_world_size(world_size)
+    if not set(may_lose) <= set(range(world_size)):
+        raise ValueError(
+            f"may_lose {sorted(may_lose)}: with world_size {world_size} the ranks are 0 to "
+            f"{world_size - 1}"
+        )
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
     if under_torchrun():
         reports = worker.run_here(fn, args, world_size, device, transport, timeout_s)
+        lost = {}
     else:
         placement = plan(world_size, device, transport)
         if placement.note:
             print(placement.note, file=sys.stderr)
         _check_program()
-        job = worker.Job(_pack(fn, args), cell_sources(), placement, timeout_s)
-        reports = Supervisor(job, world_size, timeout_s).run()
+        losable = frozenset(may_lose)
+        job = worker.Job(_pack(fn, args), cell_sources(), placement, timeout_s, losable)
+        supervisor = Supervisor(job, world_size, timeout_s, losable)
+        reports, lost = supervisor.run(), supervisor.lost
     return RunResult(
-        values=[pickle.loads(report.payload) for report in reports],
-        trace=Trace.merge(report.spans for report in reports),
-        duration_s=max(report.duration_s for report in reports),
-        messages=[report.messages for report in reports],
-        bytes_sent=[report.bytes_sent for report in reports],
+        values=[report and pickle.loads(report.payload) for report in reports],
+        trace=Trace.merge(report.spans for report in reports if report),
+        duration_s=max((report.duration_s for report in reports if report), default=0.0),
+        messages=[report.messages if report else 0 for report in reports],
+        bytes_sent=[report.bytes_sent if report else 0 for report in reports],
+        lost=lost,
     )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from labkit.board import LEFT, Board
+from labkit.board import LEFT, LOST, Board
 from labkit.errors import PeerLostError
 
 SEGMENT_BYTES = 512 * 1024
@@ -59,7 +59,10 @@ class Arena:
     def __init__(self, world_size: int, descriptor: int | None = None):
         self.world_size = world_size
         board_bytes = Board.num_bytes(world_size)
-        num_semaphores = len(_KINDS) * world_size**2 if sys.platform.startswith("linux") else 0
+        # Those of the edges, then a doorbell a rank.
+        self.has_semaphores = sys.platform.startswith("linux")
+        num_edge_semaphores = len(_KINDS) * world_size**2 if self.has_semaphores else 0
+        num_semaphores = num_edge_semaphores + (world_size if self.has_semaphores else 0)
         self._semaphores_at = _round_up(board_bytes, _SEMAPHORE_BYTES)
         self._slots_at = _round_up(
             self._semaphores_at + num_semaphores * _SEMAPHORE_BYTES, _PAGE_BYTES
@@ -73,7 +76,8 @@ class Arena:
         self.board = Board(world_size, memoryview(self._map)[:board_bytes])
         if descriptor is None:
             for number in range(num_semaphores):
-                initial = NUM_SLOTS if _KINDS[number % len(_KINDS)] == "free" else 0
+                is_free = number % len(_KINDS) == _KINDS.index("free")
+                initial = NUM_SLOTS if is_free and number < num_edge_semaphores else 0
                 Semaphore(self._semaphore_address(number)).initialise(initial)
 
     def __reduce__(self):
@@ -99,6 +103,10 @@ class Arena:
         """Those of an edge: ready (to receive), filled, free (slots), met (at a barrier)."""
         first = len(_KINDS) * (source * self.world_size + destination)
         return [Semaphore(self._semaphore_address(first + n)) for n in range(len(_KINDS))]
+
+    def doorbell(self, rank: int) -> "Semaphore":
+        """What senders ring before they wait for ``rank`` to receive."""
+        return Semaphore(self._semaphore_address(len(_KINDS) * self.world_size**2 + rank))
 
     def slots(self, source: int, destination: int) -> list[Tensor]:
         """The slots of an edge, each [SEGMENT_BYTES] bytes."""
@@ -209,6 +217,49 @@ class Semaphore:
         return not self._libc.sem_timedwait(self._address, ctypes.byref(timespec))
 
 
+class Doorbells:
+    """How a rank sleeps until any other has something to send to it.
+
+    Who sends posts it on the board, then rings; who waits looks at the board, then sleeps until it
+    rings. Rings nobody has waited for add up, and at worst let a later sleeper look in vain.
+
+    Args:
+        arena: of this machine's ranks, with semaphores.
+        rank: whose bell ``wait`` listens to.
+        timeout_s: the longest wait for a message.
+    """
+
+    def __init__(self, arena: Arena, rank: int, timeout_s: float = float("inf")):
+        self._board = arena.board
+        self._bells = [arena.doorbell(other) for other in range(arena.world_size)]
+        self._rank = rank
+        self._timeout_s = timeout_s
+
+    def ring(self, rank: int) -> None:
+        self._bells[rank].post()
+
+    def wait_for_sender(self, sources: list[int]) -> int:
+        """The source whose message has waited longest; sleeps until there is one.
+
+        Raises:
+            PeerLostError: a source has ended without one, or none came in ``timeout_s``.
+        """
+        started_s = time.monotonic()
+        while (source := self._board.first_sender(self._rank, sources)) is None:
+            if not self._bells[self._rank].wait(_LOOK_S):
+                self._look_for_losses(sources, time.monotonic() - started_s)
+        return source
+
+    def _look_for_losses(self, sources: list[int], waited_s: float) -> None:
+        for source in sources:
+            lost = self._board.gave_up() or why_gone(self._board, source)
+            # What it posted before its end counts: then the transfer finds out.
+            if lost and self._board.first_sender(self._rank, [source]) is None:
+                raise PeerLostError(lost, rank=source)
+        if waited_s > self._timeout_s:
+            raise PeerLostError(f"nothing from ranks {sources} in {self._timeout_s:g} s")
+
+
 class Channel:
     """One edge, as one of its two ends sees it: the sender fills slots, the receiver empties them.
 
@@ -309,6 +360,9 @@ class SharedTransport:
     def recv(self, tensor: Tensor, src: int) -> None:
         self._drive([_Side(src, self._receiving(tensor, src))])
 
+    def recv_add(self, tensor: Tensor, src: int) -> None:
+        self._drive([_Side(src, self._adding(tensor, src))])
+
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         incoming = _Side(src, self._receiving(recv, src))
         self._drive([_Side(dst, self._sending(send, dst)), incoming])
@@ -360,13 +414,19 @@ class SharedTransport:
     def _receiving(self, tensor: Tensor, src: int) -> Iterator[Semaphore]:
         channel = self.channel_from(src)
         channel.ready.post()
-    def recv_add(self, tensor: Tensor, src: int) -> None:
-        self._drive([_Side(src, self._adding(tensor, src))])
-
         yield from channel.opening()
         for segment in as_bytes(tensor).split(channel.segment_bytes):
             yield channel.filled
             segment.copy_(channel.readable(segment.numel(), torch.uint8))
+            channel.release()
+
+    def _adding(self, tensor: Tensor, src: int) -> Iterator[Semaphore]:
+        channel = self.channel_from(src)
+        channel.ready.post()
+        yield from channel.opening()
+        for segment in tensor.view(-1).split(channel.segment_bytes // tensor.itemsize):
+            yield channel.filled
+            segment += channel.readable(segment.numel(), segment.dtype)
             channel.release()
 
     def _drive(self, sides: list[_Side]) -> None:
@@ -420,15 +480,6 @@ class SharedTransport:
         while not semaphore.wait(_LOOK_S):
             if self._came_after_all(semaphore, peer, time.monotonic() - started_s):
                 return
-    def _adding(self, tensor: Tensor, src: int) -> Iterator[Semaphore]:
-        channel = self.channel_from(src)
-        channel.ready.post()
-        yield from channel.opening()
-        for segment in tensor.view(-1).split(channel.segment_bytes // tensor.itemsize):
-            yield channel.filled
-            segment += channel.readable(segment.numel(), segment.dtype)
-            channel.release()
-
 
     def _came_after_all(self, semaphore: Semaphore, peer: int, waited_s: float) -> bool:
         """False while there is hope; PeerLostError when there is none."""
@@ -438,19 +489,14 @@ class SharedTransport:
         # What the peer sent before its end counts.
         if semaphore.try_wait():
             return True
-        raise PeerLostError(lost + self.arena.board.compared(self.rank, peer))
+        raise PeerLostError(lost + self.arena.board.compared(self.rank, peer), rank=peer)
 
     def _why_lost(self, peer: int, waited_s: float) -> str:
         board = self.arena.board
-        pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
         if self._abandoned:
             return "this rank is at its end"
-        if gave_up := board.gave_up():
-            return gave_up
-        if state == LEFT:
-            return f"rank {peer} has left: its process group is destroyed, or it is at its end"
-        if pid and not _is_running(pid):
-            return f"the process of rank {peer} (pid {pid}) has ended"
+        if lost := board.gave_up() or why_gone(board, peer):
+            return lost
         if waited_s > self.timeout_s:
             return f"nothing from rank {peer} in {self.timeout_s:g} s"
         return ""
@@ -459,6 +505,16 @@ class SharedTransport:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's bytes [n], whatever its dtype."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def why_gone(board: Board, peer: int) -> str:
+    """Why nothing more will come from ``peer``; empty while it may."""
+    pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
+    if state == LEFT:
+        return f"rank {peer} has left: its process group is destroyed, or it is at its end"
+    if state == LOST or (pid and not _is_running(pid)):
+        return f"the process of rank {peer} (pid {pid}) has ended"
+    return ""
 
 
 def _is_running(pid: int) -> bool:

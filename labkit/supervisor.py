@@ -14,7 +14,7 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from labkit.board import RETURNED, explain
+from labkit.board import LOST, RETURNED, RUNNING, explain
 from labkit.engine import Agent, check_room, start_method, warm_up
 from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.live import Output, ProgressBar
@@ -31,10 +31,13 @@ _START_PATIENCE_S = 120.0
 class Supervisor:
     """Watches one run from outside and ends it whole."""
 
-    def __init__(self, job, world_size: int, timeout_s: float):
+    def __init__(
+        self, job, world_size: int, timeout_s: float, may_lose: frozenset[int] = frozenset()
+    ):
         context = multiprocessing.get_context(start_method())
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.may_lose = may_lose
         self.arena = arena = Arena(world_size)
         self.board = arena.board
         controls = [Pipe(duplex=False) for _ in range(world_size)]
@@ -45,9 +48,10 @@ class Supervisor:
         self.bar = ProgressBar(self.board)
         self._workers_ends = [sender for _, sender in (*controls, *outputs)]
         ends = ([sender for _, sender in controls], [sender for _, sender in outputs])
-        self.agent = Agent(context, world_size, (job, arena, *ends), done)
+        self.agent = Agent(context, world_size, (job, arena, *ends), done, may_lose)
         self.reports: dict[int, Any] = {}
         self.gone: set[int] = set()
+        self.lost: dict[int, str] = {}
         self.launched_s = time.monotonic()
         self.started_s: float | None = None
         self._looked_s = 0.0
@@ -56,6 +60,8 @@ class Supervisor:
 
     def run(self) -> list[Any]:
         """Start the ranks, wait for all of them, and return their reports in rank order.
+
+        A rank in ``may_lose`` that ended early has None, and ``lost`` says why.
 
         Raises:
             WorkerError: or one of its kinds, when the run failed.
@@ -66,11 +72,25 @@ class Supervisor:
             warm_up()
             self.agent.start()
             verdict = self._watch()
+            self.lost = {rank: self._why_lost(rank) for rank in sorted(self._lost())}
         finally:
             self._end()
         if verdict is not None:
             raise verdict
-        return [self.reports[rank] for rank in range(self.world_size)]
+        ranks = range(self.world_size)
+        return [None if rank in self.lost else self.reports[rank] for rank in ranks]
+
+    def _lost(self) -> set[int]:
+        """The ranks that have ended early and that the run does without."""
+        raised = {rank for rank, report in self.reports.items() if report.kind != "value"}
+        return self.may_lose & (raised | self.gone)
+
+    def _why_lost(self, rank: int) -> str:
+        if rank not in self.reports:
+            return self._how_it_left(rank)
+        report = self.reports[rank]
+        where = f" at {readable(report.location)}" if report.location else ""
+        return f"{readable(report.summary)}{where}"
 
     def _watch(self) -> WorkerError | None:
         """Until every rank has returned (None), or the run has failed (the error to raise)."""
@@ -80,19 +100,21 @@ class Supervisor:
             self.output.show({*self.reports, *self.gone})
             self.bar.update()
             now_s = time.monotonic()
-            bad = [report for report in self.reports.values() if report.kind != "value"]
-            if not self.agent.is_alive() and not bad and not self.gone:
+            lost = self._lost()
+            gone = self.gone - lost
+            bad = [r for r in self.reports.values() if r.kind != "value" and r.rank not in lost]
+            if not self.agent.is_alive() and not bad and not gone:
                 if self.agent.error is not None:
                     raise WorkerError(f"the ranks could not be started: {self.agent.error}")
-                if len(self.reports) == self.world_size and not self.agent.failures:
+                if len({*self.reports, *lost}) == self.world_size and not self.agent.failures:
                     return None
-            if bad or self.gone or not self.agent.is_alive():
+            if bad or gone or not self.agent.is_alive():
                 failed_s = failed_s or now_s
                 if self._settled(bad, now_s - failed_s):
                     return self._failure(bad)
             elif stuck := self._check_stuck():
                 return self._deadlock(stuck)
-            if self.started_s is None and all(self.board.ranks["pid"]):
+            if self.started_s is None and self._all_started():
                 self.started_s = now_s
             if now_s > self._deadline_s():
                 return self._deadline()
@@ -111,9 +133,13 @@ class Supervisor:
             else:
                 self.output.read(ready)
 
+    def _all_started(self) -> bool:
+        pids = self.board.ranks["pid"]
+        return all(pids[rank] or rank in self.agent.losses for rank in range(self.world_size))
+
     def _close_own_ends(self) -> None:
         # Once every rank runs, its pipe must end with it: then the copies here must go.
-        if self._workers_ends and (all(self.board.ranks["pid"]) or not self.agent.is_alive()):
+        if self._workers_ends and (self._all_started() or not self.agent.is_alive()):
             for connection in self._workers_ends:
                 connection.close()
             self._workers_ends = []
@@ -127,6 +153,8 @@ class Supervisor:
                 self.gone.add(rank)
             del self.controls[control]
             control.close()
+        if rank in self._lost() and self.board.ranks[rank]["state"] == RUNNING:
+            self.board.ranks[rank]["state"] = LOST
 
     def _settled(self, bad: list, waited_s: float) -> bool:
         kinds = {report.kind for report in bad} - {"peer_lost"}
@@ -171,19 +199,16 @@ class Supervisor:
 
     def _how_it_left(self, rank: int) -> str:
         failure = self.agent.failures.get(rank)
-        if failure is None:
-            return "left early with exit code 0, before its function had returned"
-        if failure.exitcode == 1 and not self.board.ranks[rank]["state"]:
+        exitcode = failure.exitcode if failure else self.agent.losses.get(rank, 0)
+        if exitcode == 1 and not self.board.ranks[rank]["state"]:
             return (
                 "ended before it had started: in a script, labkit.run has to stand under "
                 'if __name__ == "__main__":'
             )
-        if failure.exitcode >= 0:
-            return (
-                f"left early with exit code {failure.exitcode}, before its function had returned"
-            )
-        name = signal.Signals(-failure.exitcode).name
-        when = "before it had started" if not self.board.ranks[rank]["state"] else "in mid-run"
+        if exitcode >= 0:
+            return f"left early with exit code {exitcode}, before its function had returned"
+        name = signal.Signals(-exitcode).name
+        when = "in mid-run" if self.board.ranks[rank]["state"] else "before it had started"
         if self.board.ranks[rank]["state"] == RETURNED:
             when = "after its function had returned"
         hint = " (the system does that when memory runs out)" if name == "SIGKILL" else ""
@@ -195,9 +220,7 @@ class Supervisor:
         for other in range(self.world_size):
             slot = board.ranks[other]
             op = slot["op"].decode()
-            peers = (int(slot["dst"]), int(slot["src"]))
-            meets = op and (rank in peers or peers == (-1, -1))
-            if other != rank and meets:
+            if other != rank and board.waits_for(other, rank):
                 where = readable(slot["location"].decode())
                 sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
         return "".join(sentences)

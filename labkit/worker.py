@@ -31,7 +31,7 @@ from labkit.comm import Comm, TorchTransport
 from labkit.cuda_ipc import CudaTransport
 from labkit.devices import Plan, num_cores, plan
 from labkit.errors import MismatchError, PeerLostError
-from labkit.shared_memory import Arena, SharedTransport, meet
+from labkit.shared_memory import Arena, Doorbells, SharedTransport, meet
 from labkit.sources import install_sources, is_internal, is_ours
 from labkit.trace import Span
 
@@ -50,6 +50,7 @@ class Job:
     sources: dict[str, list[str]]
     plan: Plan
     timeout_s: float
+    may_lose: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def run_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     controls[rank].send_bytes(pickle.dumps(report))
+    if report.kind != "value" and rank in job.may_lose:
+        # The others are to find out by themselves, and go on.
+        os._exit(1)
     if report.kind != "value":
         # Leaving now would break the connections of ranks that are still fine, and bury the cause
         # under theirs. The launcher ends this process.
@@ -123,7 +127,10 @@ def connect(plan: Plan, timeout_s: float, arena: Arena | None = None) -> Comm:
             transport = SharedTransport(arena, rank, patience_s)
     else:
         transport = TorchTransport(plan.backend, device)
-    return Comm(rank, world_size, device, transport, arena and arena.board)
+    if arena is None:
+        return Comm(rank, world_size, device, transport)
+    doorbells = Doorbells(arena, rank, timeout_s + _PATIENCE_S) if arena.has_semaphores else None
+    return Comm(rank, world_size, device, transport, arena.board, doorbells=doorbells)
 
 
 def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:

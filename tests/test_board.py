@@ -5,6 +5,7 @@ import pytest
 from labkit.board import (
     _DEPTH,
     _HISTORY,
+    LOST,
     NOT_STARTED,
     RETURNED,
     RUNNING,
@@ -221,3 +222,53 @@ def test_two_boards_on_one_memory_see_each_other():
     one, other = Board(2, memory), Board(2, memory)
     one.progress(1, 3, 9, "steps")
     assert (other.ranks[1]["done"], other.ranks[1]["total"]) == (3, 9)
+
+
+def recv_any(board, rank, sources, what=WHAT):
+    board.enter_any(rank, sources, what, '"c.py", line 3')
+
+
+def test_whoever_receives_from_any_needs_one_of_its_sources():
+    board = board_of(4)
+    recv_any(board, 0, [1, 2])
+    assert [wait.peer for wait in board.waits(0)] == [1, 2]
+    assert [board.waits_for(0, peer) for peer in range(4)] == [False, True, True, False]
+    recv(board, 1, 0)
+    assert board.stuck() == [], "rank 2 may still send"
+    send(board, 3, 0)
+    assert board.first_sender(0, [1, 2]) is None, "rank 3 was not asked"
+    send(board, 2, 0)
+    assert board.waits(0) == []
+    assert board.first_sender(0, [1, 2]) == 2
+
+
+def test_of_two_senders_the_one_that_came_first_is_received_first():
+    board = board_of(3)
+    for source, now_s in ((2, 1.0), (1, 2.0)):
+        board.enter(source, "send", now_s, "", sent=(0, WHAT))
+    assert board.first_sender(0, [1, 2]) == 2
+    recv(board, 0, 2)
+    assert board.first_sender(0, [1, 2]) == 1
+
+
+def test_none_of_the_sources_will_come():
+    board = board_of(3)
+    recv_any(board, 0, [1, 2])
+    recv(board, 1, 0)
+    board.ranks["state"][2] = RETURNED
+    assert board.stuck() == [0, 1]
+    text = explain(board, board.stuck())
+    assert "deadlock: rank 0 -> rank 1 -> rank 0" in text
+    assert "rank 2 has returned and never came: rank 0 waits for it" in text
+    wanted = "rank 1 to send float32 [2] or rank 2 to send float32 [2]"
+    assert f'rank 0 is in recv_any, waiting for {wanted}, at "c.py", line 3' in text
+
+
+def test_who_waits_for_a_lost_rank_is_told_and_not_stuck():
+    board = board_of(3)
+    recv_any(board, 0, [1, 2])
+    recv(board, 1, 0)
+    recv(board, 2, 0)
+    assert board.stuck() == [0, 1, 2]
+    board.ranks["state"][2] = LOST
+    assert board.stuck() == []

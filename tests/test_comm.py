@@ -1,10 +1,16 @@
 """Comm on real ranks: what arrives, what is counted, what is refused."""
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 import torch
 from ranks import travel_by_value
 
-from labkit import WorkerError, run
+from labkit import DeadlockError, WorkerError, run
+from labkit.errors import PeerLostError
 
 travel_by_value(__name__)
 
@@ -69,12 +75,6 @@ def test_receiving_into_a_strided_view_writes_through_it():
     assert whole.tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_exchange_around_the_ring_counts_messages_bytes_and_peers(world_size):
-    def around(comm):
-        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-        value = torch.tensor([float(comm.rank)] * 5)
-        for _ in range(comm.world_size):
 def test_what_is_received_may_be_added_where_it_lies():
     def add_up(comm):
         sums = []
@@ -96,6 +96,12 @@ def test_what_is_received_may_be_added_where_it_lies():
         assert values == [([[], [111.0], [111.0]], 0, 6), ([], 3, 3), ([], 3, 3)]
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_exchange_around_the_ring_counts_messages_bytes_and_peers(world_size):
+    def around(comm):
+        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+        value = torch.tensor([float(comm.rank)] * 5)
+        for _ in range(comm.world_size):
             comm.exchange(value, right, value := torch.empty(5), left)
         return value[0].item(), dict(comm.bytes_to)
 
@@ -169,3 +175,139 @@ def test_a_message_is_compared_before_it_moves():
 
     with pytest.raises(WorkerError, match=r"float32 \[3\]"):
         run(misfit, world_size=2)
+
+
+def serve_all(comm, rounds):
+    """Rank 0 receives from any: (source, value, length) of each; the others send twice a round."""
+    if comm.rank:
+        for number in range(rounds):
+            comm.send(torch.full((700_000,), float(number)), 0)
+            comm.send(torch.empty(0, 3), 0)
+        return None
+    got, tensor, nothing = [], torch.empty(700_000), torch.empty(0, 3)
+    others = set(range(1, comm.world_size))
+    while len(got) < rounds * len(others):
+        source = comm.recv_any(tensor, others)
+        comm.recv(nothing, source)  # leaves a ring that nobody waited for
+        got.append((source, tensor[0].item(), tensor[-1].item()))
+    return got
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_receiving_from_any_takes_each_message_once_in_the_order_of_its_source(transport):
+    result = run(serve_all, 4, world_size=4, transport=transport)
+    got = result.values[0]
+    for source in (1, 2, 3):
+        assert [row for row in got if row[0] == source] == [(source, n, n) for n in range(4)]
+    assert result.messages == [0, 8, 8, 8]
+    kinds = {span.kind for span in result.trace.of(rank=0)}
+    assert "communicate" in kinds
+    assert kinds <= {"communicate", "wait"}
+
+
+def test_nobody_starves_while_another_sends_without_end():
+    def greedy(comm):
+        if comm.rank == 0:
+            number = torch.empty(1)
+            return [comm.recv_any(number, [1, 2]) for _ in range(100)]
+        if comm.rank == 2:
+            time.sleep(0.05)
+        for _ in range(99 if comm.rank == 1 else 1):
+            comm.send(torch.ones(1), 0)
+        return None
+
+    def in_turns(comm):
+        if comm.rank == 0:
+            time.sleep(0.2)
+            number = torch.empty(1)
+            return [comm.recv_any(number, [1, 2]) for _ in range(6)]
+        for _ in range(3):
+            comm.send(torch.ones(1), 0)
+        return None
+
+    assert sorted(run(greedy, world_size=3).values[0]) == [1] * 99 + [2]
+    order = run(in_turns, world_size=3).values[0]
+    # Both wait from the start: neither is served twice before the other was once.
+    assert sorted(order[:2]) == [1, 2]
+
+
+def test_receiving_from_any_without_a_board_goes_through_gloo():
+    def blindly(comm):
+        if comm.rank:
+            comm.send(torch.full((5,), float(comm.rank)), 0)
+            return None
+        comm._doorbells = None
+        with pytest.raises(ValueError, match=r"all the other ranks \(\[1, 2\]\)"):
+            comm.recv_any(torch.empty(5), [1])
+        tensor = torch.empty(5)
+        return sorted((comm.recv_any(tensor, [1, 2]), tensor[4].item()) for _ in range(2))
+
+    assert run(blindly, world_size=3, transport="gloo").values[0] == [(1, 1.0), (2, 2.0)]
+
+
+def test_receiving_from_any_of_none_or_of_itself_is_refused():
+    def misuses(comm):
+        for sources, words in (([], "no sources"), ([0], "cannot receive from itself")):
+            with pytest.raises(ValueError, match=words):
+                comm.recv_any(torch.ones(1), sources)
+
+    run(misuses, world_size=1)
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_misfit_is_found_by_receiving_from_any_too(transport):
+    def misfit(comm):
+        if comm.rank == 0:
+            comm.recv_any(torch.empty(4), [1, 2])
+        elif comm.rank == 2:
+            comm.send(torch.ones(3), 0)
+        else:
+            time.sleep(30)
+
+    with pytest.raises(WorkerError, match=r"rank 0 receives into float32 \[4\]"):
+        run(misfit, world_size=3, transport=transport)
+
+
+def test_sources_that_all_wait_or_have_returned_are_a_deadlock():
+    def nobody_sends(comm):
+        if comm.rank == 0:
+            comm.recv_any(torch.empty(4), [1, 2])
+        elif comm.rank == 1:
+            comm.recv(torch.empty(4), 0)
+
+    with pytest.raises(DeadlockError, match="rank 0 is in recv_any, waiting for rank 1 to send"):
+        run(nobody_sends, world_size=3)
+
+
+def until_all_are_lost(comm, how):
+    """Rank 0 receives from any until there is nobody; the ranks that each error names."""
+    if comm.rank == 0:
+        tensor, told = torch.empty(3_000_000), []
+        for _ in range(4):
+            try:
+                comm.recv_any(tensor, [1, 2])
+            except PeerLostError as error:
+                told.append(error.rank)
+        return told
+    if how == "waiting" and comm.rank == 2:
+        threading.Timer(0.3, os._exit, (3,)).start()
+    if how == "mid-send" and comm.rank == 2:
+        comm._transport.channel_to(0).commit = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    if how == "computing" and comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 1:
+        time.sleep(0.5)
+        comm.send(torch.empty(3_000_000), 0)
+        raise ValueError("enough")
+    comm.recv(torch.empty(1), 0) if how == "waiting" else comm.send(torch.empty(3_000_000), 0)
+    return None
+
+
+@pytest.mark.parametrize("how", ["waiting", "mid-send", "computing"])
+def test_a_source_that_ends_is_named_once_and_the_others_go_on(how):
+    result = run(until_all_are_lost, how, world_size=3, may_lose=[1, 2])
+    *told, nobody = result.values[0]
+    assert sorted(told) == [1, 2]
+    assert nobody is None
+    assert result.lost.keys() == {1, 2}
+    assert "raised ValueError: enough" in result.lost[1]

@@ -245,6 +245,74 @@ class TestRow3WorkerLeaves:
         assert "Rank 1 was waiting for it in barrier" in str(caught.value)
 
 
+def meets_the_others(comm, how):
+    """Rank 1 ends in one way or another; the others exchange tensors before and after."""
+    ring_of_two = {0: 2, 2: 0}
+    if comm.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "raises":
+            raise ValueError("enough")
+        elif how == "leaves":
+            os._exit(0)
+        elif how == "at the end":
+            subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {os.getpid()}"])
+        return "returned"
+    mine = torch.tensor([comm.rank])
+    comm.exchange(mine, ring_of_two[comm.rank], theirs := torch.empty_like(mine), 2 - comm.rank)
+    time.sleep(0.6)
+    comm.exchange(mine, ring_of_two[comm.rank], theirs, 2 - comm.rank)
+    return theirs.item()
+
+
+class TestRanksThatMayBeLost:
+    @pytest.mark.parametrize(
+        ("how", "why"),
+        [
+            ("killed", "was killed by SIGKILL in mid-run"),
+            ("raises", "raised ValueError: enough at "),
+            ("leaves", "left early with exit code 0, before its function had returned"),
+        ],
+    )
+    def test_the_run_goes_on_and_says_who_was_lost_and_why(self, how, why):
+        result = run(meets_the_others, how, world_size=3, may_lose=[1])
+        assert result.values == [2, None, 0]
+        assert result.lost.keys() == {1}
+        assert why in result.lost[1]
+        assert result.messages == [2, 0, 2]
+        still_works()
+
+    def test_what_a_rank_returned_before_its_end_counts(self):
+        result = run(meets_the_others, "at the end", world_size=3, may_lose=[1])
+        assert result.values == [2, "returned", 0]
+        assert result.lost == {}
+
+    def test_without_a_loss_nothing_is_different(self):
+        result = run(ring_neighbour, world_size=3, may_lose={0, 1, 2})
+        assert result.values == [2, 0, 1]
+        assert result.lost == {}
+
+    def test_a_rank_that_is_needed_still_ends_the_run(self):
+        with pytest.raises(WorkerError, match="rank 1 raised ValueError: enough"):
+            run(meets_the_others, "raises", world_size=3, may_lose=[0, 2])
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
+            run(meets_the_others, "killed", world_size=3, may_lose=[2])
+        still_works()
+
+    def test_who_needs_a_lost_rank_after_all_names_it(self):
+        def needs_it(comm):
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.recv(torch.empty(1), 1)
+
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
+            run(needs_it, world_size=2, may_lose=[1])
+
+    def test_ranks_that_there_are_not(self):
+        with pytest.raises(ValueError, match=r"may_lose \[2\]: with world_size 2 the ranks are 0"):
+            run(ring_neighbour, world_size=2, may_lose=[2])
+
+
 def both_receive_first(comm):
     other = torch.empty(2)
     comm.recv(other, (comm.rank + 1) % comm.world_size)
