@@ -13,14 +13,23 @@ from typing import Any
 
 from labkit import devices
 from labkit.compare import figures, summary
-from labkit.compare.contenders import Contender, contenders
+from labkit.compare.contenders import Contender, find_contenders
 from labkit.compare.measure import Comparison, Setting, settings_of
 from labkit.config import RunConfig
 from labkit.files import write_atomically
 from labkit.launch import warm_up
 from labkit.workload import DATASETS, MODELS, load_dataset
 
-__all__ = ["Contender", "Setting", "compare", "contenders", "figures", "load", "main", "summary"]
+__all__ = [
+    "Contender",
+    "Setting",
+    "compare",
+    "figures",
+    "find_contenders",
+    "load",
+    "main",
+    "summary",
+]
 
 # Leaves room below ten minutes for a setting that takes longer than the last time.
 BUDGET_S = 480.0
@@ -64,7 +73,7 @@ def compare(
         FileNotFoundError: the data set is not there.
     """
     _check(model, dataset, target)
-    taking_part = contenders(strategies, device)
+    taking_part = find_contenders(strategies, device)
     sizes = train_sizes or _parts_of(len(load_dataset(dataset).train_targets))
     load_dataset(dataset, train_size=max(sizes))
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
@@ -209,7 +218,7 @@ def _dumped(record: dict) -> str:
     """JSON, each run and each other row on a line of its own."""
     rows = ("contenders", "settings", "runs", "skipped")
     head = {key: value for key, value in record.items() if key not in rows}
-    text = json.dumps(head, indent=2).rstrip("}\n")
+    text = json.dumps(head, indent=2).removesuffix("\n}")
     for key in rows:
         lines = ",\n    ".join(json.dumps(row) for row in record[key])
         text += f',\n  "{key}": [\n    {lines}\n  ]' if lines else f',\n  "{key}": []'

@@ -39,7 +39,7 @@ class Contender:
         )
 
 
-def contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Contender]:
+def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Contender]:
     """Ours and PyTorch's of these techniques, ``single`` first: it is the yardstick.
 
     One class can be PyTorch's counterpart of several techniques; it takes part once. Where it

@@ -93,8 +93,9 @@ def by_efficiency(record: Record) -> CaptionedFigure:
         technique: {
             look: {ranks: [100 * one for one in repeats] for ranks, repeats in points.items()}
             for look, name in members.items()
-            if look != ONE and (points := efficiency(record, name))
+            if (points := efficiency(record, name))
         }
+        | {ONE: {1: [100.0]}}
         for technique, members in _techniques(record).items()
     }
     told = _ends({n: efficiency(record, n) for n in _ours(record)}, "ranks", "{:.0%}".format)

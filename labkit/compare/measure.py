@@ -109,7 +109,7 @@ class Comparison:
     def _repeat(self, setting: Setting, repeat: int) -> None:
         """One run of each contender, compared with one device where that takes part."""
         taking_part = [one for one in self.contenders if self._takes_part(one, setting)]
-        first = repeat % len(taking_part)
+        first = repeat % max(1, len(taking_part))
         results: dict[str, tuple[dict, TrainResult]] = {}
         for contender in taking_part[first:] + taking_part[:first]:
             result = self._run(contender, setting, repeat)

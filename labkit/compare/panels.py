@@ -18,7 +18,7 @@ from labkit.plots.figure import DARK, GRID, SERIES, WIDTH_IN, Style, add_legend,
 OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
 LOOKS: dict[str, tuple[Style, str, str]] = dict(
     zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES, strict=False)
-) | {ONE: (Style(DARK, "||"), "X", ":")}
+) | {ONE: (Style(DARK), "", ":")}
 _COLUMNS = 3
 
 # By look, by x: the repeats.
@@ -48,7 +48,6 @@ def draw_panels(panels: Mapping[str, Lines], x: Axis, y: Axis, title: str) -> Fi
     for number, axes in enumerate(grid.flat):
         _finish(axes, x, ticks, lowest=number + columns >= len(panels))
     figure.supylabel(y.label, fontsize=11)
-    figure.supxlabel(x.label, fontsize=11)
     add_title(figure, title)
     present = [look for look in LOOKS if any(look in lines for lines in panels.values())]
     add_legend(figure, [_entry(look) for look in present])
@@ -83,6 +82,7 @@ def _finish(axes, x: Axis, ticks: list[int], *, lowest: bool) -> None:
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
     axes.tick_params(labelbottom=lowest)
+    axes.set_xlabel(x.label if lowest else "")
     axes.margins(x=0.08)
     axes.set_ylim(bottom=0)
     axes.grid(color=GRID, linewidth=0.6)
@@ -110,14 +110,15 @@ def draw_rows(
     figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(names)))
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, (quantity, rows) in zip(grid, columns.items()):
+        spreads = {name: Spread.of(rows[name]) for name in names if rows[name] is not None}
         for place, name in enumerate(names):
-            if rows[name] is None:
-                axes.text(0, place, f" {missing}", va="center")
+            if name in spreads:
+                _draw_row(axes, place, spreads[name], _patch(looks[name]))
             else:
-                _draw_row(axes, place, Spread.of(rows[name]), _patch(looks[name]))
+                axes.text(0, place, f" {missing}", va="center")
         axes.set_xlabel(quantity)
-        axes.set_xlim(left=0)
-        axes.margins(x=0.15)
+        # Room for the number beside the longest bar.
+        axes.set_xlim(0, 1.2 * max((spread.high for spread in spreads.values()), default=1.0))
         axes.grid(axis="x", color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
     grid[0].set_yticks(range(len(names)), names)
