@@ -32,13 +32,15 @@ FLOORS = [
         "sources",
         "trace",
     }
-    | {"units"},
+    | {"staleness", "units"},
     {"board", "comm", "cuda_ipc", "devices", "local_gradients", "models", "shared_memory"}
     | {"workload"},
     {
         "backend",
         "collectives",
+        "compression",
         "engine",
+        "flat",
         "launch",
         "live",
         "replicas",
