@@ -40,6 +40,19 @@ def test_train_writes_the_promised_object_and_parameters(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.safetensors"]
 
 
+def test_the_options_of_a_technique_reach_it(tmp_path, capsys):
+    report = tmp_path / "out.json"
+    words = ["--strategy", "ring_all_reduce", "--world-size", "2", *QUICK, "--model", "mlp"]
+    words += ["--accumulate", "2", "--amp", "bf16", "--compress", "topk"]
+    assert main(["train", *words, "--json", str(report)]) == 0
+    found = json.loads(report.read_text())
+    options = {name: found["config"][name] for name in ("accumulate", "amp", "compress")}
+    assert options == {"accumulate": 2, "amp": "bf16", "compress": "topk"}
+    # 4 updates of 1 % of 8,970 parameters, a value and its place each.
+    assert found["bytes_sent"] == [4 * 89 * 8] * 2
+    assert "compress" in found["phases_s"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

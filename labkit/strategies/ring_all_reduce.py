@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm import Comm
+from labkit.compression import all_reduce_of
 from labkit.local_gradients import LocalGradients
 from labkit.models import logits_of, state_of
 
@@ -28,10 +29,24 @@ class RingAllReduce:
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
+        compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.compression``: replicas still agree,
+            but the run no longer equals that of one device.
     """
 
-    def __init__(self, accumulate: int = 1, amp: str | None = None, straggler=None):
+    def __init__(
+        self,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
+        compress: str | None = None,
+    ):
+        if compress == "topk" and amp == "fp16":
+            raise ValueError(
+                "topk keeps what it does not send for the next update, which fp16 may scale "
+                "otherwise or leave out: choose amp bf16, or compress fp16"
+            )
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
+        self.all_reduce = all_reduce_of(compress)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
         self.comm = comm
@@ -63,7 +78,7 @@ class RingAllReduce:
                     piece.zero_()
                 else:
                     piece.copy_(parameter.grad.flatten())
-        ring_all_reduce(self.comm, self.flat)
+        self.all_reduce(self.comm, self.flat)
         with self.comm.span("update"):
             self.flat /= batch_size
             for piece, parameter in zip(self.slices, self.trained):
