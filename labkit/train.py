@@ -28,7 +28,11 @@ _EVALUATION_BATCH = 512
 
 
 class Strategy(Protocol):
-    """What a technique has to say for itself; one object a rank."""
+    """What a technique has to say for itself; one object a rank.
+
+    One that has something to end (connections of its own) has ``close()``, too: called last, on
+    all ranks, unless one has failed.
+    """
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Place or replicate ``model`` (the same seeded one on every rank) and make optimizers."""
@@ -119,6 +123,8 @@ def fit(
     epochs, messages, bytes_sent = go(comm, config, data, strategy, verbose)
     state = strategy.full_state()
     notes = strategy.notes() if hasattr(strategy, "notes") else {}
+    if hasattr(strategy, "close"):
+        strategy.close()
     kept = state if comm.rank == 0 else None
     return RankReport(epochs, messages, bytes_sent, checksum(state), kept, notes)
 

@@ -19,6 +19,7 @@ PARALLEL = [
     pytest.param("data_parallel", True, id="data-parallel-builtin"),
     pytest.param("ddp", False, id="ddp"),
     pytest.param("parameter_server", False, id="server"),
+    pytest.param("parameter_server", True, id="server-builtin"),
     pytest.param("ring_all_reduce", False, id="ring"),
     pytest.param("ring_all_reduce", True, id="ring-builtin"),
 ]

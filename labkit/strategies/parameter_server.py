@@ -16,9 +16,10 @@ is its synchronous case ("sequential consistency", section 3.4).
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import broadcast, ring_all_reduce
+from labkit.collectives import broadcast
 from labkit.comm import Comm
 from labkit.config import check_servers
+from labkit.flat import average_buffers, lay_end_to_end
 from labkit.local_gradients import LocalGradients
 from labkit.models import logits_of, state_of
 from labkit.schedules import chunk_bounds, server_turns, worker_turns
@@ -62,13 +63,8 @@ class ParameterServer:
         check_servers(self.servers, comm.world_size)
         self.comm = comm
         self.model = model.to(comm.device).train()
-        self.gradients = LocalGradients(comm, self.model, **self.settings)
-        # parameters() lists a tied parameter once.
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.parameters = _laid_end_to_end(trained)
-        self.gradient = torch.zeros_like(self.parameters)
-        for parameter, place in zip(trained, _views(self.gradient, trained)):
-            parameter.grad = place
+        self.local = LocalGradients(comm, self.model, **self.settings)
+        self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         self._take_role()
         if self.serves:
@@ -82,24 +78,22 @@ class ParameterServer:
         """Who this rank meets, in the order of its turns; see ``schedules.server_turns``."""
         rank, servers = self.comm.rank, self.servers
         workers = self.comm.world_size - servers
-        self.alone = not workers
-        self.serves = rank < servers
-        self.works = not self.serves or self.alone
+        self.workers = range(servers, self.comm.world_size) or range(1)
+        self.serves, self.works = rank < servers, rank in self.workers
         if self.serves:
             self.peers = [servers + worker for worker in server_turns(rank, servers, workers)]
         else:
             self.peers = worker_turns(rank - servers, servers, workers)
 
     def share(self) -> tuple[int, int]:
-        if self.alone:
-            return 0, 1
-        first = self.servers
-        return (self.comm.rank - first, self.comm.world_size - first) if self.works else (0, 0)
+        if not self.works:
+            return 0, 0
+        return self.workers.index(self.comm.rank), len(self.workers)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
             self.gradient.zero_()
-        loss = self.gradients.add(inputs, targets)
+        loss = self.local.add(inputs, targets)
         if self.serves:
             self.serve(batch_size)
         else:
@@ -138,16 +132,8 @@ class ParameterServer:
     def predict(self, inputs: Tensor) -> Tensor:
         return logits_of(self.model, inputs)
 
-    @torch.no_grad()
     def end_epoch(self) -> None:
-        first_worker = self.comm.world_size - 1 if self.alone else self.servers
-        for buffer in self.model.buffers():
-            counts = buffer.is_floating_point()
-            if not (self.works if counts else self.comm.rank == first_worker):
-                buffer.zero_()
-            ring_all_reduce(self.comm, buffer)
-            if counts:
-                buffer /= max(1, self.comm.world_size - self.servers)
+        average_buffers(self.comm, self.model, self.workers)
 
     def full_state(self) -> dict[str, Tensor]:
         # Workers have all slices already; of several servers each has its own alone.
@@ -155,16 +141,3 @@ class ParameterServer:
             for server, (start, end) in enumerate(self.slices):
                 broadcast(self.comm, self.parameters[start:end], root=server)
         return state_of(self.model)
-
-
-def _laid_end_to_end(parameters: list[nn.Parameter]) -> Tensor:
-    """Move the parameters into one flat tensor [N], of which they are views from here on."""
-    flat = torch.cat([p.detach().flatten() for p in parameters])
-    for parameter, place in zip(parameters, _views(flat, parameters)):
-        parameter.data = place
-    return flat
-
-
-def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    pieces = flat.split([p.numel() for p in parameters])
-    return [piece.view_as(p) for piece, p in zip(pieces, parameters)]

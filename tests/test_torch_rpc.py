@@ -1,0 +1,113 @@
+"""Parameter servers on PyTorch's RPC: the same contract, and an end in every case."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from ranks import travel_by_value
+from torch import nn
+from torch.distributed import rpc
+
+from labkit import RunConfig, WorkerError, run
+from labkit.experiment import check
+from labkit.strategies.single import Single
+from labkit.strategies.torch_rpc import BatchServer, RpcParameterServer
+from labkit.train import checksum, largest_difference
+from labkit.workload import share
+
+travel_by_value(__name__)
+
+
+def tied_and_unused():
+    first, unused = nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
+    second = nn.Linear(6, 6, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, nn.Tanh(), second)
+    model.register_parameter("unused", unused.weight)
+    model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
+    return model
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+
+
+def some_batches(sizes):
+    torch.manual_seed(1)
+    return [(torch.randn(n, 6).double(), torch.randint(6, (n,))) for n in sizes]
+
+
+def train_by_hand(comm, make_strategy, make_model, batches):
+    torch.manual_seed(0)
+    strategy = make_strategy()
+    strategy.setup(comm, make_model().double(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    for inputs, targets in batches:
+        mine = share(torch.arange(len(targets)), *strategy.share())
+        strategy.step(inputs[mine], targets[mine], len(targets))
+    strategy.end_epoch()
+    state = strategy.full_state()
+    if hasattr(strategy, "close"):
+        strategy.close()
+    return state
+
+
+def twice(comm):
+    """RPC begins and ends more than once in one process."""
+    states = train_by_hand(comm, RpcParameterServer, tied_and_unused, some_batches((7, 5, 1)))
+    return states, train_by_hand(comm, RpcParameterServer, with_batch_norm, some_batches((6,)))
+
+
+def test_odd_parameters_and_batch_statistics():
+    ranks = run(twice, world_size=4).values
+    batches = some_batches((7, 5, 1))
+    alone = run(train_by_hand, Single, tied_and_unused, batches, world_size=1).values[0]
+    for index in range(2):
+        assert len({checksum(rank[index]) for rank in ranks}) == 1
+    assert largest_difference(ranks[0][0], alone) < 1e-10
+    torch.manual_seed(0)
+    outputs = with_batch_norm().double()[0](some_batches((6,))[0][0])
+    means = [0.1 * part.mean(dim=0).detach() for part in outputs.split(2)]
+    torch.testing.assert_close(ranks[0][1]["1.running_mean"], sum(means) / 3)
+
+
+def test_gradients_are_added_in_the_order_of_the_workers_whoever_comes_first():
+    gradients = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    ends = []
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        values = nn.Parameter(torch.zeros(1))
+        server = BatchServer(values, torch.optim.SGD([values], lr=1.0), workers=3)
+        answers = [server.push_and_pull(worker, gradients[worker]) for worker in order]
+        assert all(answer.done() for answer in answers)
+        ends.append(answers[0].wait().item())
+    assert ends == [-((1e8 + torch.tensor(1.0)) - 1e8).item()] * 3
+
+
+def lose_a_rank(comm, lost):
+    strategy = RpcParameterServer()
+    strategy.setup(comm, nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=0.1))
+    inputs, targets = torch.ones(1, 6), torch.zeros(1, dtype=torch.int64)
+    for step in range(10):
+        if (comm.rank, step) == (lost, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        strategy.step(inputs[comm.rank == 0 :], targets[comm.rank == 0 :], 2)
+
+
+@pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
+def test_a_rank_that_dies_ends_the_run(lost):
+    started_s = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"rank {lost}\b(?s:.)*SIGKILL"):
+        run(lose_a_rank, lost, world_size=3)
+    assert time.monotonic() - started_s < 30
+
+
+def test_where_pytorch_has_no_rpc_the_way_on_is_told(monkeypatch):
+    monkeypatch.setattr(rpc, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="run parameter_server without builtin"):
+        check(RunConfig("parameter_server", world_size=2, builtin=True))
+
+
+def test_a_server_computes_nothing_to_be_slow_at():
+    with pytest.raises(ValueError, match="choose a worker"):
+        check(RunConfig("parameter_server", world_size=2, builtin=True, straggler="0:4"))
