@@ -9,7 +9,10 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from labkit.costs import Link, all_reduce_seconds
 
 MIB = 2**20
 # Small, so that communication begins early; PyTorch's figure.
@@ -26,7 +29,8 @@ def assign_buckets(
 
     A bucket is closed as soon as it holds ``cap_bytes`` or more, so it may be larger by part of
     a parameter. That is PyTorch's rule, with one difference: a parameter that fills a bucket by
-    itself gets it for itself, and its gradient can then be reduced where it lies.
+    itself has one to itself, while the bucket that was being filled stays open: so a large
+    gradient can be reduced where it lies, and small ones still gather.
 
     Args:
         sizes_bytes: of the parameters, as the model registers them.
@@ -38,20 +42,23 @@ def assign_buckets(
         The buckets in the order in which they become ready, each the indices of its parameters.
     """
     buckets: list[list[int]] = []
-    open_bucket: list[int] = []
+    filling: list[int] = []
     held_bytes, cap = 0, min(first_cap_bytes, cap_bytes)
     for index in reversed(range(len(sizes_bytes))):
         size = sizes_bytes[index]
-        other_kind = open_bucket and kinds and kinds[open_bucket[-1]] != kinds[index]
-        if open_bucket and (size >= cap or other_kind):
-            buckets.append(open_bucket)
-            open_bucket, held_bytes, cap = [], 0, cap_bytes
-        open_bucket.append(index)
+        if size >= cap:
+            buckets.append([index])
+            cap = cap_bytes
+            continue
+        if filling and kinds and kinds[filling[-1]] != kinds[index]:
+            buckets.append(filling)
+            filling, held_bytes, cap = [], 0, cap_bytes
+        filling.append(index)
         held_bytes += size
         if held_bytes >= cap:
-            buckets.append(open_bucket)
-            open_bucket, held_bytes, cap = [], 0, cap_bytes
-    return [*buckets, open_bucket] if open_bucket else buckets
+            buckets.append(filling)
+            filling, held_bytes, cap = [], 0, cap_bytes
+    return [*buckets, filling] if filling else buckets
 
 
 class BucketTimes(NamedTuple):
@@ -84,3 +91,55 @@ def bucket_times(
         free_s = start_s + seconds
         times.append(BucketTimes(ready_s, start_s, free_s))
     return times
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A training step on paper: forward, backward, and buckets on one link.
+
+    Attributes:
+        backward_s: seconds of backward; it begins at second 0.
+        buckets: indices of the parameters, by bucket, as they leave.
+        bucket_bytes: of each bucket.
+        times: the way of each bucket.
+        step_s: from the start of backward until it and the last bucket are over.
+    """
+
+    backward_s: float
+    buckets: list[list[int]]
+    bucket_bytes: list[int]
+    times: list[BucketTimes]
+    step_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that nothing hides: what the step takes beyond backward."""
+        return self.step_s - self.backward_s
+
+
+def predict_step(
+    sizes_bytes: Sequence[int],
+    gradient_s: Sequence[float],
+    cap_bytes: float,
+    world_size: int,
+    link: Link,
+) -> StepModel:
+    """The alpha-beta model of one step of DDP: a ring all-reduce a bucket, beside backward.
+
+    It takes for granted that communication costs the computing nothing, which holds where a
+    network card or a free core does it.
+
+    Args:
+        sizes_bytes: of the parameters, as the model registers them.
+        gradient_s: by parameter, when backward has its gradient.
+        cap_bytes: of a bucket, see ``assign_buckets``.
+        world_size: P.
+        link: between two ranks, ``labkit.costs.Link``.
+    """
+    buckets = assign_buckets(sizes_bytes, cap_bytes)
+    bucket_bytes = [sum(sizes_bytes[index] for index in bucket) for bucket in buckets]
+    carry_s = [all_reduce_seconds("ring", size, world_size, link) for size in bucket_bytes]
+    times = bucket_times(buckets, gradient_s, carry_s)
+    backward_s = max(gradient_s, default=0.0)
+    step_s = max([backward_s, *(time.end_s for time in times)])
+    return StepModel(backward_s, buckets, bucket_bytes, times, step_s)

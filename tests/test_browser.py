@@ -29,8 +29,16 @@ def move_the_ring_stepper(page):
     page.wait_for_text("Step 1 of 6, share_reduce: rank 0 sends chunk 0 to rank 1")
 
 
+def move_the_bucket_explorer(page):
+    page.move_slider(0, "Home")
+    page.wait_for_text("Model: buckets of one parameter make 240 all-reduces")
+
+
 # By notebook, what to do with its sliders once it has run.
-MOVES = {"06_ring_all_reduce.ipynb": move_the_ring_stepper}
+MOVES = {
+    "03_distributed_data_parallel.ipynb": move_the_bucket_explorer,
+    "06_ring_all_reduce.ipynb": move_the_ring_stepper,
+}
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

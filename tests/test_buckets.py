@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.buckets import MIB, assign_buckets, bucket_times
+from labkit.buckets import MIB, assign_buckets, bucket_times, predict_step
+from labkit.costs import Link
 
 
 def test_buckets_run_from_the_last_parameter_to_the_first():
@@ -20,8 +21,9 @@ def test_a_cap_above_all_is_one_bucket_only_without_a_small_first_one():
     assert assign_buckets([2 * MIB, 4, MIB], cap_bytes=10**9) == [[2], [1, 0]]
 
 
-def test_a_parameter_that_fills_a_bucket_has_it_for_itself():
-    assert assign_buckets([1, 9, 1, 1], cap_bytes=5, first_cap_bytes=5) == [[3, 2], [1], [0]]
+def test_a_parameter_that_fills_a_bucket_has_it_to_itself():
+    assert assign_buckets([1, 9, 1, 1], cap_bytes=5, first_cap_bytes=5) == [[1], [3, 2, 0]]
+    assert assign_buckets([8, 1] * 3, cap_bytes=8) == [[4], [2], [0], [5, 3, 1]]
 
 
 def test_a_bucket_holds_one_kind():
@@ -62,3 +64,22 @@ def test_the_order_holds_even_where_a_later_bucket_is_ready_first():
 def test_times_are_by_bucket():
     with pytest.raises(ValueError, match="zip"):
         bucket_times([[0], [1]], [1.0, 1.0], [1.0])
+
+
+# A link on which a ring of two ranks takes 2 s and 1 s for each byte.
+SLOW = Link(alpha_s=1.0, beta_s_per_byte=1.0)
+
+
+def test_a_step_ends_with_its_last_bucket():
+    step = predict_step([1, 1, 1, 1], [8.0, 6.0, 4.0, 2.0], cap_bytes=2, world_size=2, link=SLOW)
+    assert step.buckets == [[3, 2], [1, 0]]
+    assert step.bucket_bytes == [2, 2]
+    assert step.times == [(4.0, 4.0, 8.0), (8.0, 8.0, 12.0)]
+    assert (step.backward_s, step.step_s, step.exposed_s) == (8.0, 12.0, 4.0)
+
+
+def test_smaller_buckets_pay_their_start_more_often():
+    arguments = [1, 1, 1, 1], [8.0, 6.0, 4.0, 2.0]
+    exposed = [predict_step(*arguments, cap, 2, SLOW).exposed_s for cap in (0, 2, 10)]
+    # Four messages of 3 s from second 2 on; two of 4 s; one of 6 s after all.
+    assert exposed == [6.0, 4.0, 6.0]

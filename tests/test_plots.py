@@ -15,9 +15,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from labkit import plots
+from labkit.plots.buckets import example_step
 from labkit.plots.figure import styles_of
 from labkit.schedules import owned_chunk, ring_all_reduce
 from labkit.trace import Span, Trace
+from labkit.units import format_seconds
 
 SPANS = [
     Span(0, "compute", 0.000, 0.004),
@@ -67,6 +69,7 @@ MAKE_FIGURE = {
     "ring_grid": lambda: plots.ring_grid(RING.contributions, messages=RING.messages),
     "ring_steps": lambda: plots.ring_steps(plots.ring_states(3), title="Ring"),
     "ring_step": lambda: plots.ring_step(2, 3),
+    "bucket_overlap": lambda: plots.bucket_overlap(25, 4),
     "learning_curves": lambda: plots.learning_curves({"single": EPOCHS}),
     "bars": lambda: plots.bars({"ring": {"measured": 1, "model": 2}}, quantity="time", unit="s"),
     "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
@@ -307,6 +310,44 @@ class TestTimeline:
             plots.timeline(TRACE, start_s=0.004, end_s=0.001)
         with pytest.raises(ValueError, match=r"got list.*labkit\.run"):
             plots.timeline([1, 2])
+
+
+class TestBucketOverlap:
+    def test_the_words_are_the_models(self):
+        step = example_step(25, 4, "10 Gb/s network")
+        figure = plots.bucket_overlap(25, 4, "10 Gb/s network")
+        assert f"{len(step.buckets)} all-reduces" in figure.caption
+        assert format_seconds(step.exposed_s) in figure.caption
+        assert format_seconds(step.exposed_s) in figure.alt
+        assert figure.alt.startswith("Predicted")
+
+    def test_bars_are_the_timetable(self):
+        step = example_step(25, 4, "10 Gb/s network")
+        axes = plots.bucket_overlap(25, 4, "10 Gb/s network").figure.axes[0]
+        link = [bar for bar in axes.patches if round(bar.get_y() + 0.35) == 1]
+        drawn = [(bar.get_x() / 1e3, (bar.get_x() + bar.get_width()) / 1e3) for bar in link]
+        assert drawn == [pytest.approx((t.start_s, t.end_s)) for t in step.times]
+        assert all(bar.get_hatch() for bar in axes.patches)
+
+    def test_no_size_on_the_curve_beats_the_best(self):
+        link = "10 Gb/s network"
+        steps = {size: example_step(size, 4, link).step_s for size in plots.BUCKET_SIZES_MB}
+        best = min(steps, key=steps.get)
+        assert 0 < best < 25
+        assert "No other size on the curve is faster" in plots.bucket_overlap(best, 4).caption
+        assert f"With {best:g} MiB it would take" in plots.bucket_overlap(0, 4).caption
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((25, 1), "give a world_size from 2, got 1"),
+            ((-1, 2), "bucket_mb must be 0"),
+            ((25, 2, "pigeon"), "unknown link 'pigeon': choose one of shared memory"),
+        ],
+    )
+    def test_wrong_inputs_are_refused(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            plots.bucket_overlap(*arguments)
 
 
 class TestPhases:

@@ -131,3 +131,52 @@ class TestRingStepper:
         assert stepper.step.value == 0
         assert alt_of(stepper) == plots.ring_step(0, 4).alt
         other.close()
+
+
+@pytest.fixture
+def explorer():
+    made = widgets.bucket_explorer()
+    yield made
+    made.close()
+
+
+class TestBucketExplorer:
+    def test_every_control_shows_its_static_twin(self, explorer):
+        assert alt_of(explorer) == plots.bucket_overlap(25, 4, "10 Gb/s network").alt
+        explorer.size.value = 4
+        assert alt_of(explorer) == plots.bucket_overlap(4, 4, "10 Gb/s network").alt
+        explorer.ranks.value = 99
+        assert alt_of(explorer) == plots.bucket_overlap(4, 16, "10 Gb/s network").alt
+        explorer.link.value = "1 Gb/s network"
+        twin = plots.bucket_overlap(4, 16, "1 Gb/s network")
+        assert alt_of(explorer) == twin.alt
+        assert html.escape(twin.caption) in explorer.view.value
+
+    def test_screen_readers_are_told_of_a_new_caption(self, explorer):
+        assert '<figcaption role="status" aria-live="polite"' in explorer.view.value
+
+    def test_what_was_seen_is_not_drawn_again(self, explorer, monkeypatch):
+        explorer.size.value = 1
+        first = explorer.view.value
+        monkeypatch.setattr(plots, "bucket_overlap", None)
+        explorer.size.value = 25
+        explorer.size.value = 1
+        assert explorer.view.value == first
+
+    def test_it_is_read_as_text_where_there_is_no_browser(self, explorer):
+        words = plots.bucket_overlap(25, 4, "10 Gb/s network").caption
+        assert repr(explorer).startswith("[sliders] bucket, ranks 2 to 16, link (shared memory")
+        assert repr(explorer).endswith(words)
+        assert explorer._repr_mimebundle_()["text/plain"] == repr(explorer)
+
+    @pytest.mark.parametrize(
+        ("start", "message"),
+        [
+            ({"bucket_mb": 3}, "the slider has no 3 MiB: choose one of 0, 0.25"),
+            ({"world_size": 1}, "2 to 16 ranks, got 1"),
+            ({"link": "pigeon"}, "unknown link 'pigeon'"),
+        ],
+    )
+    def test_a_start_out_of_range_is_refused(self, start, message):
+        with pytest.raises(ValueError, match=message):
+            widgets.bucket_explorer(**start)

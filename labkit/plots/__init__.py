@@ -6,11 +6,13 @@
     ring_step         one step of it, in numbers and words (ring_words: the words)
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
+    bucket_overlap    a backward pass with DDP's buckets, on paper
     size_curves       time over the tensor's size (crossings: where two cross)
 
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
 
+from labkit.plots.buckets import BUCKET_SIZES_MB, LINKS, bucket_overlap
 from labkit.plots.comparisons import bars, learning_curves
 from labkit.plots.curves import crossings, size_curves
 from labkit.plots.figure import STYLES, CaptionedFigure, Style
@@ -25,11 +27,14 @@ from labkit.plots.ring import (
 from labkit.plots.spans import phases, timeline
 
 __all__ = [
+    "BUCKET_SIZES_MB",
+    "LINKS",
     "STYLES",
     "CaptionedFigure",
     "RingState",
     "Style",
     "bars",
+    "bucket_overlap",
     "crossings",
     "learning_curves",
     "phases",

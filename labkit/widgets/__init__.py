@@ -1,11 +1,13 @@
 """Figures that answer to sliders, for notebooks with a kernel.
 
+    bucket_explorer   DDP's buckets on paper: ``plots.bucket_overlap`` under controls
     ring_stepper      ring all-reduce step by step: ``plots.ring_step`` with two sliders
 
 Each draws by a pure function of ``labkit.plots``, which is also its twin for pages that stand
 still, and prints as a line of text where there is no browser.
 """
 
+from labkit.widgets.buckets import BucketExplorer, bucket_explorer
 from labkit.widgets.ring import RingStepper, ring_stepper
 
-__all__ = ["RingStepper", "ring_stepper"]
+__all__ = ["BucketExplorer", "RingStepper", "bucket_explorer", "ring_stepper"]
