@@ -6,6 +6,10 @@ its counterpart in ``labkit.collectives``:
     check.ring.share_reduce   check.ring.share_only   check.ring.all_reduce
     check.naive.all_reduce    check.tree.all_reduce
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
+    check.one_device.accumulate   .loss_scaling   .top_k
+    check.data_parallel.scatter   .parallel_apply   .reduce
+
+Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
 
 A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
 whatever else can be graded is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs
@@ -15,7 +19,7 @@ Each check prints one table, returns it as a ``Verdict`` and never raises: an op
 no notebook.
 """
 
-from labkit.checks import collectives, naive, ring, tree
+from labkit.checks import collectives, data_parallel, fairness, naive, one_device, ring, tree
 from labkit.checks.core import grade, returns
 from labkit.checks.exercise import Case, Exercise, Target
 from labkit.checks.plain import answers
@@ -28,8 +32,11 @@ __all__ = [
     "Verdict",
     "answers",
     "collectives",
+    "data_parallel",
+    "fairness",
     "grade",
     "naive",
+    "one_device",
     "returns",
     "ring",
     "tree",

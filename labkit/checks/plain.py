@@ -29,7 +29,7 @@ def _answered(fn: Callable, name: str, expected: Mapping[tuple, Any]) -> Verdict
         try:
             answer = fn(*args)
         except Exception as error:
-            if _from_a_stub(error):
+            if from_a_stub(error):
                 return Verdict(name, NOT_ATTEMPTED)
             note = f"{call} raised {type(error).__name__}: {error}"
             return Verdict(name, NOT_YET, notes=[note])
@@ -38,7 +38,8 @@ def _answered(fn: Callable, name: str, expected: Mapping[tuple, Any]) -> Verdict
     return Verdict(name, PASSED, notes=[f"all {len(expected)} answers are right"])
 
 
-def _from_a_stub(error: Exception) -> bool:
+def from_a_stub(error: Exception) -> bool:
+    """Whether the learner has not begun: the stub's own line raised this."""
     last_line = extract_tb(error.__traceback__)[-1].line or ""
     return isinstance(error, NotImplementedError) and STUB in last_line
 
