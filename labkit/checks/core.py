@@ -146,7 +146,7 @@ def _verdict(
 ) -> Verdict:
     names = max(columns.values(), key=len)
     verdict = Verdict(exercise.name, NOT_YET if problems else PASSED)
-    verdict.columns = [f"{world_size} ranks" for world_size in columns]
+    verdict.columns = [f"{count} rank{'s' if count != 1 else ''}" for count in columns]
     verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
     verdict.notes = [f"{p.row}: {p.sentence}" for p in problems if p.sentence]
     if "messages" in names:

@@ -152,7 +152,7 @@ def at_its_size(problem: Problem, case: Case, exercise: Exercise) -> Problem:
 
 def where(case: Case, exercise: Exercise) -> str:
     """``with 4 ranks and 10 elements``, and the root where there is one."""
-    text = f"with {case.world_size} ranks"
+    text = f"with {case.world_size} rank{'s' if case.world_size != 1 else ''}"
     if exercise.sizes:
         text += f" and {case.size} element{'s' if case.size != 1 else ''}"
     return text + (f", {exercise.rooted} {case.root}" if exercise.rooted else "")
