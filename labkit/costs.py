@@ -229,6 +229,26 @@ def parameter_server_cost(
     return Cost(2 * workers, workers, workers * (end - start) * element_bytes)
 
 
+def async_parameter_server_cost(
+    num_elements: int, num_buffers: int, element_bytes: int, pushes: int, serves: bool
+) -> Cost:
+    """``pushes`` times to the asynchronous parameter server and back, of one side.
+
+    A push is a gradient, and a short message with 2 numbers and the model's buffers; the answer is
+    the parameters, and a short message with 1 number and the buffers. A run of E epochs of b
+    batches on W workers takes E b W pushes, and W - 1 more that are under way when it ends.
+
+    Args:
+        num_elements: trained parameters.
+        num_buffers: elements of the model's buffers.
+        element_bytes: bytes of one of either.
+        pushes: of one worker, or of all together.
+        serves: the server's side; otherwise the workers'.
+    """
+    short = (1 if serves else 2) + num_buffers
+    return Cost(4 * pushes, 2 * pushes, pushes * (num_elements + short) * element_bytes)
+
+
 def top_k_elements(num_elements: int) -> int:
     """k: 1 % of the elements, rounded down, but one at least (of none, none)."""
     return min(num_elements, max(1, num_elements // 100))

@@ -14,7 +14,7 @@ from labkit import strategies
 from labkit.config import OPTIONS, RunConfig, parse_devices, parse_straggler
 from labkit.devices import check_world_size, hardware, num_gpus, plan, versions
 from labkit.files import write_atomically
-from labkit.launch import run, under_torchrun
+from labkit.launch import RunResult, run, under_torchrun
 from labkit.trace import Trace
 from labkit.train import fit, largest_difference
 from labkit.workload import DATASETS, MODELS, load_dataset
@@ -145,8 +145,10 @@ def train_run(
         device=device,
         transport=config.transport,
         timeout_s=timeout_s,
+        may_lose=range(1, ranks) if _survives(make_strategy) else (),
     )
-    reports = result.values
+    # Of a rank that was lost there is no report.
+    reports = [report for report in result.values if report is not None]
     one_process = _in_one_process(make_strategy)
     counted = not config.builtin and not one_process
     # Replicas in threads all compute: the main thread alone tells what the time went for.
@@ -155,14 +157,14 @@ def train_run(
         config=config,
         epochs=reports[0].epochs,
         phases_s={kind: s / ranks for kind, s in seconds.items()},
-        bytes_sent=[report.bytes_sent for report in reports] if counted else None,
-        messages=[report.messages for report in reports] if counted else None,
+        bytes_sent=_by_rank(result, "bytes_sent") if counted else None,
+        messages=_by_rank(result, "messages") if counted else None,
         state=reports[0].state,
         checksums=[report.checksum for report in reports],
         trace=result.trace,
         hardware=hardware(),
         versions=versions(),
-        notes=reports[0].notes,
+        notes=reports[0].notes | ({"lost_ranks": result.lost} if result.lost else {}),
     )
 
 
@@ -187,13 +189,25 @@ def check(config: RunConfig):
             "use world_size 1, or another strategy"
         )
     make_strategy = partial(make_strategy, **_options(config, make_strategy))
-    make_strategy()  # options that do not go together are refused here, too
+    strategy = make_strategy()  # options that do not go together are refused here, too
+    if hasattr(strategy, "check_ranks"):
+        strategy.check_ranks(config.world_size)
     return make_strategy
 
 
 def _in_one_process(make_strategy) -> bool:
     """Whether world size N is N replicas in one rank, instead of N ranks."""
     return getattr(getattr(make_strategy, "func", make_strategy), "in_one_process", False)
+
+
+def _by_rank(result: RunResult, count: str) -> list[int]:
+    """A count of every rank's report, 0 of a rank that was lost."""
+    return [getattr(report, count, 0) for report in result.values]
+
+
+def _survives(make_strategy) -> bool:
+    """Whether the technique goes on without a rank other than 0."""
+    return getattr(getattr(make_strategy, "func", make_strategy), "survives_lost_workers", False)
 
 
 def _ranks_and_device(config: RunConfig, make_strategy) -> tuple[int, str]:

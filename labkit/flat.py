@@ -50,3 +50,20 @@ def average_buffers(comm: Comm, model: nn.Module, workers: range) -> None:
         ring_all_reduce(comm, buffer)
         if averaged:
             buffer /= len(workers)
+
+
+def flat_buffers(model: nn.Module) -> Tensor:
+    """A model's buffers end to end, [B], in its parameters' dtype (a counter up to 2^24 is exact).
+
+    Where it has none the tensor is empty.
+    """
+    like = next(model.parameters())
+    return torch.cat([like.new_empty(0), *(b.flatten().to(like) for b in model.buffers())])
+
+
+@torch.no_grad()
+def load_flat_buffers(model: nn.Module, flat: Tensor) -> None:
+    """Let a model have the buffers that ``flat_buffers`` of an equal one gave."""
+    buffers = list(model.buffers())
+    for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
+        buffer.copy_(values.view_as(buffer))

@@ -60,18 +60,19 @@ class Books:
         """A gradient of ``worker`` has come."""
         self.held.append(worker)
 
-    def admit(self) -> int | None:
-        """The worker whose push is applied now, counted as an update; None if none may be yet.
+    def next(self) -> int | None:
+        """The worker whose push may be applied now; None if none may be yet.
 
         Of those that wait the one with the oldest version: if it may not, no other may.
         """
         oldest = min(self.held, key=self.pulled.get, default=None)
-        if oldest is None or not self._may_apply(oldest):
-            return None
-        self.held.remove(oldest)
-        self.updates.append(Update(oldest, self.version - self.pulled[oldest]))
+        return oldest if oldest is not None and self._may_apply(oldest) else None
+
+    def apply(self, worker: int) -> None:
+        """The gradient of ``worker`` has become an update."""
+        self.held.remove(worker)
+        self.updates.append(Update(worker, self.version - self.pulled[worker]))
         self.version += 1
-        return oldest
 
     def pull(self, worker: int) -> None:
         """``worker`` gets the latest parameters, and computes from them next."""
@@ -200,7 +201,8 @@ def _own_pace(computes_s: dict[int, float], server_s: float, until_s: float, bou
         books.push(worker)
         arrived_s[worker] = time_s
         now_s = max(now_s, time_s)
-        while (worker := books.admit()) is not None:
+        while (worker := books.next()) is not None:
+            books.apply(worker)
             spans.append(Span(0, "update", now_s, now_s + server_s))
             now_s += server_s
             ends.append((now_s, books.updates[-1]))

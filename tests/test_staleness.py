@@ -8,13 +8,18 @@ import pytest
 from labkit.staleness import Books, Update, in_time, simulate
 
 
+def apply_what_may_be(books):
+    while (worker := books.next()) is not None:
+        books.apply(worker)
+        books.pull(worker)
+
+
 def play(pushes, workers, bound=None):
     """Push in this order; (whose update, its staleness) of each, and who is held at the end."""
     books = Books(workers, bound)
     for worker in pushes:
         books.push(worker)
-        while (admitted := books.admit()) is not None:
-            books.pull(admitted)
+        apply_what_may_be(books)
     return [tuple(update) for update in books.updates], books.held
 
 
@@ -57,8 +62,7 @@ def test_every_order_of_pushes_keeps_the_bound_and_nobody_waits_for_ever(workers
             computing = [worker for worker in books.pulled if worker not in books.held]
             assert computing, f"all {workers} are held at version {books.version}"
             books.push(chooser.choice(computing))
-            while (admitted := books.admit()) is not None:
-                books.pull(admitted)
+            apply_what_may_be(books)
         assert max(update.staleness for update in books.updates) <= bound
 
 
@@ -66,11 +70,10 @@ def test_who_is_dropped_is_waited_for_no_longer():
     books = Books([1, 2], bound=1)
     for worker in (1, 1):
         books.push(worker)
-        if books.admit():
-            books.pull(worker)
+        apply_what_may_be(books)
     assert books.held == [1]
     books.drop(2)
-    assert books.admit() == 1
+    apply_what_may_be(books)
     assert books.updates == [Update(1, 0), Update(1, 0)]
 
 

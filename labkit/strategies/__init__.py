@@ -9,6 +9,10 @@ _STRATEGIES = {
     "data_parallel": ("data_parallel.DataParallel", "torch_builtin.TorchDataParallel"),
     "ddp": ("ddp.DDP", "torch_builtin.TorchDDP"),
     "parameter_server": ("parameter_server.ParameterServer", "torch_rpc.RpcParameterServer"),
+    "async_parameter_server": (
+        "async_parameter_server.AsyncParameterServer",
+        "torch_rpc.RpcAsyncParameterServer",
+    ),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "torch_builtin.TorchDDP"),
 }
 STRATEGIES = tuple(_STRATEGIES)
