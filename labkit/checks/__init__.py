@@ -8,6 +8,8 @@ its counterpart in ``labkit.collectives``:
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
     check.one_device.accumulate   .loss_scaling   .top_k
     check.data_parallel.scatter   .parallel_apply   .reduce
+    check.ddp.buckets   .sampler   .average   .accumulate
+    check.parameter_server.server   .worker   .shards
 
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
 
@@ -19,7 +21,17 @@ Each check prints one table, returns it as a ``Verdict`` and never raises: an op
 no notebook.
 """
 
-from labkit.checks import collectives, data_parallel, fairness, naive, one_device, ring, tree
+from labkit.checks import (
+    collectives,
+    data_parallel,
+    ddp,
+    fairness,
+    naive,
+    one_device,
+    parameter_server,
+    ring,
+    tree,
+)
 from labkit.checks.core import grade, returns
 from labkit.checks.exercise import Case, Exercise, Target
 from labkit.checks.plain import answers
@@ -38,6 +50,7 @@ __all__ = [
     "naive",
     "one_device",
     "returns",
+    "parameter_server",
     "ring",
     "tree",
 ]
