@@ -1,0 +1,320 @@
+"""The checks of page 03: each accepts its solution, and names the mistake in each wrong answer."""
+
+import pytest
+import torch
+from ranks import travel_by_value
+from torch.nn import functional
+
+from labkit import check
+from labkit.buckets import assign_buckets
+from labkit.collectives import ring_all_reduce
+
+travel_by_value(__name__)
+
+
+def told(verdict, capsys):
+    capsys.readouterr()
+    assert not verdict
+    return " ".join(verdict.notes)
+
+
+# Buckets
+
+
+def buckets_that(close, first=True, order=reversed):
+    """Wrong rules: ``close(held, size, cap)`` before a parameter joins."""
+
+    def fn(sizes, cap, first_cap):
+        found, filling = [], []
+        limit = first_cap if first else cap
+        for index in order(range(len(sizes))):
+            if filling and close(sum(sizes[i] for i in filling), sizes[index], limit):
+                found.append(filling)
+                filling, limit = [], cap
+            filling.append(index)
+        return [*found, filling]
+
+    return fn
+
+
+right_rule = buckets_that(lambda held, size, cap: held >= cap)
+WRONG_BUCKETS = [
+    (buckets_that(lambda held, size, cap: held >= cap, order=list), "it goes forward"),
+    (buckets_that(lambda held, size, cap: held >= cap, first=False), "a cap of its own"),
+    (buckets_that(lambda held, size, cap: held + size > cap), "not before it would hold more"),
+    (lambda *args: right_rule(*args)[:-1], "parameter 0 is in no bucket"),
+    (lambda *args: right_rule(*args)[::-1], "the first to leave comes last"),
+    (lambda *args: [sorted(b) for b in right_rule(*args)], "the last parameter comes first"),
+    (lambda sizes, cap, first: right_rule(sizes, first, first), "for the first bucket alone"),
+    (lambda sizes, *caps: [[0], *right_rule(sizes, *caps)], "is in two buckets"),
+    (lambda sizes, cap: [], "takes 2 positional arguments but 3 were given"),
+]
+
+
+def test_the_rule_of_buckets_passes(capsys):
+    assert check.ddp.buckets(right_rule)
+    assert check.ddp.buckets(assign_buckets)
+    assert "all 4 assignments are right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_BUCKETS)
+def test_wrong_buckets_are_named(wrong, sentence, capsys):
+    assert sentence in told(check.ddp.buckets(wrong), capsys)
+
+
+# Gradients of uneven shares
+
+
+def backward(model, inputs, targets, divisor=1.0, reduction="sum"):
+    (functional.cross_entropy(model(inputs), targets, reduction=reduction) / divisor).backward()
+
+
+def sum_all(comm, model):
+    for parameter in model.parameters():
+        ring_all_reduce(comm, parameter.grad)
+
+
+def averages(comm, model, inputs, targets, batch_size):
+    backward(model, inputs, targets, batch_size)
+    sum_all(comm, model)
+
+
+def sums(comm, model, inputs, targets, batch_size):
+    averages(comm, model, inputs, targets, 1)
+
+
+def means_of_means(comm, model, inputs, targets, batch_size):
+    averages(comm, model, inputs, targets, max(len(targets), 1) * comm.world_size)
+
+
+def sums_of_means(comm, model, inputs, targets, batch_size):
+    averages(comm, model, inputs, targets, max(len(targets), 1))
+
+
+def divides_by_ranks(comm, model, inputs, targets, batch_size):
+    averages(comm, model, inputs, targets, comm.world_size)
+
+
+def divides_twice(comm, model, inputs, targets, batch_size):
+    averages(comm, model, inputs, targets, batch_size * comm.world_size)
+
+
+def sums_nothing(comm, model, inputs, targets, batch_size):
+    backward(model, inputs, targets, batch_size)
+
+
+def divides_by_none(comm, model, inputs, targets, batch_size):
+    backward(model, inputs, targets)
+    for parameter in model.parameters():
+        parameter.grad /= len(targets)
+    sum_all(comm, model)
+
+
+def sits_out(comm, model, inputs, targets, batch_size):
+    if len(targets):
+        averages(comm, model, inputs, targets, batch_size)
+
+
+def leaves_none(comm, model, inputs, targets, batch_size):
+    if len(targets):
+        backward(model, inputs, targets, batch_size)
+
+
+def sums_twice(comm, model, inputs, targets, batch_size):
+    averages(comm, model, inputs, targets, batch_size)
+    for parameter in model.parameters():
+        ring_all_reduce(comm, torch.zeros_like(parameter))
+
+
+WRONG_AVERAGES = [
+    (sums, "it is the sum over the samples"),
+    (means_of_means, "a mean of means is not the mean"),
+    (sums_of_means, "it is a sum of the ranks' means"),
+    (divides_by_ranks, "divided by the number of ranks"),
+    (divides_twice, "it is divided twice"),
+    (sums_nothing, "nothing was summed over the ranks"),
+    (divides_by_none, "has NaN"),
+    (sits_out, "rank 2"),
+    (leaves_none, "on rank 2 a parameter has no gradient"),
+    (sums_twice, "messages"),
+]
+
+
+def test_the_average_over_samples_passes():
+    assert check.ddp.average(averages)
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_AVERAGES)
+def test_wrong_averages_are_named(wrong, sentence, capsys):
+    assert sentence in told(check.ddp.average(wrong, world_sizes=(3,)), capsys)
+
+
+# Accumulation
+
+
+def accumulates(comm, model, micro_batches, batch_size):
+    for inputs, targets in micro_batches:
+        backward(model, inputs, targets, batch_size)
+    sum_all(comm, model)
+
+
+def sums_each_time(comm, model, micro_batches, batch_size):
+    for inputs, targets in micro_batches:
+        averages(comm, model, inputs, targets, batch_size)
+
+
+def zeroes_in_between(comm, model, micro_batches, batch_size):
+    for inputs, targets in micro_batches:
+        model.zero_grad()
+        backward(model, inputs, targets, batch_size)
+    sum_all(comm, model)
+
+
+def sums_too_early(comm, model, micro_batches, batch_size):
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        if number == len(micro_batches):
+            sum_all(comm, model)
+        backward(model, inputs, targets, batch_size)
+
+
+def averages_micro_batches(comm, model, micro_batches, batch_size):
+    for inputs, targets in micro_batches:
+        backward(model, inputs, targets, 3 * comm.world_size, reduction="mean")
+    sum_all(comm, model)
+
+
+def adds_means(comm, model, micro_batches, batch_size):
+    for inputs, targets in micro_batches:
+        backward(model, inputs, targets, reduction="mean")
+    sum_all(comm, model)
+
+
+def never_sums(comm, model, micro_batches, batch_size):
+    for inputs, targets in micro_batches:
+        backward(model, inputs, targets, batch_size)
+
+
+def never_divides(comm, model, micro_batches, batch_size):
+    accumulates(comm, model, micro_batches, 1)
+
+
+def right_but_three_times_the_messages(comm, model, micro_batches, batch_size):
+    total = [0, 0, 0, 0]
+    for inputs, targets in micro_batches:
+        model.zero_grad()
+        averages(comm, model, inputs, targets, batch_size)
+        total = [held + p.grad for held, p in zip(total, model.parameters())]
+    for held, parameter in zip(total, model.parameters()):
+        parameter.grad = held
+
+
+WRONG_ACCUMULATIONS = [
+    (sums_each_time, "what they had summed before is summed again"),
+    (zeroes_in_between, "only the last micro-batch is in it"),
+    (sums_too_early, "the last micro-batch is not in it"),
+    (averages_micro_batches, "micro-batches count alike"),
+    (adds_means, "a sum of the micro-batches' means"),
+    (never_sums, "nothing was summed over the ranks"),
+    (never_divides, "it is the sum over the samples"),
+    (right_but_three_times_the_messages, "messages"),
+]
+
+
+def test_one_synchronisation_an_update_passes():
+    assert check.ddp.accumulate(accumulates)
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_ACCUMULATIONS)
+def test_wrong_accumulations_are_named(wrong, sentence, capsys):
+    assert sentence in told(check.ddp.accumulate(wrong, world_sizes=(3,)), capsys)
+
+
+# The sampler
+
+
+def shuffled(num_samples, seed):
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def padded(order, world_size):
+    missing = -len(order) % world_size
+    return order + (order * missing)[:missing]
+
+
+def samples(comm, num_samples, epoch, seed):
+    order = padded(shuffled(num_samples, seed + epoch), comm.world_size)
+    return order[comm.rank :: comm.world_size]
+
+
+def forgets_the_epoch(comm, num_samples, epoch, seed):
+    return samples(comm, num_samples, 0, seed)
+
+
+def does_not_shuffle(comm, num_samples, epoch, seed):
+    return padded(list(range(num_samples)), comm.world_size)[comm.rank :: comm.world_size]
+
+
+def does_not_pad(comm, num_samples, epoch, seed):
+    return shuffled(num_samples, seed + epoch)[comm.rank :: comm.world_size]
+
+
+def drops_the_rest(comm, num_samples, epoch, seed):
+    order = shuffled(num_samples, seed + epoch)
+    return order[: num_samples - num_samples % comm.world_size][comm.rank :: comm.world_size]
+
+
+def takes_a_block(comm, num_samples, epoch, seed):
+    order = padded(shuffled(num_samples, seed + epoch), comm.world_size)
+    size = len(order) // comm.world_size
+    return order[comm.rank * size :][:size]
+
+
+def shuffles_by_rank(comm, num_samples, epoch, seed):
+    return samples(comm, num_samples, epoch, seed + comm.rank)
+
+
+def pads_with_the_last(comm, num_samples, epoch, seed):
+    order = shuffled(num_samples, seed + epoch)
+    order += [order[-1]] * (-num_samples % comm.world_size)
+    return order[comm.rank :: comm.world_size]
+
+
+def counts_from_one(comm, num_samples, epoch, seed):
+    return [index + 1 for index in samples(comm, num_samples, epoch, seed)]
+
+
+def sorts_its_share(comm, num_samples, epoch, seed):
+    return sorted(samples(comm, num_samples, epoch, seed))
+
+
+WRONG_SAMPLES = [
+    (forgets_the_epoch, "the order is that of epoch 0"),
+    (does_not_shuffle, "shuffle them"),
+    (does_not_pad, "pad until all have equally many"),
+    (drops_the_rest, "the rest was dropped"),
+    (takes_a_block, "and no block"),
+    (shuffles_by_rank, "do all ranks shuffle with the same seed"),
+    (pads_with_the_last, "the padding is other samples"),
+    (counts_from_one, "there is no sample 10"),
+    (sorts_its_share, "in another order"),
+]
+
+
+def test_torchs_order_passes():
+    assert check.ddp.sampler(samples)
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_SAMPLES)
+def test_wrong_samples_are_named(wrong, sentence, capsys):
+    assert sentence in told(check.ddp.sampler(wrong, world_sizes=(3,)), capsys)
+
+
+def stub(*args):
+    raise NotImplementedError
+
+
+def test_stubs_are_not_attempted_yet(capsys):
+    checks = (check.ddp.buckets, check.ddp.average, check.ddp.accumulate, check.ddp.sampler)
+    for of in checks:
+        assert of(stub).status == "not attempted yet"
+    capsys.readouterr()
