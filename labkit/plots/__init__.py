@@ -8,6 +8,7 @@
     bars              one quantity, measured beside model
     bucket_overlap    a backward pass with DDP's buckets, on paper
     size_curves       time over the tensor's size (crossings: where two cross)
+    staleness_histogram, staleness_model   how late gradients came, or would come
 
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
@@ -25,6 +26,7 @@ from labkit.plots.ring import (
     ring_words,
 )
 from labkit.plots.spans import phases, timeline
+from labkit.plots.staleness import staleness_histogram, staleness_model
 
 __all__ = [
     "BUCKET_SIZES_MB",
@@ -44,5 +46,7 @@ __all__ = [
     "ring_steps",
     "ring_words",
     "size_curves",
+    "staleness_histogram",
+    "staleness_model",
     "timeline",
 ]

@@ -153,11 +153,11 @@ def _draw_timeline(
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
     styles = styles_of(span.kind for span in spans)
-    _draw_spans(axes, spans, lanes, scale, styles, model)
+    draw_spans(axes, spans, lanes, scale, styles, model)
     axes.set_title(title)
     axes.set(xlabel=f"time since the start ({unit})", ylabel="rank")
     axes.xaxis.get_major_formatter().set_useOffset(False)
-    _label_lanes(axes, [str(rank) for rank in lanes])
+    label_lanes(axes, [str(rank) for rank in lanes])
     add_legend(figure, _legend_entries(styles, model))
     return figure
 
@@ -167,7 +167,7 @@ def _axis_unit(extent_s: float) -> tuple[float, str]:
     return second_unit(extent_s / 2)
 
 
-def _draw_spans(
+def draw_spans(
     axes,
     spans: list[Span],
     lanes: list[int],
@@ -211,7 +211,7 @@ def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
     return np.stack([xs, ys], axis=2)
 
 
-def _label_lanes(axes, names: list[str]) -> None:
+def label_lanes(axes, names: list[str]) -> None:
     """A lane a name, the first on top; of very many lanes every n-th is named."""
     every = math.ceil(len(names) / 32)
     axes.set_yticks(range(0, len(names), every), names[::every])
@@ -350,7 +350,7 @@ def _draw_phases(
     axes.set_xlim(0, 1.12 * longest)
     axes.set_title(title)
     axes.set_xlabel(f"time ({unit})")
-    _label_lanes(axes, list(rows))
+    label_lanes(axes, list(rows))
     add_legend(figure, _legend_entries(styles, model))
     return figure
 

@@ -2,6 +2,7 @@
 
     bucket_explorer   DDP's buckets on paper: ``plots.bucket_overlap`` under controls
     ring_stepper      ring all-reduce step by step: ``plots.ring_step`` with two sliders
+    staleness_explorer   late gradients on paper: ``plots.staleness_model`` with three sliders
 
 Each draws by a pure function of ``labkit.plots``, which is also its twin for pages that stand
 still, and prints as a line of text where there is no browser.
@@ -9,5 +10,13 @@ still, and prints as a line of text where there is no browser.
 
 from labkit.widgets.buckets import BucketExplorer, bucket_explorer
 from labkit.widgets.ring import RingStepper, ring_stepper
+from labkit.widgets.staleness import StalenessExplorer, staleness_explorer
 
-__all__ = ["BucketExplorer", "RingStepper", "bucket_explorer", "ring_stepper"]
+__all__ = [
+    "BucketExplorer",
+    "RingStepper",
+    "StalenessExplorer",
+    "bucket_explorer",
+    "ring_stepper",
+    "staleness_explorer",
+]

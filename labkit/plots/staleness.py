@@ -1,0 +1,200 @@
+"""Staleness: the histogram of a run, and a model of a run under a bound."""
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from labkit.plots.figure import (
+    DARK,
+    GRID,
+    SERIES,
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    add_title,
+    drawn,
+    styles_of,
+    swatch,
+)
+from labkit.plots.spans import draw_spans, label_lanes
+from labkit.staleness import Timetable, simulate
+
+MAX_WORKERS = 6
+# Of the model: seconds are a gradient's time on a worker that does not straggle.
+_WATCHED_S = 20.0
+
+Updates = Sequence[tuple[int, int]]
+
+
+@drawn
+def staleness_histogram(
+    updates: Updates,
+    *,
+    bound: int | None = None,
+    title: str | None = None,
+    model: bool = False,
+) -> CaptionedFigure:
+    """Draw how many updates were how stale, stacked by worker.
+
+    Args:
+        updates: (worker, staleness) of each, as in ``result.notes["staleness"]``.
+        bound: the largest staleness that was allowed, drawn as a line; None draws none.
+        title: above the figure.
+        model: the updates are predicted, and are drawn as such.
+
+    Raises:
+        ValueError: no updates.
+    """
+    updates = _checked(updates)
+    figure = Figure(figsize=(WIDTH_IN, 3.4))
+    axes = figure.add_subplot()
+    groups = {f"worker {worker}": late for worker, late in _late_by_worker(updates).items()}
+    entries = _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model)
+    title = title or "Staleness of the updates"
+    axes.set_title(f"{title} (model)" if model else title)
+    add_legend(figure, entries)
+    kind = "Predicted histogram" if model else "Histogram"
+    return CaptionedFigure(
+        figure,
+        alt=f"{kind} of the staleness of {len(updates):,} updates, stacked by worker. "
+        f"{_by_worker(updates)}.",
+        caption=_histogram_words(updates, bound),
+    )
+
+
+@drawn
+def staleness_model(
+    workers: int = 3, factor: float = 4, bound: int | None = None
+) -> CaptionedFigure:
+    """Draw the model of an asynchronous run: its timeline, above the histogram of staleness.
+
+    Args:
+        workers: W, 1 to 6; worker 1 is the straggler.
+        factor: the straggler computes this many times as long.
+        bound: the largest staleness, W - 1 or more; None allows any.
+
+    Raises:
+        ValueError: impossible numbers.
+    """
+    free, _ = _models(workers, factor, bound)
+    figure = Figure(figsize=(WIDTH_IN, 5.4))
+    above, below = figure.subplots(2, height_ratios=[1, 1])
+    styles = styles_of(span.kind for span in free.spans)
+    _draw_lanes(above, free, workers, styles)
+    late = _late_by_worker(free.updates)
+    others = [s for worker in late if worker != 1 for s in late[worker]]
+    groups = {"the straggler": late.get(1, []), "other workers": others}
+    # Looks that no kind of span above has.
+    entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
+    add_title(
+        figure, f"{workers} workers, one {factor:g}x straggler, {_bound_name(bound)} (model)"
+    )
+    kinds = [swatch(f"{kind} (model)", style, model=True) for kind, style in styles.items()]
+    add_legend(figure, kinds + entries)
+    return CaptionedFigure(
+        figure,
+        alt=f"Predicted timeline of a server and {workers} workers, worker 1 {factor:g} times as "
+        f"slow, {_bound_name(bound)}: workers wait {free.waiting_share():.0%} of their time. "
+        f"Below, predicted staleness. {_by_worker(free.updates)}.",
+        caption=staleness_words(workers, factor, bound),
+    )
+
+
+def staleness_words(workers: int = 3, factor: float = 4, bound: int | None = None) -> str:
+    """The model in two sentences: how stale, and how fast beside synchronous rounds."""
+    free, rounds = _models(workers, factor, bound)
+    largest = max(update.staleness for update in free.updates)
+    return (
+        f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "
+        f"{_bound_name(bound)}. {len(free.updates)} gradients are applied while synchronous "
+        f"rounds apply {len(rounds.updates)}; workers wait {free.waiting_share():.0%} of their "
+        f"time instead of {rounds.waiting_share():.0%}."
+    )
+
+
+def _models(workers: int, factor: float, bound: int | None) -> tuple[Timetable, Timetable]:
+    """The run at the workers' own pace, and in rounds."""
+    if workers not in range(1, MAX_WORKERS + 1):
+        raise ValueError(f"the model draws 1 to {MAX_WORKERS} workers, got {workers!r}")
+    settings = {"factor": factor, "duration_s": _WATCHED_S}
+    free = simulate(workers, bound=bound, **settings)
+    return free, simulate(workers, synchronous=True, **settings)
+
+
+def _bound_name(bound: int | None) -> str:
+    return "no bound" if bound is None else f"bound {bound}"
+
+
+def _draw_lanes(axes, timetable: Timetable, workers: int, styles) -> None:
+    axes.set_xlim(0, timetable.duration_s)
+    spans = list(timetable.trace.spans)
+    draw_spans(axes, spans, list(range(workers + 1)), 1.0, styles, model=True)
+    label_lanes(axes, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
+    axes.set_xlabel("time (gradients of a worker that does not straggle)")
+
+
+def _draw_histogram(
+    axes, groups: dict[str, list[int]], looks: Iterable, bound: int | None, model: bool
+) -> list:
+    """Staleness by group as stacked bars; returns the legend's entries."""
+    largest = max(*(late for group in groups.values() for late in group), bound or 0)
+    heights = [0] * (largest + 1)
+    entries = []
+    for (name, late), (style, _, _) in zip(groups.items(), looks):
+        counts = Counter(late)
+        mine = [counts[staleness] for staleness in range(largest + 1)]
+        look = style.model if model else style
+        bar = {"facecolor": look.color, "edgecolor": look.ink, "hatch": look.hatch or None}
+        axes.bar(range(largest + 1), mine, bottom=heights, width=0.8, linewidth=0.8, **bar)
+        heights = [low + high for low, high in zip(heights, mine)]
+        entries.append(swatch(name + " (model)" * model, style, model))
+    if bound is not None:
+        axes.axvline(bound + 0.5, color=DARK, linestyle="--")
+        entries.append(Line2D([], [], color=DARK, linestyle="--", label=f"bound {bound}"))
+    axes.set(xlabel="staleness (updates by others between pull and update)", ylabel="updates")
+    axes.set_xlim(-0.6, largest + 0.7)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return entries
+
+
+def _checked(updates: Iterable) -> Updates:
+    updates = [(int(worker), int(late)) for worker, late in updates]
+    if not updates:
+        raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
+    return updates
+
+
+def _late_by_worker(updates: Updates) -> dict[int, list[int]]:
+    late: dict[int, list[int]] = {worker: [] for worker in sorted({w for w, _ in updates})}
+    for worker, staleness in updates:
+        late[worker].append(staleness)
+    return late
+
+
+def _by_worker(updates: Updates) -> str:
+    found = []
+    for worker, mine in _late_by_worker(updates).items():
+        found.append(
+            f"worker {worker}: {len(mine)} updates, mean staleness {statistics.fmean(mine):.1f}, "
+            f"largest {max(mine)}"
+        )
+    return "; ".join(found)
+
+
+def _histogram_words(updates: Updates, bound: int | None) -> str:
+    late = [staleness for _, staleness in updates]
+    workers = len({worker for worker, _ in updates})
+    words = (
+        f"Mean staleness {statistics.fmean(late):.2f} with {workers} workers, largest {max(late)}"
+    )
+    if bound is None:
+        return f"{words}; no bound was set."
+    return f"{words}; the bound was {bound}."
