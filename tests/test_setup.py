@@ -43,6 +43,7 @@ FLOORS = [
         "flat",
         "launch",
         "live",
+        "remote",
         "replicas",
         "supervisor",
         "tasks",

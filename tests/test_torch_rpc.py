@@ -10,7 +10,7 @@ from ranks import travel_by_value
 from torch import nn
 from torch.distributed import rpc
 
-from labkit import RunConfig, WorkerError, run
+from labkit import RunConfig, WorkerError, run, train_with
 from labkit.experiment import check
 from labkit.strategies.single import Single
 from labkit.strategies.torch_rpc import BatchServer, RpcParameterServer
@@ -104,10 +104,45 @@ def test_a_rank_that_dies_ends_the_run(lost):
 
 def test_where_pytorch_has_no_rpc_the_way_on_is_told(monkeypatch):
     monkeypatch.setattr(rpc, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="run parameter_server without builtin"):
-        check(RunConfig("parameter_server", world_size=2, builtin=True))
+    for technique in ("parameter_server", "async_parameter_server"):
+        with pytest.raises(ValueError, match=f"run {technique} without builtin"):
+            check(RunConfig(technique, world_size=2, builtin=True))
 
 
-def test_a_server_computes_nothing_to_be_slow_at():
-    with pytest.raises(ValueError, match="choose a worker"):
-        check(RunConfig("parameter_server", world_size=2, builtin=True, straggler="0:4"))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "parameter_server", "straggler": "0:4"}, "choose a worker"),
+        ({"strategy": "async_parameter_server", "straggler": "0:4"}, "choose a worker"),
+        ({"strategy": "async_parameter_server", "max_staleness": 4}, "takes no option max_stale"),
+        ({"strategy": "async_parameter_server", "world_size": 1}, "at least one worker"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(RunConfig(**{"world_size": 2, "builtin": True, **settings}))
+
+
+def test_asynchronous_workers_go_at_their_own_pace_and_all_samples_count():
+    settings = {"train_size": 200, "batch_size": 20, "epochs": 3, "dtype": "float64"}
+    result = train_with(
+        "async_parameter_server", world_size=4, builtin=True, straggler="3:5", **settings
+    )
+    shares = 10 * 3 * 3  # batches, workers, epochs
+    assert len(result.notes["staleness"]) == sum(result.notes["updates_by_rank"]) == shares
+    assert result.notes["updates_by_rank"][0] == 0
+    assert result.notes["updates_by_rank"][3] == min(result.notes["updates_by_rank"][1:])
+    assert all(0 <= late < shares for _, late in result.notes["staleness"])
+    assert max(late for _, late in result.notes["staleness"]) >= 1
+    assert result.replicas_agree
+    assert [epoch["seconds"] > 0 for epoch in result.epochs] == [True] * 3
+    assert result.epochs[-1]["loss"] < result.epochs[0]["loss"]
+
+
+def test_one_asynchronous_worker_is_plain_training():
+    settings = {"train_size": 100, "batch_size": 30, "epochs": 2, "dtype": "float64"}
+    result = train_with("async_parameter_server", world_size=2, builtin=True, **settings)
+    alone = train_with("single", **settings)
+    assert result.difference_from(alone) < 1e-10
+    assert result.epochs[-1]["loss"] == pytest.approx(alone.epochs[-1]["loss"])
+    assert result.test_accuracy == alone.test_accuracy
