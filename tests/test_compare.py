@@ -271,6 +271,17 @@ def test_the_figures_say_what_the_numbers_say():
         assert "warm-up" in said[name]
 
 
+def test_ranks_that_only_serve_are_told():
+    record = made_by_hand()
+    assert summary.serving_rule(record) == ""
+    for run in record["runs"]:
+        if run["contender"] == "ring":
+            run["phases_s"]["server"] = {"wait": 1.0}
+    assert "ranks of ring one only serves" in summary.report(record)
+    assert "N ranks are N - 1 workers" in figures.by_ranks(record).caption
+    assert {"ring: worker", "ring: server"} <= summary.phases(record).keys()
+
+
 def test_a_target_that_is_never_reached_is_told_and_drawn(tmp_path):
     record = made_by_hand()
     record["config"]["target"] = 0.99

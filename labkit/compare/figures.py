@@ -15,6 +15,7 @@ from labkit.compare.summary import (
     reached,
     runs_of,
     series,
+    serving_rule,
 )
 from labkit.plots import learning_curves
 from labkit.plots import phases as draw_phases
@@ -64,7 +65,7 @@ def epoch_phases(record: Record) -> CaptionedFigure:
 
 def by_ranks(record: Record) -> CaptionedFigure:
     """Epoch time by number of ranks, a panel a technique."""
-    text = f"{_fastest(record)} {_slowed(record)}"
+    text = " ".join(filter(None, [_fastest(record), _slowed(record), serving_rule(record)]))
     return _panels(
         record, lambda name: series(record, name, "world_size"), Axis("ranks"), text, "by ranks"
     )

@@ -142,10 +142,10 @@ def report(record: Record) -> str:
     """The tables that the command prints."""
     parts = [_headline(record), _main_table(record)]
     if len({setting["world_size"] for setting in record["settings"]}) > 1:
-        parts.append(_by(record, "world_size", "ranks", efficiency))
-    for field, unit in (("train_size", "samples"), ("batch_size", "a batch")):
+        parts.append(_by(record, "world_size", "P = {}", efficiency))
+    for field, head in (("train_size", "{} samples"), ("batch_size", "batches of {}")):
         if len({setting[field] for setting in record["settings"]}) > 1:
-            parts.append(_by(record, field, unit))
+            parts.append(_by(record, field, head))
     return "\n\n".join([*parts, *_remarks(record)])
 
 
@@ -201,14 +201,14 @@ def _middle(times: list[tuple] | None, place: int, text: Callable[[float], str])
     return text(statistics.median(pair[place] for pair in times))
 
 
-def _by(record: Record, field: str, unit: str, second: Callable | None = None) -> str:
-    values = sorted({setting[field] for setting in record["settings"]})
+def _by(record: Record, field: str, head: str, second: Callable | None = None) -> str:
+    times = {name: series(record, name, field) for name in present(record)}
+    values = sorted({value for by_value in times.values() for value in by_value})
     rows = []
-    for name in present(record):
-        times = series(record, name, field)
+    for name, by_value in times.items():
         extra = second(record, name) if second else {}
-        rows.append([name, *(_cell(times.get(value), extra.get(value)) for value in values)])
-    return table([f"epoch by {field}", *(f"{value} {unit}" for value in values)], rows)
+        rows.append([name, *(_cell(by_value.get(value), extra.get(value)) for value in values)])
+    return table([f"epoch by {field}", *map(head.format, values)], rows)
 
 
 def _cell(times: list[float] | None, parts: list[float] | None) -> str:
@@ -220,12 +220,25 @@ def _cell(times: list[float] | None, parts: list[float] | None) -> str:
 
 def _remarks(record: Record) -> list[str]:
     lines = [efficiency_rule(record)] if len(record["settings"]) > 1 else []
+    lines += [served] if (served := serving_rule(record)) else []
     for row in record["skipped"]:
         what = "failed" if row["failed"] else "not run"
         lines.append(f"{what}: {row['contender']} on {row['world_size']} ranks: {row['reason']}")
     notes = {run["contender"]: run["note"] for run in record["runs"] if run["note"]}
     lines += [f"{name}: {note}" for name, note in notes.items()]
     return ["\n".join(lines)] if lines else []
+
+
+def serving_rule(record: Record) -> str:
+    """Who has ranks that only serve; empty where nobody has."""
+    names = [
+        name
+        for name in present(record)
+        if any("server" in run["phases_s"] for run in runs_of(record, name))
+    ]
+    if not names:
+        return ""
+    return f"Of the ranks of {', '.join(names)} one only serves: N ranks are N - 1 workers."
 
 
 def efficiency_rule(record: Record) -> str:
