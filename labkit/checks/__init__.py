@@ -10,6 +10,7 @@ its counterpart in ``labkit.collectives``:
     check.data_parallel.scatter   .parallel_apply   .reduce
     check.ddp.buckets   .sampler   .average   .accumulate
     check.parameter_server.server   .worker   .shards
+    check.staleness.bookkeeping   .admission   .server
 
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
 
@@ -30,6 +31,7 @@ from labkit.checks import (
     one_device,
     parameter_server,
     ring,
+    staleness,
     tree,
 )
 from labkit.checks.core import grade, returns
@@ -53,5 +55,6 @@ __all__ = [
     "parameter_server",
     "returns",
     "ring",
+    "staleness",
     "tree",
 ]
