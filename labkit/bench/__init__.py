@@ -2,7 +2,7 @@
 
     launch        labkit.run against torch.multiprocessing.spawn
     all-reduce    our algorithms against gloo, NCCL and MPI; the cost model fitted and compared
-    ddp           a step of DistributedDataParallel on the backend "labkit" and on others
+    ddp           a step of our DDP, and of PyTorch's on the backend "labkit" and on others
 
 Other programs move every time on a small machine by a factor of two. So whatever is compared is
 run in turns within one run, and the ratio of the pairs is what counts.
