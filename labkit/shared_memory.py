@@ -234,6 +234,7 @@ class Doorbells:
         self._bells = [arena.doorbell(other) for other in range(arena.world_size)]
         self._rank = rank
         self._timeout_s = timeout_s
+        self._looked_s = time.monotonic()
 
     def ring(self, rank: int) -> None:
         self._bells[rank].post()
@@ -245,10 +246,16 @@ class Doorbells:
             PeerLostError: a source has ended without one, or none came in ``timeout_s``.
         """
         started_s = time.monotonic()
-        while (source := self._board.first_sender(self._rank, sources)) is None:
-            if not self._bells[self._rank].wait(_LOOK_S):
-                self._look_for_losses(sources, time.monotonic() - started_s)
-        return source
+        while True:
+            source = self._board.first_sender(self._rank, sources)
+            now_s = time.monotonic()
+            # Even if others keep coming: one that has ended must not go unnoticed till the end.
+            if now_s - self._looked_s > _LOOK_S:
+                self._looked_s = now_s
+                self._look_for_losses(sources, now_s - started_s)
+            if source is not None:
+                return source
+            self._bells[self._rank].wait(_LOOK_S)
 
     def _look_for_losses(self, sources: list[int], waited_s: float) -> None:
         for source in sources:

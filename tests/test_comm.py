@@ -279,6 +279,29 @@ def test_sources_that_all_wait_or_have_returned_are_a_deadlock():
         run(nobody_sends, world_size=3)
 
 
+def test_a_source_that_ends_is_told_of_while_others_keep_coming():
+    def busy(comm):
+        number = torch.zeros(1)
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if comm.rank == 0:
+            try:
+                while True:
+                    comm.recv_any(number, [1, 2])
+            except PeerLostError as error:
+                comm.recv(number, 1)
+                comm.send(number, 1)
+                return error.rank
+        until_s = time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            comm.send(number, 0)
+        # Were nobody told until it is quiet, this would be it.
+        comm.recv(number, 0)
+        return None
+
+    assert run(busy, world_size=3, may_lose=[2]).values[0] == 2
+
+
 def until_all_are_lost(comm, how):
     """Rank 0 receives from any until there is nobody; the ranks that each error names."""
     if comm.rank == 0:
