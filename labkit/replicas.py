@@ -109,12 +109,14 @@ class NaiveDDP(nn.Module):
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._in_backward, self._buffers_behind = False, True
-        used = torch.tensor([p.grad is not None for p in self.trained], device=self.comm.device)
+        used = [parameter.grad is not None for parameter in self.trained]
         self._sum_gradients()
         if self.find_unused:
-            fast_ring_all_reduce(self.comm, used := used.byte(), "max")
-            for parameter in (p for p, anywhere in zip(self.trained, used) if not anywhere):
-                parameter.grad = None
+            anywhere = torch.tensor(used, dtype=torch.uint8, device=self.comm.device)
+            fast_ring_all_reduce(self.comm, anywhere, "max")
+            for parameter, is_used in zip(self.trained, anywhere.tolist()):
+                if not is_used:
+                    parameter.grad = None
 
     def _take(self, parameter: nn.Parameter) -> None:
         """A gradient of this rank is complete; the naive way waits until all of them are."""
