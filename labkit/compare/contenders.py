@@ -50,7 +50,7 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
     """
     for name in names:
         strategies.check_name(name)
-    chosen = [name for name in names or strategies.STRATEGIES if name != SINGLE]
+    chosen = [name for name in dict.fromkeys(names or strategies.STRATEGIES) if name != SINGLE]
     found, seen = [Contender(SINGLE, SINGLE)], {strategies.get(SINGLE)}
     for name in chosen:
         ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
