@@ -34,9 +34,17 @@ def move_the_bucket_explorer(page):
     page.wait_for_text("Model: buckets of one parameter make 240 all-reduces")
 
 
+def move_the_staleness_explorer(page):
+    page.move_slider(1, "Home")
+    page.wait_for_text("53 gradients are applied while synchronous rounds apply 45")
+    page.move_slider(0, "End")
+    page.wait_for_text("104 gradients are applied while synchronous rounds apply 72")
+
+
 # By notebook, what to do with its sliders once it has run.
 MOVES = {
     "03_distributed_data_parallel.ipynb": move_the_bucket_explorer,
+    "05_async_parameter_server.ipynb": move_the_staleness_explorer,
     "06_ring_all_reduce.ipynb": move_the_ring_stepper,
 }
 

@@ -281,23 +281,22 @@ def test_sources_that_all_wait_or_have_returned_are_a_deadlock():
 
 def test_a_source_that_ends_is_told_of_while_others_keep_coming():
     def busy(comm):
-        number = torch.zeros(1)
+        number, told, until_s = torch.zeros(1), None, time.monotonic() + 10
         if comm.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        if comm.rank == 0:
+        while not number:
+            if comm.rank == 1:
+                comm.send(number, 0)
+                comm.recv(number, 0)
+                continue
             try:
-                while True:
-                    comm.recv_any(number, [1, 2])
+                comm.recv_any(number, [1, 2])
             except PeerLostError as error:
-                comm.recv(number, 1)
+                told = error.rank
+            else:
+                number += told is not None or time.monotonic() > until_s
                 comm.send(number, 1)
-                return error.rank
-        until_s = time.monotonic() + 1.0
-        while time.monotonic() < until_s:
-            comm.send(number, 0)
-        # Were nobody told until it is quiet, this would be it.
-        comm.recv(number, 0)
-        return None
+        return told
 
     assert run(busy, world_size=3, may_lose=[2]).values[0] == 2
 
