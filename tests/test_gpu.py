@@ -68,9 +68,37 @@ def test_it_still_works_after_the_caller_has_initialised_cuda():  # row 23
 
 
 @pytest.mark.parametrize("builtin", [False, True])
-def test_the_ring_on_a_gpu_equals_one_device(builtin):
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "parameter_server"])
+def test_training_on_a_gpu_equals_one_device(strategy, builtin):
     settings = {"device": "cuda", "dtype": "float64", "batch_size": 35, "train_size": 177}
     alone = train_with("single", **settings)
-    ring = train_with("ring_all_reduce", world_size=2, builtin=builtin, **settings)
-    assert ring.difference_from(alone) < 1e-10
-    assert ring.replicas_agree
+    result = train_with(strategy, world_size=3, builtin=builtin, **settings)
+    assert result.difference_from(alone) < 1e-10
+    assert result.replicas_agree
+
+
+def test_what_arrives_is_added_on_the_gpu():
+    def add_up(comm, num_elements):
+        own = torch.full((num_elements,), 10.0**comm.rank, device=comm.device)
+        if comm.rank:
+            comm.send(own, 0)
+        else:
+            comm.recv_add(comm.recv_add(own, 1), 2)
+        return own[-1].item()
+
+    for transport in ("shared", "gloo"):
+        options = {"world_size": 3, "device": "cuda", "transport": transport}
+        assert run(add_up, 3_000_000, **options).values == [111, 10, 100]
+        assert run(add_up, 7, **options).values == [111, 10, 100]
+
+
+def test_replicas_in_threads_end_where_one_gpu_ends():
+    settings = {"epochs": 1, "train_size": 107, "batch_size": 35, "dtype": "float64"}
+    one = train_with("single", device="cuda", **settings)
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    # A GPU may hold two replicas of ours, and one of PyTorch's.
+    ours = train_with("data_parallel", devices=",".join([*gpus, gpus[0]]), **settings)
+    torchs = train_with("data_parallel", builtin=True, devices=",".join(gpus), **settings)
+    assert ours.difference_from(one) < 1e-10
+    assert torchs.difference_from(one) < 1e-10
+    assert torchs.notes["replicas"] == len(gpus)

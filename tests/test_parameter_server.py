@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from functools import partial
 
 import pytest
@@ -142,10 +141,8 @@ def step_and_lose(comm, lost):
 
 @pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
 def test_a_rank_that_dies_ends_the_run(lost):
-    started_s = time.monotonic()
     with pytest.raises(WorkerError, match=rf"rank {lost}\b(?s:.)*SIGKILL"):
         run(step_and_lose, lost, world_size=3)
-    assert time.monotonic() - started_s < 30
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,11 @@ def one_device():
     return trained
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+# float64 finds mistakes at every world size; float32 only has to show that it stays close.
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "world_size"),
+    [*(("float64", 1e-10, ranks) for ranks in (1, 2, 3, 4)), ("float32", 1e-5, 3)],
+)
 @pytest.mark.parametrize(("strategy", "builtin"), PARALLEL)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
 def test_equals_one_device_for_any_number_of_ranks(
