@@ -46,7 +46,6 @@ def one_device():
     [*(("float64", 1e-10, ranks) for ranks in (1, 2, 3, 4)), ("float32", 1e-5, 3)],
 )
 @pytest.mark.parametrize(("strategy", "builtin"), PARALLEL)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
 def test_equals_one_device_for_any_number_of_ranks(
     one_device, strategy, builtin, world_size, dtype, tolerance
 ):
