@@ -19,7 +19,7 @@ from labkit.files import write_atomically
 
 # A transfer inside one of these regions is "communicate"; inside any other region (share_reduce,
 # share_only, ...) it is a part of that phase and carries its name.
-LOCAL_KINDS = frozenset({"compute", "update", "data", "evaluate"})
+LOCAL_KINDS = frozenset({"compute", "forward", "backward", "update", "data", "evaluate"})
 
 
 @dataclass(frozen=True, slots=True)

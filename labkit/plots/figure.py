@@ -92,6 +92,8 @@ class Style:
 
 STYLES = {
     "compute": Style(GREEN),
+    "forward": Style(GREEN, "||"),
+    "backward": Style(GREEN, "--"),
     "update": Style(BLUE, "\\\\\\"),
     "data": Style(PURPLE, "..."),
     "evaluate": Style(SKY, "oo", DARK),
