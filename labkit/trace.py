@@ -29,8 +29,8 @@ class Span:
     ``kind`` is ``compute``, ``communicate``, ``wait``, ``update``, ``data``, ``evaluate`` or the
     name of a communication phase such as ``share_reduce``. ``num_bytes`` are the bytes this rank
     sent in the span; ``peer`` is the rank they went to (or came from, when nothing was sent).
-    ``lane`` tells a rank's threads apart: 0 is its main thread, 1 and up those that work beside it,
-    such as DDP's communication thread.
+    ``lane`` tells a rank's threads apart: 0 is its main thread, 1 and up those that work beside
+    it, such as DDP's communication thread.
     """
 
     rank: int
