@@ -6,6 +6,7 @@ from typing import Any
 import ipywidgets
 
 from labkit import plots
+from labkit.widgets.explorer import Explorer
 
 MAX_RANKS = 6
 
@@ -38,64 +39,37 @@ def ring_stepper(world_size: int = 4, values: Values | None = None) -> "RingStep
     return RingStepper(world_size, values, most)
 
 
-class RingStepper(ipywidgets.VBox):
+class RingStepper(Explorer):
     """Two sliders above a figure.
 
     Attributes:
         step: the slider of the step, 0 to 2 (P - 1).
         ranks: the slider of the world size P. A change keeps the step where P has it.
-        view: the figure as HTML: picture, alt text, and the step in words.
     """
 
     def __init__(self, world_size: int, values: Values | None, most: int):
         self.step = _slider("step", 0, 2 * (world_size - 1), value=0)
         self.ranks = _slider("ranks", 2, most, value=world_size)
-        self.view = ipywidgets.HTML()
-        super().__init__([self.step, self.ranks, self.view])
         self._values = values
-        self._pages: dict[tuple[int, int], str] = {}
-        self.step.observe(self._show, "value")
+        # Before the figure follows the ranks, the steps do.
         self.ranks.observe(self._resize, "value")
-        self._show()
+        super().__init__(self.step, self.ranks)
 
-    def close(self) -> None:
-        """Take the sliders and the figure off the page; nothing listens to them any more."""
-        for child in (self.step, self.ranks, self.view):
-            child.unobserve_all("value")
-            child.close()
-        super().close()
+    def figure(self, step: int, world_size: int) -> plots.CaptionedFigure:
+        values = self._values
+        if values is not None:
+            values = [row[:world_size] for row in values[:world_size]]
+        return plots.ring_step(step, world_size, values)
+
+    def reads(self, step: int, world_size: int) -> str:
+        return (
+            f"[sliders] step 0 to {self.step.max}, ranks {self.ranks.min} to {self.ranks.max}. "
+            f"{plots.ring_words(step, world_size)}"
+        )
 
     def _resize(self, _change: Any) -> None:
         # Lowers the step if it has to, which shows it: with the new number of ranks.
         self.step.max = 2 * (self.ranks.value - 1)
-        self._show()
-
-    def _show(self, _change: Any = None) -> None:
-        """Show what the sliders say now, which may be later than the change that called."""
-        key = self.step.value, self.ranks.value
-        if key not in self._pages:
-            self._pages[key] = self._page(*key)
-        self.view.value = self._pages[key]
-
-    def _page(self, step: int, world_size: int) -> str:
-        values = self._values
-        if values is not None:
-            values = [row[:world_size] for row in values[:world_size]]
-        page = plots.ring_step(step, world_size, values).html()
-        # Screen readers say the caption, the step in words, whenever it changes.
-        page = page.replace("<figcaption ", '<figcaption role="status" aria-live="polite" ', 1)
-        # Widgets have lines as high as buttons.
-        return f'<div style="line-height: 1.4">{page}</div>'
-
-    def __repr__(self) -> str:
-        return (
-            f"[sliders] step 0 to {self.step.max}, ranks {self.ranks.min} to {self.ranks.max}. "
-            f"{plots.ring_words(self.step.value, self.ranks.value)}"
-        )
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        # The base class cuts the text, which is all that a stored notebook keeps of a widget.
-        return super()._repr_mimebundle_(**kwargs) | {"text/plain": repr(self)}
 
 
 def _slider(name: str, low: int, high: int, value: int) -> ipywidgets.IntSlider:

@@ -8,6 +8,7 @@ import ipywidgets
 from labkit import plots
 from labkit.plots.staleness import MAX_WORKERS, staleness_words
 from labkit.staleness import check_bound
+from labkit.widgets.explorer import Explorer
 
 MAX_FACTOR = 8
 # The bound's slider counts from W - 1, the least there can be; its last place is no bound.
@@ -45,14 +46,13 @@ def _bounds(workers: int) -> dict[str, float]:
     return {str(bound): bound for bound in numbers} | {"none": math.inf}
 
 
-class StalenessExplorer(ipywidgets.VBox):
+class StalenessExplorer(Explorer):
     """Three sliders above a figure.
 
     Attributes:
         workers, factor: the sliders of W and of the straggler.
         bound: the slider of the bound. Another W moves its range; where the bound is out of it
             then, it becomes the nearest.
-        view: the figure as HTML: picture, alt text, and the model in words.
     """
 
     def __init__(self, workers: int, factor: float, bound: int | None):
@@ -63,22 +63,23 @@ class StalenessExplorer(ipywidgets.VBox):
             value=math.inf if bound is None else bound,
             description="bound",
         )
-        self.view = ipywidgets.HTML()
-        self._controls = self.workers, self.factor, self.bound
-        super().__init__([*self._controls, self.view])
-        self._pages: dict[tuple, str] = {}
         self._is_moving = False
+        # Before the figure follows the workers, the bounds do.
         self.workers.observe(self._move_bounds, "value")
-        for control in (self.factor, self.bound):
-            control.observe(self._show, "value")
-        self._show()
+        super().__init__(self.workers, self.factor, self.bound)
 
-    def close(self) -> None:
-        """Take sliders and figure off the page; nothing listens to them any more."""
-        for child in (*self._controls, self.view):
-            child.unobserve_all("value")
-            child.close()
-        super().close()
+    def chosen(self) -> tuple[int, int, int | None]:
+        bound = self.bound.value
+        return self.workers.value, self.factor.value, None if bound == math.inf else bound
+
+    def figure(self, workers: int, factor: float, bound: int | None) -> plots.CaptionedFigure:
+        return plots.staleness_model(workers, factor, bound)
+
+    def reads(self, *chosen) -> str:
+        return (
+            f"[sliders] workers 2 to {MAX_WORKERS}, straggler 1 to {MAX_FACTOR} times as slow, "
+            f"bound from workers - 1. {staleness_words(*chosen)}"
+        )
 
     def _move_bounds(self, _change: Any) -> None:
         bounds, chosen = _bounds(self.workers.value), self.bound.value
@@ -89,33 +90,7 @@ class StalenessExplorer(ipywidgets.VBox):
         self._is_moving = True
         self.bound.options, self.bound.value = bounds, chosen
         self._is_moving = False
-        self._show()
-
-    def _chosen(self) -> tuple[int, int, int | None]:
-        bound = self.bound.value
-        return self.workers.value, self.factor.value, None if bound == math.inf else bound
 
     def _show(self, _change: Any = None) -> None:
-        """Show what the sliders say now, which may be later than the change that called."""
-        if self._is_moving:
-            return
-        key = self._chosen()
-        if key not in self._pages:
-            page = plots.staleness_model(*key).html()
-            # Screen readers say the caption whenever it changes.
-            spoken = '<figcaption role="status" aria-live="polite" '
-            page = page.replace("<figcaption ", spoken, 1)
-            # Widgets have lines as high as buttons.
-            self._pages[key] = f'<div style="line-height: 1.4">{page}</div>'
-        self.view.value = self._pages[key]
-
-    def __repr__(self) -> str:
-        words = staleness_words(*self._chosen())
-        return (
-            f"[sliders] workers 2 to {MAX_WORKERS}, straggler 1 to {MAX_FACTOR} times as slow, "
-            f"bound from workers - 1. {words}"
-        )
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        # The base class cuts the text, which is all that a stored notebook keeps of a widget.
-        return super()._repr_mimebundle_(**kwargs) | {"text/plain": repr(self)}
+        if not self._is_moving:
+            super()._show()
