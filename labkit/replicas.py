@@ -11,9 +11,11 @@ Symbols: P ranks. Source: Li et al., "PyTorch Distributed: Experiences on Accele
 Parallel Training" (2020), section 3.2.
 """
 
+import atexit
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from labkit.collectives import broadcast, fast_ring_all_reduce
 from labkit.comm import Comm
 from labkit.tasks import Line, Task
 
-# How long the end of a replica waits for a bucket that is under way.
+# How long the end of the process waits for a bucket that is under way.
 _LAST_PATIENCE_S = 2.0
 
 
@@ -46,6 +48,8 @@ class NaiveDDP(nn.Module):
         find_unused: one all-reduce more, of a byte a parameter, tells what no rank has used: its
             gradient stays None, as on one device.
 
+    What requires a gradient is settled here: a parameter that is unfrozen later is not summed.
+
     Raises:
         ValueError: nothing in the module requires a gradient.
     """
@@ -64,10 +68,12 @@ class NaiveDDP(nn.Module):
         self._synchronise, self._in_backward, self._buffers_behind = True, False, False
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
+        on_gradient = _weakly(self._on_gradient)
         for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def forward(self, *inputs, **keywords):
+        self._give_up_interrupted()
         self.broadcast_buffers()
         return self.module(*inputs, **keywords)
 
@@ -82,8 +88,10 @@ class NaiveDDP(nn.Module):
 
     def without_samples(self) -> None:
         """In place of forward and backward, on a rank that has no sample while others do."""
+        self._give_up_interrupted()
         self.broadcast_buffers()
-        self._end_backward()
+        if self._synchronise:
+            self._end_backward()
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
@@ -98,6 +106,7 @@ class NaiveDDP(nn.Module):
                 for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
                     buffer.copy_(values.view_as(buffer))
 
+    @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self._synchronise:
             return
@@ -113,20 +122,33 @@ class NaiveDDP(nn.Module):
         self._sum_gradients()
         if self.find_unused:
             anywhere = torch.tensor(used, dtype=torch.uint8, device=self.comm.device)
-            fast_ring_all_reduce(self.comm, anywhere, "max")
+            self._all_reduce(anywhere, "max")
             for parameter, is_used in zip(self.trained, anywhere.tolist()):
                 if not is_used:
                     parameter.grad = None
 
+    def _give_up_interrupted(self) -> None:
+        """A backward that raised never came to its end: let the next one begin anew."""
+        # A forward may also be run again in the middle of a backward, by checkpointing.
+        if self._in_backward and torch._C._current_graph_task_id() < 0:
+            self._in_backward = False
+            self._settle()
+
     def _take(self, parameter: nn.Parameter) -> None:
         """A gradient of this rank is complete; the naive way waits until all of them are."""
+
+    def _settle(self) -> None:
+        """Wait for what is under way; the naive way has nothing."""
 
     def _sum_gradients(self) -> None:
         """Backward is over on this rank: let every gradient be that of all ranks."""
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            fast_ring_all_reduce(self.comm, parameter.grad, self.op)
+            self._all_reduce(parameter.grad, self.op)
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        fast_ring_all_reduce(self.comm, tensor, op)
 
 
 class BucketedDDP(NaiveDDP):
@@ -147,8 +169,7 @@ class BucketedDDP(NaiveDDP):
         self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._launched: list[Task] = []
-        self._line = Line("labkit-ddp", comm)
-        weakref.finalize(self, self._line.end, _LAST_PATIENCE_S)
+        self._line = _line_of(comm)
 
     def _take(self, parameter: nn.Parameter) -> None:
         self._bucket_of[parameter].take(parameter)
@@ -165,6 +186,9 @@ class BucketedDDP(NaiveDDP):
             for parameter in tuple(bucket.missing):
                 bucket.take(parameter)
             self._launch(bucket, is_waited_for=True)
+        self._settle()
+
+    def _settle(self) -> None:
         launched, self._launched = self._launched, []
         with self.comm.span("wait"):
             for task in launched:
@@ -177,14 +201,15 @@ class BucketedDDP(NaiveDDP):
 
         On a GPU all are: the calls only queue work on the stream, which goes on by itself.
         """
-        gradients = bucket.gradients()
-        self._launched.append(
-            self._line.add(
-                lambda comm: fast_ring_all_reduce(comm, gradients, self.op),
-                [gradients],
-                is_waited_for,
-            )
+        self._launched.append(self._queue(bucket.gradients(), self.op, is_waited_for))
+
+    def _queue(self, tensor: Tensor, op: str, is_waited_for: bool) -> Task:
+        return self._line.add(
+            lambda comm: fast_ring_all_reduce(comm, tensor, op), [tensor], is_waited_for
         )
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        self._queue(tensor, op, is_waited_for=True).wait()
 
 
 class Bucket:
@@ -215,3 +240,22 @@ class Bucket:
 
     def gradients(self) -> Tensor:
         return self.parameters[0].grad if self.flat is None else self.flat
+
+
+@functools.cache
+def _line_of(comm: Comm) -> Line:
+    """One for all replicas on a comm: two of them in one backward must not mix their messages."""
+    line = Line("labkit-ddp", comm)
+    atexit.register(line.end, _LAST_PATIENCE_S)
+    return line
+
+
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """A hook that does not keep its replica alive: the garbage collector sees no hooks."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: nn.Parameter) -> None:
+        if found := reference():
+            found(parameter)
+
+    return hook

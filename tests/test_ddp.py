@@ -1,6 +1,12 @@
 """DDP from scratch: the gradients of one device and of PyTorch's DDP, whatever the model."""
 
+import contextlib
+import copy
+import gc
+import threading
 import time
+import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -121,116 +127,296 @@ def test_equals_one_device(alone, world_size):
         assert largest_difference(states[0], expected) < 1e-10, name
 
 
-def test_equals_pytorchs_ddp_with_batch_norm():
+# What one run with two ranks and one with three find out; the tests look at their parts.
+
+
+def found_by_all(comm, functions):
+    return {function.__name__: function(comm) for function in functions}
+
+
+def by_rank(function, runs):
+    return [found[function.__name__] for found in runs.values]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    functions = (
+        beside_pytorch,
+        statistics,
+        from_other_starts,
+        after_an_interruption,
+        under_no_sync,
+        in_one_backward,
+        with_a_graph,
+        left_behind,
+        refusals,
+    )
+    return run(found_by_all, functions, world_size=2)
+
+
+@pytest.fixture(scope="module")
+def three_ranks():
+    return run(found_by_all, (unused, counted), world_size=3)
+
+
+def beside_pytorch(comm):
+    states = []
+    wraps = [
+        lambda model: DistributedDataParallel(model),
+        lambda model: BucketedDDP(comm, model, bucket_mb=TINY_MB),
+        lambda model: NaiveDDP(comm, model),
+    ]
+    for wrap in wraps:
+        model = wrap(seeded(with_batch_norm))
+        optimizer = sgd(model.parameters())
+        for inputs, targets in some_batches((8, 8, 8)):
+            mine = [*zip(inputs.chunk(4), targets.chunk(4))][2 * comm.rank :][:2]
+            optimizer.zero_grad()
+            with model.no_sync():
+                functional.cross_entropy(model(mine[0][0]), mine[0][1]).backward()
+            functional.cross_entropy(model(mine[1][0]), mine[1][1]).backward()
+            optimizer.step()
+        states.append(model.module.state_dict())
+    return states
+
+
+def test_equals_pytorchs_ddp_with_batch_norm(two_ranks):
     """Parameters and rank 0's statistics, with micro-batches under no_sync, too."""
-
-    def train(comm):
-        states = []
-        wraps = [
-            lambda model: DistributedDataParallel(model),
-            lambda model: BucketedDDP(comm, model, bucket_mb=TINY_MB),
-            lambda model: NaiveDDP(comm, model),
-        ]
-        for wrap in wraps:
-            model = wrap(seeded(with_batch_norm))
-            optimizer = sgd(model.parameters())
-            for inputs, targets in some_batches((8, 8, 8)):
-                mine = [*zip(inputs.chunk(4), targets.chunk(4))][2 * comm.rank :][:2]
-                optimizer.zero_grad()
-                with model.no_sync():
-                    functional.cross_entropy(model(mine[0][0]), mine[0][1]).backward()
-                functional.cross_entropy(model(mine[1][0]), mine[1][1]).backward()
-                optimizer.step()
-            states.append(model.module.state_dict())
-        return states
-
-    theirs, bucketed, naive = run(train, world_size=2).values[0]
+    theirs, bucketed, naive = by_rank(beside_pytorch, two_ranks)[0]
     assert theirs["1.num_batches_tracked"] == 6
     assert largest_difference(bucketed, theirs) < 1e-10
     assert largest_difference(naive, theirs) < 1e-10
 
 
-def test_rank_0s_buffers_reach_all_replicas():
-    def train(comm):
-        strategy = DDP()
-        strategy.setup(comm, seeded(with_batch_norm), sgd)
-        for inputs, targets in some_batches((9, 6)):
-            mine = share(torch.arange(len(targets)), *strategy.share())
-            strategy.step(inputs[mine], targets[mine], len(targets))
-        apart = strategy.full_state()["1.running_mean"]
-        strategy.end_epoch()
-        return apart, strategy.full_state()
+def statistics(comm):
+    strategy = DDP()
+    strategy.setup(comm, seeded(with_batch_norm), sgd)
+    for inputs, targets in some_batches((9, 6)):
+        mine = share(torch.arange(len(targets)), *strategy.share())
+        strategy.step(inputs[mine], targets[mine], len(targets))
+    apart = strategy.full_state()["1.running_mean"]
+    strategy.end_epoch()
+    return apart, strategy.full_state()
 
-    (first, state), (second, other) = run(train, world_size=2).values
+
+def test_rank_0s_buffers_reach_all_replicas(two_ranks):
+    (first, state), (second, other) = by_rank(statistics, two_ranks)
     assert not torch.equal(first, second)
     assert torch.equal(state["1.running_mean"], first)
     assert checksum(state) == checksum(other)
 
 
-@pytest.mark.parametrize("make_replica", [NaiveDDP, partial(BucketedDDP, bucket_mb=0)])
-def test_what_a_rank_has_not_used_counts_as_zero(make_replica):
-    def gradients(comm, make_replica):
-        found = []
+def from_other_starts(comm):
+    torch.manual_seed(comm.rank)
+    replica = BucketedDDP(comm, plain().double(), bucket_mb=TINY_MB, op="sum")
+    alone = copy.deepcopy(replica.module)
+    found = []
+    for inputs, _ in some_batches((4, 4)):
+        replica.zero_grad(set_to_none=False)
+        replica(inputs).sum().backward()
+        alone.zero_grad()
+        (comm.world_size * alone(inputs).sum()).backward()
+        pairs = zip(replica.parameters(), alone.parameters())
+        found.append(all(torch.allclose(p.grad, a.grad, rtol=1e-10) for p, a in pairs))
+    return checksum(alone.state_dict()), found
+
+
+def test_replicas_start_as_rank_0s_and_gradients_may_be_zeroed_in_place(two_ranks):
+    (start, found), others = by_rank(from_other_starts, two_ranks)
+    assert found == [True, True]
+    assert others == (start, found)
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("the disk of rank 1 is full")
+
+
+def own_inputs(comm):
+    return torch.full((2, 6), comm.rank + 1.0, dtype=torch.float64)
+
+
+def gradients_of(replica, inputs):
+    replica.zero_grad()
+    replica(inputs).square().sum().backward()
+    return [p.grad for p in replica.parameters()]
+
+
+def expected_gradients():
+    """The mean over two ranks, with ``own_inputs``."""
+    model = seeded(plain)
+    inputs = torch.ones(2, 6, dtype=torch.float64)
+    ((model(inputs).square().sum() + model(2 * inputs).square().sum()) / 2).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def is_mean(gradients):
+    pairs = zip(gradients, expected_gradients(), strict=True)
+    return all(torch.allclose(mine, due, rtol=1e-10) for mine, due in pairs)
+
+
+def after_an_interruption(comm):
+    found = []
+    for make_replica in (NaiveDDP, partial(BucketedDDP, bucket_mb=0)):
+        replica = make_replica(comm, seeded(plain))
+        # The last layer's gradients are on their way when backward raises.
+        hidden = Breaks.apply(replica.module[:4](own_inputs(comm)))
+        with contextlib.suppress(RuntimeError):
+            replica.module[4](hidden).sum().backward()
+        found.append(is_mean(gradients_of(replica, own_inputs(comm))))
+    return found
+
+
+def test_a_backward_that_raised_on_all_ranks_leaves_the_next_one_right(two_ranks):
+    assert by_rank(after_an_interruption, two_ranks) == [[True, True]] * 2
+
+
+def under_no_sync(comm):
+    replica = BucketedDDP(comm, seeded(plain), bucket_mb=0)
+    before = comm.messages
+    with replica.no_sync():
+        if comm.rank:
+            replica.without_samples()
+        else:
+            replica(own_inputs(comm)).square().sum().backward()
+    sent = comm.messages - before
+    if comm.rank:
+        replica(own_inputs(comm)).square().sum().backward()
+    else:
+        replica.without_samples()
+    return sent, is_mean([p.grad for p in replica.parameters()])
+
+
+def test_a_rank_without_samples_keeps_quiet_under_no_sync_too(two_ranks):
+    assert by_rank(under_no_sync, two_ranks) == [(0, True)] * 2
+
+
+def in_one_backward(comm):
+    layers = partial(nn.Sequential, *(nn.Linear(64, 64) for _ in range(8)))
+    torch.manual_seed(0)
+    found = []
+    replicas = [
+        BucketedDDP(comm, layers().double(), bucket_mb=0, find_unused=True) for _ in range(2)
+    ]
+    inputs = torch.full((2, 64), comm.rank + 1.0, dtype=torch.float64)
+    for together in (False, True):
+        for replica in replicas:
+            replica.zero_grad()
+        losses = [replica(inputs).sum() for replica in replicas]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+        found.append([p.grad.clone() for replica in replicas for p in replica.parameters()])
+    return all(torch.allclose(*pair, rtol=1e-10) for pair in zip(*found, strict=True))
+
+
+def test_two_replicas_in_one_backward_do_not_mix_their_messages(two_ranks):
+    assert by_rank(in_one_backward, two_ranks) == [True, True]
+
+
+def with_a_graph(comm):
+    replica = BucketedDDP(comm, seeded(plain), bucket_mb=TINY_MB)
+    found = []
+    for _ in range(2):
+        replica.zero_grad()
+        with warnings.catch_warnings(action="ignore"):
+            replica(own_inputs(comm)).square().sum().backward(create_graph=True)
+        found.append(is_mean([p.grad for p in replica.parameters()]))
+    return found
+
+
+def test_a_backward_that_makes_a_graph_is_summed_too(two_ranks):
+    assert by_rank(with_a_graph, two_ranks) == [[True, True]] * 2
+
+
+def left_behind(comm):
+    """Of three replicas that were used and dropped: those alive, and the threads."""
+    module = seeded(plain)
+    dropped = []
+    for _ in range(3):
+        replica = BucketedDDP(comm, module, bucket_mb=0)
+        gradients_of(replica, own_inputs(comm))
+        dropped.append(weakref.ref(replica))
+    before = comm.messages
+    gradients_of(replica, own_inputs(comm))
+    sent = comm.messages - before
+    del replica
+    gc.collect()
+    names = [thread.name for thread in threading.enumerate()]
+    return sum(found() is not None for found in dropped), sent, names.count("labkit-ddp")
+
+
+def test_a_replica_that_is_dropped_is_gone_and_sums_nothing_more(two_ranks):
+    # Six parameters, two messages each: of the last replica alone.
+    assert by_rank(left_behind, two_ranks) == [(0, 12, 1)] * 2
+
+
+def refusals(comm):
+    with pytest.raises(ValueError, match="no parameter of this model requires") as nothing:
+        NaiveDDP(comm, plain().requires_grad_(False))
+    replica = BucketedDDP(comm, plain(), bucket_mb=0, op="median")
+    with pytest.raises(ValueError, match="unknown operation 'median'") as in_thread:
+        replica(torch.ones(2, 6)).sum().backward()
+    lines = [str(entry.statement) for entry in in_thread.traceback]
+    return str(nothing.value), lines
+
+
+def test_a_model_without_anything_to_train_is_refused(two_ranks):
+    for nothing, _ in by_rank(refusals, two_ranks):
+        assert "none to sum" in nothing
+
+
+def test_an_error_in_the_thread_is_raised_by_the_learners_backward(two_ranks):
+    for _, lines in by_rank(refusals, two_ranks):
+        assert "replica(torch.ones(2, 6)).sum().backward()" in lines[0]
+
+
+def unused(comm):
+    found = []
+    for make_replica in (NaiveDDP, partial(BucketedDDP, bucket_mb=0)):
         for find_unused in (False, True):
             replica = make_replica(comm, seeded(Sometimes), find_unused=find_unused)
             inputs = torch.ones(2, 6, dtype=torch.float64)
             inputs[:, 0] += 200 * (comm.rank == 1)
             replica(inputs).sum().backward()
             found.append({name: p.grad for name, p in replica.module.named_parameters()})
-        return found
-
-    by_rank = run(gradients, make_replica, world_size=3).values
-    for counted, told in by_rank:
-        # Two samples on one of three ranks, averaged over the ranks.
-        assert torch.equal(counted["branch.bias"], torch.full((6,), 2 / 3, dtype=torch.float64))
-        assert torch.equal(counted["never.bias"], torch.zeros(6, dtype=torch.float64))
-        assert torch.equal(told["branch.bias"], counted["branch.bias"])
-        assert told["never.bias"] is None
-        assert told["never.weight"] is None
+    return found
 
 
-def test_replicas_start_as_rank_0s_and_gradients_may_be_zeroed_in_place():
-    def gradients(comm):
-        torch.manual_seed(comm.rank)
-        replica = BucketedDDP(comm, plain().double(), bucket_mb=TINY_MB, op="sum")
-        start = replica.module.state_dict()
-        found = []
-        for inputs, _ in some_batches((4, 4)):
-            replica.zero_grad(set_to_none=False)
+def test_what_a_rank_has_not_used_counts_as_zero(three_ranks):
+    for found in by_rank(unused, three_ranks):
+        for counted_as_zero, told in zip(found[::2], found[1::2]):
+            # Two samples on one of three ranks, averaged over the ranks.
+            due = torch.full((6,), 2 / 3, dtype=torch.float64)
+            assert torch.equal(counted_as_zero["branch.bias"], due)
+            assert not counted_as_zero["never.bias"].any()
+            assert torch.equal(told["branch.bias"], due)
+            assert told["never.bias"] is None
+            assert told["never.weight"] is None
+
+
+def counted(comm):
+    found = []
+    for bucket_mb in (25, TINY_MB):
+        replica = BucketedDDP(comm, seeded(with_batch_norm), bucket_mb=bucket_mb)
+        before, started = (comm.messages, comm.bytes_sent), len(comm.spans())
+        for inputs, _ in some_batches((4, 4, 4)):
+            replica.zero_grad()
             replica(inputs).sum().backward()
-            found.append([p.grad.clone() for p in replica.parameters()])
-        return start, found
-
-    def expected():
-        model = plain().double()
-        model.load_state_dict(start)
-        for inputs, _ in some_batches((4, 4)):
-            model.zero_grad()
-            model(inputs).sum().backward()
-            yield [2 * p.grad for p in model.parameters()]
-
-    (start, found), (others_start, _) = run(gradients, world_size=2).values
-    assert checksum(start) == checksum(others_start)
-    torch.testing.assert_close(found, list(expected()), rtol=1e-10, atol=0)
+        used = comm.messages - before[0], comm.bytes_sent - before[1]
+        sizes = [sum(p.numel() for p in b.parameters) for b in replica.buckets]
+        found.append((sizes, used, {span.lane for span in comm.spans()[started:]}))
+    return found
 
 
-def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own():
-    def counted(comm):
-        found = []
-        for bucket_mb in (25, TINY_MB):
-            replica = BucketedDDP(comm, seeded(with_batch_norm), bucket_mb=bucket_mb)
-            before = comm.messages, comm.bytes_sent
-            for inputs, _ in some_batches((4, 4, 4)):
-                replica.zero_grad()
-                replica(inputs).sum().backward()
-            used = comm.messages - before[0], comm.bytes_sent - before[1]
-            sizes = [sum(p.numel() for p in b.parameters) for b in replica.buckets]
-            found.append((sizes, used, {span.lane for span in comm.spans()}))
-        return found
-
+def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own(three_ranks):
     # Running mean and variance of 8 and of 6 features, and two counters.
     buffers = [2 * (8 + 6) * 8, 2 * 8]
-    for rank, found in enumerate(run(counted, world_size=3).values):
+    for rank, found in enumerate(by_rank(counted, three_ranks)):
         for sizes, used, _ in found:
             gradients = ddp_update_cost(sizes, 8, 3, rank)
             with_buffers = ddp_update_cost(sizes, 8, 3, rank, buffers)
@@ -259,16 +445,6 @@ def test_buckets_change_the_messages_and_not_the_bytes():
     assert ddp_update_cost([8], 4, 2, buffer_bytes=[10]) == Cost(3, 3, 42)
 
 
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("the disk of rank 1 is full")
-
-
 def test_a_rank_that_fails_in_backward_ends_the_run():
     def step(comm):
         replica = BucketedDDP(comm, plain(), bucket_mb=0)
@@ -290,20 +466,3 @@ def test_ranks_with_other_buckets_are_told_what_differs():
 
     with pytest.raises(WorkerError, match=r"(?s)different collectives.*\[126\].*\[6, 8\]"):
         run(step, world_size=2)
-
-
-def test_an_error_in_the_thread_is_raised_by_the_learners_backward():
-    def step(comm):
-        replica = BucketedDDP(comm, plain(), bucket_mb=0, op="median")
-        replica(torch.ones(2, 6)).sum().backward()
-
-    with pytest.raises(WorkerError) as caught:
-        run(step, world_size=2)
-    assert "ValueError: unknown operation 'median'" in str(caught.value)
-    assert ".sum().backward()" in str(caught.value)
-
-
-def test_a_model_without_anything_to_train_is_refused():
-    model = plain().requires_grad_(False)
-    with pytest.raises(WorkerError, match="ValueError: no parameter of this model requires"):
-        run(lambda comm: NaiveDDP(comm, model), world_size=1)
