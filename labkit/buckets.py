@@ -39,7 +39,8 @@ def assign_buckets(
         kinds: a bucket holds one kind (dtype and device); None takes all for one.
 
     Returns:
-        The buckets in the order in which they become ready, each the indices of its parameters.
+        The buckets in the order in which they become ready (the last gradient of each is that of
+        its smallest index), each the indices of its parameters.
     """
     buckets: list[list[int]] = []
     filling: list[int] = []
@@ -58,7 +59,8 @@ def assign_buckets(
         if held_bytes >= cap:
             buckets.append(filling)
             filling, held_bytes, cap = [], 0, cap_bytes
-    return [*buckets, filling] if filling else buckets
+    # A bucket is ready with its first registered parameter, which backward comes to last.
+    return sorted([*buckets, filling] if filling else buckets, key=min, reverse=True)
 
 
 class BucketTimes(NamedTuple):
