@@ -3,9 +3,8 @@
 Symbols: P ranks, B samples in the global batch.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -15,23 +14,22 @@ from torch.nn import functional
 from torch.utils.data import DistributedSampler
 
 from labkit.buckets import assign_buckets
-from labkit.checks.compare import same
 from labkit.checks.core import WORLD_SIZES, grade
 from labkit.checks.exercise import Case, Exercise, Target
-from labkit.checks.plain import from_a_stub
-from labkit.checks.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_function, told
+from labkit.checks.plain import answers
+from labkit.checks.report import Verdict
 from labkit.comm import Comm
 from labkit.costs import ring_all_reduce_cost
 
 # Sizes of parameters, cap, cap of the first bucket. No parameter fills a bucket by itself.
 _BUCKETINGS = (
-    ((1, 1, 1, 1, 1, 1), 3, 2),
+    ((1, 1, 1, 1, 1, 1, 1), 4, 2),
     ((4, 2, 3, 1, 2), 5, 5),
-    ((1, 6, 2, 5, 3, 3), 7, 4),
+    ((1, 3, 2, 3, 3, 3), 7, 4),
     ((2, 2), 9, 9),
 )
-# (samples, epoch) of the sampler's calls: 10 and 7 do not divide by every P, 1 is fewer than P.
-_EPOCHS = ((10, 0), (10, 1), (12, 0), (7, 2), (1, 0))
+# The sampler's epoch by number of samples: 10 and 7 do not divide by every P, 1 is fewer than P.
+_EPOCHS = {10: 1, 12: 0, 7: 2, 1: 0}
 _SEED = 5
 _FEATURES, _CLASSES = 4, 3
 
@@ -41,7 +39,8 @@ def buckets(fn: Callable) -> Verdict:
 
     Runs in this process: no ranks are needed.
     """
-    return told("ddp.buckets", lambda: _judge_buckets(fn, "ddp.buckets"))
+    expected = {case: assign_buckets(*case) for case in _BUCKETINGS}
+    return answers(fn, expected, name="ddp.buckets", mistakes=_BUCKET_MISTAKES)
 
 
 def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -51,15 +50,12 @@ def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     all ranks. Shares have 5, 3 and 2 samples, the last rank's none. Target: one
     ``ring_all_reduce`` a parameter.
     """
-    exercise = Exercise(
+    exercise = _gradients_exercise(
         "ddp.average",
-        signature="comm, model, inputs, targets, batch_size",
-        inputs=lambda rank, case: (*_share(rank, case), _batch_size(case)),
-        written=None,
-        call=_gradients_of,
-        judge=partial(_judge_gradients, mistakes=_AVERAGE_MISTAKES),
-        target=_one_ring_a_parameter,
-        sizes=(),
+        "comm, model, inputs, targets, batch_size",
+        lambda rank, case: (*_share(rank, case), sum(_counts(case))),
+        _AVERAGE_MISTAKES,
+        lambda case: _Parts([[_share(rank, case)] for rank in range(case.world_size)]),
     )
     return grade(fn, exercise, world_sizes)
 
@@ -71,15 +67,12 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
     ``grad`` is the gradient of the mean over all B samples. Target: one ``ring_all_reduce`` a
     parameter, however many micro-batches there are.
     """
-    exercise = Exercise(
+    exercise = _gradients_exercise(
         "ddp.accumulate",
-        signature="comm, model, micro_batches, batch_size",
-        inputs=lambda rank, case: (_micro_batches(rank), 6 * case.world_size),
-        written=None,
-        call=_gradients_of,
-        judge=partial(_judge_gradients, mistakes=_ACCUMULATE_MISTAKES),
-        target=_one_ring_a_parameter,
-        sizes=(),
+        "comm, model, micro_batches, batch_size",
+        lambda rank, case: (_micro_batches(rank), 6 * case.world_size),
+        _ACCUMULATE_MISTAKES,
+        lambda case: _Parts([_micro_batches(rank) for rank in range(case.world_size)]),
     )
     return grade(fn, exercise, world_sizes)
 
@@ -92,13 +85,14 @@ def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     """
     exercise = Exercise(
         "ddp.sampler",
+        _torch_samples,
         signature="comm, num_samples, epoch, seed",
-        inputs=lambda rank, case: (0, 0, _SEED),
+        inputs=lambda rank, case: (case.size, _EPOCHS[case.size], _SEED),
         written=None,
-        call=_all_epochs,
-        judge=_judge_sampler,
+        call=_indices_of,
+        mistakes=_SAMPLER_MISTAKES,
         target=lambda rank, case: Target(messages=0),
-        sizes=(),
+        sizes=tuple(_EPOCHS),
     )
     return grade(fn, exercise, world_sizes)
 
@@ -106,50 +100,45 @@ def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 # Buckets
 
 
-def _judge_buckets(fn: Callable, name: str) -> Verdict:
-    if not callable(fn):
-        return Verdict(name, NOT_YET, notes=[no_function(fn)])
-    found = []
-    for sizes, cap, first_cap in _BUCKETINGS:
-        call = f"{getattr(fn, '__name__', 'yours')}({list(sizes)}, {cap}, {first_cap})"
-        try:
-            found.append([list(bucket) for bucket in fn(list(sizes), cap, first_cap)])
-        except Exception as error:
-            if from_a_stub(error):
-                return Verdict(name, NOT_ATTEMPTED)
-            note = f"{call} raised {type(error).__name__}: {error}"
-            return Verdict(name, NOT_YET, notes=[note])
-        due = assign_buckets(sizes, cap, first_cap)
-        if found[-1] != due:
-            story = _bucket_mistake(sizes, found[-1], cap, first_cap)
-            note = f"{call} is {due}, and yours says {found[-1]}: {story}"
-            return Verdict(name, NOT_YET, notes=[note])
-    return Verdict(name, PASSED, notes=[f"all {len(found)} assignments are right"])
+def _backwards(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[list[int]]:
+    found = assign_buckets(sizes[::-1], cap, first_cap)
+    return [[len(sizes) - 1 - index for index in bucket] for bucket in found]
 
 
-def _bucket_mistake(sizes: tuple[int, ...], found: list, cap: int, first_cap: int) -> str:
-    """What is wrong with an assignment, in words."""
-    due, count = assign_buckets(sizes, cap, first_cap), Counter(chain(*found))
-    forward = assign_buckets(sizes[::-1], cap, first_cap)
-    if missing := [i for i in range(len(sizes)) if i not in count]:
-        return f"parameter {missing[0]} is in no bucket; was the last one closed?"
-    if twice := [i for i, times in count.items() if times > 1]:
-        return f"parameter {twice[0]} is in two buckets"
-    if found == due[::-1]:
-        return "the right buckets, but the first to leave comes last"
-    if [sorted(bucket) for bucket in found] == [sorted(bucket) for bucket in due]:
-        return "the right buckets, but inside one the last parameter comes first"
-    if found == [[len(sizes) - 1 - i for i in bucket] for bucket in forward]:
-        return "it goes forward: backward finds the last parameter's gradient first"
-    if found == assign_buckets(sizes, cap, cap):
-        return "the first bucket has a cap of its own"
-    if found == assign_buckets(sizes, first_cap, first_cap):
-        return "the first bucket's cap is for the first bucket alone"
-    if any(
-        sum(sizes[i] for i in b) > (cap if n else first_cap) for n, b in enumerate(due)
-    ) and all(sum(sizes[i] for i in b) <= (cap if n else first_cap) for n, b in enumerate(found)):
-        return "a bucket is closed once it holds its cap or more, not before it would hold more"
-    return "a bucket is closed as soon as it holds its cap or more"
+def _closed_before(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[list[int]]:
+    """A bucket is closed when the next parameter would make it hold more than its cap."""
+    found: list[list[int]] = [[]]
+    for index in reversed(range(len(sizes))):
+        limit = cap if len(found) > 1 else first_cap
+        if found[-1] and sum(sizes[i] for i in found[-1]) + sizes[index] > limit:
+            found.append([])
+        found[-1].append(index)
+    return found
+
+
+_BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
+    "it goes forward: backward finds the last parameter's gradient first": _backwards,
+    "the right buckets, but the first to leave comes last": (
+        lambda *case: assign_buckets(*case)[::-1]
+    ),
+    "the right buckets, but inside one the last parameter comes first": (
+        lambda *case: [sorted(bucket) for bucket in assign_buckets(*case)]
+    ),
+    "the first bucket has a cap of its own": lambda sizes, cap, _: assign_buckets(sizes, cap, cap),
+    "the first bucket's cap is for the first bucket alone": (
+        lambda sizes, _, first: assign_buckets(sizes, first, first)
+    ),
+    "a bucket is closed once it holds its cap or more, not before it would hold more": (
+        _closed_before
+    ),
+    "a bucket that holds its cap is closed, and need not hold more": (
+        lambda sizes, cap, first: assign_buckets(sizes, cap + 1, first + 1)
+    ),
+    "what is left at the end is a bucket, too": lambda *case: assign_buckets(*case)[:-1],
+    "nothing is left at the end, and an empty bucket is none": (
+        lambda *case: [*assign_buckets(*case), []]
+    ),
+}
 
 
 # Gradients
@@ -170,28 +159,28 @@ def _samples(rank: int, count: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(_CLASSES, (count,), generator=generator)
 
 
-def _num_samples(rank: int, case: Case) -> int:
-    return 0 if rank == case.world_size - 1 else (5, 3, 2)[rank]
-
-
-def _batch_size(case: Case) -> int:
-    return sum(_num_samples(rank, case) for rank in range(case.world_size))
+def _counts(case: Case) -> list[int]:
+    return [*(5, 3, 2)[: case.world_size - 1], 0]
 
 
 def _share(rank: int, case: Case) -> tuple[Tensor, Tensor]:
-    return _samples(rank, _num_samples(rank, case))
+    return _samples(rank, _counts(case)[rank])
 
 
 def _micro_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [_samples(rank, count) for count in (3, 2, 1)]
 
 
-def _gradients_of(fn: Callable, comm: Comm, *args: Any) -> Tensor | None:
-    """All gradients in one row [N]; None where a parameter has none."""
+def _gradients_of(fn: Callable, comm: Comm, *args: Any) -> list[Tensor]:
+    """By parameter."""
     model = _model()
     fn(comm, model, *args)
     found = [parameter.grad for parameter in model.parameters()]
-    return None if any(g is None for g in found) else torch.cat([g.flatten() for g in found])
+    if any(gradient is None for gradient in found):
+        raise ValueError("a parameter has no gradient: a rank without samples brings zeros")
+    if not all(gradient.isfinite().all() for gradient in found):
+        raise ValueError("a gradient is NaN: was it divided by a share's number of samples, 0?")
+    return found
 
 
 def _one_ring_a_parameter(rank: int, case: Case) -> Target:
@@ -201,10 +190,16 @@ def _one_ring_a_parameter(rank: int, case: Case) -> Target:
 
 
 def _sum_gradient(inputs: Tensor, targets: Tensor) -> Tensor:
-    """[N], of the summed loss."""
+    """[N], of the summed loss: all parameters in one row."""
     model = _model()
     functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def _by_parameter(row: Tensor) -> list[Tensor]:
+    shapes = [parameter.shape for parameter in _model().parameters()]
+    pieces = row.split([shape.numel() for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
 
 
 class _Parts:
@@ -216,6 +211,7 @@ class _Parts:
         self.world_size = len(parts)
         self.batch_size = sum(map(sum, self.counts))
         self.total = self.over_ranks(self.own)
+        self.due = self.total / self.batch_size
 
     def own(self, rank: int) -> Tensor:
         return sum(self.sums[rank])
@@ -239,24 +235,52 @@ class _Parts:
         return held
 
 
-Mistakes = Mapping[str, Callable[[_Parts, int], Tensor]]
+Mistakes = dict[str, Callable[[_Parts, int], Tensor]]
 
-_AVERAGE_MISTAKES: Mistakes = {
+
+def _gradients_exercise(
+    name: str,
+    signature: str,
+    inputs: Callable[[int, Case], tuple],
+    mistakes: Mistakes,
+    make_parts: Callable[[Case], _Parts],
+) -> Exercise:
+    parts_of = cache(make_parts)
+
+    def leads_to(wrong: Callable[[_Parts, int], Tensor]) -> Callable[[int, Case], list[Tensor]]:
+        return lambda rank, case: _by_parameter(wrong(parts_of(case), rank))
+
+    return Exercise(
+        name,
+        leads_to(lambda parts, rank: parts.due),
+        signature=signature,
+        inputs=inputs,
+        written=None,
+        call=_gradients_of,
+        mistakes={sentence: leads_to(wrong) for sentence, wrong in mistakes.items()},
+        target=_one_ring_a_parameter,
+        sizes=(),
+    )
+
+
+_COMMON_MISTAKES: Mistakes = {
     "it is the sum over the samples: divide by the samples of the global batch": (
         lambda parts, rank: parts.total
     ),
+    "it is divided twice: by the samples and by the ranks": (
+        lambda parts, rank: parts.due / parts.world_size
+    ),
+    "it holds this rank's own samples alone: nothing was summed over the ranks": (
+        lambda parts, rank: parts.own(rank) / parts.batch_size
+    ),
+}
+_AVERAGE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
     "every rank counts alike, however many samples it has: a mean of means is not the mean": (
         lambda parts, rank: parts.over_ranks(parts.own_mean) / parts.world_size
     ),
     "it is a sum of the ranks' means": lambda parts, rank: parts.over_ranks(parts.own_mean),
     "it is divided by the number of ranks, where the samples count": (
         lambda parts, rank: parts.total / parts.world_size
-    ),
-    "it is divided twice: by the samples and by the ranks": (
-        lambda parts, rank: parts.total / parts.batch_size / parts.world_size
-    ),
-    "it holds this rank's own samples alone: nothing was summed over the ranks": (
-        lambda parts, rank: parts.own(rank) / parts.batch_size
     ),
     "it is the mean over this rank's own samples: nothing was summed over the ranks": (
         lambda parts, rank: parts.own_mean(rank)
@@ -265,9 +289,9 @@ _AVERAGE_MISTAKES: Mistakes = {
         lambda parts, rank: parts.own(rank)
     ),
 }
-_ACCUMULATE_MISTAKES: Mistakes = {
-    "it is the sum over the samples: divide by the samples of the global batch": (
-        lambda parts, rank: parts.total
+_ACCUMULATE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
+    "it is divided twice: by the samples and by the micro-batches": (
+        lambda parts, rank: parts.due / 3
     ),
     "only the last micro-batch is in it: was the gradient zeroed in between": (
         lambda parts, rank: parts.over_ranks(lambda r: parts.sums[r][-1]) / parts.batch_size
@@ -287,107 +311,67 @@ _ACCUMULATE_MISTAKES: Mistakes = {
     "it is a sum of the micro-batches' means": (
         lambda parts, rank: parts.over_ranks(parts.own_part_means)
     ),
-    "it holds this rank's own samples alone: nothing was summed over the ranks": (
-        lambda parts, rank: parts.own(rank) / parts.batch_size
-    ),
-    "it is divided twice: by the samples and by the ranks": (
-        lambda parts, rank: parts.total / parts.batch_size / parts.world_size
-    ),
 }
-
-
-@cache
-def _parts_of(world_size: int, accumulated: bool) -> _Parts:
-    ranks, case = range(world_size), Case(world_size, 0)
-    if accumulated:
-        return _Parts([_micro_batches(rank) for rank in ranks])
-    return _Parts([[_share(rank, case)] for rank in ranks])
-
-
-def _judge_gradients(case: Case, values: list[Any], mistakes: Mistakes) -> str | None:
-    """What is wrong with the ranks' gradients, in a sentence."""
-    parts = _parts_of(case.world_size, mistakes is _ACCUMULATE_MISTAKES)
-    due = parts.total / parts.batch_size
-    for rank, value in enumerate(values):
-        if value is None:
-            return (
-                f"on rank {rank} a parameter has no gradient: a rank without samples brings zeros"
-            )
-    bad = [rank for rank, value in enumerate(values) if not same(value, due)]
-    if not bad:
-        return None
-    for sentence, wrong in mistakes.items():
-        if all(same(value, wrong(parts, rank)) for rank, value in enumerate(values)):
-            return sentence
-    first = values[bad[0]]
-    if not torch.isfinite(first).all():
-        return f"rank {bad[0]} has NaN: was something divided by its own number of samples, 0"
-    if len(bad) < case.world_size:
-        return (
-            f"rank {bad[0]} is the first that is wrong, and {case.world_size - len(bad)} are right"
-        )
-    ratio = (first.norm() / due.norm()).item()
-    return f"rank {bad[0]}'s gradient is {ratio:.3g} times as long as it should be"
 
 
 # The sampler
 
 
-def _all_epochs(fn: Callable, comm: Comm, _num_samples: int, _epoch: int, seed: int) -> list:
-    return [fn(comm, count, epoch, seed) for count, epoch in _EPOCHS]
+def _indices_of(fn: Callable, comm: Comm, *args: Any) -> list:
+    """In a list, so that a wrong number of indices is a wrong value, and its mistake is named."""
+    found = fn(comm, *args)
+    return [found.tolist() if isinstance(found, Tensor) else found]
 
 
-def _judge_sampler(case: Case, values: list[Any]) -> str | None:
-    """What is wrong with the ranks' samples, in a sentence: the first call that is wrong."""
-    for call, (count, epoch) in enumerate(_EPOCHS):
-        mine = [value[call] for value in values]
-        start = f"{count} samples, epoch {epoch}"
-        for rank, indices in enumerate(mine):
-            if isinstance(indices, Tensor):
-                mine[rank] = indices = indices.tolist()
-            if not isinstance(indices, list) or not all(isinstance(i, int) for i in indices):
-                return f"rank {rank} returns {indices!r:.40}, where a list of indices is due"
-        due = [_torch_samples(rank, case.world_size, count, epoch) for rank in range(len(mine))]
-        if mine != due:
-            return f"{start}: {_sampler_mistake(mine, due, count, epoch, case.world_size)}"
-    return None
+def _torch_samples(rank: int, case: Case) -> list[list[int]]:
+    found = DistributedSampler(range(case.size), case.world_size, rank, seed=_SEED)
+    found.set_epoch(_EPOCHS[case.size])
+    return [list(found)]
 
 
-def _torch_samples(rank: int, world_size: int, count: int, epoch: int) -> list[int]:
-    found = DistributedSampler(range(count), world_size, rank, shuffle=True, seed=_SEED)
-    found.set_epoch(epoch)
-    return list(found)
+def _order(case: Case, seed: int = _SEED) -> list[int]:
+    """All samples, shuffled by ``seed + epoch`` and not padded."""
+    generator = torch.Generator().manual_seed(seed + _EPOCHS[case.size])
+    return torch.randperm(case.size, generator=generator).tolist()
 
 
-def _sampler_mistake(
-    mine: list[list[int]], due: list[list[int]], count: int, epoch: int, world_size: int
-) -> str:
-    lengths = [len(indices) for indices in mine]
-    everything = Counter(index for indices in mine for index in indices)
-    if len(set(lengths)) > 1:
-        return (
-            f"the ranks have {lengths} samples. One would make a step more than another, and wait "
-            "for ever: pad until all have equally many"
-        )
-    if wrong := [index for index in everything if not 0 <= index < count]:
-        return f"there is no sample {wrong[0]}"
-    if mine == [_torch_samples(rank, world_size, count, 0) for rank in range(world_size)]:
-        return f"the order is that of epoch 0: the seed of epoch {epoch} is seed + epoch"
-    if mine == _unshuffled(count, world_size):
-        return "the samples come in their own order: shuffle them"
-    if missing := [index for index in range(count) if index not in everything]:
-        dropped = len(missing) < world_size and sum(lengths) < count
-        reason = "the rest was dropped" if dropped else "do all ranks shuffle with the same seed"
-        return f"sample {missing[0]} is on no rank: {reason}"
-    if sorted(chain(*mine)) == sorted(chain(*due)):
-        if [sorted(indices) for indices in mine] == [sorted(indices) for indices in due]:
-            return "every rank has the right samples in another order"
-        return "the right samples, but rank r takes every P-th from number r on, and no block"
-    if sum(lengths) == sum(map(len, due)):
-        return "the padding is other samples: it repeats the beginning of the shuffled order"
-    return f"rank 0 has {mine[0]}, where {due[0]} is due"
+def _dealt(rank: int, case: Case, order: list[int], padding: list[int] | None = None) -> list:
+    missing = -case.size % case.world_size
+    padded = order + ((padding or order) * missing)[:missing]
+    return [padded[rank :: case.world_size]]
 
 
-def _unshuffled(count: int, world_size: int) -> list[list[int]]:
-    ranks = range(world_size)
-    return [list(DistributedSampler(range(count), world_size, r, shuffle=False)) for r in ranks]
+def _block(rank: int, case: Case) -> list[list[int]]:
+    padded = list(chain(*zip(*(_dealt(r, case, _order(case))[0] for r in range(case.world_size)))))
+    size = len(padded) // case.world_size
+    return [padded[rank * size :][:size]]
+
+
+_SAMPLER_MISTAKES: Mapping[str, Callable[[int, Case], list]] = {
+    "the order is that of epoch 0: the seed of an epoch is seed + epoch": (
+        lambda rank, case: _dealt(rank, case, _order(case, _SEED - _EPOCHS[case.size]))
+    ),
+    "the samples come in their own order: shuffle them": (
+        lambda rank, case: _dealt(rank, case, list(range(case.size)))
+    ),
+    "one rank has a sample more than another, makes a step more, and waits for ever: pad until "
+    "all have equally many": lambda rank, case: [_order(case)[rank :: case.world_size]],
+    "the rest was dropped: pad, so that no sample is left out": (
+        lambda rank, case: [
+            _order(case)[rank : case.size - case.size % case.world_size][:: case.world_size]
+        ]
+    ),
+    "the padding is other samples: it repeats the beginning of the shuffled order": (
+        lambda rank, case: _dealt(rank, case, _order(case), padding=_order(case)[-1:])
+    ),
+    "the right samples, but rank r takes every P-th from number r on, and no block": _block,
+    "each rank shuffles with another seed, so a sample is on two ranks, or on none": (
+        lambda rank, case: _dealt(rank, case, _order(case, _SEED + rank))
+    ),
+    "they are another rank's: rank r takes every P-th from number r on": (
+        lambda rank, case: _torch_samples((rank + 1) % case.world_size, case)
+    ),
+    "the right samples in another order": (
+        lambda rank, case: [sorted(*_torch_samples(rank, case))]
+    ),
+}

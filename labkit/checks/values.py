@@ -157,7 +157,8 @@ def _basis(exercise: Exercise, case: Case) -> dict[tuple[int, int], torch.Tensor
         if isinstance(own, torch.Tensor):
             own = split_chunks(own, case.world_size) if exercise.chunked else [own]
         for index, piece in enumerate(own):
-            basis[rank, index] = piece
+            if isinstance(piece, torch.Tensor):
+                basis[rank, index] = piece
     return basis
 
 
