@@ -14,6 +14,11 @@ OPTIONS = (
     *("servers", "straggler", "max_staleness", "devices"),
 )
 
+# A terabyte. PyTorch counts bytes in 64 bits, and takes no more.
+_MOST_MB = 2**20
+# Repeats count upwards from a seed, and torch's generators take 64 bits.
+_MOST_SEED = 2**32 - 1
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -80,9 +85,10 @@ class RunConfig:
         _check_whole("max_staleness", self.max_staleness, optional=True, least=0)
         if self.devices is not None:
             self._follow_devices()
-        if self.bucket_mb is not None and not self.bucket_mb >= 0:
+        if self.bucket_mb is not None and not 0 <= self.bucket_mb <= _MOST_MB:
             raise ValueError(
-                f"bucket_mb must be 0 (a bucket a parameter) or more, got {self.bucket_mb!r}"
+                f"bucket_mb must be from 0 (a bucket a parameter) to {_MOST_MB:,}, got "
+                f"{self.bucket_mb!r}"
             )
         _check_choice("amp", self.amp, AMP)
         _check_choice("compress", self.compress, COMPRESSIONS)
@@ -97,8 +103,11 @@ class RunConfig:
                 f"batch_size {self.batch_size} is smaller than world_size {self.world_size}: some "
                 f"ranks would never get a sample. Use a batch of at least {self.world_size}"
             )
-        if not self.lr > 0:
-            raise ValueError(f"lr must be above 0, got {self.lr!r}")
+        _check_whole("seed", self.seed, least=0)
+        if self.seed > _MOST_SEED:
+            raise ValueError(f"seed must be at most {_MOST_SEED}, got {self.seed}")
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"lr must be above 0 and finite, got {self.lr!r}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be from 0 to below 1, got {self.momentum!r}")
         if self.dtype not in DTYPES:
