@@ -145,7 +145,7 @@ class NaiveDDP(nn.Module):
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._all_reduce(parameter.grad, self.op)
+            fast_ring_all_reduce(self.comm, parameter.grad, self.op)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
         fast_ring_all_reduce(self.comm, tensor, op)
