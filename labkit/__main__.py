@@ -111,8 +111,11 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         config = _config(arguments)
         strategies.check_name(config.strategy)
-        for path in filter(None, (arguments.json, arguments.save)):
-            _check_writable(Path(path))
+        paths = [Path(path) for path in (arguments.json, arguments.save) if path]
+        for path in paths:
+            _check_writable(path)
+        if len({path.absolute() for path in paths}) < len(paths):
+            raise ValueError(f"--json and --save both say {paths[0]}: give two files")
         # Before torch is imported here: the two take seconds each, and go side by side.
         launch.warm_up()
         from labkit.experiment import train_run
@@ -120,6 +123,8 @@ def _train(arguments: argparse.Namespace) -> int:
         result = train_run(
             config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
         )
+        if not launch.under_torchrun() or os.environ["RANK"] == "0":
+            _report(result, arguments)
     except WorkerError as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
@@ -128,8 +133,6 @@ def _train(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("labkit: stopped; all ranks have ended", file=sys.stderr)
         return 130
-    if not launch.under_torchrun() or os.environ["RANK"] == "0":
-        _report(result, arguments)
     return 0
 
 
@@ -143,8 +146,12 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 def _check_writable(path: Path) -> None:
     """Raise ValueError now, not after an hour of training."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
         raise ValueError(f"cannot write {path}: give a file in a folder that exists")
+    # A file is written beside the old one and renamed: it is the folder that decides.
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"cannot write {path}: no permission to write to {folder}")
 
 
 def _report(result, arguments: argparse.Namespace) -> None:

@@ -182,7 +182,7 @@ def check(config: RunConfig):
         if name not in known:
             raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
     check_world_size(config.world_size, warn=False)
-    plan(config.world_size, config.device, config.transport)
+    _check_backend(config, plan(config.world_size, config.device, config.transport).devices[0])
     if config.strategy == "single" and config.world_size != 1:
         raise ValueError(
             f"strategy single trains on one rank, got world_size {config.world_size}: "
@@ -193,6 +193,15 @@ def check(config: RunConfig):
     if hasattr(strategy, "check_ranks"):
         strategy.check_ranks(config.world_size)
     return make_strategy
+
+
+def _check_backend(config: RunConfig, device: str) -> None:
+    needs = {"nccl": "cuda", "labkit": "cpu"}.get(config.backend)
+    if needs and not device.startswith(needs):
+        raise ValueError(
+            f"backend {config.backend!r} moves tensors on {needs}, and the ranks are on {device}: "
+            f"choose device {needs!r}, or backend 'gloo'"
+        )
 
 
 def _in_one_process(make_strategy) -> bool:

@@ -65,6 +65,11 @@ def test_the_options_of_a_technique_reach_it(tmp_path, capsys):
         (["--strategy", "single", "--epochs", "many"], "invalid int value: 'many'"),
         (["--strategy", "single", "--json", "/nowhere/out.json"], "in a folder that exists"),
         (["--strategy", "single", "--dataset", "mnist"], "mnist is not in"),
+        (["--strategy", "single", "--json", "a", "--save", "a"], "both say a: give two files"),
+        (
+            ["--strategy", "ddp", "--builtin", "--backend", "nccl", "--device", "cpu"],
+            "backend 'nccl' moves tensors on cuda, and the ranks are on cpu: choose device 'cuda'",
+        ),
         ([], "the following arguments are required: --strategy"),
     ],
 )
@@ -78,6 +83,35 @@ def test_errors_of_use_are_one_line_and_exit_2(words, message, tmp_path, monkeyp
     (line,) = printed.err.splitlines()
     assert line.startswith("labkit: error: ")
     assert message in line
+
+
+def test_what_cannot_be_written_is_said_before_the_run(tmp_path, monkeypatch, capsys):
+    # Root may write anywhere, so the answer is played.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for words in (
+        ["train", "--strategy", "single", "--json", str(tmp_path / "a")],
+        ["compare", "--json", str(tmp_path / "a")],
+        ["compare", "--figures", str(tmp_path)],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "cannot write" in line
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    """The disk fills up while the run lasts."""
+
+    def gone(self, path):
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr("labkit.experiment.TrainResult.save_json", gone)
+    words = ["--strategy", "single", "--model", "mlp", *QUICK, "--json", str(tmp_path / "a")]
+    with pytest.raises(SystemExit):
+        main(["train", *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in line
 
 
 def test_a_wrong_world_size_under_torchrun_is_an_error_of_use(monkeypatch, capsys):

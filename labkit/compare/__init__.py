@@ -6,6 +6,7 @@ tables and figures are drawn from it, now or later.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -120,8 +121,10 @@ def main(
         ValueError, OSError: before anything runs, what cannot be.
     """
     given = {name: text for name, text in texts.items() if text is not None}
-    if figures_dir and not Path(figures_dir).is_dir():
-        raise ValueError(f"cannot write figures to {figures_dir}: give a folder that exists")
+    if figures_dir and not (Path(figures_dir).is_dir() and os.access(figures_dir, os.W_OK)):
+        raise ValueError(
+            f"cannot write figures to {figures_dir}: give a folder that exists and can be written"
+        )
     if from_path and given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--from draws what was recorded, and cannot change it: drop {options}")
