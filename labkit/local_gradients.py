@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn import functional
 
 from labkit.comm import Comm
@@ -77,7 +78,7 @@ class LocalGradients:
         total = targets.new_zeros((), dtype=inputs.dtype)
         for number, part in enumerate(parts, start=1):
             quietly = no_sync if number < len(parts) else contextlib.nullcontext
-            with self.comm.span("compute"), self._slowly(), quietly():
+            with self.comm.span("compute"), quietly():
                 total += self._forward_backward(*part, divisor)
         return total
 
@@ -94,19 +95,21 @@ class LocalGradients:
         return list(zip(inputs.tensor_split(count), targets.tensor_split(count)))
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, divisor: float) -> Tensor:
+        start_s = time.perf_counter()
         with torch.autocast(self.comm.device.type, self.half, enabled=self.half is not None):
             logits = self.model(inputs)
         # The loss in the samples' own precision: a sum of many terms does not fit 8 bits.
         logits = logits.to(inputs.dtype)
+        if self.slowdown > 1:
+            # DDP waits for other ranks at the end of backward, which is not computing: queued when
+            # backward begins, this comes before.
+            queue = Variable._execution_engine.queue_callback
+            logits.register_hook(lambda _: queue(lambda: self._fall_behind(start_s)))
         loss = functional.cross_entropy(logits, targets, reduction="sum")
         self.scaler.scale(loss / divisor).backward()
         return loss.detach()
 
-    @contextlib.contextmanager
-    def _slowly(self):
-        start_s = time.perf_counter()
-        yield
-        if self.slowdown > 1:
-            if self.comm.device.type == "cuda":
-                torch.cuda.synchronize(self.comm.device)
-            time.sleep((self.slowdown - 1) * (time.perf_counter() - start_s))
+    def _fall_behind(self, start_s: float) -> None:
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+        time.sleep((self.slowdown - 1) * (time.perf_counter() - start_s))

@@ -8,6 +8,8 @@ import time
 import warnings
 import weakref
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import WorkerError, run, strategies, train_with
+from labkit import WorkerError, local_gradients, run, strategies, train_with
 from labkit.costs import NOTHING, Cost, ddp_update_cost
 from labkit.replicas import BucketedDDP, NaiveDDP
 from labkit.train import checksum, largest_difference
@@ -150,6 +152,7 @@ def two_ranks():
         with_a_graph,
         left_behind,
         refusals,
+        straggling,
     )
     return run(found_by_all, functions, world_size=2)
 
@@ -373,6 +376,23 @@ def test_a_model_without_anything_to_train_is_refused(two_ranks):
 def test_an_error_in_the_thread_is_raised_by_the_learners_backward(two_ranks):
     for _, lines in by_rank(refusals, two_ranks):
         assert "replica(torch.ones(2, 6)).sum().backward()" in lines[0]
+
+
+def straggling(comm):
+    """What this rank had sent in the step whenever it fell behind."""
+    strategy = DDP(straggler=(1, 2.0))
+    strategy.setup(comm, seeded(plain), sgd)
+    before, sent = comm.messages, []
+    sleep = SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda _: sent.append(comm.messages - before)
+    )
+    with mock.patch.object(local_gradients, "time", sleep):
+        strategy.step(*some_batches()[0], 14)
+    return sent
+
+
+def test_a_straggler_is_late_for_the_sum_and_is_not_slowed_by_waiting_for_it(two_ranks):
+    assert by_rank(straggling, two_ranks) == [[], [0]]
 
 
 def unused(comm):
