@@ -235,6 +235,8 @@ class Supervisor:
             message, kind = f"{message}.{waiting}", DeadlockError
         if where:
             message += f"\n  at {where}"
+        for rank in sorted(self._lost()):
+            message += f"\n  before that rank {rank} {self._why_lost(rank)}"
         if report.kind == "raised":
             message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
         return kind(message, rank=report.rank, location=where, worker_traceback=trace)
@@ -262,13 +264,15 @@ class Supervisor:
         returned = [r for r in range(self.world_size) if board.ranks[r]["state"] == RETURNED]
         if returned:
             lines.append(f"ranks that had returned: {returned}.")
+        lines += [f"rank {rank} {self._why_lost(rank)}." for rank in sorted(self._lost())]
         lines.append("Next step: look for a loop without an end, or give the run more timeout_s.")
         return DeadlineError("\n".join(lines))
 
     def _stacks(self) -> dict[int, str]:
         """Ask each running rank for its stack, and collect what comes within half a second."""
         self.output.flush()
-        asked = [r for r in range(self.world_size) if self.board.ranks[r]["state"] != RETURNED]
+        ended = (RETURNED, LOST)
+        asked = [r for r in range(self.world_size) if self.board.ranks[r]["state"] not in ended]
         for rank in asked:
             self._signal(rank, signal.SIGUSR1)
         until_s = time.monotonic() + 0.5
@@ -278,7 +282,8 @@ class Supervisor:
 
     def _signal(self, rank: int, number: int) -> None:
         pid = int(self.board.ranks[rank]["pid"])
-        if pid and rank not in self.gone:
+        # Of a process that has ended the system may have given its number to another.
+        if pid and rank not in self.gone | self._lost():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

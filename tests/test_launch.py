@@ -3,6 +3,7 @@
 The numbers in the class names are the rows of the fault table that the tests stand for.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from labkit.collectives import (
     ring_all_reduce,
     tree_all_reduce,
 )
+from labkit.errors import PeerLostError
 
 travel_by_value(__name__)
 
@@ -307,6 +309,23 @@ class TestRanksThatMayBeLost:
 
         with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
             run(needs_it, world_size=2, may_lose=[1])
+
+    def test_a_failure_and_a_deadline_tell_of_ranks_lost_before(self):
+        def fails_without_it(comm, late):
+            if comm.rank == 1:
+                raise ValueError("the cause")
+            with contextlib.suppress(PeerLostError):
+                comm.recv(torch.empty(1), 1)
+            if late:
+                time.sleep(60)
+            raise RuntimeError("nobody is left")
+
+        why = "rank 1 raised ValueError: the cause at "
+        with pytest.raises(WorkerError, match=f"rank 0 raised RuntimeError(?s:.)*{why}"):
+            run(fails_without_it, False, world_size=2, may_lose=[1])
+        with pytest.raises(DeadlineError, match=why) as caught:
+            run(fails_without_it, True, world_size=2, may_lose=[1], timeout_s=0.8)
+        assert "rank 1 was in its own code" not in str(caught.value)
 
     def test_ranks_that_there_are_not(self):
         with pytest.raises(ValueError, match=r"may_lose \[2\]: with world_size 2 the ranks are 0"):
