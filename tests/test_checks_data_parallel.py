@@ -108,6 +108,19 @@ def forgets_the_mode(functions, inputs):
         return list(pool.map(lambda f, x: f(x), functions, inputs))
 
 
+def never_records(functions, inputs):
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(torch.no_grad()(lambda f, x: f(x)), functions, inputs))
+
+
+def asks_all_but_the_first(functions, inputs):
+    results = in_threads(functions, inputs, "at the end")
+    errors = set(range(1, len(functions))) - results.keys()
+    if errors:
+        raise KeyError(errors)
+    return [results.get(place) for place in range(len(functions))]
+
+
 def raises_its_own(functions, inputs):
     try:
         return runs(functions, inputs)
@@ -128,6 +141,15 @@ def adds(gradients):
 
 def takes_means(gradients):
     return [total if total is None else total / len(gradients) for total in adds(gradients)]
+
+
+def means_of_those_there(gradients):
+    counts = [sum(g is not None for g in column) for column in zip(*gradients)]
+    return [total if total is None else total / n for n, total in zip(counts, adds(gradients))]
+
+
+def zeros_for_none(gradients):
+    return [torch.zeros(4) if total is None else total for total in adds(gradients)]
 
 
 def keeps_the_first(gradients):
@@ -186,6 +208,8 @@ CHECKS = {
             (orders_by_end, "in the order in which the threads ended"),
             (never_waits, "did all threads end before it did?"),
             (forgets_the_mode, "each begins with autograd enabled"),
+            (never_records, "the caller records, and the threads do not"),
+            (asks_all_but_the_first, "part 0 raised KeyError, and the caller got"),
             (raises_its_own, "the caller saw RuntimeError"),
         ],
     ),
@@ -193,6 +217,8 @@ CHECKS = {
         adds,
         [
             (takes_means, "the mean over the devices"),
+            (means_of_those_there, "the mean over those devices that have a gradient"),
+            (zeros_for_none, "zeros for a parameter that no device used"),
             (keeps_the_first, "device 0's own gradients alone"),
             (leaves_the_first_out, "device 0's own gradients are not in it"),
             (follows_the_first, "without a gradient on device 0 is left out"),

@@ -78,6 +78,16 @@ def only_lowers(comm, weight, gradient, scale, lr):
     return [weight - lr * gradient / scale, lowered]
 
 
+def always_lowers(comm, weight, gradient, scale, lr):
+    return [scales(comm, weight, gradient, scale, lr)[0], scale / 2]
+
+
+def skips_number_by_number(comm, weight, gradient, scale, lr):
+    finite = ring_all_reduce(comm, gradient).isfinite()
+    updated = torch.where(finite, weight - lr * gradient / scale, weight)
+    return [updated, scale if finite.all() else scale / 2]
+
+
 def only_skips(comm, weight, gradient, scale, lr):
     return [scales(comm, weight, gradient, scale, lr)[0], scale]
 
@@ -111,6 +121,14 @@ def sparse(comm, gradient, residual, k, order=torch.abs):
     left = gradient + residual
     places = order(left).topk(k).indices
     total = adds_up(comm, len(left), left[places], places)
+    return [total, left.index_fill(0, places, 0.0)]
+
+
+def overwrites_places(comm, gradient, residual, k):
+    left = gradient + residual
+    places, total = left.abs().topk(k).indices, torch.zeros_like(left)
+    for v, p in zip(all_gather(comm, left[places]), all_gather(comm, places)):
+        total[p] = v
     return [total, left.index_fill(0, places, 0.0)]
 
 
@@ -173,6 +191,8 @@ CHECKS = {
             (averages_too, "divided by the ranks, too"),
             (never_looks, "the update was made although the sum had overflowed"),
             (only_lowers, "the scale was lowered, and yet the update was made"),
+            (always_lowers, "the scale was lowered although nothing had overflowed"),
+            (skips_number_by_number, "only the numbers that had overflowed were left out"),
             (only_skips, "but the scale not lowered"),
             (looks_too_early, "ranks disagree: each looked at its own gradient"),
             (scales_alone, "this rank's own gradient alone"),
@@ -182,6 +202,7 @@ CHECKS = {
     "top_k": (
         sparse,
         [
+            (overwrites_places, "where two ranks send the same place, the last one wins"),
             (forgets, "what is not sent is lost"),
             (ignores_the_residual, "the old residual was not added"),
             (keeps_everything, "what was sent is in the residual, too"),

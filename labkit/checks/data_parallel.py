@@ -81,9 +81,11 @@ def _named(value: Any, due: Any, wrong: Mapping[str, Any], where: str) -> str | 
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.tolist()
     if isinstance(value, list):
         return "[" + ", ".join(map(_short, value)) + "]"
-    return str(value.tolist()) if isinstance(value, Tensor) else repr(value)
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 def parallel_apply(fn: Callable) -> Verdict:
@@ -139,10 +141,16 @@ def _one_by_one(seen: set[int]) -> str:
 
 
 def _look_at_errors(fn: Callable) -> str | None:
+    return next(filter(None, (_look_at_error_in(fn, failing) for failing in (1, 0, 2))), None)
+
+
+def _look_at_error_in(fn: Callable, failing: int) -> str | None:
     def part(number: int) -> int:
-        if number == 1:
-            raise KeyError("part 1 has failed")
+        if number == failing:
+            raise KeyError(f"part {failing} has failed")
         return number
+
+    what = f"part {failing} raised KeyError, and the caller"
 
     kept, threading.excepthook = threading.excepthook, lambda args: None
     try:
@@ -150,10 +158,10 @@ def _look_at_errors(fn: Callable) -> str | None:
     except KeyError:
         return None
     except Exception as error:
-        return f"part 1 raised KeyError, and the caller saw {type(error).__name__}: raise its own"
+        return f"{what} saw {type(error).__name__}: raise its own"
     finally:
         threading.excepthook = kept
-    return f"part 1 raised KeyError, and the caller got {results!r}: the exception was lost"
+    return f"{what} got {results!r}: the exception was lost"
 
 
 def _look_at_autograd(fn: Callable) -> str | None:
@@ -164,6 +172,8 @@ def _look_at_autograd(fn: Callable) -> str | None:
         modes = list(fn([part] * 2, [0, 1]))
     if any(modes):
         return "under torch.no_grad() the threads still record: each begins with autograd enabled"
+    if not all(fn([part] * 2, [0, 1])) or not torch.is_grad_enabled():
+        return "the caller records, and the threads do not: training would get no gradients"
     return None
 
 
@@ -219,6 +229,12 @@ def _judge_sums(result: Any, others_kept: bool) -> str | None:
             [None if any(g is None for g in column) else _sum(column) for column in columns]
         ),
         "only devices 0 and 1 are in it": [_sum(column[:2]) for column in columns],
+        "zeros for a parameter that no device used, where None is due": (
+            [torch.zeros(4) if d is None else d for d in due]
+        ),
+        "the mean over those devices that have a gradient: the sum is due": (
+            [d if d is None else d / sum(g is not None for g in c) for c, d in zip(columns, due)]
+        ),
     }
     if not isinstance(result, (list, tuple)) or len(result) != len(due):
         return f"a list of {len(due)} sums is due, one a parameter, and it returned {result!r:.60}"

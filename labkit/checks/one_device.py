@@ -114,7 +114,13 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
             ),
             "the update was made although the sum had overflowed": partial(_taken, 1 / SCALE),
             "the scale was lowered, and yet the update was made with what had overflowed": (
-                lambda rank, case: [_taken(1 / SCALE, rank, case)[0], SCALE / 2]
+                lambda rank, case: _lowered_anyway(rank, case, overflowed=True)
+            ),
+            "the scale was lowered although nothing had overflowed": (
+                lambda rank, case: _lowered_anyway(rank, case, overflowed=False)
+            ),
+            "only the numbers that had overflowed were left out: the whole update has to be": (
+                _patched
             ),
             "the update was left out, but the scale not lowered: the next will overflow, too": (
                 partial(_scaled_update, lambda scale: scale)
@@ -154,6 +160,19 @@ def _total(case: Case) -> Tensor:
 def _taken(factor: float, rank: int, case: Case) -> list:
     """An update with ``factor`` times the sum, whatever is in it."""
     return [_weight(case) - LR * factor * _total(case), SCALE]
+
+
+def _lowered_anyway(rank: int, case: Case, *, overflowed: bool) -> list:
+    """The update and half the scale, where the sum has overflowed or where not; else nothing."""
+    if overflowed == bool(_total(case).isfinite().all()):
+        return []
+    return [_taken(1 / SCALE, rank, case)[0], SCALE / 2]
+
+
+def _patched(rank: int, case: Case) -> list:
+    updated = _taken(1 / SCALE, rank, case)[0]
+    finite = _total(case).isfinite()
+    return [torch.where(finite, updated, _weight(case)), SCALE if finite.all() else SCALE / 2]
 
 
 def _own_taken(rank: int, case: Case) -> list:
@@ -199,6 +218,9 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
             ),
             "the k largest numbers were taken, not those largest in magnitude": (
                 partial(_sparse, _sent_largest)
+            ),
+            "where two ranks send the same place, the last one wins: add them up": (
+                lambda rank, case: [_overwritten(case), _sparse(_sent, rank, case)[1]]
             ),
             "this rank's own elements alone": (
                 lambda rank, case: [_sent(rank, case), _sparse(_sent, rank, case)[1]]
@@ -250,6 +272,13 @@ def _sent_forgetful(rank: int, case: Case) -> Tensor:
 
 def _sparse_sum(sent: Callable[[int, Case], Tensor], case: Case) -> Tensor:
     return _over(case, lambda rank: sent(rank, case))
+
+
+def _overwritten(case: Case) -> Tensor:
+    total = torch.zeros(case.size)
+    for rank in range(case.world_size):
+        total = torch.where(_sent(rank, case) != 0, _sent(rank, case), total)
+    return total
 
 
 def _sparse(sent: Callable[[int, Case], Tensor], rank: int, case: Case) -> list:
