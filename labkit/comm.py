@@ -173,8 +173,8 @@ class Comm:
 
         Of several that wait, the one that has waited longest comes first, so none starves. A
         source that has ended is named by one error; after it, recv_any goes on with the others.
-        Counts no message. (Ranks of several machines have to be on gloo, and ``sources`` all the
-        other ranks.)
+        Counts no message. Ranks of several machines have to be on gloo, and no other rank may have
+        something to send to this one meanwhile: see ``can_choose``.
 
         Raises:
             ValueError: as ``recv``; no sources.
@@ -207,17 +207,21 @@ class Comm:
         return src
 
     def _recv_unseen(self, incoming: torch.Tensor, sources: list[int]) -> int:
-        """Where no board shows who is there: over gloo, from all the other ranks."""
-        others = set(range(self.world_size)) - {self.rank}
-        if set(sources) != others or not getattr(self._transport, "can_receive_from_any", False):
+        """Where no board shows who is there: over gloo, from whoever it is."""
+        if not getattr(self._transport, "can_receive_from_any", False):
             raise ValueError(
                 f"recv_any from ranks {sources} needs a board that these ranks share: between "
-                f"machines use gloo, and all the other ranks ({sorted(others)}) as sources"
+                "machines use gloo"
             )
         try:
             src = self._transport.recv_any(incoming)
         except self._losses as error:
             raise PeerLostError(f"{RECV_ANY} broke off: {_reason(error)}") from error
+        if src not in sources:
+            raise ValueError(
+                f"rank {src} has sent to rank {self.rank}, which takes from {sources} only: "
+                "between machines nobody else may send meanwhile"
+            )
         self.operations += 1
         return src
 
@@ -307,6 +311,11 @@ class Comm:
         """
         with self._recorder.region(kind):
             yield
+
+    @property
+    def can_choose(self) -> bool:
+        """Whether ``recv_any`` can leave the messages of some ranks waiting (on one machine)."""
+        return self._doorbells is not None
 
     @property
     def shares_memory(self) -> bool:

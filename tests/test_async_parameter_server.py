@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ranks import running_ranks, travel_by_value, wait_until
 from torch import nn
 
 from labkit import WorkerError, run, strategies, train_with
+from labkit.board import Board
 from labkit.costs import async_parameter_server_cost
 from labkit.models import state_of
 from labkit.strategies.async_parameter_server import AsyncParameterServer
@@ -90,10 +92,10 @@ class Odd(nn.Module):
         return self.norm(self.second(torch.tanh(self.first(inputs)))) + self.frozen
 
 
-def train_odd(comm, batches, sgd):
+def train_odd(comm, batches, sgd, max_staleness=4):
     """(state before, state at each end of an epoch, state after) of two epochs."""
     torch.manual_seed(0)
-    strategy = AsyncParameterServer(max_staleness=comm.world_size - 1)
+    strategy = AsyncParameterServer(max_staleness=max_staleness)
     strategy.setup(comm, Odd().double(), sgd)
     before = state_of(strategy.model)
     endless = itertools.cycle([(x, y, 2 * len(y)) for x, y in batches])
@@ -119,6 +121,24 @@ def test_odd_parameters_and_buffers():
     # Buffers follow one worker at a time: at most one count a share that was worked through.
     assert 1 <= after["norm.num_batches_tracked"] <= 12
     assert after["norm.running_var"].min() > 0
+
+
+def train_without_a_board(comm, batches, sgd):
+    """As on several machines: nobody sees from outside who has something to send."""
+    comm._doorbells, comm._board = None, Board(comm.world_size)
+    with pytest.raises(ValueError, match="have to be on one Linux machine"):
+        train_odd(comm, batches, sgd)
+    return train_odd(comm, batches, sgd, max_staleness=None)
+
+
+def test_ranks_of_several_machines_train_without_a_bound():
+    batches = [(torch.randn(5, 6).double(), torch.randint(6, (5,))) for _ in range(3)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    values = run(train_without_a_board, batches, sgd, world_size=4, transport="gloo").values
+    _, ends, after = values[0]
+    assert len(ends) == 2
+    for _, _, state in values:
+        assert largest_difference(state, after) == 0
 
 
 def test_it_learns():

@@ -233,14 +233,21 @@ def test_nobody_starves_while_another_sends_without_end():
 
 def test_receiving_from_any_without_a_board_goes_through_gloo():
     def blindly(comm):
+        number = torch.tensor([float(comm.rank)])
         if comm.rank:
-            comm.send(torch.full((5,), float(comm.rank)), 0)
+            comm.send(number, 0)
+            comm.recv(number, 0)
+            if comm.rank == 1:
+                comm.send(number, 0)
             return None
         comm._doorbells = None
-        with pytest.raises(ValueError, match=r"all the other ranks \(\[1, 2\]\)"):
-            comm.recv_any(torch.empty(5), [1])
-        tensor = torch.empty(5)
-        return sorted((comm.recv_any(tensor, [1, 2]), tensor[4].item()) for _ in range(2))
+        first = comm.recv_any(number, [1, 2]), number.item()
+        last = comm.recv_any(number, [3 - first[0]]), number.item()
+        for rank in (2, 1):
+            comm.send(number, rank)
+        with pytest.raises(ValueError, match="rank 1 has sent to rank 0, which takes from"):
+            comm.recv_any(number, [2])
+        return sorted((first, last))
 
     assert run(blindly, world_size=3, transport="gloo").values[0] == [(1, 1.0), (2, 2.0)]
 

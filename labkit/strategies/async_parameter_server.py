@@ -56,7 +56,7 @@ class AsyncParameterServer:
         max_staleness: updates by others that a gradient may miss, W - 1 or more; None for any.
 
     Raises:
-        ValueError: the straggler would be the server.
+        ValueError: the straggler would be the server; in ``setup``, a bound on several machines.
     """
 
     survives_lost_workers = True
@@ -86,6 +86,11 @@ class AsyncParameterServer:
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
         self.check_ranks(comm.world_size)
+        if self.max_staleness is not None and not comm.can_choose:
+            raise ValueError(
+                "max_staleness lets some workers wait while others are served; for that all ranks "
+                "have to be on one Linux machine: leave it out here"
+            )
         self.comm = comm
         self.model = model.to(comm.device).train()
         self.gradients = LocalGradients(comm, self.model, **self.settings)
