@@ -151,6 +151,23 @@ def test_the_rule_passes():
     assert check.staleness.admission(may_apply)
 
 
+def test_an_answer_may_change_what_it_is_given(capsys):
+    def takes_out(worker, version, pulled, bound):
+        del pulled[worker]
+        return in_time(pulled.values(), version + 1, bound)
+
+    assert check.staleness.admission(takes_out)
+    assert check.staleness.admission(takes_out)
+
+
+def test_a_missing_return_is_told(capsys):
+    for verdict in (
+        check.staleness.admission(lambda *_: None),
+        check.staleness.bookkeeping(lambda *_: None),
+    ):
+        assert "returned nothing: return the answer" in told(verdict, capsys)
+
+
 @pytest.mark.parametrize(("wrong", "sentence"), WRONG_RULES)
 def test_wrong_rules_are_named(wrong, sentence, capsys):
     assert sentence in told(check.staleness.admission(wrong), capsys)

@@ -174,7 +174,8 @@ _ADMISSION_MISTAKES: dict[str, Callable[[int, int, Mapping[int, int], int], bool
 
 
 def _judge_admission(fn: Callable) -> Verdict:
-    arguments = [(1, version, pulled, bound) for version, pulled, bound in _SITUATIONS]
+    # A dictionary of its own for each call: an answer may take things out of it.
+    arguments = [(1, version, dict(pulled), bound) for version, pulled, bound in _SITUATIONS]
     cases = [(args, _right(*args)) for args in arguments]
     mistakes = {
         sentence: [wrong(*args) for args in arguments]
@@ -197,7 +198,12 @@ def _judge(
     for args, _ in cases:
         call = f"{getattr(fn, '__name__', 'yours')}({', '.join(map(repr, args))})"
         try:
-            answers.append(kind(fn(*args)))
+            answer = fn(*args)
+            if answer is None:
+                return Verdict(
+                    name, NOT_YET, notes=[f"{call} returned nothing: return the answer"]
+                )
+            answers.append(kind(answer))
         except Exception as error:
             if from_a_stub(error):
                 return Verdict(name, NOT_ATTEMPTED)
