@@ -84,6 +84,47 @@ def test_tied_frozen_and_unused_parameters_and_fewer_samples_than_devices():
     assert on_one_rank(compared) < 1e-10
 
 
+class Mixed(nn.Module):
+    """Two dtypes, and buffers that are no floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.single, self.wide = nn.Linear(6, 6), nn.Linear(6, 6).double()
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("count", torch.tensor(3))
+
+    def double(self):
+        return self
+
+    def forward(self, inputs):
+        return self.wide(self.single(inputs.float()).double())
+
+
+def test_parameters_of_two_dtypes_keep_them():
+    def compared(comm):
+        alone, _ = trained(comm, Mixed, batches_of(7, 2))
+        state, _ = trained(comm, Mixed, batches_of(7, 2), ["cpu"] * 3)
+        assert {k: v.dtype for k, v in state.items()} == {k: v.dtype for k, v in alone.items()}
+        return largest_difference(state, alone)
+
+    assert on_one_rank(compared) < 1e-6
+
+
+def test_a_step_after_one_that_raised_is_like_any_other():
+    def compared(comm):
+        ((inputs, targets),) = batches_of(6)
+        spoilt = inputs.clone()
+        spoilt[5] = 7
+        strategy = set_up(comm, lambda: Picky(6, 6), ["cpu"] * 3)
+        with pytest.raises(IndexError):
+            strategy.step(spoilt, targets, 6)
+        strategy.step(inputs, targets, 6)
+        alone, _ = trained(comm, lambda: Picky(6, 6), [(inputs, targets)])
+        return largest_difference(strategy.full_state(), alone)
+
+    assert on_one_rank(compared) < 1e-10
+
+
 def test_batch_norm_normalises_by_part_and_keeps_the_averages_of_device_0():
     ((inputs, targets),) = batches_of(8)
     state, _ = on_one_rank(trained, with_batch_norm, [(inputs, targets)], ["cpu", "cpu"])

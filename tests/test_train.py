@@ -149,6 +149,29 @@ def some_batches(sizes=(7, 5, 2)):
     return [(torch.randn(n, 6).double(), torch.randint(6, (n,))) for n in sizes]
 
 
+class Mixed(nn.Module):
+    """Two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.single, self.wide = nn.Linear(6, 6), nn.Linear(6, 6).double()
+
+    def double(self):
+        return self
+
+    def forward(self, inputs):
+        return self.wide(self.single(inputs.float()).double())
+
+
+def test_parameters_of_two_dtypes_keep_them():
+    ring, one = strategies.get("ring_all_reduce"), strategies.get("single")
+    (alone,) = run(train_by_hand, one, Mixed, some_batches(), world_size=1).values
+    states = run(train_by_hand, ring, Mixed, some_batches(), world_size=2).values
+    assert checksum(states[0]) == checksum(states[1])
+    assert largest_difference(states[0], alone) < 1e-5
+    assert states[0]["single.weight"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("make_model", [Tied, frozen, Unused])
 def test_tied_frozen_and_unused_parameters(make_model, world_size):
@@ -177,6 +200,15 @@ def test_batch_norm_normalises_by_share_and_averages_its_statistics():
         functional.cross_entropy(model(half), target, reduction="sum").div(8).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     torch.testing.assert_close(states[0]["2.weight"], model[2].weight.detach())
+
+
+def test_pytorchs_replicas_agree_on_the_running_averages_of_rank_0():
+    ddp = strategies.get("ddp", builtin=True)
+    args = with_batch_norm, some_batches((8,))
+    apart = run(train_by_hand, ddp, *args, False, world_size=2).values
+    states = run(train_by_hand, ddp, *args, world_size=2).values
+    assert checksum(apart[0]) == checksum(states[0]) == checksum(states[1])
+    assert checksum(apart[1]) != checksum(states[1])
 
 
 def test_replicas_agree_though_a_rank_sat_a_batch_out():

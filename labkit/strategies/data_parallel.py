@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from labkit.comm import Comm
 from labkit.models import logits_of, state_of
@@ -40,7 +39,7 @@ class DataParallel:
     Batch statistics (BatchNorm): each replica normalises with its own part's, and device 0's
     running averages are kept, as ``nn.DataParallel`` does: the others are lost with the replica.
     Frozen parameters are left out; one without a gradient counts as zero. A batch of fewer samples
-    than devices leaves the last devices idle. The model's parameters are of one dtype.
+    than devices leaves the last devices idle. Parameters of several dtypes travel in the widest.
 
     Args:
         devices: of the replicas, by name: ``("cpu", "cpu")``; one may be named twice.
@@ -89,10 +88,12 @@ class DataParallel:
         """Give the first ``count`` replicas the parameters and buffers of device 0."""
         with self.comm.span("replicate"):
             # One tensor a device, not one a parameter: a copy costs time however small it is.
-            flat = parameters_to_vector(self.model.parameters())
+            flat = torch.cat([parameter.flatten() for parameter in self.model.parameters()])
+            sizes = [parameter.numel() for parameter in self.model.parameters()]
             for index, replica in enumerate(self.replicas[1:count], start=1):
-                parameters = self._send("replicate", flat, index)
-                vector_to_parameters(parameters, replica.parameters())
+                pieces = self._send("replicate", flat, index).split(sizes)
+                for theirs, piece in zip(replica.parameters(), pieces):
+                    theirs.data = piece.view_as(theirs).to(theirs.dtype)
                 for theirs, buffer in zip(replica.buffers(), self.model.buffers()):
                     theirs.copy_(self._send("replicate", buffer, index))
             for replica in self.replicas:
@@ -150,7 +151,7 @@ class DataParallel:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             pieces = total.split([p.numel() for p in trained])
             for piece, parameter in zip(pieces, trained):
-                parameter.grad = piece.view_as(parameter)
+                parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
     def _compute(self, index: int, grad: bool, fn: Callable, *args: Any) -> Any:
         device = self.devices[index]

@@ -82,7 +82,8 @@ class RingAllReduce:
         with self.comm.span("update"):
             self.flat /= batch_size
             for piece, parameter in zip(self.slices, self.trained):
-                parameter.grad = piece.view_as(parameter)
+                # Of several dtypes the widest has travelled.
+                parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
     def predict(self, inputs: Tensor) -> Tensor:
         return logits_of(self.model, inputs)

@@ -18,6 +18,8 @@ class TorchDDP:
 
     DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
     rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
+    Batch statistics (BatchNorm): each rank normalises with its own share's, and all take over the
+    running averages of rank 0, at every forward pass and here at the end of an epoch.
     Its traffic goes past ``Comm``, so it is not counted.
 
     Args:
@@ -42,11 +44,11 @@ class TorchDDP:
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
         self.comm = comm
         devices = [comm.device] if comm.device.type == "cuda" else None
-        group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
+        self.group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
         self.model = DistributedDataParallel(
             model.to(comm.device).train(),
             device_ids=devices,
-            process_group=group,
+            process_group=self.group,
             bucket_cap_mb=self.bucket_mb,
         )
         self.gradients = LocalGradients(comm, self.model, **self.settings)
@@ -71,7 +73,9 @@ class TorchDDP:
         return logits_of(self.model.module, inputs)
 
     def end_epoch(self) -> None:
-        pass
+        # DDP would do it in the next forward pass; behind the last step there is none.
+        for buffer in self.model.module.buffers():
+            dist.broadcast(buffer, 0, group=self.group)
 
     def full_state(self) -> dict[str, Tensor]:
         return state_of(self.model.module)
