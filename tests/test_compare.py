@@ -99,6 +99,9 @@ def test_settings_differ_from_the_main_one_in_one_thing():
     assert found[3:] == [Setting(2, 25, 32, 3), Setting(2, 100, 16, 3), Setting(2, 100, 64, 3)]
     above = settings_of((3, 4), (9,), (8,), 1, units=2)
     assert above == [Setting(3, 9, 8, 1), Setting(4, 9, 8, 1)]
+    # What was said twice would run twice as the same repeat.
+    twice = settings_of((1, 1, 2, 2), (9, 5, 5), (8, 8), 1, units=2)
+    assert twice == [Setting(2, 9, 8, 1), Setting(1, 9, 8, 1), Setting(2, 5, 8, 1)]
 
 
 @pytest.fixture
@@ -111,8 +114,8 @@ def runs(monkeypatch):
         if config.strategy == "ring_all_reduce" and config.world_size == 1:
             raise ValueError("needs a neighbour\nand more")
         if config.builtin:
-            traceback = "Traceback\nRuntimeError: lost"
-            raise WorkerError("rank 1 raised\nmore", worker_traceback=traceback)
+            # A rank's ValueError is a failure, too: a refusal comes before the ranks.
+            raise WorkerError("rank 1 raised\nmore", worker_traceback="ValueError: lost")
         return SimpleNamespace(
             config=config,
             epochs=[{"loss": 1.0, "test_accuracy": 0.5, "seconds": 0.1}],
@@ -149,12 +152,6 @@ def test_each_repeat_begins_with_another_and_what_was_refused_is_not_tried_again
     assert reasons["TorchDDP", 2]["reason"] == "rank 1 raised"
     assert reasons["TorchDDP (labkit)", 2]["failed"]
     assert [row["contender"] for row in compared.runs] == [single, ring, ring, single]
-
-
-def test_what_a_rank_refuses_is_skipped_and_did_not_fail():
-    refusal = WorkerError("rank 0", worker_traceback="Traceback\nValueError: no RPC here\n")
-    assert measure._refused(refusal)
-    assert not measure._refused(WorkerError("rank 0 was killed"))
 
 
 def test_repeats_stop_when_the_budget_is_used_up_and_settings_left_out_are_recorded(
@@ -300,6 +297,18 @@ def test_a_record_without_other_settings_or_builtins_is_drawn_too():
     ]
     assert set(figures.draw(record)) == {"curves", "phases", "time_to_accuracy"}
     assert "Efficiency" not in summary.report(record)
+
+
+def test_what_did_not_run_is_not_drawn():
+    record = made_by_hand()
+    runs = record["runs"]
+    record["runs"] = [run for run in runs if run["contender"] != "single"]
+    assert "efficiency" not in figures.draw(record)
+    record["runs"] = [run for run in runs if run["contender"] != "ring" or run["setting"] == 0]
+    assert "There are times at 100 samples alone" in figures.draw(record)["train_size"].caption
+    record["runs"] = []
+    assert figures.draw(record) == {}
+    assert "mlp on digits" in summary.report(record)
 
 
 def test_learning_curves_of_repeats_have_a_band():

@@ -29,6 +29,8 @@ _WARM_UP = "Epoch times leave out each run's first epoch (warm-up), evaluation a
 
 def draw(record: Record) -> dict[str, CaptionedFigure]:
     """By name, every figure that the record has the runs for."""
+    if not present(record):
+        return {}
     found = {"curves": curves(record)}
     if any(one["builtin"] for one in _ran(record)):
         found["curves_pytorch"] = curves(record, builtin=True)
@@ -36,7 +38,9 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
     if not _techniques(record):
         return found
     if _varies(record, "world_size"):
-        found |= {"ranks": by_ranks(record), "efficiency": by_efficiency(record)}
+        found["ranks"] = by_ranks(record)
+        if SINGLE in present(record):
+            found["efficiency"] = by_efficiency(record)
     if _varies(record, "train_size"):
         found["train_size"] = by_train_size(record)
     if _varies(record, "batch_size"):
@@ -224,6 +228,8 @@ def _growth(record: Record, field: str, unit: str) -> str:
     by_name = {name: series(record, name, field) for name in _ours(record)}
     values = [x for points in by_name.values() for x in points]
     least, most = min(values), max(values)
+    if least == most:
+        return f"There are times at {most:,} {unit} alone: nothing else ran."
     parts = [
         f"{name} {format_number(statistics.median(p[most]) / statistics.median(p[least]))}"
         for name, p in by_name.items()

@@ -44,7 +44,7 @@ def settings_of(
     epochs: int,
     units: int,
 ) -> list[Setting]:
-    """The main setting first, then each that differs from it in one thing.
+    """The main setting first, then each that differs from it in one thing, once.
 
     Args:
         world_sizes: the main one is the largest with a core (or GPU) for each rank.
@@ -60,7 +60,8 @@ def settings_of(
     settings = [Setting(main, sizes, batch, epochs)]
     settings += [Setting(p, sizes, batch, fewer) for p in world_sizes if p != main]
     settings += [Setting(main, n, batch, fewer) for n in train_sizes if n != sizes]
-    return settings + [Setting(main, sizes, b, fewer) for b in batch_sizes if b != batch]
+    settings += [Setting(main, sizes, b, fewer) for b in batch_sizes if b != batch]
+    return list(dict.fromkeys(settings))
 
 
 class Comparison:
@@ -133,10 +134,10 @@ class Comparison:
         common["seed"] += repeat
         try:
             return train_run(contender.config(**common), timeout_s=_TIMEOUT_S)
-        except ValueError as error:
-            self._leave_out(contender, setting, str(error), failed=False)
-        except WorkerError as error:
-            self._leave_out(contender, setting, str(error), failed=not _refused(error))
+        except (ValueError, WorkerError) as error:
+            # What a technique cannot do it refuses before a rank starts, by ValueError.
+            failed = isinstance(error, WorkerError)
+            self._leave_out(contender, setting, str(error), failed=failed)
         return None
 
     def _no_time_for(self, setting: Setting) -> None:
@@ -154,12 +155,6 @@ class Comparison:
         self.skipped.append(row)
         what = "failed" if failed else "skipped"
         self.say(f"{what}: {contender.name} on {setting.world_size} ranks: {reason}")
-
-
-def _refused(error: WorkerError) -> bool:
-    """Whether a rank refused what it was asked for, as a strategy's ``setup`` does."""
-    last = error.worker_traceback.strip().splitlines()
-    return bool(last) and last[-1].startswith(("ValueError:", "NotImplementedError:"))
 
 
 def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -> dict:
