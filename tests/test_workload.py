@@ -91,10 +91,14 @@ def test_the_order_depends_on_epoch_and_seed_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (0, 0)])
+@pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (1, 0)])
 def test_a_share_that_does_not_exist_is_refused(index, count):
     with pytest.raises(ValueError, match=f"share {index} of {count}"):
         share(torch.arange(4), index, count)
+
+
+def test_a_rank_that_serves_has_no_share():
+    assert share(torch.arange(4), 0, 0).tolist() == []
 
 
 def test_batch_size_zero_is_refused():
