@@ -32,7 +32,7 @@ FLOORS = [
         "sources",
         "trace",
     }
-    | {"staleness", "units"},
+    | {"placement", "staleness", "timetable", "units"},
     {"board", "comm", "cuda_ipc", "devices", "local_gradients", "models", "shared_memory"}
     | {"workload"},
     {
