@@ -1,15 +1,45 @@
-"""Where to cut a model into stages: what a split costs, and the best one. Pure, no torch.
+"""Where to cut a model into stages: what a split costs on paper, and the best one. No torch.
 
-A **split point** k means that a stage begins with layer k; P - 1 of them make P stages. What
-crosses a cut is the output of the layer before it, forward, and a gradient of the same size,
+What crosses a cut is the output of the layer before it, forward, and a gradient of the same size,
 backward, unless nothing before the cut is trained.
 
-Symbols: L layers, P stages, M micro-batches, B samples of a batch. Times and bytes are those of
-one batch, if nothing else is said.
+The model leaves out that stages share a memory bus or a core, and that a small micro-batch costs
+more a sample than a large one: times of a micro-batch are those of the batch divided by M.
+
+Symbols: L layers, P stages, M micro-batches. Times and bytes are those of one batch, if nothing
+else is said.
 """
 
-from collections.abc import Sequence
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from labkit.costs import Link
+from labkit.cuts import (
+    StageCost,
+    cheapest_cuts,
+    cheapest_rest,
+    check_split_points,
+    search_cuts,
+    stage_bounds,
+)
+from labkit.makespan import pipeline_streams
+from labkit.stage_costs import LayerCost, Profile, StageCosts
+from labkit.timetable import Slot, timetable
+from labkit.units import format_bytes
+
+__all__ = [
+    "VGG16_PLACEMENTS",
+    "LayerCost",
+    "Profile",
+    "SplitModel",
+    "best_split",
+    "check_split_points",
+    "predict_split",
+    "stage_bounds",
+]
 
 # Split points of labkit's vgg16: layers 0 to 30 are its features (pools are layers 4, 9, 16, 23
 # and 30), 31 averages, 32 flattens, 33 classifies. The first four are those of the experiment
@@ -28,43 +58,7 @@ VGG16_PLACEMENTS: dict[str, tuple[int, ...]] = {
     "4 devices, after pools 2, 3 and 4": (10, 17, 24),
     "4 devices, even compute": (7, 14, 21),
 }
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """What one layer costs for one batch.
-
-    Attributes:
-        name: for people.
-        forward_s, backward_s: seconds.
-        output_bytes: what it hands to the next layer; a cut behind it sends this.
-        parameter_bytes: of its values; 0 if it has none, and then it trains nothing.
-        held_bytes: what it keeps from forward until its backward.
-    """
-
-    name: str
-    forward_s: float
-    backward_s: float
-    output_bytes: int
-    parameter_bytes: int
-    held_bytes: int
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A model as a list of layer costs.
-
-    Attributes:
-        model: its name.
-        batch_size: B, the samples that all costs are for.
-        input_bytes: of the batch that enters layer 0.
-        layers: in the order in which they run.
-    """
-
-    model: str
-    batch_size: int
-    input_bytes: int
-    layers: tuple[LayerCost, ...]
+OBJECTIVES = ("step", "largest_stage")
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class SplitModel:
         memory_bytes: by stage, parameters with what training adds, and activations held.
         step_s: from the first forward to the last backward.
         bubble: share of stages x step in which a stage does not compute.
-        first_trained: the first stage with a backward pass; P if there is none. A cut carries
+        first_trained: the first stage with a backward; P if there is none. A cut carries
             gradients if a stage before it has one.
     """
 
@@ -102,48 +96,133 @@ class SplitModel:
         """By cut, seconds of the gradients: ``hop_s``, or 0 where none crosses."""
         return tuple(s if cut >= self.first_trained else 0.0 for cut, s in enumerate(self.hop_s))
 
+    def slots(self) -> list[Slot]:
+        """The step as a timetable, to be drawn; its last slot ends at ``step_s``."""
+        stages, micro_batches = len(self.forward_s), self.micro_batches
+        streams = pipeline_streams(self.schedule, stages, micro_batches, self.first_trained)
+        times = [self.forward_s, self.backward_s, self.hop_s]
+        return timetable(streams, *([s / micro_batches for s in by_part] for by_part in times))
 
-def check_split_points(
-    split_points: Sequence[int], num_layers: int, num_stages: int | None = None
-) -> tuple[int, ...]:
-    """Split points as a tuple, if they cut ``num_layers`` layers into stages of 1 or more.
+
+def predict_split(
+    profile: Profile,
+    split_points: Sequence[int],
+    link: Link,
+    *,
+    micro_batches: int = 1,
+    schedule: str = "gpipe",
+    frozen: int = 0,
+) -> SplitModel:
+    """One training step of a split model, by the alpha-beta model of its hops.
+
+    One micro-batch: the stages' compute and all hops, one after the other. More of them: the
+    schedule's timetable, in which a transfer occupies no stage.
 
     Args:
-        split_points: layers that begin a stage, in order; none of them for one stage.
-        num_layers: L; split points go from 1 to L - 1.
-        num_stages: P, where it is given by the number of ranks or devices.
+        profile: costs of the layers.
+        split_points: layers that begin a stage; none of them for one stage.
+        link: between two stages.
+        micro_batches: M, at most one a sample.
+        schedule: "gpipe" or "1f1b".
+        frozen: so many layers from the first on are not trained. What comes before the first
+            trained parameter has no backward, and a cut before it carries no gradient.
 
     Raises:
-        ValueError: out of range, out of order, twice, no whole number, not P - 1 of them.
+        ValueError: impossible split points or settings, with the possible ones.
     """
-    points = tuple(split_points)
-    shown = ", ".join(map(str, points))
-    for point in points:
-        if isinstance(point, bool) or not isinstance(point, int):
-            raise ValueError(f"split point {point!r} is no whole number: it counts layers from 0")
-        if not 1 <= point < num_layers:
-            raise ValueError(
-                f"split point {point} leaves a stage without layers: with {num_layers} layers "
-                + (f"it is 1 to {num_layers - 1}" if num_layers > 1 else "there is nothing to cut")
-            )
-    for before, after in zip(points, points[1:]):
-        if before == after:
-            raise ValueError(f"split point {before} comes twice in {shown}: give each once")
-        if before > after:
-            raise ValueError(f"split points {shown} are out of order: {after} follows {before}")
-    if num_stages is not None and len(points) != num_stages - 1:
+    points = check_split_points(split_points, len(profile.layers))
+    costs = StageCosts(profile, len(points) + 1, link, micro_batches, schedule, frozen)
+    return _predict(costs, points)
+
+
+def best_split(
+    profile: Profile,
+    num_stages: int,
+    link: Link,
+    *,
+    objective: str = "step",
+    micro_batches: int = 1,
+    schedule: str = "gpipe",
+    memory_cap_bytes: float | None = None,
+    frozen: int = 0,
+) -> SplitModel:
+    """The split that ``predict_split`` finds best, of all there are; of equal ones the earliest.
+
+    Exact. "largest_stage", and "step" with one micro-batch (all hops, since the sum of compute is
+    the same for every split), are dynamic programmes. The step of a pipeline is no sum over its
+    stages: it is found by branch and bound, quick for 4 stages, with many more perhaps not.
+
+    Args:
+        profile, link, micro_batches, schedule, frozen: as in ``predict_split``.
+        num_stages: P.
+        objective: "step" has the shortest step, "largest_stage" the least compute on the stage
+            that has most of it, which is what a long pipeline waits for.
+        memory_cap_bytes: of every stage; None for no limit.
+
+    Raises:
+        ValueError: more stages than layers, impossible settings, or a cap that no split keeps
+            (with the smallest that one does).
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    costs = StageCosts(profile, num_stages, link, micro_batches, schedule, frozen)
+    if memory_cap_bytes is not None:
+        _check_cap(costs, memory_cap_bytes)
+    compute_s = _capped(costs.compute_s, costs, memory_cap_bytes)
+    if objective == "largest_stage":
+        points = _cheapest(costs, compute_s, max)
+    elif micro_batches == 1:
+        hops_s = _capped(costs.hops_before_s, costs, memory_cap_bytes)
+        points = _cheapest(costs, hops_s, operator.add)
+    else:
+        through_s = functools.cache(costs.through_s)
+        sizes = costs.num_layers, costs.num_stages
+        points = search_cuts(compute_s, through_s, costs.step_s, *sizes)
+    return _predict(costs, points)
+
+
+def _predict(costs: StageCosts, points: tuple[int, ...]) -> SplitModel:
+    bounds = stage_bounds(points, costs.num_layers)
+    step_s = costs.step_s(points)
+    busy_s = sum(costs.compute_s(stage, *bound) for stage, bound in enumerate(bounds))
+    return SplitModel(
+        points,
+        costs.schedule,
+        costs.micro_batches,
+        forward_s=tuple(costs.forward_s(*bound) for bound in bounds),
+        backward_s=tuple(costs.backward_s(*bound) for bound in bounds),
+        hop_bytes=tuple(costs.hop_bytes(cut) for cut in points),
+        hop_s=tuple(costs.micro_batches * costs.message_s(cut) for cut in points),
+        memory_bytes=tuple(costs.memory_bytes(s, *bound) for s, bound in enumerate(bounds)),
+        step_s=step_s,
+        bubble=1 - busy_s / (len(bounds) * step_s) if step_s else 0.0,
+        first_trained=costs.first_trained_stage(points),
+    )
+
+
+def _capped(cost: StageCost, costs: StageCosts, cap_bytes: float | None) -> StageCost:
+    """``cost``, infinite for a stage that needs more memory than there is."""
+
+    def capped(stage: int, start: int, end: int) -> float:
+        fits = costs.memory_bytes(stage, start, end) <= cap_bytes
+        return cost(stage, start, end) if fits else math.inf
+
+    return functools.cache(cost if cap_bytes is None else capped)
+
+
+def _cheapest(costs: StageCosts, cost: StageCost, combine: Callable) -> tuple[int, ...]:
+    rest = cheapest_rest(cost, costs.num_layers, costs.num_stages, combine)
+    return cheapest_cuts(cost, rest, combine)
+
+
+def _check_cap(costs: StageCosts, cap_bytes: float) -> None:
+    """Raise ValueError if no split keeps it."""
+    rest = cheapest_rest(costs.memory_bytes, costs.num_layers, costs.num_stages, max)
+    least = rest[0][0]
+    if least > cap_bytes:
         raise ValueError(
-            f"{len(points)} split points ({shown or 'none'}) make {len(points) + 1} stages, but "
-            f"{num_stages} are wanted: give {num_stages - 1}"
+            f"no split into {costs.num_stages} stages keeps every stage within {cap_bytes:,.0f} "
+            f"bytes ({format_bytes(cap_bytes)}): the least that the largest stage can need is "
+            f"{least:,} ({format_bytes(least)}). Raise the cap, or take more stages or a smaller "
+            "batch"
         )
-    return points
-
-
-def stage_bounds(split_points: Sequence[int], num_layers: int) -> list[tuple[int, int]]:
-    """By stage, its layers as (start, end), end excluded.
-
-    Raises:
-        ValueError: as ``check_split_points``.
-    """
-    points = check_split_points(split_points, num_layers)
-    return list(zip((0, *points), (*points, num_layers)))
