@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from labkit.schedules import (
+    PIPELINES,
+    Hop,
     Transfer,
     binomial_broadcast,
     binomial_reduce,
@@ -23,6 +25,7 @@ from labkit.schedules import (
     recursive_doubling_return,
     ring_share_only,
     ring_share_reduce,
+    with_hops,
 )
 
 
@@ -327,6 +330,54 @@ def ddp_update_cost(
     for num_bytes in buffer_bytes:
         total += broadcast_cost(num_bytes, 1, world_size, rank)
     return total
+
+
+def model_parallel_cost(
+    cut_bytes_per_sample: Sequence[int],
+    batch_size: int,
+    rank: int,
+    num_stages: int,
+    micro_batches: int = 1,
+    first_trained: int = 0,
+    schedule: str = "gpipe",
+) -> Cost:
+    """One training step of a model that is cut into stages, of one rank.
+
+    A cut of S bytes a sample carries M messages and B x S bytes forward, and as much backward,
+    unless nothing before it is trained. Into how many micro-batches the batch is cut changes the
+    messages, and not the bytes. What tied parameters on several stages add is left out.
+
+    Args:
+        cut_bytes_per_sample: by cut, what a layer hands on for one sample.
+        batch_size: B, samples.
+        rank: whose cost, 0 to P - 1.
+        num_stages: P, one a rank.
+        micro_batches: M; a batch of fewer samples makes as many.
+        first_trained: the first stage that trains anything; P if none does.
+        schedule: a name out of ``schedules.PIPELINES``. It decides how often a send and a receive
+            are one exchange (``schedules.with_hops``), that is the steps.
+
+    Raises:
+        ValueError: not one figure for each of the P - 1 cuts, or no such rank or schedule.
+    """
+    if len(cut_bytes_per_sample) != num_stages - 1:
+        raise ValueError(
+            f"{num_stages} stages have {num_stages - 1} cuts, got bytes for "
+            f"{len(cut_bytes_per_sample)}"
+        )
+    if not 0 <= rank < num_stages:
+        raise ValueError(f"no rank {rank}: {num_stages} stages are ranks 0 to {num_stages - 1}")
+    if schedule not in PIPELINES:
+        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(PIPELINES)}")
+    count = min(micro_batches, batch_size)
+    actions = PIPELINES[schedule](rank, num_stages, count)
+    stream = with_hops(actions, rank, num_stages, first_trained)
+    hops = [step for step in stream if isinstance(step, Hop)]
+    sent = [hop.send for hop in hops if hop.send]
+    # Each micro-batch is sent once to each peer, so what a peer gets is the batch.
+    cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
+    num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
+    return Cost(len(hops), len(sent), num_bytes)
 
 
 def _chunks_cost(steps: Iterable, num_elements: int, element_bytes: int, world_size: int) -> Cost:

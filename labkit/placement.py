@@ -122,7 +122,7 @@ def predict_split(
         profile: costs of the layers.
         split_points: layers that begin a stage; none of them for one stage.
         link: between two stages.
-        micro_batches: M, at most one a sample.
+        micro_batches: M; a batch of fewer samples makes as many.
         schedule: "gpipe" or "1f1b".
         frozen: so many layers from the first on are not trained. What comes before the first
             trained parameter has no backward, and a cut before it carries no gradient.

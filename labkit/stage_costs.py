@@ -5,6 +5,7 @@ one batch, if nothing else is said.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 
 from labkit.costs import Link
@@ -62,7 +63,7 @@ class StageCosts:
         profile: costs of the layers.
         num_stages: P.
         link: between two stages.
-        micro_batches: M.
+        micro_batches: M; a batch of fewer samples makes as many.
         schedule: a name out of ``schedules.PIPELINES``.
         frozen: so many layers from the first on are not trained.
 
@@ -82,7 +83,8 @@ class StageCosts:
         _check_settings(profile, num_stages, micro_batches, schedule, frozen)
         layers = profile.layers
         self.num_layers, self.num_stages = len(layers), num_stages
-        self.link, self.schedule, self.micro_batches = link, schedule, micro_batches
+        self.micro_batches = micro_batches = min(micro_batches, profile.batch_size)
+        self.link, self.schedule = link, schedule
         trained = [i >= frozen and layer.parameter_bytes > 0 for i, layer in enumerate(layers)]
         # Nothing before the first trained layer needs a gradient, so nothing is held for one.
         first = trained.index(True) if any(trained) else self.num_layers
@@ -153,18 +155,16 @@ class StageCosts:
 
 def _check_settings(profile, num_stages, micro_batches, schedule, frozen) -> None:
     num_layers = len(profile.layers)
-    layers = f"{profile.model} has {num_layers} layers"
-    _check_whole("num_stages", num_stages, 1, num_layers, layers)
-    most = f"the batch has {profile.batch_size} samples"
-    _check_whole("micro_batches", micro_batches, 1, profile.batch_size, most)
-    _check_whole("frozen", frozen, 0, num_layers, layers)
+    so_many = f"to {num_layers}, the layers of {profile.model}"
+    _check_whole("num_stages", num_stages, range(1, num_layers + 1), so_many)
+    _check_whole("micro_batches", micro_batches, range(1, sys.maxsize), "up")
+    _check_whole("frozen", frozen, range(num_layers + 1), so_many)
     if schedule not in PIPELINES:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(PIPELINES)}")
 
 
-def _check_whole(name: str, value: int, least: int, most: int, why: str) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole and least <= value <= most):
+def _check_whole(name: str, value: int, allowed: range, until: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
         raise ValueError(
-            f"{name} must be a whole number from {least} to {most}, got {value!r}: {why}"
+            f"{name} must be a whole number from {allowed.start} {until}; got {value!r}"
         )

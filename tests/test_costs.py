@@ -16,6 +16,7 @@ from labkit.costs import (
     crossover_bytes,
     fit_link,
     gather_cost,
+    model_parallel_cost,
     naive_all_reduce_cost,
     parameter_server_cost,
     parameter_server_seconds,
@@ -250,3 +251,44 @@ def test_a_parameter_server_of_nobody_is_refused():
         parameter_server_seconds(S, 0, 1, Link(0, 0))
     with pytest.raises(ValueError, match="-4 bytes"):
         parameter_server_seconds(-4, 1, 1, Link(0, 0))
+
+
+def test_a_step_of_stages_sends_what_crosses_the_cuts():
+    cuts, batch = [400, 80], 10
+    # Stage 0 sends an activation and gets its gradient in one exchange; the stage in the middle
+    # receives from the left, exchanges with the right, and sends to the left.
+    assert [model_parallel_cost(cuts, batch, rank, 3) for rank in range(3)] == [
+        Cost(1, 1, 4000),
+        Cost(3, 2, 800 + 4000),
+        Cost(2, 1, 800),
+    ]
+    # Three micro-batches, of 4, 3 and 3 samples. GPipe, stage 1 of 3: F0 in, F0 out, F1 in, F1
+    # out, F2 in, F2 out and B0 in at once; then B0 out, B1 in, B1 out, B2 in, B2 out.
+    assert [model_parallel_cost(cuts, batch, rank, 3, 3) for rank in range(3)] == [
+        Cost(5, 3, 4000),
+        Cost(11, 6, 4800),
+        Cost(6, 3, 800),
+    ]
+    # 1F1B, stage 0 of 2: F0 out; F1 out, B0 in; F2 out, B1 in; B2 in. Stage 1: F0 in; B0 out, F1
+    # in; B1 out, F2 in; B2 out.
+    eager = [model_parallel_cost([400], batch, r, 2, 3, schedule="1f1b") for r in range(2)]
+    assert eager == [Cost(4, 3, 4000), Cost(4, 3, 4000)]
+    assert model_parallel_cost([], batch, 0, 1, 4) == Cost(0, 0, 0)
+    # Two samples make two micro-batches at most.
+    assert model_parallel_cost([400], 2, 1, 2, 8).messages == 2
+
+
+def test_no_gradient_goes_where_nothing_is_trained():
+    costs = [model_parallel_cost([400, 80], 10, rank, 3, 2, first_trained=1) for rank in range(3)]
+    assert costs == [Cost(2, 2, 4000), Cost(2 + 3, 2, 800), Cost(4, 2, 800)]
+    inference = [model_parallel_cost([400, 80], 10, rank, 3, first_trained=3) for rank in range(3)]
+    assert inference == [Cost(1, 1, 4000), Cost(2, 1, 800), Cost(1, 0, 0)]
+
+
+def test_stages_without_a_cut_between_them_are_named():
+    with pytest.raises(ValueError, match="3 stages have 2 cuts, got bytes for 1"):
+        model_parallel_cost([400], 10, 0, 3)
+    with pytest.raises(ValueError, match="no rank 2: 2 stages are ranks 0 to 1"):
+        model_parallel_cost([400], 10, 2, 2)
+    with pytest.raises(ValueError, match="'zb': choose one of gpipe, 1f1b"):
+        model_parallel_cost([400], 10, 0, 2, schedule="zb")

@@ -105,6 +105,10 @@ def test_micro_batches_pay_alpha_each_and_share_the_bytes():
     # All of a micro-batch once, and three times the longer forward and the longer backward.
     once = 13.0 / 4 + 2 * (0.125 + 40 * 2**-7)
     assert model.step_s == once + 3 * (3.5 + 7.5) / 4
+    # A batch of 8 samples makes 8 micro-batches at most.
+    many = predict_split(HAND, [3], LINK, micro_batches=20)
+    assert many == predict_split(HAND, [3], LINK, micro_batches=8)
+    assert many.micro_batches == 8
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -225,12 +229,12 @@ def test_a_cap_names_the_smallest_one_that_works():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_stages": 6}, "num_stages must be a whole number from 1 to 5, got 6: hand has 5"),
+        ({"num_stages": 6}, "num_stages .* from 1 to 5, the layers of hand; got 6"),
         ({"num_stages": 0}, "num_stages .* got 0"),
         ({"num_stages": 2.0}, "num_stages .* got 2.0"),
-        ({"micro_batches": 9}, "micro_batches .* from 1 to 8, got 9: the batch has 8 samples"),
+        ({"micro_batches": 0}, "micro_batches must be a whole number from 1 up; got 0"),
         ({"micro_batches": True}, "micro_batches .* got True"),
-        ({"frozen": 6}, "frozen .* from 0 to 5, got 6"),
+        ({"frozen": 6}, "frozen .* from 0 to 5, the layers of hand; got 6"),
         ({"frozen": -1}, "frozen .* got -1"),
         ({"schedule": "zb"}, "unknown schedule 'zb': choose one of gpipe, 1f1b"),
         ({"objective": "bytes"}, "unknown objective 'bytes': choose one of step, largest_stage"),
