@@ -216,6 +216,13 @@ def test_where_every_cut_is_as_good_the_earliest_is_taken():
     assert best_split(equal_layers(5), 2, free, micro_batches=4).split_points == (2,)
 
 
+def test_a_cut_right_before_the_first_trained_layer_counts_once():
+    layers = [LayerCost("layer", 1.0, 2.0, size, 4, 64) for size in (900, 500, 100, 60, 8)]
+    profile, link = Profile("narrow", 8, 900, tuple(layers)), Link(0, 1)
+    assert best_split(profile, 2, link, frozen=3).step_s == 5 + 4 + 100
+    assert best_split(profile, 2, link, frozen=2).step_s == 5 + 6 + 2 * 60
+
+
 def test_a_cap_names_the_smallest_one_that_works():
     assert best_split(HAND, 2, LINK).split_points == (4,)
     assert best_split(HAND, 2, LINK, memory_cap_bytes=1380).split_points == (3,)
