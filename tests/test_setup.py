@@ -32,8 +32,17 @@ FLOORS = [
         "sources",
         "trace",
     }
-    | {"placement", "staleness", "timetable", "units"},
-    {"board", "comm", "cuda_ipc", "devices", "local_gradients", "models", "shared_memory"}
+    | {"cuts", "makespan", "placement", "stage_costs", "staleness", "timetable", "units"},
+    {
+        "board",
+        "comm",
+        "cuda_ipc",
+        "devices",
+        "layers",
+        "local_gradients",
+        "models",
+        "shared_memory",
+    }
     | {"workload"},
     {
         "backend",
@@ -45,12 +54,13 @@ FLOORS = [
         "live",
         "remote",
         "replicas",
+        "stages",
         "supervisor",
         "tasks",
         "worker",
     },
     {"strategies", "train"},
-    {"checks", "experiment", "plots"},
+    {"checks", "experiment", "plots", "split_runs"},
     {"widgets"},
     {"__init__", "__main__", "bench", "compare", "doctor", "lab", "registration"},
 ]
