@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from labkit.config import AMP, BACKENDS, COMPRESSIONS, DTYPES, RunConfig
+from labkit.schedules import PIPELINES
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,7 +97,10 @@ def _add_train(commands) -> None:
     add("--servers", type=int, metavar="S", help="parameter_server: ranks that serve")
     add("--straggler", metavar="RANK:FACTOR", help="slow one rank's computing, 1:4.0 for example")
     add("--max-staleness", type=int, metavar="N", help="async_parameter_server: bound")
-    add("--devices", metavar="D,D", help="data_parallel: cpu,cpu for example")
+    add("--devices", metavar="D,D", help="of one process: cuda:0,cpu for example")
+    add("--split-points", metavar="K,K", help="staged models: layers that begin a stage")
+    add("--micro-batches", type=int, metavar="M", help="pipeline: of a batch")
+    add("--schedule", metavar="|".join(PIPELINES), help="pipeline: order of the micro-batches")
     add("--timeout", type=float, default=24 * 3600, metavar="SECONDS", help="deadline of the run")
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")

@@ -8,10 +8,13 @@ DTYPES = ("float32", "float64")
 BACKENDS = ("auto", "gloo", "nccl", "labkit")
 AMP = ("bf16", "fp16")
 COMPRESSIONS = ("fp16", "bf16", "topk")
+# Their ranks share the model out, and not the batch.
+STAGED = ("model_parallel", "pipeline")
 # What a technique may take beside the settings that all of them have.
 OPTIONS = (
     *("backend", "bucket_mb", "accumulate", "amp", "compress"),
     *("servers", "straggler", "max_staleness", "devices"),
+    *("split_points", "micro_batches", "schedule"),
 )
 
 # A terabyte. PyTorch counts bytes in 64 bits, and takes no more.
@@ -47,10 +50,14 @@ class RunConfig:
         servers: ranks that hold the parameters, of a parameter server.
         straggler: ``"1:4.0"`` makes rank 1 compute four times as slowly.
         max_staleness: updates by others that one update may have missed.
-        devices: of one process, ``"cpu,cpu"``, one a replica. Their number is the world size,
-            which may be left at 1.
+        devices: of one process, ``"cpu,cpu"``, one a replica or stage. Their number is the world
+            size, which may be left at 1.
+        split_points: layers that begin a stage, ``"5,12"`` for three stages. The number of stages
+            is the world size, which may be left at 1; by default an even split by FLOPs.
+        micro_batches: that a batch goes through a pipeline in.
+        schedule: of a pipeline, ``gpipe`` or ``1f1b``.
 
-    Of the last eight, ``None`` is the technique's own default; each technique takes its own.
+    Of those from bucket_mb on, ``None`` is the technique's own default; each takes its own.
     """
 
     strategy: str = "single"
@@ -76,15 +83,20 @@ class RunConfig:
     straggler: str | None = None
     max_staleness: int | None = None
     devices: str | None = None
+    split_points: str | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
 
     def __post_init__(self):
         for name in ("world_size", "batch_size", "epochs"):
             _check_whole(name, getattr(self, name))
-        for name in ("train_size", "accumulate", "servers"):
+        for name in ("train_size", "accumulate", "servers", "micro_batches"):
             _check_whole(name, getattr(self, name), optional=True)
         _check_whole("max_staleness", self.max_staleness, optional=True, least=0)
         if self.devices is not None:
-            self._follow_devices()
+            self._follow("devices", len(parse_devices(self.devices)))
+        if self.split_points is not None:
+            self._follow("split_points", len(parse_split_points(self.split_points)) + 1)
         if self.bucket_mb is not None and not 0 <= self.bucket_mb <= _MOST_MB:
             raise ValueError(
                 f"bucket_mb must be from 0 (a bucket a parameter) to {_MOST_MB:,}, got "
@@ -98,7 +110,7 @@ class RunConfig:
             check_servers(self.servers, self.world_size)
         if self.straggler is not None:
             parse_straggler(self.straggler, self.world_size)
-        if self.batch_size < self.world_size:
+        if self.batch_size < self.world_size and self.strategy not in STAGED:
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than world_size {self.world_size}: some "
                 f"ranks would never get a sample. Use a batch of at least {self.world_size}"
@@ -121,14 +133,15 @@ class RunConfig:
                 "or transport for our own implementation"
             )
 
-    def _follow_devices(self) -> None:
-        names = parse_devices(self.devices)
-        if self.world_size not in (1, len(names)):
+    def _follow(self, name: str, count: int) -> None:
+        """Let the world size be what an option makes it."""
+        if self.world_size not in (1, count):
+            what = {"devices": "devices", "split_points": "stages"}[name]
             raise ValueError(
-                f"devices {self.devices!r} are {len(names)}, but world_size is {self.world_size}: "
-                "leave out one of the two"
+                f"{name} {getattr(self, name)!r} makes {count} {what}, but world_size is "
+                f"{self.world_size}: leave out one of the two"
             )
-        object.__setattr__(self, "world_size", len(names))
+        object.__setattr__(self, "world_size", count)
 
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as its constructor takes them."""
@@ -189,6 +202,18 @@ def parse_devices(text: str) -> tuple[str, ...]:
                 f"devices must be cpu or cuda:NUMBER with commas between, got {name!r} in {text!r}"
             )
     return names
+
+
+def parse_split_points(text: str) -> tuple[int, ...]:
+    """``"5,12"`` is (5, 12); an empty text is one stage.
+
+    Raises:
+        ValueError: no whole numbers with commas between.
+    """
+    words = [word.strip() for word in str(text).split(",")] if str(text).strip() else []
+    if not all(re.fullmatch(r"\d+", word) for word in words):
+        raise ValueError(f"split_points must be layers, as in 5,12, got {text!r}")
+    return tuple(map(int, words))
 
 
 def _check_whole(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:

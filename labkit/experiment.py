@@ -11,13 +11,21 @@ from typing import Any
 from torch import Tensor
 
 from labkit import strategies
-from labkit.config import OPTIONS, RunConfig, parse_devices, parse_straggler
+from labkit.config import (
+    OPTIONS,
+    RunConfig,
+    parse_devices,
+    parse_split_points,
+    parse_straggler,
+)
 from labkit.devices import check_world_size, hardware, num_gpus, plan, versions
 from labkit.files import write_atomically
 from labkit.launch import RunResult, run, under_torchrun
+from labkit.layers import even_split, layers_of
+from labkit.placement import check_split_points
 from labkit.trace import Trace
 from labkit.train import fit, largest_difference
-from labkit.workload import DATASETS, MODELS, load_dataset
+from labkit.workload import DATASETS, MODELS, build_model, load_dataset
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ def train_run(
         FileNotFoundError: the data set is not there; the message says how to get it.
         WorkerError: a rank failed.
     """
-    make_strategy = check(config)
+    make_strategy = check(config, download=download)
     load_dataset(config.dataset, train_size=config.train_size, download=download)
     ranks, device = _ranks_and_device(config, make_strategy)
     result = run(
@@ -168,13 +176,16 @@ def train_run(
     )
 
 
-def check(config: RunConfig):
-    """Refuse what cannot run before any process starts; returns the strategy's class.
+def check(config: RunConfig, *, download: bool = False):
+    """Refuse what cannot run before any process starts; returns what makes the strategy.
 
     Raises:
-        ValueError: unknown names, or a technique that does not fit the world size.
+        ValueError: unknown names, or a technique that does not fit the world size or the model.
+        FileNotFoundError: the data set is not there, and the technique has to know its shape.
     """
-    make_strategy = strategies.get(config.strategy, builtin=config.builtin)
+    make_strategy = strategies.get(
+        config.strategy, builtin=config.builtin, placed=config.devices is not None
+    )
     for kind, name, known in (
         ("model", config.model, MODELS),
         ("data set", config.dataset, DATASETS),
@@ -188,11 +199,30 @@ def check(config: RunConfig):
             f"strategy single trains on one rank, got world_size {config.world_size}: "
             "use world_size 1, or another strategy"
         )
-    make_strategy = partial(make_strategy, **_options(config, make_strategy))
+    options = _options(config, make_strategy)
+    if "split_points" in inspect.signature(make_strategy).parameters:
+        options["split_points"] = _split_points(config, download)
+    make_strategy = partial(make_strategy, **options)
     strategy = make_strategy()  # options that do not go together are refused here, too
     if hasattr(strategy, "check_ranks"):
         strategy.check_ranks(config.world_size)
     return make_strategy
+
+
+def _split_points(config: RunConfig, download: bool) -> tuple[int, ...]:
+    """Those given, or an even split by FLOPs of the layers of this model on this data set.
+
+    Raises:
+        ValueError: they do not cut these layers into ``world_size`` stages.
+    """
+    data = load_dataset(config.dataset, train_size=config.train_size, download=download)
+    model = build_model(
+        config.model, num_classes=data.num_classes, input_shape=data.input_shape, seed=0
+    )
+    if config.split_points is None:
+        return even_split(model, data.input_shape, config.world_size)
+    points = parse_split_points(config.split_points)
+    return check_split_points(points, len(layers_of(model)), config.world_size)
 
 
 def _check_backend(config: RunConfig, device: str) -> None:

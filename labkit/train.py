@@ -50,8 +50,11 @@ class Strategy(Protocol):
         batch of ``batch_size`` samples. The update is that of the mean over the global batch.
         """
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        """Logits [n, classes] in evaluation mode, without gradients."""
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        """Logits [n, classes] in evaluation mode, without gradients.
+
+        None on a rank that does not come by them: one that holds a part of the model.
+        """
 
     def end_epoch(self) -> None:
         """Bring together what a step leaves apart (batch statistics, say)."""
@@ -119,6 +122,7 @@ def fit(
     )
     strategy = make_strategy()
     strategy.setup(comm, model, lambda parameters: _sgd(parameters, config))
+    del model  # a strategy may keep a part of it, and let the rest go
     go = _at_own_pace if hasattr(strategy, "train") else _in_step
     epochs, messages, bytes_sent = go(comm, config, data, strategy, verbose)
     state = strategy.full_state()
@@ -218,8 +222,9 @@ def _correct(comm: Comm, data: Data, strategy: Strategy, index: int, count: int)
         for batch in torch.arange(len(data.test_targets)).split(_EVALUATION_BATCH):
             mine = share(batch, index, count)
             logits = strategy.predict(data.test_inputs[mine].to(comm.device))
-            targets = data.test_targets[mine].to(comm.device)
-            correct += (logits.argmax(dim=1) == targets).sum()
+            if logits is not None:
+                targets = data.test_targets[mine].to(comm.device)
+                correct += (logits.argmax(dim=1) == targets).sum()
     return correct
 
 

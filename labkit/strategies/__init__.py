@@ -13,8 +13,12 @@ _STRATEGIES = {
         "async_parameter_server.AsyncParameterServer",
         "torch_rpc.RpcAsyncParameterServer",
     ),
+    "model_parallel": ("model_parallel.ModelParallel", "torch_pipelining.TorchModelParallel"),
+    "pipeline": ("pipeline.Pipeline", "torch_pipelining.TorchPipeline"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "torch_builtin.TorchDDP"),
 }
+# Where devices are named, in one process instead of a rank for each.
+_PLACED = {"model_parallel": "placed.PlacedModel"}
 STRATEGIES = tuple(_STRATEGIES)
 
 
@@ -24,12 +28,20 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown strategy {name!r}: choose one of {', '.join(STRATEGIES)}")
 
 
-def get(name: str, *, builtin: bool = False) -> Callable:
+def get(name: str, *, builtin: bool = False, placed: bool = False) -> Callable:
     """The class that implements a technique, ours or PyTorch's counterpart.
+
+    Args:
+        name: of the technique.
+        builtin: PyTorch's counterpart.
+        placed: the variant of one process on several devices, where ours has one.
 
     Raises:
         ValueError: unknown name.
     """
     check_name(name)
-    module, _, class_name = _STRATEGIES[name][builtin].partition(".")
+    place = _STRATEGIES[name][builtin]
+    if placed and not builtin:
+        place = _PLACED.get(name, place)
+    module, _, class_name = place.partition(".")
     return getattr(importlib.import_module(f"labkit.strategies.{module}"), class_name)

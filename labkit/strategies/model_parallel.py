@@ -1,0 +1,49 @@
+"""Model parallelism by placement: the model is cut into stages, and each rank holds one.
+
+The batch goes through the stages one after the other, forward and then back:
+
+    stage 0   F . . . . B
+    stage 1   . F . . B .
+    stage 2   . . F B . .
+
+A rank needs memory for its own stage alone: that is what the technique is for. While one stage
+works all others wait, so it is no faster than one device; ``pipeline`` takes that up. ``placed``
+does the same in one process, on the devices of one machine.
+
+Source: the placement by hand that PyTorch's tutorials call model parallelism, here with a process
+for each device.
+"""
+
+from torch import Tensor
+
+from labkit.schedules import Hop, Message
+from labkit.stages import StagedModel
+
+
+class ModelParallel(StagedModel):
+    """Rank s holds the layers from split point s to the next one.
+
+    Every layer sees the whole batch, so this equals one device, BatchNorm included. Tied
+    parameters may lie on several stages; to first stages that are frozen goes no gradient.
+
+    Args:
+        split_points: layers that begin a stage, one less than there are ranks.
+    """
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        stage = self.stage
+        before, behind = stage.index - 1, stage.index + 1
+        stage.start(inputs, targets, batch_size)
+        if not stage.is_first:
+            stage.hop(Hop(None, Message("activation", 0, before)))
+        stage.forward(0)
+        if not stage.is_last:
+            stage.hop(Hop(Message("activation", 0, behind), None))
+        if stage.index >= stage.first_trained:
+            if not stage.is_last:
+                stage.hop(Hop(None, Message("gradient", 0, behind)))
+            stage.backward(0)
+            if stage.index > stage.first_trained:
+                stage.hop(Hop(Message("gradient", 0, before), None))
+        stage.update()
+        return stage.loss

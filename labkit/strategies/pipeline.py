@@ -1,0 +1,57 @@
+"""Pipeline parallelism: the batch goes through the stages in micro-batches, so that all work.
+
+Each stage executes a stream of instructions (``schedules.gpipe``, ``schedules.one_f_one_b``); the
+messages between them follow from it (``schedules.with_hops``). The update waits for all
+micro-batches, so that the technique is synchronous: it follows one device that accumulates the
+gradients of the same micro-batches.
+
+Symbols: P stages, M micro-batches. A stage idles for (P - 1) / (M + P - 1) of the step if all
+stages take equally long (``timetable.bubble_formula``).
+
+Source: Huang et al., "GPipe: Efficient training of giant neural networks using pipeline
+parallelism" (2019); Narayanan et al., "PipeDream" (2019), for the order called 1F1B.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from labkit.schedules import PIPELINES, with_hops
+from labkit.stages import StagedModel
+
+
+class Pipeline(StagedModel):
+    """``ModelParallel`` with micro-batches under way on all stages at once.
+
+    Batch statistics (BatchNorm): each micro-batch is normalised by its own, and the running
+    averages take them in one by one, as with gradient accumulation on one device. Tied parameters
+    may lie on several stages; where the first stages are frozen, no gradient goes there.
+
+    Args:
+        split_points: layers that begin a stage, one less than there are ranks.
+        micro_batches: M; a batch of fewer samples makes as many.
+        schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
+
+    Raises:
+        ValueError: no such schedule.
+    """
+
+    def __init__(
+        self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
+    ):
+        super().__init__(split_points)
+        if schedule not in PIPELINES:
+            raise ValueError(
+                f"unknown schedule {schedule!r}: choose one of {', '.join(PIPELINES)}"
+            )
+        self.micro_batches = micro_batches
+        self.schedule = PIPELINES[schedule]
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        stage = self.stage
+        stage.start(inputs, targets, batch_size, self.micro_batches)
+        actions = self.schedule(stage.index, stage.count, stage.micro_batches)
+        for step in with_hops(actions, stage.index, stage.count, stage.first_trained):
+            stage.do(step)
+        stage.update()
+        return stage.loss
