@@ -44,7 +44,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "one layer"
         )
     found: list[tuple[str, nn.Module]] = []
-    for name, child in model.named_children():
+    # named_children() would leave out a layer that comes twice.
+    for name, child in model._modules.items():
         if _is_chain(child) and len(child):
             found += [(f"{name}.{inner}", layer) for inner, layer in named_layers(child)]
         else:
