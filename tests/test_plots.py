@@ -17,8 +17,9 @@ from PIL import Image
 from labkit import plots
 from labkit.plots.buckets import example_step
 from labkit.plots.figure import styles_of
-from labkit.schedules import owned_chunk, ring_all_reduce
+from labkit.schedules import Action, owned_chunk, ring_all_reduce
 from labkit.staleness import simulate
+from labkit.timetable import timetable
 from labkit.trace import Span, Trace
 from labkit.units import format_seconds
 
@@ -63,6 +64,12 @@ def heights_of(figure):
 
 
 UPDATES = [[1, 0], [2, 1], [1, 1], [3, 3], [1, 0]]
+HOP = {"placement": "2 devices", "cut": 5, "direction": "activation", "batch_size": 16}
+HOP |= {"num_bytes": 2**20, "seconds": [1e-3, 2e-3], "model_s": 1e-3}
+STEPS = [{"split_points": [k], "predicted_s": k, "measured_s": [k, k + 1]} for k in (1, 2)]
+STREAM = [Action("forward", 0), Action("backward", 0)]
+STAGE = Trace.merge([[Span(0, "forward", 0, 1), Span(0, "backward", 1, 3)]])
+MICRO = [{"schedule": "gpipe", "micro_batches": m, "step_s": [m, m + 1]} for m in (1, 2)]
 
 MAKE_FIGURE = {
     "timeline": lambda: plots.timeline(TRACE),
@@ -77,6 +84,11 @@ MAKE_FIGURE = {
     "staleness_model": lambda: plots.staleness_model(3, 4, 5),
     "learning_curves": lambda: plots.learning_curves({"single": EPOCHS}),
     "bars": lambda: plots.bars({"ring": {"measured": 1, "model": 2}}, quantity="time", unit="s"),
+    "communication_time": lambda: plots.communication_time([HOP]),
+    "split_scatter": lambda: plots.split_scatter(STEPS),
+    "pipeline_timetable": lambda: plots.pipeline_timetable(timetable([STREAM], [1], [2])),
+    "pipeline_timeline": lambda: plots.pipeline_timeline(STAGE, [STREAM]),
+    "step_by_micro_batches": lambda: plots.step_by_micro_batches(MICRO),
     "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
 }
 

@@ -9,6 +9,11 @@
     bucket_overlap    a backward pass with DDP's buckets, on paper
     size_curves       time over the tensor's size (crossings: where two cross)
     staleness_histogram, staleness_model   how late gradients came, or would come
+    placement         a model cut into stages: bytes, memory, time of stages and hops
+    communication_time   each hop by cut, direction and batch size (hop_rows: of one split)
+    split_scatter     many splits, predicted against measured
+    pipeline_timetable, pipeline_timeline   a pipeline's step on paper, and as it ran
+    step_by_micro_batches   a step's time and memory over the number of micro-batches
 
 Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
 """
@@ -17,6 +22,10 @@ from labkit.plots.buckets import BUCKET_SIZES_MB, LINKS, bucket_overlap
 from labkit.plots.comparisons import bars, learning_curves
 from labkit.plots.curves import crossings, size_curves
 from labkit.plots.figure import STYLES, CaptionedFigure, Style
+from labkit.plots.hops import communication_time, hop_rows
+from labkit.plots.micro_batches import step_by_micro_batches
+from labkit.plots.pipeline import measured_slots, pipeline_timeline, pipeline_timetable
+from labkit.plots.placement import placement
 from labkit.plots.ring import (
     RingState,
     ring_grid,
@@ -25,6 +34,7 @@ from labkit.plots.ring import (
     ring_steps,
     ring_words,
 )
+from labkit.plots.scatter import split_scatter
 from labkit.plots.spans import phases, timeline
 from labkit.plots.staleness import staleness_histogram, staleness_model
 
@@ -37,16 +47,24 @@ __all__ = [
     "Style",
     "bars",
     "bucket_overlap",
+    "communication_time",
     "crossings",
+    "hop_rows",
     "learning_curves",
+    "measured_slots",
     "phases",
+    "pipeline_timeline",
+    "pipeline_timetable",
+    "placement",
     "ring_grid",
     "ring_states",
     "ring_step",
     "ring_steps",
     "ring_words",
     "size_curves",
+    "split_scatter",
     "staleness_histogram",
     "staleness_model",
+    "step_by_micro_batches",
     "timeline",
 ]

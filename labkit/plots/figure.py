@@ -2,8 +2,8 @@
 
 One meaning has one look everywhere, a colour of the Okabe-Ito palette and a hatch, so that no
 figure needs colour alone. Cool colours work (compute, update, data, evaluate), warm ones move
-bytes (communicate and its phases), grey waits. What was measured is filled with its colour; a
-prediction is pale, hatched, and says "model".
+bytes (communicate and its phases), grey waits; backward is forward's green, darkened. What was
+measured is filled with its colour; a prediction is pale, hatched, and says "model".
 
 The figures never touch pyplot, so nothing is shown twice and nothing stays open, and they ignore
 the style that a notebook has set.
@@ -33,6 +33,7 @@ from labkit.files import write_atomically
 
 BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
 ORANGE, VERMILLION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
+DEEP_GREEN = "#005F46"
 DARK, GREY, GRID = "#1A1A1A", "#BFBFBF", "#D9D9D9"
 
 WIDTH_IN = 8.5
@@ -85,6 +86,10 @@ class Style:
     ink: str = "white"
 
     @property
+    def is_model(self) -> bool:
+        return self.hatch == _MODEL_HATCH
+
+    @property
     def model(self) -> "Style":
         """The same meaning, predicted: pale, with the one hatch that nothing measured has."""
         return Style(tint(self.color, 0.2), _MODEL_HATCH, shade(self.color, 0.75))
@@ -93,7 +98,7 @@ class Style:
 STYLES = {
     "compute": Style(GREEN),
     "forward": Style(GREEN, "||"),
-    "backward": Style(GREEN, "--"),
+    "backward": Style(DEEP_GREEN, "--"),
     "update": Style(BLUE, "\\\\\\"),
     "data": Style(PURPLE, "..."),
     "evaluate": Style(SKY, "oo", DARK),
@@ -103,6 +108,9 @@ STYLES = {
     "all_reduce": Style(ORANGE, "xx", DARK),
     "push": Style(VERMILLION, "||"),
     "pull": Style(ORANGE, "\\\\\\", DARK),
+    # What crosses the cut between two stages, forward and backward.
+    "activation": Style(VERMILLION, ".."),
+    "gradient": Style(ORANGE, "--", DARK),
     "wait": Style(GREY, "..", "#595959"),
     # Time in no span: Python between the spans.
     "other": Style("#F2F2F2", "//", GREY),
@@ -238,7 +246,7 @@ class CaptionedFigure:
         return target.getvalue()
 
     def _pixels(self) -> np.ndarray:
-        """[height, width, 3]. ``savefig`` would draw twice, and a slider's hand waits for this."""
+        """[height, width, RGBA]. ``savefig`` would draw twice, and a slider's hand waits."""
         page_dpi = self.figure.get_dpi()
         with _own_settings():
             try:
@@ -247,25 +255,30 @@ class CaptionedFigure:
                 canvas.draw()
             finally:
                 self.figure.set_dpi(page_dpi)
-        return np.asarray(canvas.buffer_rgba())[..., :3]
+        return np.asarray(canvas.buffer_rgba())
 
 
 def _with_palette(picture: np.ndarray) -> bytes:
-    """[height, width, 3] as PNG in its 256 commonest colours: few bytes, which notebooks keep.
+    """[height, width, RGBA] as PNG in its 256 commonest colours: few bytes, which notebooks keep.
 
     Fills keep their exact colours, only the soft edges of letters and lines are rounded. (Pillow's
     own quantizers move every colour a little, white too.)
     """
     from PIL import Image
 
-    pixels = picture.astype(np.int32)
-    codes = pixels[..., 0] << 16 | pixels[..., 1] << 8 | pixels[..., 2]
-    found, place, count = np.unique(codes, return_inverse=True, return_counts=True)
-    colors = np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1)
+    # Runs of one colour are few, and pixels many: a slider's hand waits for this.
+    plain = picture.view(np.uint32).ravel()
+    starts = np.concatenate(([0], np.flatnonzero(plain[1:] != plain[:-1]) + 1))
+    lengths = np.diff(starts, append=len(plain))
+    codes = picture.view(">u4").ravel()[starts].astype(np.uint32)
+    found, place = np.unique(codes, return_inverse=True)
+    count = np.bincount(place, lengths)
+    colors = np.stack([found >> 24, found >> 16 & 255, found >> 8 & 255], axis=1).astype(int)
     palette = colors[np.argsort(-count, kind="stable")[:256]]
     # |a - b|^2 = |a|^2 - 2ab + |b|^2, and |a|^2 is the same for all b.
     nearest = ((palette**2).sum(axis=1) - 2 * colors @ palette.T).argmin(axis=1)
-    image = Image.fromarray(nearest[place].reshape(codes.shape).astype(np.uint8), "L")
+    indices = np.repeat(nearest[place].astype(np.uint8), lengths)
+    image = Image.fromarray(indices.reshape(picture.shape[:2]), "L")
     image.putpalette(palette.astype(np.uint8).tobytes())
     target = io.BytesIO()
     # The last tenth of the bytes would cost eight times the time.

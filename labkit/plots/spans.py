@@ -51,7 +51,7 @@ def timeline(
     Raises:
         ValueError: no spans there; the message says what to do.
     """
-    trace = _trace_of(result)
+    trace = trace_of(result)
     lanes = _chosen_ranks(trace, ranks)
     if start_s is None:
         start_s = min(0.0, *(span.start_s for span in trace.spans))
@@ -102,7 +102,7 @@ def phases(result: Any, *, title: str | None = None, model: bool = False) -> Cap
     )
 
 
-def _trace_of(result: Any) -> Trace:
+def trace_of(result: Any) -> Trace:
     trace = getattr(result, "trace", result)
     if not isinstance(trace, Trace):
         raise ValueError(
@@ -312,7 +312,7 @@ def _apart_sentence(shares: Shares, totals: Mapping[str, float]) -> str:
 def _phase_rows(result: Any) -> dict[str, dict[str, float]]:
     """By bar, by kind: seconds."""
     if not isinstance(result, Mapping):
-        trace = _trace_of(result)
+        trace = trace_of(result)
         return {f"rank {rank}": trace.seconds_by_kind(rank) for rank in trace.ranks}
     by_name = any(isinstance(row, Mapping) for row in result.values())
     rows = {

@@ -1,0 +1,214 @@
+"""Pipelines in time: the timetable on paper, and the same picture of a real run.
+
+Symbols: P stages, M micro-batches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from labkit.plots.figure import (
+    PAGE_DPI,
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    drawn,
+    styles_of,
+    swatch,
+)
+from labkit.plots.spans import draw_spans, label_lanes, trace_of
+from labkit.schedules import Action, in_flight
+from labkit.timetable import Slot, bubble, bubble_formula
+from labkit.trace import Span, Trace
+from labkit.units import format_number, format_seconds, second_unit
+
+Streams = Sequence[Sequence[Action]]
+
+
+@drawn
+def pipeline_timetable(
+    slots: Sequence[Slot], *, title: str | None = None, unit: str | None = None
+) -> CaptionedFigure:
+    """Draw a pipeline's step on paper: a row a stage, a numbered box a forward or a backward.
+
+    Args:
+        slots: ``labkit.timetable.timetable``, or ``SplitModel.slots()``.
+        title: above the figure.
+        unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
+
+    Raises:
+        ValueError: no slots.
+    """
+    if not slots:
+        raise ValueError("no slots to draw: give labkit.timetable.timetable(...) of a schedule")
+    title = f"{title or 'Timetable of a step'} (model)"
+    spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
+    figure = _draw_rows([*spans, *_idle(slots)], slots, title, unit, model=True)
+    length = _length_of(slots, unit)
+    return CaptionedFigure(
+        figure,
+        alt=f"Predicted timetable of {_counts(slots)}. {_orders(slots)}. In all, {length}.",
+        caption=f"Model: {length}. {_bubble_words(slots)}",
+    )
+
+
+@drawn
+def pipeline_timeline(
+    result: Any, streams: Streams, *, step: int = -1, title: str | None = None
+) -> CaptionedFigure:
+    """Draw one step of a real run like its timetable: what each stage did, in numbered boxes.
+
+    Args:
+        result: a ``Trace``, or a result that has one as ``.trace``; rank s is stage s.
+        streams: by stage, the actions that it ran in each step, in order.
+        step: which of the steps in the trace, the last one by default.
+        title: above the figure.
+
+    Raises:
+        ValueError: the trace is not one of these streams.
+    """
+    slots = measured_slots(result, streams, step=step)
+    start_s, end_s = min(slot.start_s for slot in slots), max(slot.end_s for slot in slots)
+    # What nobody could see is not to stand in the legend either.
+    least_s = (end_s - start_s) / 5000
+    clipped = (
+        Span(s.rank, s.kind, max(s.start_s, start_s) - start_s, min(s.end_s, end_s) - start_s)
+        for s in trace_of(result).of(lane=0)
+        if s.rank < len(streams)
+    )
+    spans = [span for span in clipped if span.duration_s > least_s]
+    shown = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
+    figure = _draw_rows(spans, shown, title or "A step as it ran", None, model=False)
+    length = _length_of(slots, None)
+    return CaptionedFigure(
+        figure,
+        alt=f"Timeline of {_counts(slots)}. {_orders(slots)}. In all, {length}.",
+        caption=f"Measured: {length}. {_bubble_words(slots)}",
+    )
+
+
+def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:
+    """One step of a real run as a timetable, of which ``labkit.timetable.bubble`` is measured.
+
+    A rank's k-th forward span is the k-th forward of its stream, and so on for each step again.
+
+    Args:
+        result: a ``Trace``, or a result that has one as ``.trace``; rank s is stage s.
+        streams: by stage, the actions that it ran in each step, in order.
+        step: which of the steps in the trace, the last one by default.
+
+    Raises:
+        ValueError: a rank has other numbers of forwards and backwards than its stream.
+    """
+    trace = trace_of(result)
+    steps = [_steps_of(trace, stage, list(stream)) for stage, stream in enumerate(streams)]
+    counts = {len(mine) for mine in steps}
+    if len(counts) > 1 or not -max(counts) <= step < max(counts):
+        raise ValueError(
+            f"there is no step {step}: the stages have {sorted(counts)} of them in this trace"
+        )
+    return [slot for mine in steps for slot in mine[step]]
+
+
+def _steps_of(trace: Trace, stage: int, stream: list[Action]) -> list[list[Slot]]:
+    """By step, the slots of one stage."""
+    spans = [s for s in trace.of(stage, lane=0) if s.kind in ("forward", "backward")]
+    steps, rest = divmod(len(spans), len(stream))
+    actions = stream * steps
+    if rest or not steps or [span.kind for span in spans] != [a.kind for a in actions]:
+        raise ValueError(
+            f"rank {stage} ran {len(spans)} forwards and backwards, which are no repeats of its "
+            f"stream's {len(stream)}: give the streams of this run, and a trace of whole steps "
+            "whose batches all make as many micro-batches"
+        )
+    slots = [
+        Slot(stage, *action, span.start_s, span.end_s) for action, span in zip(actions, spans)
+    ]
+    return [slots[first : first + len(stream)] for first in range(0, len(slots), len(stream))]
+
+
+def _idle(slots: Sequence[Slot]) -> list[Span]:
+    """What lies between a stage's slots, from the step's start to its end."""
+    end_s = max(slot.end_s for slot in slots)
+    found = []
+    for stage, mine in _by_stage(slots).items():
+        edges = [0.0, *(time for slot in mine for time in (slot.start_s, slot.end_s)), end_s]
+        gaps = zip(edges[::2], edges[1::2])
+        found += [Span(stage, "wait", low, high) for low, high in gaps if high > low]
+    return found
+
+
+def _by_stage(slots: Sequence[Slot]) -> dict[int, list[Slot]]:
+    """By stage, its slots in order."""
+    stages = sorted({slot.stage for slot in slots})
+    by_start = sorted(slots, key=lambda slot: slot.start_s)
+    return {stage: [slot for slot in by_start if slot.stage == stage] for stage in stages}
+
+
+def _draw_rows(
+    spans: list[Span], slots: Sequence[Slot], title: str, unit: str | None, model: bool
+) -> Figure:
+    """A row a stage from 0 to the end of the step; ``slots`` say what stands on the boxes."""
+    stages, end_s = list(_by_stage(slots)), max(span.end_s for span in spans)
+    scale, unit = (1.0, unit) if unit else second_unit(end_s / 2)
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.45 * len(stages)))
+    axes = figure.add_subplot()
+    axes.set_xlim(0, end_s / scale)
+    styles = styles_of(span.kind for span in spans)
+    draw_spans(axes, spans, stages, scale, styles, model)
+    label_lanes(axes, [str(stage) for stage in stages])
+    for slot in slots:
+        _write_number(axes, slot, stages.index(slot.stage), scale, end_s)
+    axes.set_title(title)
+    axes.set(xlabel=f"time ({unit})", ylabel="stage")
+    names = {"wait": "idle"} if model else {}
+    ending = " (model)" if model else ""
+    entries = [swatch(names.get(k, k) + ending, look, model) for k, look in styles.items()]
+    add_legend(figure, entries)
+    return figure
+
+
+def _write_number(axes, slot: Slot, row: int, scale: float, end_s: float) -> None:
+    """``F3``, or ``3`` where the box is too narrow for that, or nothing."""
+    pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_IN - 0.6) * PAGE_DPI
+    name = str(Action(slot.kind, slot.micro_batch))
+    for text in (name, name[1:]):
+        if pixels > 8 * len(text) + 6:
+            middle = (slot.start_s + slot.end_s) / 2 / scale
+            ground = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+            axes.text(middle, row, text, ha="center", va="center", bbox=ground)
+            return
+
+
+def _counts(slots: Sequence[Slot]) -> str:
+    stages = len({slot.stage for slot in slots})
+    return f"{stages} stages and {len({slot.micro_batch for slot in slots})} micro-batches"
+
+
+def _orders(slots: Sequence[Slot]) -> str:
+    """What each stage does in order, of many micro-batches how it begins."""
+    parts = []
+    for stage, mine in _by_stage(slots).items():
+        names = [str(Action(slot.kind, slot.micro_batch)) for slot in mine]
+        more = " and so on" if len(names) > 12 else ""
+        parts.append(f"stage {stage} {' '.join(names[:12])}{more}")
+    return "; ".join(parts)
+
+
+def _length_of(slots: Sequence[Slot], unit: str | None) -> str:
+    length = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
+    shown = f"{format_number(length)} {unit}" if unit else format_seconds(length)
+    return f"the step takes {shown}, and stages are idle for {bubble(slots):.0%} of it"
+
+
+def _bubble_words(slots: Sequence[Slot]) -> str:
+    """Beside the formula, and what it costs in activations."""
+    by_stage = _by_stage(slots)
+    count = len({slot.micro_batch for slot in slots})
+    formula = bubble_formula(len(by_stage), count)
+    held = [in_flight(Action(s.kind, s.micro_batch) for s in mine) for mine in by_stage.values()]
+    return (
+        f"Equal stages without hops would be idle for (P - 1) / (M + P - 1) = {formula:.0%}. "
+        f"Activations of at most {', '.join(map(str, held))} micro-batches are held, by stage."
+    )
