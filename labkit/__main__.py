@@ -38,15 +38,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     add = bench.add_argument
-    names = "launch, all-reduce, ddp; all of them if left out"
+    names = "launch, all-reduce, ddp, placement, pipeline; all of them if left out"
     add("name", nargs="*", metavar="NAME", help=names)
     add("--world-size", metavar="N,N", help="the numbers of ranks, one run each (2,4)")
     add("--sizes", metavar="SIZE,SIZE", help="all-reduce: of the tensor, 4KiB,1MiB for example")
-    add("--models", metavar="M,M", help="ddp: small_cnn, resnet18, vgg16")
+    add("--models", metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
     add("--repeats", metavar="N", help="repeats at most; what takes long gets fewer")
     add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
     add("--json", metavar="FILE", help="record one bench's figures with the hardware")
-    add("--figure", metavar="FILE.png", help="all-reduce: draw the times, the model beside them")
+    add("--figure", metavar="FILE.png", help="all-reduce, placement: draw the times")
     bench.set_defaults(call=_bench)
 
 

@@ -3,6 +3,8 @@
     launch        labkit.run against torch.multiprocessing.spawn
     all-reduce    our algorithms against gloo, NCCL and MPI; the cost model fitted and compared
     ddp           a step of our DDP, and of PyTorch's on the backend "labkit" and on others
+    placement     the cuts of VGG16: hops by placement, and every single cut against the planner
+    pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
 
 Other programs move every time on a small machine by a factor of two. So whatever is compared is
 run in turns within one run, and the ratio of the pairs is what counts.
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from labkit.bench import all_reduce_result, ddp, launch
+from labkit.bench import all_reduce_result, ddp, launch, pipeline, placement
 from labkit.bench.all_reduce import bench_all_reduce
 from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import Comparison, bench_launch, run_ours, run_spawned
@@ -39,9 +41,17 @@ BENCHES: dict[str, Callable[..., Iterable]] = {
     "launch": bench_launch,
     "all-reduce": bench_all_reduce,
     "ddp": bench_ddp,
+    "placement": placement.bench_placement,
+    "pipeline": pipeline.bench_pipeline,
 }
-_RECORDS = {"launch": launch.record, "all-reduce": all_reduce_result.record, "ddp": ddp.record}
-_FIGURES = {"all-reduce": all_reduce_result.draw}
+_RECORDS = {
+    "launch": launch.record,
+    "all-reduce": all_reduce_result.record,
+    "ddp": ddp.record,
+    "placement": placement.record,
+    "pipeline": pipeline.record,
+}
+_FIGURES = {"all-reduce": all_reduce_result.draw, "placement": placement.draw}
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -138,7 +148,7 @@ def _check(chosen: list[str], settings: dict, json_path, figure_path) -> None:
     if len(chosen) > 1 and (json_path or figure_path):
         raise ValueError(f"--json and --figure are of one bench: name {' or '.join(chosen)}")
     if figure_path and chosen[0] not in _FIGURES:
-        raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(_FIGURES)} does")
+        raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(_FIGURES)} do")
     if figure_path and Path(figure_path).suffix not in (".png", ".svg"):
         raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
 

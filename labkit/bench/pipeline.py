@@ -1,0 +1,197 @@
+"""``labkit bench pipeline``: a step of a pipeline, ours beside PyTorch's and an unpipelined split.
+
+All contenders train copies of one model, cut at the same layers, on the same samples, in one run:
+ours in shared memory and on gloo, ``torch.distributed.pipelining`` on gloo, the split without
+micro-batches, and one device, for which rank 0 has all cores while the others wait.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from labkit import devices
+from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
+from labkit.comm import Comm, TorchTransport
+from labkit.launch import run
+from labkit.layers import even_split
+from labkit.models import build_model
+from labkit.strategies.model_parallel import ModelParallel
+from labkit.strategies.pipeline import Pipeline
+from labkit.strategies.single import Single
+from labkit.strategies.torch_pipelining import TorchPipeline
+from labkit.train import largest_difference
+from labkit.units import format_number, format_seconds
+
+SHAPE = (3, 32, 32)
+NUM_CLASSES = 10
+BATCH_SIZE = 32
+MICRO_BATCHES = 8
+MODELS = ("vgg16", "resnet18")
+_LEARNING_RATE = 1e-3
+_COMPARED_STEPS = 2
+_BUDGET_S = 60.0
+_TIMEOUT_S = 1800
+
+OURS, OURS_ON_GLOO, TORCH = "labkit gpipe", "labkit gpipe on gloo", "torch gpipe on gloo"
+UNPIPELINED, ONE_DEVICE = "labkit split, not pipelined", "one device, all cores"
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """One model, cut evenly, under every contender.
+
+    Attributes:
+        seconds: by contender, of each step, from the last rank's start to the last one's end.
+        difference: by contender, of the parameters from those of our GPipe after some steps, the
+            largest relative one; None for one device, which rank 0 alone trains.
+    """
+
+    model: str
+    world_size: int
+    split_points: tuple[int, ...]
+    seconds: dict[str, list[float]]
+    difference: dict[str, float | None]
+
+    def against(self, other: str, ours: str) -> list[float]:
+        """The other's step / ours, repeat by repeat: above 1 ours is faster."""
+        return ratios(self.seconds[other], self.seconds[ours])
+
+    def __str__(self) -> str:
+        repeats = len(self.seconds[OURS])
+        title = (
+            f"Step of {self.model} in {self.world_size} stages, cut at "
+            f"{', '.join(map(str, self.split_points))}: batch of {BATCH_SIZE} in {MICRO_BATCHES} "
+            f"micro-batches,\nmedian of {repeats} steps (quartiles), contenders in turns"
+        )
+        rows = []
+        for name, seconds in self.seconds.items():
+            difference = self.difference[name]
+            rows.append(
+                [
+                    name,
+                    Spread.of(seconds).text(format_seconds),
+                    Spread.of(self.against(name, OURS)).text(format_number),
+                    "" if difference is None else f"{difference:.1g}",
+                ]
+            )
+        return f"{title}\n\n{table(['', 'step', f'/ {OURS}', 'difference'], rows)}\n"
+
+    def record(self) -> list[dict]:
+        common = {
+            "model": self.model,
+            "world_size": self.world_size,
+            "split_points": list(self.split_points),
+            "batch_size": BATCH_SIZE,
+            "micro_batches": MICRO_BATCHES,
+        }
+        return [
+            common
+            | {
+                "contender": name,
+                "seconds": [round(one, 9) for one in seconds],
+                "step_s": asdict(Spread.of(seconds)),
+                "ratio_to": {OURS: asdict(Spread.of(self.against(name, OURS)))},
+                "difference": self.difference[name],
+            }
+            for name, seconds in self.seconds.items()
+        ]
+
+
+def bench_pipeline(
+    world_sizes: tuple[int, ...] = (2,),
+    models: tuple[str, ...] = MODELS,
+    repeats: int = 30,
+) -> Iterator[PipelineResult]:
+    """Time steps on the CPU, one result for each model and number of stages.
+
+    Args:
+        world_sizes: stages, each at least 2.
+        models: of ``labkit.models``, on images of 3x32x32.
+        repeats: steps at most; slow models get fewer, at least 5.
+
+    Raises:
+        ValueError: an impossible number of stages or an unknown model.
+        WorkerError: a step failed.
+    """
+    for world_size in world_sizes:
+        if world_size < 2:
+            raise ValueError(f"a pipeline has 2 stages or more, got world size {world_size}")
+        devices.check_world_size(world_size)
+    built = {name: _build(name) for name in models}
+    for world_size in world_sizes:
+        for name, model in built.items():
+            points = even_split(model, SHAPE, world_size)
+            result = run(
+                measure,
+                name,
+                points,
+                repeats,
+                world_size=world_size,
+                device="cpu",
+                timeout_s=_TIMEOUT_S,
+            )
+            seconds = slowest([rank["seconds"] for rank in result.values])
+            difference = result.values[0]["difference"]
+            yield PipelineResult(name, world_size, points, seconds, difference)
+
+
+def _build(name: str) -> nn.Sequential:
+    return build_model(name, num_classes=NUM_CLASSES, input_shape=SHAPE, seed=0)
+
+
+def measure(comm: Comm, model: str, points: tuple[int, ...], repeats: int) -> dict:
+    """On each rank: seconds by contender, and how far their parameters are from ours."""
+    base = _build(model)
+    gloo = TorchTransport("gloo", comm.device)
+    on_gloo = Comm(comm.rank, comm.world_size, comm.device, gloo)
+    contenders: dict[str, tuple] = {
+        OURS: (Pipeline(points, MICRO_BATCHES), comm),
+        OURS_ON_GLOO: (Pipeline(points, MICRO_BATCHES), on_gloo),
+        TORCH: (TorchPipeline(points, MICRO_BATCHES), comm),
+        "labkit 1f1b": (Pipeline(points, MICRO_BATCHES, "1f1b"), comm),
+        "torch 1f1b on gloo": (TorchPipeline(points, MICRO_BATCHES, "1f1b"), comm),
+        UNPIPELINED: (ModelParallel(points), comm),
+    }
+    optimizer = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(BATCH_SIZE, *SHAPE, generator=generator)
+    classes = torch.randint(NUM_CLASSES, (BATCH_SIZE,), generator=generator)
+    steps: dict[str, Callable[[], object]] = {}
+    states = {}
+    for name, (strategy, through) in contenders.items():
+        strategy.setup(through, copy.deepcopy(base), optimizer)
+        steps[name] = partial(strategy.step, samples, classes, BATCH_SIZE)
+        for _ in range(_COMPARED_STEPS):
+            steps[name]()
+        states[name] = strategy.full_state()
+    steps[ONE_DEVICE] = _on_one_device(comm, base, optimizer, samples, classes)
+    turns = {name: partial(timed, comm, step) for name, step in steps.items()}
+    difference = {name: largest_difference(s, states[OURS]) for name, s in states.items()}
+    return {
+        "seconds": take_turns(comm, turns, repeats, _BUDGET_S),
+        "difference": difference | {ONE_DEVICE: None},
+    }
+
+
+def _on_one_device(comm: Comm, base: nn.Module, optimizer, samples, classes) -> Callable[[], None]:
+    """Rank 0 trains the whole model with all cores; the others wait for it."""
+    alone = Comm(0, 1, comm.device, TorchTransport("gloo", comm.device))
+    single, threads = Single(), torch.get_num_threads()
+    single.setup(alone, copy.deepcopy(base), optimizer)
+
+    def step() -> None:
+        if comm.rank == 0:
+            torch.set_num_threads(devices.num_cores())
+            single.step(samples, classes, len(classes))
+            torch.set_num_threads(threads)
+
+    return step
+
+
+def record(found: list[PipelineResult]) -> dict:
+    """What goes into the JSON file."""
+    return {"rows": [row for result in found for row in result.record()]}

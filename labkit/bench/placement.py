@@ -1,0 +1,244 @@
+"""``labkit bench placement``: what the cuts of VGG16 cost, and whether the planner knows it.
+
+Three parts. How fast an activation moves between two stages, in shared memory and over gloo. The
+communication time of every named placement (``placement.VGG16_PLACEMENTS``), by cut, direction and
+batch size, with everything trained and with a frozen backbone. And the step of every single cut
+into two stages, unpipelined and as a pipeline, beside what the planner predicts.
+"""
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
+from labkit.comm import Comm, TorchTransport
+from labkit.costs import Link
+from labkit.launch import run
+from labkit.placement import VGG16_PLACEMENTS, Profile, predict_split
+from labkit.plots.hops import communication_time, hop_rows
+from labkit.plots.scatter import split_scatter
+from labkit.split_runs import MeasuredSplit, measure_profile, measure_split, stage_link
+from labkit.units import format_bytes, format_number, format_seconds
+
+MODEL, SHAPE = "vgg16", (3, 32, 32)
+BATCH_SIZES = (8, 32)
+BACKBONE = 31  # the features, which the reference project froze
+SCATTER_BATCH, MICRO_BATCHES = 16, 4
+SIZES = tuple(2**k for k in (18, 20, 22, 24, 26))
+_BUDGET_S = 20.0
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A tensor from one stage to the next, by its size.
+
+    Attributes:
+        seconds: by bytes and transport, of each repeat.
+    """
+
+    seconds: dict[int, dict[str, list[float]]]
+
+    def times_gloo(self, num_bytes: int) -> list[float]:
+        found = self.seconds[num_bytes]
+        return ratios(found["gloo"], found["shared memory"])
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                format_bytes(size),
+                *(Spread.of(times).text(format_seconds) for times in found.values()),
+                Spread.of(self.times_gloo(size)).text(format_number),
+            ]
+            for size, found in self.seconds.items()
+        ]
+        header = ["activation", "shared memory", "gloo", "gloo / shared"]
+        return f"One hop between two stages, median (quartiles)\n\n{table(header, rows)}\n"
+
+    def record(self) -> dict:
+        rows = [
+            {
+                "num_bytes": size,
+                **{name: asdict(Spread.of(times)) for name, times in found.items()},
+                "gloo_to_shared": asdict(Spread.of(self.times_gloo(size))),
+            }
+            for size, found in self.seconds.items()
+        ]
+        return {"transport": rows}
+
+
+@dataclass(frozen=True)
+class Hops:
+    """The communication time of the named placements: rows of ``plots.communication_time``."""
+
+    rows: list[dict]
+
+    def __str__(self) -> str:
+        header = ["placement", "trained", "cut", "direction", "batch", "bytes", "time", "model"]
+        cells = [
+            [
+                row["placement"],
+                row["trained"],
+                str(row["cut"]),
+                row["direction"],
+                str(row["batch_size"]),
+                format_bytes(row["num_bytes"]),
+                Spread.of(row["seconds"]).text(format_seconds),
+                format_seconds(row["model_s"]),
+            ]
+            for row in self.rows
+        ]
+        return f"Communication of VGG16's placements, a step\n\n{table(header, cells)}\n"
+
+    def record(self) -> dict:
+        rows = [row | {"seconds": [round(s, 9) for s in row["seconds"]]} for row in self.rows]
+        return {"hops": rows}
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Every single cut into two stages, predicted and measured.
+
+    Attributes:
+        micro_batches: 1 is the split without a pipeline.
+        points: rows of ``plots.split_scatter``.
+    """
+
+    micro_batches: int
+    points: list[dict]
+
+    def regret(self) -> float:
+        """The step of the planner's cut / that of the best one, measured: 1 is the best."""
+        chosen = min(self.points, key=lambda point: point["predicted_s"])
+        best = min(statistics.median(point["measured_s"]) for point in self.points)
+        return statistics.median(chosen["measured_s"]) / best
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                str(point["split_points"][0]),
+                format_seconds(point["predicted_s"]),
+                Spread.of(point["measured_s"]).text(format_seconds),
+            ]
+            for point in self.points
+        ]
+        how = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "not pipelined"
+        title = f"Every single cut of VGG16, batch of {SCATTER_BATCH}, {how}"
+        end = f"the planner's cut / the best one, measured: {self.regret():.3f}"
+        return f"{title}\n\n{table(['cut', 'model', 'measured'], rows)}\n\n{end}\n"
+
+    def record(self) -> dict:
+        name = f"cuts_{self.micro_batches}_micro_batches"
+        return {name: {"points": self.points, "regret": self.regret()}}
+
+
+def bench_placement(repeats: int = 7) -> Iterator[Transport | Hops | Cuts]:
+    """Measure on the CPU, with a process for each stage.
+
+    Args:
+        repeats: counted steps of each placement; each single cut has two thirds of them, in three
+            rounds, so that no cut is measured in one bad moment.
+
+    Raises:
+        WorkerError: a stage failed.
+    """
+    yield measure_transport(repeats * 5)
+    link = stage_link(device="cpu")
+    yield measure_hops(link, repeats)
+    profile = measure_profile(MODEL, batch_size=SCATTER_BATCH, input_shape=SHAPE, device="cpu")
+    for micro_batches in (1, MICRO_BATCHES):
+        yield measure_cuts(profile, link, micro_batches, steps=max(1, round(repeats * 2 / 9)))
+
+
+def measure_transport(repeats: int) -> Transport:
+    """A hop in shared memory and over gloo, in turns."""
+    by_rank = run(_hop_both_ways, repeats, world_size=2, device="cpu", timeout_s=600).values
+    return Transport(slowest(by_rank))
+
+
+def _hop_both_ways(comm: Comm, repeats: int) -> dict[int, dict[str, list[float]]]:
+    gloo = TorchTransport("gloo", comm.device)
+    ways = {"shared memory": comm, "gloo": Comm(comm.rank, 2, comm.device, gloo)}
+    seconds = {}
+    for size in SIZES:
+        tensor = torch.ones(size // 4)
+        turns = {
+            name: partial(timed, comm, partial(_hop, way, tensor)) for name, way in ways.items()
+        }
+        seconds[size] = take_turns(comm, turns, repeats, _BUDGET_S)
+    return seconds
+
+
+def _hop(comm: Comm, tensor: torch.Tensor) -> None:
+    if comm.rank == 0:
+        comm.send(tensor, 1)
+    else:
+        comm.recv(tensor, 0)
+
+
+def measure_hops(link: Link, repeats: int) -> Hops:
+    """Every placement of more than one device, with all trained and with a frozen backbone."""
+    rows = []
+    for batch_size in BATCH_SIZES:
+        profile = measure_profile(
+            MODEL, batch_size=batch_size, input_shape=SHAPE, device="cpu", repeats=1
+        )
+        for (name, points), frozen in itertools.product(VGG16_PLACEMENTS.items(), (0, BACKBONE)):
+            if not points:
+                continue
+            predicted = predict_split(profile, points, link, frozen=frozen)
+            measured = _measure(points, batch_size=batch_size, frozen=frozen, steps=repeats)
+            trained = "head" if frozen else "all"
+            rows += [row | {"trained": trained} for row in hop_rows(name, measured, predicted)]
+    return Hops(rows)
+
+
+def measure_cuts(profile: Profile, link: Link, micro_batches: int, steps: int) -> Cuts:
+    """The steps of all splits into two stages, in three rounds over all of them."""
+    found: dict[int, list[float]] = {cut: [] for cut in range(1, len(profile.layers))}
+    for _ in range(3):
+        for cut, seconds in found.items():
+            measured = _measure(
+                (cut,), batch_size=SCATTER_BATCH, micro_batches=micro_batches, steps=steps
+            )
+            seconds += measured.step_s
+    points = [
+        {
+            "split_points": [cut],
+            "predicted_s": predict_split(
+                profile, (cut,), link, micro_batches=micro_batches
+            ).step_s,
+            "measured_s": seconds,
+        }
+        for cut, seconds in found.items()
+    ]
+    return Cuts(micro_batches, points)
+
+
+def _measure(points: tuple[int, ...], **settings) -> MeasuredSplit:
+    return measure_split(MODEL, points, input_shape=SHAPE, device="cpu", **settings)
+
+
+def record(found: list[Transport | Hops | Cuts]) -> dict:
+    """What goes into the JSON file."""
+    return {name: rows for result in found for name, rows in result.record().items()}
+
+
+def draw(found: list[Transport | Hops | Cuts], path: Path) -> list[Path]:
+    """The hops of full training, and a scatter for each number of micro-batches."""
+    paths = []
+    for result in found:
+        if isinstance(result, Hops):
+            rows = [row for row in result.rows if row["trained"] == "all"]
+            figure, name = communication_time(rows), "hops"
+        elif isinstance(result, Cuts):
+            figure = split_scatter(result.points)
+            name = f"cuts_{result.micro_batches}_micro_batches"
+        else:
+            continue
+        paths.append(figure.save(path.with_stem(f"{path.stem}_{name}")))
+    return paths
