@@ -154,17 +154,17 @@ def bench_placement(repeats: int = 7) -> Iterator[Transport | Hops | Cuts]:
         yield measure_cuts(profile, link, micro_batches, steps=max(1, round(repeats * 2 / 9)))
 
 
-def measure_transport(repeats: int) -> Transport:
-    """A hop in shared memory and over gloo, in turns."""
-    by_rank = run(_hop_both_ways, repeats, world_size=2, device="cpu", timeout_s=600).values
-    return Transport(slowest(by_rank))
+def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> Transport:
+    """A hop of so many bytes in shared memory and over gloo, in turns."""
+    options = {"world_size": 2, "device": "cpu", "timeout_s": 600}
+    return Transport(slowest(run(_hop_both_ways, repeats, sizes, **options).values))
 
 
-def _hop_both_ways(comm: Comm, repeats: int) -> dict[int, dict[str, list[float]]]:
+def _hop_both_ways(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict:
     gloo = TorchTransport("gloo", comm.device)
     ways = {"shared memory": comm, "gloo": Comm(comm.rank, 2, comm.device, gloo)}
     seconds = {}
-    for size in SIZES:
+    for size in sizes:
         tensor = torch.ones(size // 4)
         turns = {
             name: partial(timed, comm, partial(_hop, way, tensor)) for name, way in ways.items()
