@@ -53,7 +53,10 @@ def warm_up(*, training: bool = True) -> None:
     if under_torchrun() or start_method() != "forkserver":
         return
     # An optimizer imports torch._dynamo when the first one is made: seconds in every rank.
-    preload = ["labkit.worker", *(["labkit.train", "torch._dynamo"] if training else [])]
+    more = ["labkit.train", "labkit.checks", "torch._dynamo"] if training else []
+    # The engine's own part of a rank, and what a script's ranks import again when they load it.
+    engine = ["torch.distributed.elastic.multiprocessing", "labkit.launch"]
+    preload = ["labkit.worker", *engine, *more, "labkit.frozen"]
     multiprocessing.forkserver.set_forkserver_preload(preload)
     # Ctrl-C and the stop button signal the whole process group; the server would die of it while
     # it imports. It inherits the mask of the thread that starts it.

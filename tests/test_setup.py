@@ -27,6 +27,7 @@ FLOORS = [
         "display",
         "errors",
         "files",
+        "frozen",
         "predict",
         "schedules",
         "sources",
