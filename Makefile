@@ -56,7 +56,8 @@ $(READY): requirements.txt pyproject.toml
 	  && $(BIN)/pip --version 2>/dev/null | grep -qF "$(CURDIR)/$(VENV)/" \
 	  || $(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.5'
-	@$(BIN)/uv pip install --python $(BIN)/python -r requirements.txt
+# Compiled once, as pip does: or every new process compiles torch, where nothing may be written.
+	@$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -r requirements.txt
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m ipykernel install --sys-prefix >/dev/null
 	@printf '%s\n' "$(CURDIR)" > $@
