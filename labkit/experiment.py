@@ -219,10 +219,16 @@ def _split_points(config: RunConfig, download: bool) -> tuple[int, ...]:
     model = build_model(
         config.model, num_classes=data.num_classes, input_shape=data.input_shape, seed=0
     )
-    if config.split_points is None:
-        return even_split(model, data.input_shape, config.world_size)
-    points = parse_split_points(config.split_points)
-    return check_split_points(points, len(layers_of(model)), config.world_size)
+    num_layers = len(layers_of(model))
+    if config.split_points is not None:
+        points = parse_split_points(config.split_points)
+        return check_split_points(points, num_layers, config.world_size)
+    if config.world_size > num_layers:
+        raise ValueError(
+            f"model {config.model} has {num_layers} layers, which make {num_layers} stages at "
+            f"most, got world_size {config.world_size}"
+        )
+    return even_split(model, data.input_shape, config.world_size)
 
 
 def _check_backend(config: RunConfig, device: str) -> None:

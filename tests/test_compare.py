@@ -10,6 +10,7 @@ from labkit.__main__ import main
 from labkit.compare import figures, measure, summary
 from labkit.compare.contenders import find_contenders
 from labkit.compare.measure import Comparison, Setting, epoch_windows, phases_by_role, settings_of
+from labkit.config import STAGED
 from labkit.errors import WorkerError
 from labkit.trace import Span, Trace
 
@@ -67,13 +68,15 @@ def made_by_hand():
 # Who takes part
 
 
-def test_every_registered_class_takes_part_once_and_single_is_first():
-    found = find_contenders()
+@pytest.mark.parametrize("names", [(), strategies.STRATEGIES], ids=["by default", "all"])
+def test_every_class_takes_part_once_and_single_is_first(names):
+    found = find_contenders(names)
+    expected = set(names or strategies.STRATEGIES) - set(() if names else STAGED)
     assert found[0].name == "single"
-    assert {one.name for one in found if not one.builtin} == set(strategies.STRATEGIES)
+    assert {one.name for one in found if not one.builtin} == expected
     assert len({one.name for one in found}) == len(found)
     builtins = [one for one in found if one.builtin]
-    classes = {strategies.get(name, builtin=True) for name in strategies.STRATEGIES}
+    classes = {strategies.get(name, builtin=True) for name in expected}
     classes -= {strategies.get("single")}
     assert {one.name.partition(" ")[0] for one in builtins} == {c.__name__ for c in classes}
     for one in found:

@@ -102,3 +102,28 @@ def test_replicas_in_threads_end_where_one_gpu_ends():
     assert ours.difference_from(one) < 1e-10
     assert torchs.difference_from(one) < 1e-10
     assert torchs.notes["replicas"] == len(gpus)
+
+
+@pytest.mark.parametrize("devices", ["cuda:0,cpu", "cpu,cuda:0"])
+def test_a_model_between_card_and_host_equals_one_device_and_its_hops_are_timed_by_events(devices):
+    settings = {"model": "small_cnn", "batch_size": 64, "train_size": 256}
+    placed = train_with("model_parallel", devices=devices, split_points="3", **settings)
+    single = train_with("single", device="cpu", **settings)
+    assert placed.difference_from(single) < 1e-4  # the card sums in another order
+    hops = {hop["direction"]: hop for hop in placed.notes["hops"]}
+    assert hops.keys() == {"forward", "backward"}
+    for hop in hops.values():
+        assert hop["num_bytes"] == 64 * 32 * 16 * 4
+        assert 0 < hop["median_s"] < 1
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_stages_that_share_a_gpu_train_as_one(transport):
+    settings = {"model": "small_cnn", "batch_size": 64, "train_size": 256, "device": "cuda"}
+    single = train_with("single", **settings)
+    for strategy, options in (("model_parallel", {}), ("pipeline", {"micro_batches": 3})):
+        world_size = torch.cuda.device_count() + 1
+        split = train_with(
+            strategy, world_size=world_size, transport=transport, **settings, **options
+        )
+        assert split.difference_from(single) < 1e-4

@@ -5,8 +5,9 @@ import torch
 from ranks import leftovers, travel_by_value
 from torch import nn
 
-from labkit import WorkerError, run, strategies, train_with
+from labkit import RunConfig, WorkerError, run, strategies, train_with
 from labkit.costs import model_parallel_cost
+from labkit.experiment import check
 from labkit.layers import output_shapes
 from labkit.models import build_model
 from labkit.stages import Stage
@@ -294,3 +295,27 @@ def test_a_stage_that_raises_ends_the_run_with_its_error_and_leaves_nothing():
     with pytest.raises(WorkerError, match="rank 1 raised ArithmeticError: this layer has had eno"):
         run(with_a_broken_stage, world_size=2)
     assert leftovers() <= before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split_points": "7"}, "split point 7 leaves a stage without layers: with 7 layers"),
+        ({"split_points": "5,3"}, "split points 5, 3 are out of order"),
+        ({"split_points": "3,3"}, "split point 3 comes twice"),
+        ({"split_points": "3.5"}, "split_points must be layers, as in 5,12, got '3.5'"),
+        ({"split_points": "3", "world_size": 3}, "'3' makes 2 stages, but world_size is 3"),
+        ({"world_size": 8}, "small_cnn has 7 layers, which make 7 stages at most, got world_size"),
+        ({"world_size": 2, "schedule": "1f1b"}, "takes no option schedule"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_any_process_starts(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(RunConfig(strategy="model_parallel", **settings))
+
+
+def test_a_batch_of_one_goes_through_all_stages():
+    settings = {"model": "mlp", "train_size": 3, "batch_size": 1}
+    single = train_with("single", **settings)
+    split = train_with("pipeline", world_size=3, micro_batches=4, **settings)
+    assert split.difference_from(single) < 1e-5

@@ -58,8 +58,8 @@ def compare(
     """Run the comparison and return its record.
 
     Args:
-        strategies: techniques out of ``labkit.strategies.STRATEGIES``, all by default; PyTorch's
-            counterparts and ``single`` take part anyway.
+        strategies: techniques out of ``labkit.strategies.STRATEGIES``, by default all that share
+            out the batch; PyTorch's counterparts and ``single`` take part anyway.
         world_sizes, train_sizes, batch_sizes: what to vary, one at a time, see ``settings_of``.
             Train sizes are by default a quarter, a half and all of the data.
         repeats: of everything; None takes as many as fit into ``budget_s``, 1 to 5.

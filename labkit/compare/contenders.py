@@ -1,10 +1,10 @@
-"""Who takes part: every registered technique, and PyTorch's counterparts, each once."""
+"""Who takes part: every technique that shares out the batch, and PyTorch's own, each once."""
 
 import inspect
 from dataclasses import dataclass
 
 from labkit import devices, strategies
-from labkit.config import RunConfig
+from labkit.config import STAGED, RunConfig
 
 SINGLE = "single"
 
@@ -42,6 +42,9 @@ class Contender:
 def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Contender]:
     """Ours and PyTorch's of these techniques, ``single`` first: it is the yardstick.
 
+    By default those that share out the batch. Those that share out the model, for one that does
+    not fit a device, take part when they are named.
+
     One class can be PyTorch's counterpart of several techniques; it takes part once. Where it
     takes a backend and the ranks are on the CPU, it takes part on ours, too.
 
@@ -50,7 +53,8 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
     """
     for name in names:
         strategies.check_name(name)
-    chosen = [name for name in dict.fromkeys(names or strategies.STRATEGIES) if name != SINGLE]
+    by_default = [name for name in strategies.STRATEGIES if name not in STAGED]
+    chosen = [name for name in dict.fromkeys(names or by_default) if name != SINGLE]
     found, seen = [Contender(SINGLE, SINGLE)], {strategies.get(SINGLE)}
     for name in chosen:
         ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
