@@ -1,50 +1,21 @@
 """The checks of page 03: each accepts its solution, and names the mistake in each wrong answer."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
+from graded import in_shared_runs
 from ranks import travel_by_value
 from torch.nn import functional
 
-import labkit
 from labkit import check
 from labkit.buckets import assign_buckets
-from labkit.checks import runs
 from labkit.collectives import ring_all_reduce
 
 travel_by_value(__name__)
 
 
-def one_after_another(comm, attempt, fns, exercise, cases):
-    results = []
-    for fn in fns:
-        results.append(attempt(comm, fn, exercise, cases))
-        comm.barrier()
-    return results
-
-
-@pytest.fixture(scope="module")
-def shared_runs():
-    """In the place of ``labkit.run``: the first wrong answer of a check runs all that finish."""
-    finished = {}
-
-    def run(attempt, fn, exercise, cases, **options):
-        if fn in BREAK_OFF:
-            return labkit.run(attempt, fn, exercise, cases, **options)
-        if fn not in finished:
-            fns = next([f for f, _ in wrong] for _, _, wrong in CHECKS if fn in dict(wrong))
-            fns = [f for f in fns if f not in BREAK_OFF]
-            together = labkit.run(one_after_another, attempt, fns, exercise, cases, **options)
-            for number, other in enumerate(fns):
-                finished[other] = [results[number] for results in together.values]
-        return SimpleNamespace(values=finished.pop(fn))
-
-    return run
-
-
-def told(verdict, capsys):
-    capsys.readouterr()
+def told(verdict):
     assert not verdict
     return " ".join(verdict.notes)
 
@@ -92,8 +63,8 @@ def test_the_rule_of_buckets_passes(capsys):
 
 
 @pytest.mark.parametrize(("wrong", "sentence"), WRONG_BUCKETS)
-def test_wrong_buckets_are_named(wrong, sentence, capsys):
-    assert sentence in told(check.ddp.buckets(wrong), capsys)
+def test_wrong_buckets_are_named(wrong, sentence):
+    assert sentence in told(check.ddp.buckets(wrong))
 
 
 # Gradients of uneven shares
@@ -348,36 +319,39 @@ WRONG_SAMPLES = [
 ]
 
 
-CHECKS = [
-    (check.ddp.average, 3, WRONG_AVERAGES),
+CHECKS = {
+    "average": (check.ddp.average, averages, 3, WRONG_AVERAGES),
     # With as many ranks as micro-batches it could not tell by which of them was divided.
-    (check.ddp.accumulate, 4, WRONG_ACCUMULATIONS),
-    (check.ddp.sampler, 3, WRONG_SAMPLES),
-]
-# What raises or stands still ends its run; the others of a check share one.
+    "accumulate": (check.ddp.accumulate, accumulates, 4, WRONG_ACCUMULATIONS),
+    "sampler": (check.ddp.sampler, samples, 3, WRONG_SAMPLES),
+}
+# What raises or stands still ends its run; all others share one.
 BREAK_OFF = {divides_by_none, sits_out, leaves_none}
 
 
-@pytest.mark.parametrize(
-    ("checker", "right"),
-    [
-        (check.ddp.average, averages),
-        (check.ddp.accumulate, accumulates),
-        (check.ddp.sampler, samples),
-    ],
-)
-def test_right_answers_pass(checker, right, capsys):
-    """On four ranks; test_solutions has the page's on all world sizes."""
-    verdict = checker(right, world_sizes=(4,))
-    assert verdict.passed, capsys.readouterr().out
+@pytest.fixture(scope="module")
+def verdicts():
+    found = {}
+    for name, (checker, right, world_size, wrong) in CHECKS.items():
+        # On four ranks; test_solutions has the page's on all world sizes.
+        found[name] = partial(checker, right, world_sizes=(4,))
+        for fn, _ in wrong:
+            if fn not in BREAK_OFF:
+                found[fn] = partial(checker, fn, world_sizes=(world_size,))
+    return in_shared_runs(found)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_right_answers_pass(name, verdicts):
+    assert verdicts[name].passed, verdicts[name]
 
 
 @pytest.mark.parametrize(
-    ("checker", "world_size", "wrong", "sentence"),
-    [(checker, P, *case) for checker, P, cases in CHECKS for case in cases],
+    ("name", "wrong", "sentence"),
+    [(name, *case) for name, (*_, cases) in CHECKS.items() for case in cases],
 )
-def test_a_wrong_answer_is_named(
-    checker, world_size, wrong, sentence, shared_runs, monkeypatch, capsys
-):
-    monkeypatch.setattr(runs, "run", shared_runs)
-    assert sentence in told(checker(wrong, world_sizes=(world_size,)), capsys)
+def test_a_wrong_answer_is_named(name, wrong, sentence, verdicts):
+    checker, _, world_size, _ = CHECKS[name]
+    alone = wrong in BREAK_OFF
+    verdict = checker(wrong, world_sizes=(world_size,)) if alone else verdicts[wrong]
+    assert sentence in told(verdict)

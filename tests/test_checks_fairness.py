@@ -1,9 +1,11 @@
 """The checks of page 15 name what is wrong with each wrong answer, and pass the right one."""
 
 import statistics
+from functools import partial
 
 import pytest
 import torch
+from graded import default_sizes, in_shared_runs
 from ranks import travel_by_value
 
 from labkit import check
@@ -73,29 +75,37 @@ def returns_a_tensor(comm, tensor):
     return torch.tensor(right(comm, tensor))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (always_content, "rank 2 differs by 1 in every number, and nobody noticed"),
-        (never_content, "the replicas are equal to the bit, and all say False"),
-        (compares_sums, "differs in the last bit of one number, and that passes for equal"),
-        (has_a_tolerance, "allclose has a tolerance"),
-        (compares_sorted, "rank 1 holds the same numbers in another order"),
-        (tells_what_it_sees, "each tells what it has seen itself"),
-        (looks_at_rank_1_only, "rank 2 differs by 1 in every number, and nobody noticed"),
-        (only_rank_0_knows, "rank 1 returns nothing: every rank has to know"),
-        (returns_a_tensor, "rank 0 returns Tensor, where True or False is due"),
-    ],
-)
-def test_a_wrong_look_at_the_replicas_is_told_by_its_mistake(wrong, words, capsys):
-    verdict = check.fairness.replicas_agree(wrong, world_sizes=(3,))
-    assert not verdict.passed
-    assert words in capsys.readouterr().out
+WRONG = [
+    (always_content, "rank 2 differs by 1 in every number, and nobody noticed"),
+    (never_content, "the replicas are equal to the bit, and all say False"),
+    (compares_sums, "differs in the last bit of one number, and that passes for equal"),
+    (has_a_tolerance, "allclose has a tolerance"),
+    (compares_sorted, "rank 1 holds the same numbers in another order"),
+    (tells_what_it_sees, "each tells what it has seen itself"),
+    (looks_at_rank_1_only, "rank 2 differs by 1 in every number, and nobody noticed"),
+    (only_rank_0_knows, "rank 1 returns nothing: every rank has to know"),
+    (returns_a_tensor, "rank 0 returns Tensor, where True or False is due"),
+]
 
 
-def test_the_right_answer_passes_on_every_world_size(capsys):
-    verdict = check.fairness.replicas_agree(right)
-    assert verdict.passed, capsys.readouterr().out
+@pytest.fixture(scope="module")
+def verdicts():
+    checker = check.fairness.replicas_agree
+    found = {size: partial(checker, right, world_sizes=(size,)) for size in default_sizes(checker)}
+    return in_shared_runs(
+        found | {wrong: partial(checker, wrong, world_sizes=(3,)) for wrong, _ in WRONG}
+    )
+
+
+@pytest.mark.parametrize(("wrong", "words"), WRONG)
+def test_a_wrong_look_at_the_replicas_is_told_by_its_mistake(wrong, words, verdicts):
+    assert not verdicts[wrong].passed
+    assert words in repr(verdicts[wrong])
+
+
+def test_the_right_answer_passes_on_every_world_size(verdicts):
+    for size in default_sizes(check.fairness.replicas_agree):
+        assert verdicts[size].passed, verdicts[size]
 
 
 # a and b in turns

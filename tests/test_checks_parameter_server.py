@@ -1,7 +1,10 @@
 """The parameter server's checks by mutation: the references pass, each mistake is named."""
 
+from functools import partial
+
 import pytest
 import torch
+from graded import in_shared_runs
 from ranks import travel_by_value
 
 from labkit import check
@@ -198,26 +201,8 @@ def through_one_rank(comm, gradient, values, batch_size):
     values -= 0.1 * naive_all_reduce(comm, gradient) / batch_size
 
 
-def said(verdict):
-    return f"{verdict}\n{' '.join(verdict.notes)}"
-
-
-@pytest.mark.parametrize(
-    ("grade", "fn"),
-    [
-        (check.parameter_server.server, serves),
-        (check.parameter_server.worker, works),
-        (check.parameter_server.worker, interleaves),
-        (check.parameter_server.shards, does_both),
-    ],
-)
-def test_a_right_answer_passes(grade, fn):
-    assert grade(fn).passed
-
-
-@pytest.mark.parametrize(
-    ("fn", "mistake"),
-    [
+MISTAKES = {
+    "server": [
         (overwrites, "never added"),
         (never_divides, "not divided by batch_size"),
         (divides_by_workers, "divided by the number of workers"),
@@ -230,16 +215,7 @@ def test_a_right_answer_passes(grade, fn):
         (makes_new_parameters, "update values in place"),
         (serves_the_first_worker_alone, "rank 2"),
     ],
-)
-def test_the_servers_mistakes_are_named(fn, mistake):
-    verdict = check.parameter_server.server(fn, world_sizes=(3,))
-    assert not verdict.passed
-    assert mistake in said(verdict)
-
-
-@pytest.mark.parametrize(
-    ("fn", "mistake"),
-    [
+    "worker": [
         (pushes_to_the_wrong_server, "does not fit"),
         (puts_slices_elsewhere, "does not fit"),
         (pulls_into_nothing, "values is unchanged"),
@@ -250,16 +226,7 @@ def test_the_servers_mistakes_are_named(fn, mistake):
         (pushes_everything_everywhere, "float32 [96]"),
         (pulls_first, "wait"),
     ],
-)
-def test_a_workers_mistakes_are_named(fn, mistake):
-    verdict = check.parameter_server.worker(fn, world_sizes=(3,))
-    assert not verdict.passed
-    assert mistake in said(verdict)
-
-
-@pytest.mark.parametrize(
-    ("fn", "mistake"),
-    [
+    "shards": [
         (both_never_divide, "not divided by batch_size"),
         (both_divide_by_ranks, "divided by the number of ranks"),
         (both_go_uphill, "goes uphill"),
@@ -268,8 +235,36 @@ def test_a_workers_mistakes_are_named(fn, mistake):
         (everyone_for_itself, "own gradient alone"),
         (through_one_rank, "bytes"),
     ],
+}
+RIGHT = [("server", serves), ("worker", works), ("worker", interleaves), ("shards", does_both)]
+# What raises or stands still ends its run; all others share one.
+BREAK_OFF = {serves_the_first_worker_alone, pushes_to_the_wrong_server, puts_slices_elsewhere}
+BREAK_OFF |= {pushes_everything_everywhere, pulls_first}
+
+
+def grading(name, fn, world_size):
+    return partial(getattr(check.parameter_server, name), fn, world_sizes=(world_size,))
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    found = {(fn, size): grading(name, fn, size) for name, fn in RIGHT for size in (2, 3, 4)}
+    for name, mistakes in MISTAKES.items():
+        found |= {fn: grading(name, fn, 3) for fn, _ in mistakes if fn not in BREAK_OFF}
+    return in_shared_runs(found)
+
+
+@pytest.mark.parametrize(("name", "fn"), RIGHT)
+def test_a_right_answer_passes(name, fn, verdicts):
+    for world_size in (2, 3, 4):
+        assert verdicts[fn, world_size].passed, verdicts[fn, world_size]
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "mistake"),
+    [(name, *mistake) for name, mistakes in MISTAKES.items() for mistake in mistakes],
 )
-def test_the_mistakes_of_ranks_that_do_both_are_named(fn, mistake):
-    verdict = check.parameter_server.shards(fn, world_sizes=(3,))
+def test_a_mistake_is_named(name, fn, mistake, verdicts):
+    verdict = grading(name, fn, 3)() if fn in BREAK_OFF else verdicts[fn]
     assert not verdict.passed
-    assert mistake in said(verdict)
+    assert mistake in f"{verdict}\n{' '.join(verdict.notes)}"

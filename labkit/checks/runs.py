@@ -7,11 +7,11 @@ from dataclasses import replace
 from labkit.checks.exercise import Case, Exercise, Outcome, where
 from labkit.checks.report import STUB
 from labkit.comm import Comm
-from labkit.errors import DeadlockError, WorkerError
+from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.launch import run
 
 # A correct attempt takes milliseconds: these are for loops without an end, over all cases and then
-# over one.
+# over one. What has raised gets the longer one again: a busy machine may start its ranks late.
 TIMEOUT_S = 10.0
 AGAIN_S = 3.0
 
@@ -42,11 +42,12 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tup
         failure = DidNotFinish(error)
         if failure.not_attempted:
             raise failure from None
+        again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
     # Which case was it? One a run, no rank meets another's next call, and the explanation is of
     # the learner's own lines alone.
     for case in cases:
         try:
-            _run(fn, exercise, [case], AGAIN_S)
+            _run(fn, exercise, [case], again_s)
         except WorkerError as error:
             raise DidNotFinish(error, where(case, exercise)) from None
     raise failure
