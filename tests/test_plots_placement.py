@@ -5,49 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from matplotlib.collections import PathCollection
+from splits import LAYERS, LINK, MIB, PROFILE, measured
 
 from labkit import plots
-from labkit.costs import Link
-from labkit.placement import LayerCost, Profile, predict_split
+from labkit.placement import predict_split
 from labkit.plots.placement import Reach
-from labkit.split_runs import MeasuredSplit
-from labkit.trace import Trace
 
-MIB = 2**20
-# By layer: forward and backward in ms, MiB that leave it.
-COSTS = [(10, 20, 8), (1, 1, 8), (5, 15, 4), (1, 1, 1), (4, 6, 1), (1, 2, 0.001)]
-LAYERS = [
-    LayerCost(f"layer {i}", f / 1e3, b / 1e3, int(out * MIB), MIB * (i % 2 == 0), 2 * MIB)
-    for i, (f, b, out) in enumerate(COSTS)
-]
-PROFILE = Profile("toy", 16, MIB, tuple(LAYERS))
-LINK = Link(1e-3, 1e-9)
-SPLITS = [(), (3,), (1, 2), (4, 5), (1, 2, 3), (3, 4, 5)]
+# As many layers as make long names of stages.
+DEEP = replace(PROFILE, layers=tuple(LAYERS * 18))
+SHEETS = [(PROFILE, points) for points in ((), (3,), (4, 5), (1, 2, 3), (3, 4, 5))]
+SHEETS += [(DEEP, points) for points in ((55,), (51, 77), (31, 57, 83), (105, 106, 107))]
 
 
 def predicted(points=(3,), **options):
     return predict_split(PROFILE, points, LINK, **options)
-
-
-def measured(split, factor=2.0, batch_size=16):
-    """What a run of this split would return, each time ``factor`` times the model's."""
-    steps = [factor * split.step_s * wobble for wobble in (0.8, 1.0, 1.0, 1.0, 1.4)]
-    hops = [[factor * s] * 5 for s in split.hop_s]
-    return MeasuredSplit(
-        split.split_points,
-        batch_size,
-        split.micro_batches,
-        split.schedule,
-        forward_s=[factor * s for s in split.forward_s],
-        backward_s=[factor * s for s in split.backward_s],
-        forward_hop_s=hops,
-        backward_hop_s=[h if s else [] for h, s in zip(hops, split.backward_hop_s)],
-        hop_bytes=list(split.hop_bytes),
-        step_s=steps,
-        memory_bytes=[int(factor * size) for size in split.memory_bytes],
-        held_bytes=[0] * len(split.forward_s),
-        trace=Trace(),
-    )
 
 
 def boxes_of(figure, meaning, model):
@@ -147,10 +118,10 @@ class TestPlacement:
         assert "batch of 16 in 4 micro-batches (1f1b)" in figure.alt
         assert f"idle {split.bubble:.0%}" in figure.figure.words.values()
 
-    @pytest.mark.parametrize("points", SPLITS)
-    def test_no_word_lies_on_another_or_off_the_sheet(self, points):
-        split = predicted(points)
-        sheet = plots.placement(PROFILE, split, measured(split, 1.01)).figure
+    @pytest.mark.parametrize(("profile", "points"), SHEETS)
+    def test_no_word_lies_on_another_or_off_the_sheet(self, profile, points):
+        split = predict_split(profile, points, LINK)
+        sheet = plots.placement(profile, split, measured(split, 1.01)).figure
         (words,) = [c for c in sheet.get_children() if isinstance(c, PathCollection)]
         places = [(p.vertices.min(axis=0), p.vertices.max(axis=0)) for p in words.get_paths()]
         for (low, high), (other_low, other_high) in itertools.combinations(places, 2):

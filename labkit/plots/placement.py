@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from matplotlib.ticker import MaxNLocator
+
 from labkit.placement import Profile, SplitModel, stage_bounds
 from labkit.plots.figure import (
     BLUE,
@@ -183,7 +185,7 @@ def _draw(
     _draw_cuts(sheet, Box(48, 256, 350, 340), profile, predicted)
     memory = [split.memory for split in bars]
     _draw_memory(sheet, Box(412, 256, 608, 340), memory, reach.memory_bytes)
-    right, kinds = (388, 4) if predicted.hop_s else (608, 2)
+    right, kinds = (376, 4) if predicted.hop_s else (608, 2)
     stages = [[*split.stages, split.step] for split in bars]
     names = _stage_names(profile, predicted)
     frame = Box(48, 62, right, 190)
@@ -191,7 +193,7 @@ def _draw(
     if predicted.hop_s:
         sizes = map(format_bytes, predicted.hop_bytes)
         names = [(f"cut {point}", size) for point, size in zip(predicted.split_points, sizes)]
-        frame = Box(right + 58, 62, 608, 190)
+        frame = Box(right + 56, 62, 608, 190)
         hops = [split.hops for split in bars]
         _draw_times(sheet, frame, "Hops, there and back", names, hops, reach.hop_s)
     looks = [(kind, look if measured else look.model) for kind, look in _LOOKS.items()]
@@ -207,6 +209,7 @@ def _draw_cuts(sheet: Sheet, frame: Box, profile: Profile, predicted: SplitModel
     name = f"activation ({unit})"
     panel = Panel(sheet, frame, "Bytes over a cut", name, max(sizes, default=0) / scale)
     pitch = (frame.right - frame.left) / len(profile.layers)
+    ticks = MaxNLocator(8, integer=True).tick_values(0, len(sizes))
     for point, size in enumerate(sizes, start=1):
         x, top = frame.left + pitch * point, panel.y(size / scale)
         box = Box(x - 0.4 * pitch, frame.bottom, x + 0.4 * pitch, top)
@@ -215,7 +218,7 @@ def _draw_cuts(sheet: Sheet, frame: Box, profile: Profile, predicted: SplitModel
             sheet.line((x, top), (x, frame.top + 4))
         else:
             sheet.box("no cut", _NO_CUT, box)
-        if point % 5 == 0:
+        if point in ticks:
             sheet.write(str(point), x, frame.bottom - 13)
     for stage, (start, end) in enumerate(stage_bounds(predicted.split_points, len(sizes) + 1)):
         width = pitch * (end - start)
@@ -257,8 +260,12 @@ def _highest(columns: Columns, least: float) -> float:
 
 
 def _stage_names(profile: Profile, predicted: SplitModel) -> list[tuple[str, str]]:
-    names = []
-    for start, end in stage_bounds(predicted.split_points, len(profile.layers)):
-        layers = f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
-        names.append((f"stage {len(names)}", layers))
+    names: list[tuple[str, str]] = []
+    bounds = stage_bounds(predicted.split_points, len(profile.layers))
+    for stage, (start, end) in enumerate(bounds):
+        layers = str(start) if end == start + 1 else f"{start}-{end - 1}"
+        # Four stages stand too close for the word under each.
+        if stage == 0 or len(bounds) < 4:
+            layers = f"layer{'s' * (end > start + 1)} {layers}"
+        names.append((f"stage {stage}", layers))
     return [*names, ("step", f"idle {predicted.bubble:.0%}")]

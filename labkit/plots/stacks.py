@@ -83,6 +83,8 @@ def _draw_whisker(panel: Panel, x: float, low: float, high: float) -> None:
 
 
 def _number(value: float, digits: int) -> str:
-    """As short as bars are narrow: with 3 digits 123, 12.3, 1.23 and 0.12."""
-    whole = len(f"{value:.0f}")
-    return "0" if value == 0 else f"{value:.{max(0, digits - whole)}f}"
+    """As short as bars are narrow: with 3 digits 123, 12.3, 1.23, 0.12, and <.01 for less."""
+    places = max(0, digits - len(f"{value:.0f}"))
+    if 0 < value < 0.5 * 10**-places:
+        return f"<{10**-places:.{places}f}".replace("0.", ".")
+    return "0" if value == 0 else f"{value:.{places}f}"

@@ -1,6 +1,7 @@
 """Figures that answer to sliders, for notebooks with a kernel.
 
     bucket_explorer   DDP's buckets on paper: ``plots.bucket_overlap`` under controls
+    split_explorer    a model cut into stages: ``plots.placement`` under controls, and run for real
     ring_stepper      ring all-reduce step by step: ``plots.ring_step`` with two sliders
     staleness_explorer   late gradients on paper: ``plots.staleness_model`` with three sliders
 
@@ -9,14 +10,17 @@ still, and prints as a line of text where there is no browser.
 """
 
 from labkit.widgets.buckets import BucketExplorer, bucket_explorer
+from labkit.widgets.placement import SplitExplorer, split_explorer
 from labkit.widgets.ring import RingStepper, ring_stepper
 from labkit.widgets.staleness import StalenessExplorer, staleness_explorer
 
 __all__ = [
     "BucketExplorer",
     "RingStepper",
+    "SplitExplorer",
     "StalenessExplorer",
     "bucket_explorer",
     "ring_stepper",
+    "split_explorer",
     "staleness_explorer",
 ]

@@ -63,7 +63,6 @@ class StalenessExplorer(Explorer):
             value=math.inf if bound is None else bound,
             description="bound",
         )
-        self._is_moving = False
         # Before the figure follows the workers, the bounds do.
         self.workers.observe(self._move_bounds, "value")
         super().__init__(self.workers, self.factor, self.bound)
@@ -87,10 +86,5 @@ class StalenessExplorer(Explorer):
         if chosen != math.inf:
             chosen = min(max(chosen, least), largest)
         # New options take the first of them for a moment, which is not to be shown.
-        self._is_moving = True
-        self.bound.options, self.bound.value = bounds, chosen
-        self._is_moving = False
-
-    def _show(self, _change: Any = None) -> None:
-        if not self._is_moving:
-            super()._show()
+        with self.moving():
+            self.bound.options, self.bound.value = bounds, chosen

@@ -1,0 +1,37 @@
+"""A toy model in layer costs, and what a run of one of its splits would have measured."""
+
+from labkit.costs import Link
+from labkit.placement import LayerCost, Profile
+from labkit.split_runs import MeasuredSplit
+from labkit.trace import Trace
+
+MIB = 2**20
+# By layer: forward and backward in ms, MiB that leave it.
+COSTS = [(10, 20, 8), (1, 1, 8), (5, 15, 4), (1, 1, 1), (4, 6, 1), (1, 2, 0.001)]
+LAYERS = [
+    LayerCost(f"layer {i}", f / 1e3, b / 1e3, int(out * MIB), MIB * (i % 2 == 0), 2 * MIB)
+    for i, (f, b, out) in enumerate(COSTS)
+]
+PROFILE = Profile("toy", 16, MIB, tuple(LAYERS))
+LINK = Link(1e-3, 1e-9)
+
+
+def measured(split, factor=2.0, batch_size=16):
+    """What a run of this split would return, each time ``factor`` times the model's."""
+    steps = [factor * split.step_s * wobble for wobble in (0.8, 1.0, 1.0, 1.0, 1.4)]
+    hops = [[factor * s] * 5 for s in split.hop_s]
+    return MeasuredSplit(
+        split.split_points,
+        batch_size,
+        split.micro_batches,
+        split.schedule,
+        forward_s=[factor * s for s in split.forward_s],
+        backward_s=[factor * s for s in split.backward_s],
+        forward_hop_s=hops,
+        backward_hop_s=[h if s else [] for h, s in zip(hops, split.backward_hop_s)],
+        hop_bytes=list(split.hop_bytes),
+        step_s=steps,
+        memory_bytes=[int(factor * size) for size in split.memory_bytes],
+        held_bytes=[0] * len(split.forward_s),
+        trace=Trace(),
+    )
