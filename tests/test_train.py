@@ -1,7 +1,22 @@
 """Training on real ranks: every synchronous technique ends where one device ends."""
 
+from collections import defaultdict
+
 import pytest
 import torch
+from odd_models import (
+    Mixed,
+    Tied,
+    Unused,
+    fit_in_turn,
+    frozen,
+    in_turn,
+    seeded,
+    some_batches,
+    train_by_hand,
+    with_batch_norm,
+    with_batch_norm_over_pixels,
+)
 from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
@@ -9,6 +24,7 @@ from torch.nn import functional
 from labkit import RunConfig, run, strategies, train_with
 from labkit.costs import ring_all_reduce_cost
 from labkit.experiment import check
+from labkit.models import build_model
 from labkit.train import checksum, largest_difference
 from labkit.workload import share
 
@@ -23,49 +39,62 @@ PARALLEL = [
     pytest.param("ring_all_reduce", False, id="ring"),
     pytest.param("ring_all_reduce", True, id="ring-builtin"),
 ]
-# 1,437 samples leave a last batch of 37 (batch 50) and of 2 (batch 35), fewer than three ranks.
-SMALL = {"epochs": 1, "train_size": 177, "lr": 0.02}
+# float64 finds mistakes at every world size; float32 only has to show that it stays close.
+EXACT = [("float64", 1e-10, world_size) for world_size in (1, 2, 3, 4)]
+CLOSE = ("float32", 1e-5, 3)
+# 107 = 3 x 35 + 2: batches that do not divide, and a last one of fewer samples than ranks.
+SMALL = {"epochs": 1, "train_size": 107, "lr": 0.02}
+
+
+def job(strategy, builtin=False, **settings):
+    config = RunConfig(strategy, builtin=builtin, **settings)
+    return config, check(config)
 
 
 @pytest.fixture(scope="module")
-def one_device():
-    cache = {}
+def trained():
+    """The ranks' reports by technique, world size and dtype: one run for each number of ranks."""
+    settings = SMALL | {"batch_size": 35}
+    jobs = defaultdict(dict)
+    for dtype in ("float64", "float32"):
+        jobs[1]["single", dtype] = job("single", dtype=dtype, **settings)
+    for dtype, _, world_size in (*EXACT, CLOSE):
+        for strategy, builtin in (param.values for param in PARALLEL):
+            one = job(strategy, builtin, world_size=world_size, dtype=dtype, **settings)
+            ranks = 1 if strategy == "data_parallel" else world_size
+            jobs[ranks][strategy, builtin, world_size, dtype] = one
+    found = {}
+    for ranks, some in jobs.items():
+        values = run(fit_in_turn, some, world_size=ranks).values
+        found |= {name: [reports[name] for reports in values] for name in some}
+    return found
 
-    def trained(**settings):
-        key = tuple(sorted(settings.items()))
-        if key not in cache:
-            cache[key] = train_with("single", **settings)
-        return cache[key]
 
-    return trained
-
-
-# float64 finds mistakes at every world size; float32 only has to show that it stays close.
-@pytest.mark.parametrize(
-    ("dtype", "tolerance", "world_size"),
-    [*(("float64", 1e-10, ranks) for ranks in (1, 2, 3, 4)), ("float32", 1e-5, 3)],
-)
+@pytest.mark.parametrize(("dtype", "tolerance", "world_size"), [*EXACT, CLOSE])
 @pytest.mark.parametrize(("strategy", "builtin"), PARALLEL)
 def test_equals_one_device_for_any_number_of_ranks(
-    one_device, strategy, builtin, world_size, dtype, tolerance
+    trained, strategy, builtin, world_size, dtype, tolerance
 ):
-    # 177 = 5 x 35 + 2: batches that do not divide, and a last one of fewer samples than ranks.
-    settings = SMALL | {"dtype": dtype, "batch_size": 35}
-    result = train_with(strategy, world_size=world_size, builtin=builtin, **settings)
-    alone = one_device(**settings)
-    assert result.difference_from(alone) < tolerance
-    assert result.replicas_agree
-    assert result.test_accuracy == alone.test_accuracy
-    assert result.epochs[0]["loss"] == pytest.approx(alone.epochs[0]["loss"], rel=1e-5)
+    first, *others = trained[strategy, builtin, world_size, dtype]
+    (alone,) = trained["single", dtype]
+    assert largest_difference(first.state, alone.state) < tolerance
+    assert {report.checksum for report in others} <= {first.checksum}
+    (epoch,), (due,) = first.epochs, alone.epochs
+    assert epoch["test_accuracy"] == due["test_accuracy"]
+    assert epoch["loss"] == pytest.approx(due["loss"], rel=1e-5)
 
 
 def test_bytes_and_messages_of_a_run_equal_the_formula():
     result = train_with("ring_all_reduce", world_size=3, batch_size=35, **SMALL)
     parameters = sum(tensor.numel() for tensor in result.state.values())
     costs = [ring_all_reduce_cost(parameters, 4, 3, rank) for rank in range(3)]
-    steps = 6
+    steps = 4
     assert result.bytes_sent == [steps * cost.num_bytes for cost in costs]
     assert result.messages == [steps * cost.messages for cost in costs]
+    assert result.replicas_agree
+    alone = train_with("single", batch_size=35, **SMALL)
+    assert result.difference_from(alone) < 1e-5
+    assert result.test_accuracy == alone.test_accuracy
 
 
 def test_phases_add_up_to_the_time_of_a_rank():
@@ -76,149 +105,113 @@ def test_phases_add_up_to_the_time_of_a_rank():
     assert spent_s <= 1.2 * sum(epoch["seconds"] for epoch in result.epochs) + 0.1
 
 
-@pytest.mark.parametrize("strategy", ["single", "ring_all_reduce"])
-def test_digits_are_learnt(strategy):
-    world_size = 1 if strategy == "single" else 2
-    result = train_with(strategy, world_size=world_size, epochs=8)
+def test_digits_are_learnt():
+    result = train_with("ring_all_reduce", world_size=2, epochs=6)
     assert result.test_accuracy >= 0.95
     losses = [epoch["loss"] for epoch in result.epochs]
     assert losses[-1] < losses[0] / 5
 
 
 def test_a_seed_decides_everything():
-    first, again, other = (train_with("single", seed=seed, **SMALL) for seed in (1, 1, 2))
-    assert first.difference_from(again) == 0
-    assert first.checksums == again.checksums
-    assert first.difference_from(other) > 0.01
+    first, other = job("single", seed=1, **SMALL), job("single", seed=2, **SMALL)
+    (one,) = run(fit_in_turn, {"first": first, "other": other}, world_size=1).values
+    (two,) = run(fit_in_turn, {"again": first}, world_size=1).values
+    assert one["first"].checksum == two["again"].checksum
+    assert largest_difference(one["first"].state, two["again"].state) == 0
+    assert largest_difference(one["first"].state, one["other"].state) > 0.01
 
 
 # Models that a course meets sooner or later, trained by hand through the strategy protocol.
 
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 6, bias=False)
-        self.second = nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, inputs):
-        return self.second(torch.tanh(self.first(inputs)))
+RING, ONE = strategies.get("ring_all_reduce"), strategies.get("single")
+DDP = strategies.get("ddp", builtin=True)
+# The last batch has two samples for three ranks: BatchNorm's counter then differs.
+SAT_OUT = some_batches((6, 4, 2))
 
 
-def frozen():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-    model[0].weight.requires_grad_(False)
-    return model
+def photographs(comm, name):
+    """Whether a real model's replicas agree: eight digits a step, as a checksum."""
+    strategy, generator = RING(), torch.Generator().manual_seed(1)
+    model = build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)
+    strategy.setup(comm, model, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+    mine = share(torch.arange(8), *strategy.share())
+    for _ in range(2):
+        inputs = torch.randn(8, 1, 8, 8, generator=generator)
+        targets = torch.randint(10, (8,), generator=generator)
+        strategy.step(inputs[mine], targets[mine], 8)
+    strategy.end_epoch()
+    return checksum(strategy.full_state())
 
 
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, inputs):
-        return self.used(inputs)
+def by_hand_and_real(comm, calls, names):
+    found = in_turn(comm, train_by_hand, calls)
+    return found | {name: photographs(comm, name) for name in names}
 
 
-def with_batch_norm():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
-
-
-def with_batch_norm_over_pixels():
-    """One sample a share is enough for it: it has 2 x 3 pixels."""
-    layers = [nn.Unflatten(1, (1, 2, 3)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(6, 6)]
-    return nn.Sequential(*layers)
-
-
-def train_by_hand(comm, make_strategy, make_model, batches, end_epoch=True):
-    torch.manual_seed(0)
-    model = make_model().double()
-    strategy = make_strategy()
-    strategy.setup(comm, model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    for inputs, targets in batches:
-        mine = share(torch.arange(len(targets)), *strategy.share())
-        strategy.step(inputs[mine], targets[mine], len(targets))
-    if end_epoch:
-        strategy.end_epoch()
-    return strategy.full_state()
-
-
-def some_batches(sizes=(7, 5, 2)):
-    torch.manual_seed(1)
-    return [(torch.randn(n, 6).double(), torch.randint(6, (n,))) for n in sizes]
-
-
-class Mixed(nn.Module):
-    """Two dtypes."""
-
-    def __init__(self):
-        super().__init__()
-        self.single, self.wide = nn.Linear(6, 6), nn.Linear(6, 6).double()
-
-    def double(self):
-        return self
-
-    def forward(self, inputs):
-        return self.wide(self.single(inputs.float()).double())
-
-
-def test_parameters_of_two_dtypes_keep_them():
-    ring, one = strategies.get("ring_all_reduce"), strategies.get("single")
-    (alone,) = run(train_by_hand, one, Mixed, some_batches(), world_size=1).values
-    states = run(train_by_hand, ring, Mixed, some_batches(), world_size=2).values
-    assert checksum(states[0]) == checksum(states[1])
-    assert largest_difference(states[0], alone) < 1e-5
-    assert states[0]["single.weight"].dtype == torch.float32
+@pytest.fixture(scope="module")
+def by_hand():
+    """By number of ranks and name, what each rank ends with: one run for each number of ranks."""
+    odd = {model.__name__: model for model in (Tied, frozen, Unused, Mixed)}
+    eight, norm = some_batches((8,)), with_batch_norm
+    calls = {
+        1: {name: (ONE, model, some_batches()) for name, model in odd.items()},
+        2: {name: (RING, model, some_batches()) for name, model in odd.items()},
+        3: {name: (RING, model, some_batches()) for name, model in odd.items()},
+    }
+    calls[2] |= {
+        "batch norm": (RING, norm, eight),
+        "PyTorch's": (DDP, norm, eight),
+        "PyTorch's, apart": (DDP, norm, eight, False),
+    }
+    calls[3]["sat out"] = RING, with_batch_norm_over_pixels, SAT_OUT
+    found = {}
+    for ranks, some in calls.items():
+        real = ("mobilenet", "resnet18") if ranks == 2 else ()
+        values = run(by_hand_and_real, some, real, world_size=ranks).values
+        found |= {(ranks, name): [states[name] for states in values] for name in (*some, *real)}
+    return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("make_model", [Tied, frozen, Unused])
-def test_tied_frozen_and_unused_parameters(make_model, world_size):
-    ring = strategies.get("ring_all_reduce")
-    alone = run(
-        train_by_hand, strategies.get("single"), make_model, some_batches(), world_size=1
-    ).values[0]
-    states = run(train_by_hand, ring, make_model, some_batches(), world_size=world_size).values
+@pytest.mark.parametrize("model", ["Tied", "frozen", "Unused", "Mixed"])
+def test_tied_frozen_and_unused_parameters_and_those_of_two_dtypes(by_hand, model, world_size):
+    (alone,), states = by_hand[1, model], by_hand[world_size, model]
     assert len({checksum(state) for state in states}) == 1
-    assert largest_difference(states[0], alone) < 1e-10
+    assert largest_difference(states[0], alone) < (1e-5 if model == "Mixed" else 1e-10)
+    assert [t.dtype for t in states[0].values()] == [t.dtype for t in alone.values()]
 
 
-def test_batch_norm_normalises_by_share_and_averages_its_statistics():
+def test_batch_norm_normalises_by_share_and_averages_its_statistics(by_hand):
     """A step uses the share's own statistics; an epoch's end averages the running ones."""
-    inputs, targets = some_batches((8,))[0]
-    ring = strategies.get("ring_all_reduce")
-    states = run(train_by_hand, ring, with_batch_norm, [(inputs, targets)], world_size=2).values
+    states = by_hand[2, "batch norm"]
     assert checksum(states[0]) == checksum(states[1])
 
-    torch.manual_seed(0)
-    model = with_batch_norm().double().train()
+    ((inputs, targets),) = some_batches((8,))
+    model = seeded(with_batch_norm)
     halves = [model[0](half) for half in inputs.split(4)]
     means = [0.1 * half.mean(dim=0) for half in halves]
     torch.testing.assert_close(states[0]["1.running_mean"], (means[0] + means[1]) / 2)
     for half, target in zip(inputs.split(4), targets.split(4)):
         functional.cross_entropy(model(half), target, reduction="sum").div(8).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    torch.testing.assert_close(states[0]["2.weight"], model[2].weight.detach())
+    updated = model[2].weight - 0.1 * model[2].weight.grad
+    torch.testing.assert_close(states[0]["2.weight"], updated.detach())
 
 
-def test_pytorchs_replicas_agree_on_the_running_averages_of_rank_0():
-    ddp = strategies.get("ddp", builtin=True)
-    args = with_batch_norm, some_batches((8,))
-    apart = run(train_by_hand, ddp, *args, False, world_size=2).values
-    states = run(train_by_hand, ddp, *args, world_size=2).values
+def test_pytorchs_replicas_agree_on_the_running_averages_of_rank_0(by_hand):
+    apart, states = by_hand[2, "PyTorch's, apart"], by_hand[2, "PyTorch's"]
     assert checksum(apart[0]) == checksum(states[0]) == checksum(states[1])
     assert checksum(apart[1]) != checksum(states[1])
 
 
-def test_replicas_agree_though_a_rank_sat_a_batch_out():
-    """The last batch has two samples for three ranks: BatchNorm's counter then differs."""
-    ring = strategies.get("ring_all_reduce")
-    batches = some_batches((6, 4, 2))
-    model = with_batch_norm_over_pixels
-    states = run(train_by_hand, ring, model, batches, world_size=3).values
+def test_replicas_agree_though_a_rank_sat_a_batch_out(by_hand):
+    states = by_hand[3, "sat out"]
     assert len({checksum(state) for state in states}) == 1
-    assert states[2]["1.num_batches_tracked"] == len(batches)
+    assert states[2]["1.num_batches_tracked"] == len(SAT_OUT)
+
+
+@pytest.mark.parametrize("model", ["mobilenet", "resnet18"])
+def test_replicas_of_real_models_agree(by_hand, model):
+    assert len(set(by_hand[2, model])) == 1
 
 
 def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
@@ -236,21 +229,7 @@ def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
                 model.bias.zero_()
         return finite
 
-    assert run(steps, strategies.get("ring_all_reduce"), world_size=2).values == [True, True]
-
-
-@pytest.mark.parametrize("model", ["mobilenet", "resnet18"])
-def test_replicas_of_real_models_agree(model):
-    result = train_with(
-        "ring_all_reduce",
-        world_size=2,
-        model=model,
-        batch_size=8,
-        epochs=1,
-        train_size=16,
-        lr=0.01,
-    )
-    assert result.replicas_agree
+    assert run(steps, RING, world_size=2).values == [True, True]
 
 
 @pytest.mark.parametrize(

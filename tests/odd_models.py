@@ -1,0 +1,112 @@
+"""Small models with what a course meets sooner or later, and how to train them by hand.
+
+They take [n, 6] and give [n, 6] or more, one class a column.
+"""
+
+from collections.abc import Callable
+
+import torch
+from ranks import travel_by_value
+from torch import Tensor, nn
+
+from labkit.train import fit
+from labkit.workload import share
+
+travel_by_value(__name__)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs):
+        return self.second(torch.tanh(self.first(inputs)))
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+class Mixed(nn.Module):
+    """Two dtypes, and buffers that are no floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.single, self.wide = nn.Linear(6, 6), nn.Linear(6, 6).double()
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("count", torch.tensor(3))
+
+    def double(self):
+        return self
+
+    def forward(self, inputs):
+        return self.wide(self.single(inputs.float()).double())
+
+
+def frozen():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+
+
+def with_batch_norm_over_pixels():
+    """One sample a share is enough for it: it has 2 x 3 pixels."""
+    layers = [nn.Unflatten(1, (1, 2, 3)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(6, 6)]
+    return nn.Sequential(*layers)
+
+
+def seeded(make_model):
+    torch.manual_seed(0)
+    return make_model().double()
+
+
+def some_batches(sizes=(7, 5, 2)) -> list[tuple[Tensor, Tensor]]:
+    """Inputs [n, 6] float64 and targets [n]; (7, 5, 2) divide by no number of ranks."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(n, 6, generator=generator, dtype=torch.float64),
+            torch.randint(6, (n,), generator=generator),
+        )
+        for n in sizes
+    ]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train_by_hand(comm, make_strategy, make_model, batches, end_epoch=True) -> dict[str, Tensor]:
+    """The state that a strategy's steps over ``batches`` end with."""
+    strategy = make_strategy()
+    strategy.setup(comm, seeded(make_model), sgd)
+    for inputs, targets in batches:
+        mine = share(torch.arange(len(targets)), *strategy.share())
+        strategy.step(inputs[mine], targets[mine], len(targets))
+    if end_epoch:
+        strategy.end_epoch()
+    state = strategy.full_state()
+    if hasattr(strategy, "close"):
+        strategy.close()
+    return state
+
+
+def in_turn(comm, function: Callable, calls: dict) -> dict:
+    """``function(comm, *args)`` for each of ``calls``, one after the other: one run for all."""
+    return {name: function(comm, *args) for name, args in calls.items()}
+
+
+def fit_in_turn(comm, jobs: dict) -> dict:
+    """What ``labkit.train.fit`` reports of each (config, make_strategy)."""
+    return {name: fit(comm, *job, False) for name, job in jobs.items()}
