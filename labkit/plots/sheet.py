@@ -131,9 +131,24 @@ def _stripes(box: Box) -> list[tuple[tuple[float, float], tuple[float, float]]]:
 @functools.lru_cache(maxsize=4096)
 def _outline(text: str, size: float, bold: bool) -> tuple[np.ndarray, np.ndarray, float]:
     """[corners, (x, y)] from the baseline's left end, the path's codes, and the width."""
+    corners, codes, width = [], [], 0.0
+    for character in text:
+        glyph, glyph_codes, advance = _glyph(character, size, bold)
+        corners.append(np.add(glyph, (width, 0)))
+        codes.append(glyph_codes)
+        width += advance
+    return np.concatenate(corners), np.concatenate(codes), width
+
+
+@functools.lru_cache(maxsize=1024)
+def _glyph(character: str, size: float, bold: bool) -> tuple[np.ndarray, np.ndarray, float]:
+    """As ``_outline``: every move writes new numbers, but with the same digits."""
     font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
-    path = TextPath((0, 0), text, size=size, prop=font)
-    return path.vertices, path.codes, float(path.vertices[:, 0].max())
+    # A bar behind it tells where the next letter begins (and a space has no path of its own).
+    bar, both = (TextPath((0, 0), t, size=size, prop=font) for t in ("|", character + "|"))
+    advance = both.vertices[:, 0].max() - bar.vertices[:, 0].max()
+    count = len(both.vertices) - len(bar.vertices)
+    return both.vertices[:count], both.codes[:count], float(advance)
 
 
 class Panel:
