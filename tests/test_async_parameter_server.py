@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from odd_models import seeded, sgd, some_batches, train_by_hand
 from ranks import running_ranks, travel_by_value, wait_until
 from torch import nn
 
@@ -16,6 +17,7 @@ from labkit.board import Board
 from labkit.costs import async_parameter_server_cost
 from labkit.models import state_of
 from labkit.strategies.async_parameter_server import AsyncParameterServer
+from labkit.strategies.single import Single
 from labkit.train import largest_difference
 
 travel_by_value(__name__)
@@ -29,15 +31,14 @@ def train_small(**settings):
 
 
 def test_one_worker_alone_is_one_device():
-    # Nobody comes between its pulls and pushes. With BatchNorm, running averages too.
-    settings = {"dtype": "float64", "model": "mobilenet", "train_size": 40, "batch_size": 16}
-    alone = train_small(world_size=2, **settings)
-    single = train_with("single", **(SMALL | settings))
+    # Nobody comes between its pulls and pushes.
+    alone = train_small(world_size=2, dtype="float64")
+    single = train_with("single", **(SMALL | {"dtype": "float64"}))
     assert alone.difference_from(single) < 1e-10
     assert alone.replicas_agree
     assert alone.epochs[0]["loss"] == pytest.approx(single.epochs[0]["loss"], rel=1e-10)
     assert alone.test_accuracy == single.test_accuracy
-    assert alone.notes["staleness"] == [[1, 0]] * 3
+    assert alone.notes["staleness"] == [[1, 0]] * 4
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -92,23 +93,28 @@ class Odd(nn.Module):
         return self.norm(self.second(torch.tanh(self.first(inputs)))) + self.frozen
 
 
-def train_odd(comm, batches, sgd, max_staleness=4):
+def train_odd(comm, batches, make_optimizer, max_staleness=4, batch_factor=2):
     """(state before, state at each end of an epoch, state after) of two epochs."""
-    torch.manual_seed(0)
     strategy = AsyncParameterServer(max_staleness=max_staleness)
-    strategy.setup(comm, Odd().double(), sgd)
+    strategy.setup(comm, seeded(Odd), make_optimizer)
     before = state_of(strategy.model)
-    endless = itertools.cycle([(x, y, 2 * len(y)) for x, y in batches])
+    endless = itertools.cycle([(x, y, batch_factor * len(y)) for x, y in batches])
     ends = [strategy.full_state() for _ in strategy.train(endless, len(batches), 2)]
     return before, ends, strategy.full_state()
 
 
+def test_one_worker_alone_has_the_parameters_and_running_averages_of_one_device():
+    batches = some_batches((5, 5, 5))
+    (before, ends, after), _ = run(train_odd, batches, sgd, 4, 1, world_size=2).values
+    alone = run(train_by_hand, Single, Odd, 2 * batches, world_size=1).values[0]
+    assert largest_difference(after, alone) < 1e-10
+    assert largest_difference(ends[1], alone) < 1e-10
+    assert largest_difference(before, alone) > 1e-3
+    assert after["norm.num_batches_tracked"] == 6
+
+
 def test_odd_parameters_and_buffers():
-    torch.manual_seed(1)
-    batches = [(torch.randn(5, 6).double(), torch.randint(6, (5,))) for _ in range(3)]
-    values = run(
-        train_odd, batches, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), world_size=3
-    ).values
+    values = run(train_odd, some_batches((5, 5, 5)), sgd, world_size=3).values
     before, ends, after = values[0]
     assert len(ends) == 2
     assert largest_difference(ends[1], after) == 0
@@ -123,18 +129,17 @@ def test_odd_parameters_and_buffers():
     assert after["norm.running_var"].min() > 0
 
 
-def train_without_a_board(comm, batches, sgd):
+def train_without_a_board(comm, batches, make_optimizer):
     """As on several machines: nobody sees from outside who has something to send."""
     comm._doorbells, comm._board = None, Board(comm.world_size)
     with pytest.raises(ValueError, match="have to be on one Linux machine"):
-        train_odd(comm, batches, sgd)
-    return train_odd(comm, batches, sgd, max_staleness=None)
+        train_odd(comm, batches, make_optimizer)
+    return train_odd(comm, batches, make_optimizer, max_staleness=None)
 
 
 def test_ranks_of_several_machines_train_without_a_bound():
-    batches = [(torch.randn(5, 6).double(), torch.randint(6, (5,))) for _ in range(3)]
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    values = run(train_without_a_board, batches, sgd, world_size=4, transport="gloo").values
+    batches, plain = some_batches((5, 5, 5)), partial(torch.optim.SGD, lr=0.1)
+    values = run(train_without_a_board, batches, plain, world_size=4, transport="gloo").values
     _, ends, after = values[0]
     assert len(ends) == 2
     for _, _, state in values:
@@ -142,7 +147,7 @@ def test_ranks_of_several_machines_train_without_a_bound():
 
 
 def test_it_learns():
-    result = train_with("async_parameter_server", world_size=3, epochs=8)
+    result = train_with("async_parameter_server", world_size=3, epochs=8, model="mlp")
     assert result.test_accuracy >= 0.95
     assert result.replicas_agree
 
@@ -169,7 +174,7 @@ class Dies(AsyncParameterServer):
 
 @pytest.mark.parametrize("how", ["killed", "killed while the server waits for it to push", ""])
 def test_the_server_goes_on_without_a_worker_that_dies_and_says_so(monkeypatch, capsys, how):
-    monkeypatch.setattr(strategies, "get", lambda name, builtin: Dies)
+    monkeypatch.setattr(strategies, "get", lambda *_, **__: Dies)
     monkeypatch.setattr(Dies, "how", how)
     result = train_small(world_size=4, epochs=2, max_staleness=4)
     why = "was killed by SIGKILL" if how else "raised ValueError: enough"
@@ -188,7 +193,7 @@ def test_the_server_goes_on_without_a_worker_that_dies_and_says_so(monkeypatch, 
 
 
 def test_the_death_of_the_last_worker_is_an_error(monkeypatch):
-    monkeypatch.setattr(strategies, "get", lambda name, builtin: Dies)
+    monkeypatch.setattr(strategies, "get", lambda *_, **__: Dies)
     monkeypatch.setattr(Dies, "dying", (1, 2))
     with pytest.raises(WorkerError, match="no worker is left after 4 updates: rank") as caught:
         train_small(world_size=3, epochs=2)

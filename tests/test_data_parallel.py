@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from odd_models import Mixed, Tied, Unused, frozen, seeded, sgd, some_batches, with_batch_norm
 from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
@@ -18,45 +19,9 @@ from labkit.train import largest_difference
 travel_by_value(__name__)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, inputs):
-        return self.second(torch.tanh(self.first(inputs)))
-
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, inputs):
-        return self.used(inputs)
-
-
-def frozen():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-    model[0].weight.requires_grad_(False)
-    return model
-
-
-def with_batch_norm():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
-
-
-def batches_of(*sizes):
-    torch.manual_seed(1)
-    return [(torch.randn(n, 6).double(), torch.randint(6, (n,))) for n in sizes]
-
-
 def set_up(comm, make_model, devices=None):
-    torch.manual_seed(0)
     strategy = DataParallel(devices) if devices else strategies.get("single")()
-    make_optimizer = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
-    strategy.setup(comm, make_model().double(), make_optimizer)
+    strategy.setup(comm, seeded(make_model), sgd)
     return strategy
 
 
@@ -74,9 +39,9 @@ def test_tied_frozen_and_unused_parameters_and_fewer_samples_than_devices():
     def compared(comm):
         found = []
         for make_model in (Tied, frozen, Unused):
-            alone = trained(comm, make_model, batches_of(7, 5, 2))
+            alone = trained(comm, make_model, some_batches())
             for devices in (["cpu"], ["cpu"] * 2, ["cpu"] * 3):
-                state, loss = trained(comm, make_model, batches_of(7, 5, 2), devices)
+                state, loss = trained(comm, make_model, some_batches(), devices)
                 found.append(largest_difference(state, alone[0]))
                 found.append(abs(loss - alone[1]) / alone[1])
         return max(found)
@@ -84,26 +49,10 @@ def test_tied_frozen_and_unused_parameters_and_fewer_samples_than_devices():
     assert on_one_rank(compared) < 1e-10
 
 
-class Mixed(nn.Module):
-    """Two dtypes, and buffers that are no floats."""
-
-    def __init__(self):
-        super().__init__()
-        self.single, self.wide = nn.Linear(6, 6), nn.Linear(6, 6).double()
-        self.register_buffer("flags", torch.tensor([True, False]))
-        self.register_buffer("count", torch.tensor(3))
-
-    def double(self):
-        return self
-
-    def forward(self, inputs):
-        return self.wide(self.single(inputs.float()).double())
-
-
 def test_parameters_of_two_dtypes_keep_them():
     def compared(comm):
-        alone, _ = trained(comm, Mixed, batches_of(7, 2))
-        state, _ = trained(comm, Mixed, batches_of(7, 2), ["cpu"] * 3)
+        alone, _ = trained(comm, Mixed, some_batches((7, 2)))
+        state, _ = trained(comm, Mixed, some_batches((7, 2)), ["cpu"] * 3)
         assert {k: v.dtype for k, v in state.items()} == {k: v.dtype for k, v in alone.items()}
         return largest_difference(state, alone)
 
@@ -112,7 +61,7 @@ def test_parameters_of_two_dtypes_keep_them():
 
 def test_a_step_after_one_that_raised_is_like_any_other():
     def compared(comm):
-        ((inputs, targets),) = batches_of(6)
+        ((inputs, targets),) = some_batches((6,))
         spoilt = inputs.clone()
         spoilt[5] = 7
         strategy = set_up(comm, lambda: Picky(6, 6), ["cpu"] * 3)
@@ -126,11 +75,10 @@ def test_a_step_after_one_that_raised_is_like_any_other():
 
 
 def test_batch_norm_normalises_by_part_and_keeps_the_averages_of_device_0():
-    ((inputs, targets),) = batches_of(8)
+    ((inputs, targets),) = some_batches((8,))
     state, _ = on_one_rank(trained, with_batch_norm, [(inputs, targets)], ["cpu", "cpu"])
 
-    torch.manual_seed(0)
-    model = with_batch_norm().double()
+    model = seeded(with_batch_norm)
     first = model[0](inputs[:4])
     torch.testing.assert_close(state["1.running_mean"], 0.1 * first.mean(dim=0))
     assert state["1.num_batches_tracked"] == 1
@@ -155,7 +103,7 @@ class Spy(nn.Module):
 def test_every_replica_is_a_copy_with_a_thread_of_its_own():
     def seen(comm):
         strategy = set_up(comm, Spy, ["cpu"] * 3)
-        ((inputs, targets),) = batches_of(8)
+        ((inputs, targets),) = some_batches((8,))
         strategy.step(inputs, targets, 8)
         threads, grad_modes, sizes = zip(*(replica.seen for replica in strategy.replicas))
         weights = [replica.layer.weight for replica in strategy.replicas]
@@ -222,7 +170,7 @@ def test_the_builtin_says_that_it_does_not_replicate_on_a_cpu():
     ("settings", "message"),
     [
         ({"devices": "cpu,tpu"}, "devices must be cpu or cuda:NUMBER .* got 'tpu'"),
-        ({"devices": "cpu,cpu", "world_size": 3}, "are 2, but world_size is 3: leave out one"),
+        ({"devices": "cpu,cpu", "world_size": 3}, "makes 2 devices, but world_size is 3: leave"),
         ({"devices": "cpu,cuda:99"}, "this machine has . CUDA GPUs"),
         ({"devices": "cpu", "strategy": "single"}, "single takes no option devices"),
         ({"amp": "bf16"}, "data_parallel takes no option amp: its options are devices"),

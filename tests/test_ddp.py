@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from odd_models import Tied, seeded, sgd, some_batches
 from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
@@ -33,17 +34,6 @@ TINY_MB = 300 / 2**20
 
 def plain():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 6, bias=False)
-        self.second = nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, inputs):
-        return self.second(torch.tanh(self.first(inputs)))
 
 
 def frozen():
@@ -67,26 +57,6 @@ class Sometimes(nn.Module):
 def with_batch_norm():
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6), nn.BatchNorm1d(6)]
     return nn.Sequential(*layers)
-
-
-def seeded(make_model):
-    torch.manual_seed(0)
-    return make_model().double()
-
-
-def some_batches(sizes=(7, 5, 2)):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(n, 6, generator=generator, dtype=torch.float64),
-            torch.randint(6, (n,), generator=generator),
-        )
-        for n in sizes
-    ]
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 CASES = {

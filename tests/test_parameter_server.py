@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from odd_models import seeded, sgd, some_batches, with_batch_norm
 from ranks import travel_by_value
 from torch import nn
 
@@ -45,24 +46,12 @@ class OneNumber(nn.Module):
         return self.gain * inputs
 
 
-def with_batch_norm():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
-
-
-def some_batches(sizes=(7, 5, 2)):
-    torch.manual_seed(1)
-    return [(torch.randn(n, 6).double(), torch.randint(6, (n,))) for n in sizes]
-
-
 def train_by_hand(comm, make_strategy, make_models, batches):
     """(state, number of samples, bytes and messages of the steps) by model."""
     found = []
     for make_model in make_models:
-        torch.manual_seed(0)
         strategy, samples, before = make_strategy(), 0, (comm.bytes_sent, comm.messages)
-        strategy.setup(
-            comm, make_model().double(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
-        )
+        strategy.setup(comm, seeded(make_model), sgd)
         for inputs, targets in batches:
             mine = share(torch.arange(len(targets)), *strategy.share())
             strategy.step(inputs[mine], targets[mine], len(targets))
@@ -73,12 +62,16 @@ def train_by_hand(comm, make_strategy, make_models, batches):
     return found
 
 
+@pytest.fixture(scope="module")
+def alone():
+    return run(train_by_hand, Single, (Tied, OneNumber), some_batches(), world_size=1).values[0]
+
+
 @pytest.mark.parametrize(("world_size", "servers"), [(3, 2), (4, 1), (4, 3), (5, 2)])
-def test_any_number_of_servers_equals_one_device(world_size, servers):
+def test_any_number_of_servers_equals_one_device(alone, world_size, servers):
     models, batches = (Tied, OneNumber), some_batches()
     make = partial(ParameterServer, servers=servers, accumulate=2)
     ranks = run(train_by_hand, make, models, batches, world_size=world_size).values
-    alone = run(train_by_hand, Single, models, batches, world_size=1).values[0]
     for number, trained in enumerate((6 * 6 + 6 * 2 + 2 + 1, 1)):
         states = [rank[number][0] for rank in ranks]
         assert len({checksum(state) for state in states}) == 1
@@ -119,8 +112,7 @@ def test_batch_statistics_are_the_workers_own_and_their_running_ones_the_mean():
     ranks = run(train_by_hand, make, models, [(inputs, targets)], world_size=4).values
     states = [rank[0][0] for rank in ranks]
     assert len({checksum(state) for state in states}) == 1
-    torch.manual_seed(0)
-    first_layer = with_batch_norm().double()[0]
+    first_layer = seeded(with_batch_norm)[0]
     means = [0.1 * first_layer(half).mean(dim=0) for half in inputs.split(4)]
     torch.testing.assert_close(states[0]["1.running_mean"], sum(means).detach() / 2)
     assert states[0]["1.num_batches_tracked"] == 1

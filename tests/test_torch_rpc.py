@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from odd_models import seeded, some_batches, train_by_hand, with_batch_norm
 from ranks import travel_by_value
 from torch import nn
 from torch.distributed import rpc
@@ -20,7 +21,6 @@ from labkit.strategies.torch_rpc import (
     RpcParameterServer,
 )
 from labkit.train import checksum, largest_difference
-from labkit.workload import share
 
 travel_by_value(__name__)
 
@@ -33,29 +33,6 @@ def tied_and_unused():
     model.register_parameter("unused", unused.weight)
     model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
     return model
-
-
-def with_batch_norm():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
-
-
-def some_batches(sizes):
-    torch.manual_seed(1)
-    return [(torch.randn(n, 6).double(), torch.randint(6, (n,))) for n in sizes]
-
-
-def train_by_hand(comm, make_strategy, make_model, batches):
-    torch.manual_seed(0)
-    strategy = make_strategy()
-    strategy.setup(comm, make_model().double(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    for inputs, targets in batches:
-        mine = share(torch.arange(len(targets)), *strategy.share())
-        strategy.step(inputs[mine], targets[mine], len(targets))
-    strategy.end_epoch()
-    state = strategy.full_state()
-    if hasattr(strategy, "close"):
-        strategy.close()
-    return state
 
 
 def twice(comm):
@@ -71,8 +48,7 @@ def test_odd_parameters_and_batch_statistics():
     for index in range(2):
         assert len({checksum(rank[index]) for rank in ranks}) == 1
     assert largest_difference(ranks[0][0], alone) < 1e-10
-    torch.manual_seed(0)
-    outputs = with_batch_norm().double()[0](some_batches((6,))[0][0])
+    outputs = seeded(with_batch_norm)[0](some_batches((6,))[0][0])
     means = [0.1 * part.mean(dim=0).detach() for part in outputs.split(2)]
     torch.testing.assert_close(ranks[0][1]["1.running_mean"], sum(means) / 3)
 
