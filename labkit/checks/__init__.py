@@ -11,6 +11,8 @@ its counterpart in ``labkit.collectives``:
     check.ddp.buckets   .sampler   .average   .accumulate
     check.parameter_server.server   .worker   .shards
     check.staleness.bookkeeping   .admission   .server
+    check.hops.forward   .backward
+    check.placement.best_cuts
 
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
 
@@ -27,9 +29,11 @@ from labkit.checks import (
     data_parallel,
     ddp,
     fairness,
+    hops,
     naive,
     one_device,
     parameter_server,
+    placement,
     ring,
     staleness,
     tree,
@@ -50,9 +54,11 @@ __all__ = [
     "ddp",
     "fairness",
     "grade",
+    "hops",
     "naive",
     "one_device",
     "parameter_server",
+    "placement",
     "returns",
     "ring",
     "staleness",
