@@ -75,6 +75,9 @@ CASES = [
     for op in ops
     for size in SIZES
 ]
+# Where the dtypes go does not depend on the size: not all of both with each number of ranks.
+OF_EACH_KIND = {torch.float16: "mean", torch.float32: "sum", torch.int64: "max"}
+FEW_CASES = [case for case in CASES if case[3] == 7 or OF_EACH_KIND.get(case[2]) == case[1]]
 ONE_DEVICE = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -95,6 +98,7 @@ def on_one_device(op, tensors):
     return (total / len(tensors) if op == "mean" else total).to(dtype)
 
 
+@functools.cache
 def expected_of(op, dtype, size, world_size):
     return on_one_device(op, [values_of(rank, size, dtype) for rank in range(world_size)])
 
@@ -131,13 +135,14 @@ def reduce_cases(comm, cases):
 )
 def test_all_reduce_of_any_dtype_operation_and_size(world_size, transport):  # rows 10, 12
     """Equal to one device, to the bit on all ranks, for the formula's price."""
-    by_rank = run(reduce_cases, CASES, world_size=world_size, transport=transport).values
-    for case, *found in zip(CASES, *by_rank, strict=True):
-        _, op, dtype, size = case
-        expected = expected_of(op, dtype, size, world_size)
+    cases = CASES if (world_size, transport) == (3, "shared") else FEW_CASES
+    by_rank = run(reduce_cases, cases, world_size=world_size, transport=transport).values
+    for case, *found in zip(cases, *by_rank, strict=True):
+        first, _ = found[0]
+        torch.testing.assert_close(first, expected_of(*case[1:], world_size))
         for rank, (value, cost) in enumerate(found):
-            torch.testing.assert_close(value, expected)
-            assert torch.equal(value, found[0][0]), f"replicas differ: {case}"
+            assert value.dtype == first.dtype
+            assert torch.equal(value, first), f"replicas differ: {case}"
             assert cost == price(*case, world_size, rank), (case, rank)
 
 
@@ -240,6 +245,13 @@ def test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(worl
             assert second == share_only_cost(10, dtype.itemsize, world_size, rank)
 
 
+def equal(one, other):
+    """To the bit, and None where None is due."""
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one is other if one is None else one.dtype == other.dtype and torch.equal(one, other)
+
+
 def rooted_cases(comm, cases):
     found = []
     for root, size, dtype in cases:
@@ -281,7 +293,7 @@ def test_collectives_with_a_root(world_size):
                 "scatter": scatter_cost(*counts),
             }
             for name, (value, cost) in case.items():
-                torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+                assert equal(value, expected[name]), (name, root, size, rank)
                 assert cost == prices[name], (name, root, size, rank)
 
 
