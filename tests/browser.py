@@ -253,6 +253,12 @@ class Page:
         for key in keys:
             handle.press(key)
 
+    def press_button(self, name: str) -> None:
+        """Press a widget's button by the keyboard."""
+        button = self.page.locator(".widget-button", has_text=name)
+        button.focus()
+        button.press("Enter")
+
     def wait_for_text(self, text: str, timeout_s: float = 20.0) -> None:
         """Wait until the text is on the page: what a slider changed, in most cases."""
         outputs = self.page.locator(".jp-Notebook .jp-Cell-outputWrapper", has_text=text)

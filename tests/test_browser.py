@@ -41,11 +41,35 @@ def move_the_staleness_explorer(page):
     page.wait_for_text("104 gradients are applied while synchronous rounds apply 72")
 
 
+def drive_the_split_explorer(page):
+    """Slider 0 has the number of stages, slider 1 the first cut."""
+    page.move_slider(1, "ArrowRight")
+    moved = shown_split(page, "cut before layer 16, batch of 4")
+    assert "Measured" not in moved["alt"]
+    page.press_button("Run")
+    page.wait_for_text("measured, cut before layer 16", timeout_s=60)
+    measured = shown_split(page, "cut before layer 16, batch of 4. Predicted", "Measured step")
+    assert measured["source"] != moved["source"]
+    page.move_slider(0, "ArrowRight")
+    page.press_button("Best split")
+    page.wait_for_text("best by the model: cut before layers 31, 32")
+    assert "Measured" not in shown_split(page, "vgg16 in 3 stages", "31, 32, batch of 4")["alt"]
+
+
+def shown_split(page, *words):
+    """The explorer's picture, once its words for readers who do not see it are these."""
+    selector = "".join(f'[alt*="{part}"]' for part in words)
+    picture = page.page.locator(f".widget-html img{selector}")
+    picture.wait_for(timeout=20_000)
+    return picture.evaluate("one => ({source: one.src, alt: one.alt})")
+
+
 # By notebook, what to do with its sliders once it has run.
 MOVES = {
     "03_distributed_data_parallel.ipynb": move_the_bucket_explorer,
     "05_async_parameter_server.ipynb": move_the_staleness_explorer,
     "06_ring_all_reduce.ipynb": move_the_ring_stepper,
+    "08_layer_placement.ipynb": drive_the_split_explorer,
 }
 
 
