@@ -75,7 +75,7 @@ class LocalGradients:
             The sum of the losses, a scalar, detached and not scaled.
         """
         parts = self._micro_batches(inputs, targets, even_if_empty)
-        total = targets.new_zeros((), dtype=inputs.dtype)
+        total = targets.new_zeros((), dtype=torch.float64)
         for number, part in enumerate(parts, start=1):
             quietly = no_sync if number < len(parts) else contextlib.nullcontext
             with self.comm.span("compute"), quietly():
@@ -98,8 +98,9 @@ class LocalGradients:
         start_s = time.perf_counter()
         with torch.autocast(self.comm.device.type, self.half, enabled=self.half is not None):
             logits = self.model(inputs)
-        # The loss in the samples' own precision: a sum of many terms does not fit 8 bits.
-        logits = logits.to(inputs.dtype)
+        if self.half is not None:
+            # A sum of many losses does not fit 8 bits.
+            logits = logits.float()
         if self.slowdown > 1:
             # DDP waits for other ranks at the end of backward, which is not computing: queued when
             # backward begins, this comes before.
