@@ -25,8 +25,10 @@ Shape = tuple[int, ...]
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of an ``nn.Sequential`` in the order in which they run; nested ones are opened.
 
+    A nested one with hooks of its own stays one layer, so that they run.
+
     Raises:
-        ValueError: a model that is no chain of layers, or that has none.
+        ValueError: a model that is no chain of layers, has none, or has hooks as a whole.
     """
     return [layer for _, layer in named_layers(model)]
 
@@ -43,10 +45,15 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "cut between any two: wrap its parts in nn.Sequential, a block with a short cut as "
             "one layer"
         )
+    if _has_hooks(model):
+        raise ValueError(
+            f"hooks on this {type(model).__name__} would not run, because nothing runs it whole "
+            "once it is cut: register them on its layers"
+        )
     found: list[tuple[str, nn.Module]] = []
     # named_children() would leave out a layer that comes twice.
     for name, child in model._modules.items():
-        if _is_chain(child) and len(child):
+        if _is_chain(child) and len(child) and not _has_hooks(child):
             found += [(f"{name}.{inner}", layer) for inner, layer in named_layers(child)]
         else:
             found.append((name, child))
@@ -58,6 +65,11 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _is_chain(module: nn.Module) -> bool:
     # A subclass with a forward of its own may do anything between the layers.
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
 
 
 def output_shapes(
@@ -83,11 +95,21 @@ def output_shapes(
 
 
 def ghost_of(model: nn.Module) -> nn.Module:
-    """A copy on the meta device: the layers and all shapes, and none of the values."""
-    tensors = (*model.parameters(), *model.buffers())
+    """A copy on the meta device: the layers and all shapes, none of the values; hooks are idle."""
+    plain = (v for module in model.modules() for v in vars(module).values())
+    tensors = (*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, Tensor)))
     # What deepcopy is told to be copied already it takes as it is.
     memo = {id(tensor): _meta(tensor) for tensor in tensors}
-    return copy.deepcopy(model, memo)
+    ghost = copy.deepcopy(model, memo)
+    for module in ghost.modules():
+        # They look at values, or collect them, and want the real ones.
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.update(dict.fromkeys(hooks, _idle))
+    return ghost
+
+
+def _idle(*_) -> None:
+    """A hook that does nothing."""
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -192,7 +214,7 @@ def _one_pass(layers: list[nn.Module], inputs: Tensor) -> list[tuple[float, floa
         entering = value.detach().requires_grad_(index > 0 and value.is_floating_point())
         before = held.num_bytes
         with held:
-            forward_s, value = _timed(layer, entering)
+            forward_s, value = _timed(layer, NoLeaf.apply(entering))
         backward_s = 0.0
         if value.requires_grad:
             gradient = torch.ones_like(value)
@@ -210,6 +232,19 @@ def _timed(fn: Callable, *args: Tensor) -> tuple[float, Any]:
     if on_gpu:
         torch.cuda.synchronize(args[0].device)
     return time.perf_counter() - start_s, result
+
+
+class NoLeaf(torch.autograd.Function):
+    """The leaf's memory and gradient in a tensor that is none: autograd lets layers that work in
+    place, such as ``nn.ReLU(inplace=True)``, change no leaf."""
+
+    @staticmethod
+    def forward(ctx, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class HeldBytes(torch.autograd.graph.saved_tensors_hooks):

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from labkit.collectives import all_gather, broadcast
 from labkit.comm import Comm
-from labkit.layers import HeldBytes, ghost_of, named_layers, output_shapes
+from labkit.layers import HeldBytes, NoLeaf, ghost_of, named_layers, output_shapes
 from labkit.placement import stage_bounds
 from labkit.schedules import Action, Hop, Message
 
@@ -89,7 +89,7 @@ class Stage:
         self.micro_batches = count
         self._inputs, self._targets = inputs.tensor_split(count), targets.tensor_split(count)
         self._divisor = batch_size
-        self.loss = targets.new_zeros((), dtype=inputs.dtype)
+        self.loss = targets.new_zeros((), dtype=torch.float64)
         self._entering: dict[int, Tensor] = {}
         self._leaving: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
@@ -114,7 +114,10 @@ class Stage:
         with self.comm.span("backward"):
             # The last stage's output is the loss.
             gradient = self._gradients.pop(micro_batch, None)
-            torch.autograd.backward(self._leaving.pop(micro_batch), gradient)
+            leaving = self._leaving.pop(micro_batch)
+            # Layers that detach, or hand on whole numbers, end the way back: zeros go on.
+            if leaving.requires_grad or self.is_last:
+                torch.autograd.backward(leaving, gradient)
             self._held.pop(micro_batch, None)
             entered = self._entering.pop(micro_batch)
             if self.index > self.first_trained:
@@ -191,10 +194,11 @@ class Stage:
         if self.is_first:
             self._entering[micro_batch] = self._inputs[micro_batch]
         entering = self._entering[micro_batch]
-        return entering.requires_grad_(self.index > self.first_trained)
+        differentiable = entering.is_floating_point() or entering.is_complex()
+        return entering.requires_grad_(differentiable and self.index > self.first_trained)
 
     def _run(self, entering: Tensor, micro_batch: int) -> Tensor:
-        leaving = self.module(entering)
+        leaving = self.module(NoLeaf.apply(entering))
         if not self.is_last:
             return leaving
         targets = self._targets[micro_batch]
@@ -243,6 +247,17 @@ class Stage:
         for other in others:
             self.comm.send(total, other)
         return total
+
+
+def check_micro_batches(count: int) -> int:
+    """``count``, if it is a number of micro-batches.
+
+    Raises:
+        ValueError: below 1, or no whole number.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"micro_batches must be a whole number from 1, got {count!r}")
+    return count
 
 
 def _first_trained(stages: list[nn.ModuleList]) -> int:

@@ -40,6 +40,29 @@ def test_what_is_no_chain_of_layers_is_refused_by_its_name():
         layers_of(nn.Sequential())
 
 
+def test_hooks_of_a_chain_keep_it_whole_and_on_the_model_they_are_refused():
+    inner = nn.Sequential(nn.Tanh(), nn.Tanh())
+    model = nn.Sequential(nn.Linear(2, 2), inner)
+    inner.register_full_backward_hook(lambda *_: None)
+    assert layers_of(model) == [model[0], inner]
+    model.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooks on this Sequential would not run"):
+        layers_of(model)
+
+
+def test_shapes_need_no_hook_and_no_value():
+    seen = []
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    model[1].register_forward_hook(lambda *_: seen.append(1))
+    model[0].register_forward_pre_hook(lambda *_: seen.append(2))
+    model[1].mask = torch.ones(3)
+    assert output_shapes(model, (2,))[1][0] == (1, 3)
+    assert seen == []
+    assert ghost_of(model)[1].mask.is_meta
+    model(torch.ones(1, 2))
+    assert sorted(seen) == [1, 2]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_on_paper_are_those_of_a_real_run(name):
     model = build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)
@@ -115,5 +138,7 @@ def test_a_profile_has_the_bytes_of_the_shapes_and_times_above_zero():
     assert all(layer.forward_s > 0 for layer in found.layers)
     assert [layer.backward_s > 0 for layer in found.layers] == [False, True, True, True]
     assert all(parameter.grad is None for parameter in model.parameters())
+    in_place = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    assert profile(in_place, 2, (4,), repeats=1).layers[1].backward_s > 0
     with pytest.raises(ValueError, match="0 repeats"):
         profile(model, 6, (3, 4), repeats=0)

@@ -78,6 +78,46 @@ def cut_off():
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Unmoved(), nn.Linear(6, 4))
 
 
+def in_place():
+    """Stages that begin in place, on what they get or on a view of it."""
+    first, second = (nn.LeakyReLU(0.1, inplace=True) for _ in range(2))
+    views = nn.Unflatten(1, (2, 3)), nn.Flatten()
+    return nn.Sequential(nn.Linear(6, 6), first, nn.Linear(6, 6), *views, second, nn.Linear(6, 4))
+
+
+class Nearest(nn.Module):
+    """Hands on whole numbers, and so no gradient comes back through it."""
+
+    def forward(self, inputs):
+        return inputs.argmax(1)
+
+
+def whole_numbers():
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), Nearest(), nn.Embedding(6, 6), nn.Linear(6, 4)
+    )
+
+
+class Scaled(nn.Module):
+    """A tensor that is no parameter and no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = torch.arange(6).double()
+
+    def forward(self, inputs):
+        return inputs * self.factors
+
+
+def hooked():
+    """A hook on a chain in the chain, and one that looks at values."""
+    pair = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    pair.register_forward_hook(lambda module, inputs, output: 2 * output)
+    model = nn.Sequential(nn.Linear(6, 6), pair, Scaled(), nn.Linear(6, 4))
+    model[2].register_forward_pre_hook(lambda module, inputs: inputs[0].max().item() and None)
+    return model
+
+
 def with_batch_norm():
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(6, 4))
@@ -93,6 +133,9 @@ CASES = {
     "a stage without parameters": (without_parameters, {1: (), 2: (4,), 3: (2, 4), 4: (1, 2, 3)}),
     "not contiguous": (not_contiguous, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)}),
     "cut off": (cut_off, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)}),
+    "in place": (in_place, {1: (), 2: (1,), 3: (4, 6), 4: (1, 5, 6)}),
+    "whole numbers": (whole_numbers, {1: (), 2: (3,), 3: (2, 3), 4: (1, 3, 4)}),
+    "hooked": (hooked, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}),
 }
 TECHNIQUES = {
     "model_parallel": {},
@@ -217,6 +260,25 @@ def test_trains_the_digits_as_one_device_does_and_sends_what_the_formula_says(wo
             ]
             assert split.bytes_sent[rank] == sum(cost.num_bytes for cost in costs)
             assert split.messages[rank] == sum(cost.messages for cost in costs)
+
+
+def train_words(comm, strategy):
+    """A model that takes whole numbers."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Tanh(), nn.Linear(6, 4)]
+    strategy.setup(comm, nn.Sequential(*layers).double(), sgd)
+    words, targets = torch.randint(9, (5, 3)), torch.randint(4, (5,))
+    losses = [strategy.step(words, targets, 5).item() for _ in range(2)]
+    return strategy.full_state(), losses
+
+
+def test_whole_numbers_may_enter():
+    single = strategies.get("single")()
+    pipeline = strategies.get("pipeline")((2,), 2)
+    state, losses = run(train_words, single, world_size=1).values[0]
+    for found, _ in (split := run(train_words, pipeline, world_size=2).values):
+        assert largest_difference(found, state) < 1e-10
+    assert split[-1][1] == pytest.approx(losses, rel=1e-10)
 
 
 def held_bytes(comm):

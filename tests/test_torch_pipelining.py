@@ -49,11 +49,11 @@ def tied():
 
 
 def bare_at_both_ends():
-    """On four stages, the first and the last have no parameters; the last hands on its input."""
-    linears = nn.Linear(16, 8), nn.Linear(8, 8), nn.Linear(8, 5)
-    return nn.Sequential(
-        nn.Flatten(), linears[0], nn.Tanh(), *linears[1:], nn.ReLU(), nn.Identity()
-    )
+    """On four stages, the first and the last have no parameters; the last works in place, and so
+    hands on the very tensor that it gets."""
+    first, second, third = nn.Linear(16, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+    rectify = nn.LeakyReLU(0.1, inplace=True)
+    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), second, nn.Tanh(), third, rectify)
 
 
 def train_by_hand(comm, make_strategy, make_model, sizes=SIZES):

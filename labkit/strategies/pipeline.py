@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from labkit.schedules import PIPELINES, with_hops
-from labkit.stages import StagedModel
+from labkit.stages import StagedModel, check_micro_batches
 
 
 class Pipeline(StagedModel):
@@ -33,7 +33,7 @@ class Pipeline(StagedModel):
         schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
 
     Raises:
-        ValueError: no such schedule.
+        ValueError: no such schedule, or no micro-batch.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Pipeline(StagedModel):
             raise ValueError(
                 f"unknown schedule {schedule!r}: choose one of {', '.join(PIPELINES)}"
             )
-        self.micro_batches = micro_batches
+        self.micro_batches = check_micro_batches(micro_batches)
         self.schedule = PIPELINES[schedule]
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

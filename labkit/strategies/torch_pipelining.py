@@ -24,8 +24,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from labkit.comm import Comm
-from labkit.layers import output_shapes
-from labkit.stages import StagedModel
+from labkit.layers import NoLeaf, output_shapes
+from labkit.stages import StagedModel, check_micro_batches
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 # Of a row without a sample; the loss passes over it.
@@ -46,8 +46,8 @@ class TorchPipeline(StagedModel):
         schedule: ``gpipe`` or ``1f1b``.
 
     Raises:
-        ValueError: no such schedule; in ``check_ranks``, ``1f1b`` with M < P; in ``setup``, ranks
-            that share a GPU.
+        ValueError: no such schedule, or no micro-batch; in ``check_ranks``, ``1f1b`` with M < P;
+            in ``setup``, ranks that share a GPU.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TorchPipeline(StagedModel):
             raise ValueError(
                 f"unknown schedule {schedule!r}: choose one of {', '.join(_SCHEDULES)}"
             )
-        self.micro_batches = micro_batches
+        self.micro_batches = check_micro_batches(micro_batches)
         self.schedule = schedule
 
     def check_ranks(self, world_size: int) -> None:
@@ -83,7 +83,7 @@ class TorchPipeline(StagedModel):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         stage = self.stage
         stage.module.zero_grad()
-        self._loss_sum = targets.new_zeros((), dtype=inputs.dtype)
+        self._loss_sum = targets.new_zeros((), dtype=torch.float64)
         self._divisor = batch_size
         with stage.comm.span("communicate"):
             self._forward_backward(inputs, targets)
@@ -164,11 +164,12 @@ class _OnSamples(nn.Module):
         self.layers = layers
 
     def forward(self, rows: Tensor, samples: Tensor | None = None) -> Tensor:
+        # Another tensor: if layers hand on the very one that they get, PyTorch up to 2.11 detaches
+        # the buffer that it will receive the next one in.
+        entering = NoLeaf.apply(rows)
         if samples is None:
-            # A view: if layers hand on the very tensor that they get, PyTorch up to 2.11 detaches
-            # the buffer that it will receive the next one in.
-            return self.layers(rows.view_as(rows)).contiguous()
-        leaving = self.layers(rows[:samples])
+            return self.layers(entering).contiguous()
+        leaving = self.layers(entering[:samples])
         empty = (0, 0) * (leaving.dim() - 1) + (0, len(rows) - len(leaving))
         return functional.pad(leaving, empty).contiguous()
 
