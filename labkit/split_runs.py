@@ -22,6 +22,7 @@ from labkit.launch import run
 from labkit.layers import layers_of, profile
 from labkit.models import build_model
 from labkit.placement import Profile, check_split_points
+from labkit.stages import StagedModel
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.trace import Span, Trace
@@ -85,14 +86,15 @@ def measure_split(
         split_points: layers that begin a stage; P - 1 of them for P ranks.
         batch_size: random samples a step.
         input_shape: of one sample.
-        micro_batches: M; 1 is the placement without a pipeline.
+        micro_batches: M, or as many as there are samples; 1 is the placement without a pipeline.
         schedule: ``gpipe`` or ``1f1b``.
         frozen: layers at the beginning that are not trained, as in a frozen backbone.
         steps: counted, after one that warms up.
         transport, device: as for ``labkit.run``.
 
     Raises:
-        ValueError: an unknown model, split points or frozen layers that it has not, no steps.
+        ValueError: an unknown model or schedule, split points or frozen layers that the model has
+            not, no steps, no micro-batch.
         WorkerError: a stage failed.
     """
     built = _build(model, input_shape)
@@ -101,6 +103,7 @@ def measure_split(
         raise ValueError(
             f"{frozen} frozen layers of {len(layers_of(built))}: at least one has to be trained"
         )
+    _strategy(points, micro_batches, schedule)  # refuses here what it would refuse on the ranks
     if steps < 1 or batch_size < 1:
         raise ValueError(f"{steps} steps of {batch_size} samples measure nothing: give 1 or more")
     result = run(
@@ -117,7 +120,7 @@ def measure_split(
     return MeasuredSplit(
         split_points=points,
         batch_size=batch_size,
-        micro_batches=micro_batches,
+        micro_batches=min(micro_batches, batch_size),
         schedule=schedule,
         forward_s=[_median(traces, stage, "forward") for stage in stages],
         backward_s=[_median(traces, stage, "backward") for stage in stages],
@@ -174,16 +177,18 @@ def _build(model: str, input_shape: tuple[int, int, int]) -> nn.Sequential:
     return build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
 
 
+def _strategy(points: tuple[int, ...], micro_batches: int, schedule: str) -> StagedModel:
+    pipeline = Pipeline(points, micro_batches, schedule)
+    return ModelParallel(points) if micro_batches == 1 else pipeline
+
+
 def _steps(comm: Comm, settings: tuple) -> tuple[int, int]:
     """Take the steps on this rank; bytes of activations held, and of what is there anyway."""
     model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps = settings
     built = _build(model, input_shape)
     for layer in layers_of(built)[:frozen]:
         layer.requires_grad_(False)
-    if micro_batches > 1:
-        strategy = Pipeline(points, micro_batches, schedule)
-    else:
-        strategy = ModelParallel(points)
+    strategy = _strategy(points, micro_batches, schedule)
     strategy.setup(comm, built, partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
     del built
     torch.manual_seed(0)
