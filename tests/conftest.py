@@ -16,6 +16,9 @@ def pytest_configure(config):
     # A script's background jobs, and all their children, start with Ctrl-C ignored. The tests that
     # press Ctrl-C need children as a terminal starts them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Two tests and their ranks share the cores: OpenMP's threads must not spin while they wait,
+    # here and in the notebooks' kernels. (It is read when torch is imported.)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Kernels must neither read nor fill the person's own Jupyter and IPython folders.
     folder = Path(tempfile.mkdtemp(prefix="lk-"))
     # At the very end: multiprocessing keeps a folder of its own in there until the process ends.
