@@ -1,6 +1,7 @@
 """What all tests share: Jupyter folders of their own, and JupyterLab in a browser."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -31,6 +32,15 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = str(folder / "t")
     (folder / "t").mkdir()
     tempfile.tempdir = None
+
+
+def pytest_collection_finish(session):
+    # What was imported stays. Tests that collect garbage, to count what is left, are quick then.
+    gc.freeze()
+
+
+def pytest_unconfigure(config):
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -306,7 +306,7 @@ def messages_of(rank):
         torch.empty(0, 3, dtype=torch.int16),
         torch.tensor(rank),
         torch.full((1,), rank, dtype=torch.bool),
-        numbered(3 * ALL_SLOTS + 3, rank).view(-1, 3)[:, :2],
+        numbered(ALL_SLOTS + 1, rank).view(-1, 3)[:, :2],
         torch.complex(base, base).conj(),
         torch.complex(base, base).conj().imag,
         base.view(1, -1).expand(4, -1),
