@@ -134,6 +134,15 @@ def test_memory_counts_the_micro_batches_in_flight():
     assert few.memory_bytes == (whole, whole, whole, 12 + 32)
 
 
+def test_a_byte_that_is_held_in_part_is_a_byte():
+    profile = Profile(
+        "odd", 3, 4, (LayerCost("", 1.0, 1.0, 4, 4, 4), LayerCost("", 1.0, 1.0, 4, 0, 4))
+    )
+    held = predict_split(profile, (1,), Link(0, 0), micro_batches=3, schedule="1f1b")
+    # Two of three micro-batches of 4 bytes, and one of them.
+    assert held.memory_bytes == (3 * 4 + 3, 2)
+
+
 def random_profile(draw, num_layers):
     """Multiples of 1/64 s, so that sums do not depend on their order; many are equal."""
     layers = [
@@ -205,6 +214,16 @@ def test_the_planner_on_a_model_as_long_as_vgg16():
         best, _ = brute_force(profile, 3, link, "step", 10**9, **options)
         found = best_split(profile, 3, link, **options)
         assert (found.step_s, found.split_points) == (best.step_s, best.split_points)
+
+
+def test_rounding_hides_no_split_that_is_as_good():
+    """Seconds that are not exact in binary: a lower bound may come out above the step itself."""
+    tenths = [(2, 1), (7, 2), (1, 1), (1, 1), (1, 2), (7, 1), (7, 3)]
+    layers = [LayerCost("", f / 10, b / 10, 1, 4, 4) for f, b in tenths]
+    profile, free = Profile("tenths", 8, 1, tuple(layers)), Link(0, 0)
+    options = {"micro_batches": 2, "schedule": "1f1b"}
+    best, _ = brute_force(profile, 4, free, "step", 10**9, **options)
+    assert best_split(profile, 4, free, **options) == best
 
 
 def test_where_every_cut_is_as_good_the_earliest_is_taken():
