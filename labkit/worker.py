@@ -238,7 +238,8 @@ def _failure(rank: int, error: BaseException) -> Report:
         )
     elif isinstance(error, MismatchError):
         kind, summary = "mismatch", str(error)
-    elif isinstance(error, PeerLostError):
+    elif isinstance(error, PeerLostError) or "gloo/transport/" in summary:
+        # Of what PyTorch sends by itself, gloo says the same in a RuntimeError.
         kind = "peer_lost"
     elif isinstance(error, UnpicklableError):
         kind, summary = "unpicklable", f"has a result that cannot travel: {error}"

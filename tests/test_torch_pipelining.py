@@ -1,5 +1,7 @@
 """PyTorch's pipelines on our stages: one device's parameters, and nothing computed besides."""
 
+import os
+import signal
 from functools import partial
 
 import pytest
@@ -187,3 +189,16 @@ def test_a_stage_that_raises_is_named_with_its_reason():
     model = partial(nn.Sequential, nn.Flatten(), nn.Linear(16, 5), nn.Identity(), Raises())
     with pytest.raises((WorkerError, ValueError), match="the layer's own words"):
         run(train_by_hand, partial(TorchPipeline, (2,)), model, world_size=2)
+
+
+class Dies(nn.Module):
+    def forward(self, inputs):
+        if not inputs.is_meta:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inputs
+
+
+def test_a_stage_that_is_killed_is_the_cause_and_not_the_others_lost_connections():
+    model = partial(nn.Sequential, nn.Flatten(), nn.Linear(16, 5), Dies(), nn.Linear(5, 5))
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
+        run(train_by_hand, partial(TorchPipeline, (2, 3)), model, world_size=3)
