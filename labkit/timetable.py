@@ -42,10 +42,11 @@ def timetable(
 
     Raises:
         ValueError: a stream lacks an action, repeats one, or waits for what comes never; the
-            message names stages and actions.
+            message names stages and actions. Or seconds are missing for a stage or a cut.
     """
     _check_streams(streams)
     hop_s = hop_s or [0.0] * (len(streams) - 1)
+    _check_seconds(len(streams), forward_s=forward_s, backward_s=backward_s, hop_s=hop_s)
     ended: dict[tuple[int, Action], float] = {}
     free_s = [0.0] * len(streams)
     slots: list[list[Slot]] = [[] for _ in streams]
@@ -118,6 +119,14 @@ def _check_streams(streams: Sequence[Sequence[Action]]) -> None:
         for problem, actions in (("more than once", repeated), ("never", lacking)):
             if actions:
                 raise ValueError(f"stage {stage} runs {', '.join(map(str, actions))} {problem}")
+
+
+def _check_seconds(num_stages: int, **seconds: Sequence[float]) -> None:
+    """Raise ValueError unless there is a number for each stage, or each cut."""
+    for name, given in seconds.items():
+        wanted = num_stages - (name == "hop_s")
+        if len(given) != wanted:
+            raise ValueError(f"{name} has {len(given)} entries: {num_stages} stages need {wanted}")
 
 
 def _standstill(streams, slots, ended, hop_s) -> str:

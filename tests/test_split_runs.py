@@ -24,7 +24,8 @@ def test_bytes_and_hops_of_a_pipeline():
 
 
 def test_a_frozen_backbone_sends_nothing_back():
-    found = measure_split("small_cnn", (3, 5), frozen=3, **SMALL)
+    found = measure_split("small_cnn", (3, 5), frozen=3, micro_batches=9, **SMALL)
+    assert found.micro_batches == 6  # there are no more samples
     assert found.backward_hop_s[0] == []
     assert len(found.backward_hop_s[1]) == 2
     assert found.backward_s[0] == 0 < found.backward_s[1]

@@ -85,6 +85,14 @@ def test_streams_that_can_never_finish_are_told_apart():
         timetable([[forward, forward, backward]], [1], [1])
 
 
+def test_seconds_for_every_stage_and_every_cut():
+    streams = streams_of(gpipe, 3, 2)
+    with pytest.raises(ValueError, match="backward_s has 2 entries: 3 stages need 3"):
+        timetable(streams, [1] * 3, [1] * 2)
+    with pytest.raises(ValueError, match="hop_s has 3 entries: 3 stages need 2"):
+        timetable(streams, [1] * 3, [1] * 3, [1] * 3)
+
+
 def test_nothing_to_do_has_no_bubble():
     assert timetable([[], []], [1, 1], [1, 1]) == []
     assert bubble([]) == 0
