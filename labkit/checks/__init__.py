@@ -13,6 +13,7 @@ its counterpart in ``labkit.collectives``:
     check.staleness.bookkeeping   .admission   .server
     check.hops.forward   .backward
     check.placement.best_cuts
+    check.pipeline.bubble   .one_f_one_b   .hop
 
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
 
@@ -33,6 +34,7 @@ from labkit.checks import (
     naive,
     one_device,
     parameter_server,
+    pipeline,
     placement,
     ring,
     staleness,
@@ -58,6 +60,7 @@ __all__ = [
     "naive",
     "one_device",
     "parameter_server",
+    "pipeline",
     "placement",
     "returns",
     "ring",
