@@ -75,7 +75,7 @@ test-notebooks: env
 	  echo "make test-notebooks: no notebooks in notebooks/")
 
 test-unit: env
-	$(BIN)/python -m pytest $(SPREAD) -m "not browser and not fresh" tests $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh" tests $(ARGS)
 
 bench: env
 	@$(BIN)/python -m labkit bench $(ARGS)

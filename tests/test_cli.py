@@ -179,6 +179,7 @@ def test_the_same_command_under_torchrun(tmp_path):
     assert len(found["bytes_sent"]) == 2
 
 
+@pytest.mark.fresh
 def test_help_and_errors_of_use_as_a_process():
     done = call("--help", command=[sys.executable, "-m", "labkit"])
     assert done.returncode == 0
