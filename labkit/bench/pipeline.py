@@ -6,6 +6,7 @@ micro-batches, and one device, for which rank 0 has all cores while the others w
 """
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,13 +29,18 @@ from labkit.units import format_number, format_seconds
 
 SHAPE = (3, 32, 32)
 NUM_CLASSES = 10
+# Micro-batches must not be small: each adds its gradients to all of a model's parameters, of which
+# vgg16 has most.
+BATCH_SIZES = {"vgg16": 64}
 BATCH_SIZE = 32
-MICRO_BATCHES = 8
+MICRO_BATCHES = 4
 MODELS = ("vgg16", "resnet18")
 _LEARNING_RATE = 1e-3
 _COMPARED_STEPS = 2
 _BUDGET_S = 60.0
 _TIMEOUT_S = 1800
+# OpenMP's threads stay awake for 0.2 s after their last work.
+_SPIN_S = 0.3
 
 OURS, OURS_ON_GLOO, TORCH = "labkit gpipe", "labkit gpipe on gloo", "torch gpipe on gloo"
 UNPIPELINED, ONE_DEVICE = "labkit split, not pipelined", "one device, all cores"
@@ -53,6 +59,7 @@ class PipelineResult:
     model: str
     world_size: int
     split_points: tuple[int, ...]
+    batch_size: int
     seconds: dict[str, list[float]]
     difference: dict[str, float | None]
 
@@ -64,8 +71,8 @@ class PipelineResult:
         repeats = len(self.seconds[OURS])
         title = (
             f"Step of {self.model} in {self.world_size} stages, cut at "
-            f"{', '.join(map(str, self.split_points))}: batch of {BATCH_SIZE} in {MICRO_BATCHES} "
-            f"micro-batches,\nmedian of {repeats} steps (quartiles), contenders in turns"
+            f"{', '.join(map(str, self.split_points))}: batch of {self.batch_size} in "
+            f"{MICRO_BATCHES} micro-batches,\nmedian of {repeats} steps (quartiles), in turns"
         )
         rows = []
         for name, seconds in self.seconds.items():
@@ -85,7 +92,7 @@ class PipelineResult:
             "model": self.model,
             "world_size": self.world_size,
             "split_points": list(self.split_points),
-            "batch_size": BATCH_SIZE,
+            "batch_size": self.batch_size,
             "micro_batches": MICRO_BATCHES,
         }
         return [
@@ -125,10 +132,12 @@ def bench_pipeline(
     for world_size in world_sizes:
         for name, model in built.items():
             points = even_split(model, SHAPE, world_size)
+            batch_size = BATCH_SIZES.get(name, BATCH_SIZE)
             result = run(
                 measure,
                 name,
                 points,
+                batch_size,
                 repeats,
                 world_size=world_size,
                 device="cpu",
@@ -136,14 +145,16 @@ def bench_pipeline(
             )
             seconds = slowest([rank["seconds"] for rank in result.values])
             difference = result.values[0]["difference"]
-            yield PipelineResult(name, world_size, points, seconds, difference)
+            yield PipelineResult(name, world_size, points, batch_size, seconds, difference)
 
 
 def _build(name: str) -> nn.Sequential:
     return build_model(name, num_classes=NUM_CLASSES, input_shape=SHAPE, seed=0)
 
 
-def measure(comm: Comm, model: str, points: tuple[int, ...], repeats: int) -> dict:
+def measure(
+    comm: Comm, model: str, points: tuple[int, ...], batch_size: int, repeats: int
+) -> dict:
     """On each rank: seconds by contender, and how far their parameters are from ours."""
     base = _build(model)
     gloo = TorchTransport("gloo", comm.device)
@@ -158,18 +169,19 @@ def measure(comm: Comm, model: str, points: tuple[int, ...], repeats: int) -> di
     }
     optimizer = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
     generator = torch.Generator().manual_seed(0)
-    samples = torch.randn(BATCH_SIZE, *SHAPE, generator=generator)
-    classes = torch.randint(NUM_CLASSES, (BATCH_SIZE,), generator=generator)
+    samples = torch.randn(batch_size, *SHAPE, generator=generator)
+    classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
     steps: dict[str, Callable[[], object]] = {}
     states = {}
     for name, (strategy, through) in contenders.items():
         strategy.setup(through, copy.deepcopy(base), optimizer)
-        steps[name] = partial(strategy.step, samples, classes, BATCH_SIZE)
+        steps[name] = partial(strategy.step, samples, classes, batch_size)
         for _ in range(_COMPARED_STEPS):
             steps[name]()
         states[name] = strategy.full_state()
     steps[ONE_DEVICE] = _on_one_device(comm, base, optimizer, samples, classes)
     turns = {name: partial(timed, comm, step) for name, step in steps.items()}
+    turns[ONE_DEVICE] = partial(_then_quiet, turns[ONE_DEVICE])
     difference = {name: largest_difference(s, states[OURS]) for name, s in states.items()}
     return {
         "seconds": take_turns(comm, turns, repeats, _BUDGET_S),
@@ -190,6 +202,13 @@ def _on_one_device(comm: Comm, base: nn.Module, optimizer, samples, classes) -> 
             torch.set_num_threads(threads)
 
     return step
+
+
+def _then_quiet(turn: Callable[[], float]) -> float:
+    """A turn, and until the threads that it has used no longer spin: the next one wants a core."""
+    seconds = turn()
+    time.sleep(_SPIN_S)
+    return seconds
 
 
 def record(found: list[PipelineResult]) -> dict:
