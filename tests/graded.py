@@ -27,7 +27,7 @@ def in_shared_runs(gradings: dict[Hashable, Callable[[], Verdict]]) -> dict[Hash
     """The verdicts of gradings that take one run each; those of one world size share one.
 
     On the ranks each answer meets what it meets in a run of its own, one answer after the other.
-    One that raises or stands still ends its run: grade it by itself.
+    One that raises or stands still ends its run, and then each gets its own: grade it by itself.
     """
     by_size = defaultdict(dict)
     for name, grade in gradings.items():
@@ -35,7 +35,11 @@ def in_shared_runs(gradings: dict[Hashable, Callable[[], Verdict]]) -> dict[Hash
         by_size[options["world_size"]][name] = call
     verdicts = {}
     for world_size, calls in by_size.items():
-        by_rank = labkit.run(_one_after_another, list(calls.values()), world_size=world_size)
+        try:
+            by_rank = labkit.run(_one_after_another, list(calls.values()), world_size=world_size)
+        except labkit.WorkerError:
+            verdicts |= {name: gradings[name]() for name in calls}
+            continue
         for name, outcomes in zip(calls, zip(*by_rank.values)):
             verdicts[name] = _with_run(gradings[name], mock.Mock(return_value=_ran(outcomes)))
     return verdicts

@@ -1,11 +1,19 @@
 """The exercises' solutions: each one in a fold, put in the place of its stub, passes its check."""
 
 import ast
+import contextlib
+import io
 import re
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import nbformat
 import pytest
+from graded import in_shared_runs
+
+from labkit.checks import Verdict, core
+from labkit.checks.report import PASSED
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
@@ -55,17 +63,67 @@ def namespace_for(parts):
     return names
 
 
+class Solved:
+    """An exercise's cells, run with the solution in the place of the stub.
+
+    Attributes:
+        said: what they printed.
+        asked: (function, exercise, world sizes) of what is to be graded on ranks, which passes
+            for the time being.
+        error: what was raised instead.
+    """
+
+    def __init__(self, parts, section):
+        self.asked, self.error = [], None
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                with mock.patch.object(core, "_graded", self.note):
+                    self.run(parts, section)
+            except Exception as error:
+                self.error = error
+        self.said = out.getvalue()
+
+    def note(self, *asked):
+        self.asked.append(asked)
+        return Verdict(asked[1].name, PASSED)
+
+    def run(self, parts, section):
+        (solution,) = SOLUTION.findall("\n".join(cell.source for cell in section))
+        names = namespace_for(parts)
+        stub, *rest = [cell.source for cell in section if cell.cell_type == "code"]
+        solved = next(node.name for node in ast.parse(solution).body)
+        assert solved in [getattr(node, "name", "") for node in ast.parse(stub).body]
+        for source in (stub, solution, *rest):
+            exec(source, names)
+
+
+@pytest.fixture(scope="module")
+def solved(request):
+    """By exercise, of those that are to be tested: the cells' run, and the ranks' verdicts."""
+    found, gradings = {}, {}
+    for item in request.session.items:
+        if item.fspath == request.fspath and "section" in getattr(item, "fixturenames", ()):
+            one = found[item.callspec.id] = Solved(*item.callspec.params.values())
+            for number, (fn, exercise, world_sizes) in enumerate(one.asked):
+                for size in world_sizes:
+                    key = item.callspec.id, number, size
+                    gradings[key] = partial(core._graded, fn, exercise, (size,))
+    verdicts = in_shared_runs(gradings)
+    return {
+        name: (one, [verdict for key, verdict in verdicts.items() if key[0] == name])
+        for name, one in found.items()
+    }
+
+
 @pytest.mark.parametrize(("parts", "section"), list(exercises()))
-def test_the_solution_passes_its_check(parts, section, capsys):
-    (solution,) = SOLUTION.findall("\n".join(cell.source for cell in section))
-    names = namespace_for(parts)
-    stub, *rest = [cell.source for cell in section if cell.cell_type == "code"]
-    solved = next(node.name for node in ast.parse(solution).body)
-    assert solved in [getattr(node, "name", "") for node in ast.parse(stub).body]
-    for source in (stub, solution, *rest):
-        exec(source, names)
-    said = capsys.readouterr().out
-    assert said.startswith(("solved", "passed")), said
+def test_the_solution_passes_its_check(parts, section, solved, request):
+    one, verdicts = solved[request.node.callspec.id]
+    if one.error:
+        raise one.error
+    assert one.said.startswith(("solved", "passed")), one.said
+    assert len(verdicts) == sum(len(world_sizes) for *_, world_sizes in one.asked)
+    for verdict in verdicts:
+        assert verdict.passed, verdict
 
 
 def test_every_notebook_has_exercises():
