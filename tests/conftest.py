@@ -37,10 +37,8 @@ def pytest_configure(config):
 def pytest_collection_finish(session):
     # What was imported stays. Tests that collect garbage, to count what is left, are quick then.
     gc.freeze()
-
-
-def pytest_unconfigure(config):
-    gc.unfreeze()
+    # However this process ends: some libraries call what is still frozen then a leak.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
