@@ -14,9 +14,10 @@ NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
 # stays together.
 SPREAD := -n 2 --dist loadscope
 
-# A slow line needs longer than uv's 30 s; a shell's own Python paths must not leak into .venv.
+# A slow line needs longer than uv's 30 s; a shell's own Python paths must not leak into .venv, and
+# what is not written down compiled is compiled by each of hundreds of processes.
 export UV_HTTP_TIMEOUT ?= 300
-unexport PYTHONHOME PYTHONPATH
+unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help env lab test test-unit test-notebooks bench html notebooks clean distclean FORCE

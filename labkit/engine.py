@@ -5,6 +5,7 @@ print, and be stopped. The forkserver has torch imported already, so a rank star
 second; it is a fresh process all the same, which a CUDA context of the caller's cannot break.
 """
 
+import dataclasses
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -22,6 +23,11 @@ from typing import Any
 
 from labkit.errors import WorkerError
 
+# What the forkserver has imported before it forks ranks. The engine's own part of a rank, and what
+# a script's ranks import again when they load it.
+FOR_RANKS = ["labkit.worker", "torch.distributed.elastic.multiprocessing", "labkit.launch"]
+# An optimizer imports torch._dynamo when the first one is made: seconds in every rank.
+FOR_TRAINING = ["labkit.train", "labkit.checks", "torch._dynamo"]
 _AGENT_THREAD = "labkit-agent"
 _LOOPBACK = "127.0.0.1"
 # Where Linux keeps semaphores that have a name: the engine makes two a rank, and an event's five.
@@ -52,12 +58,8 @@ def warm_up(*, training: bool = True) -> None:
     """
     if under_torchrun() or start_method() != "forkserver":
         return
-    # An optimizer imports torch._dynamo when the first one is made: seconds in every rank.
-    more = ["labkit.train", "labkit.checks", "torch._dynamo"] if training else []
-    # The engine's own part of a rank, and what a script's ranks import again when they load it.
-    engine = ["torch.distributed.elastic.multiprocessing", "labkit.launch"]
-    preload = ["labkit.worker", *engine, *more, "labkit.frozen"]
-    multiprocessing.forkserver.set_forkserver_preload(preload)
+    more = FOR_TRAINING if training else ()
+    multiprocessing.forkserver.set_forkserver_preload([*FOR_RANKS, *more, "labkit.frozen"])
     # Ctrl-C and the stop button signal the whole process group; the server would die of it while
     # it imports. It inherits the mask of the thread that starts it.
     # (The resource tracker unblocks the signal when it starts: it has to be there before.)
@@ -197,7 +199,6 @@ class Agent(threading.Thread):
         from torch.distributed.elastic.agent.server.api import RunResult as AgentResult
         from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
         from labkit.worker import run_rank
@@ -255,9 +256,23 @@ class Agent(threading.Thread):
             monitor_interval=0.02,
             local_addr=_LOOPBACK,
         )
-        logs = DefaultLogsSpecs(log_dir=os.devnull)
         _quieten_engine()
-        self.failures = dict(StoppableAgent(spec, logs, start_method=method).run().failures)
+        self.failures = dict(StoppableAgent(spec, no_logs(), start_method=method).run().failures)
+
+
+def no_logs():
+    """Where the engine writes what ranks print: nowhere, since the launcher has their pipes.
+
+    PyTorch's own follows even /dev/null, with two threads a rank that look ten times a second: a
+    launch waits 0.1 s for them at its end.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    class NoLogs(DefaultLogsSpecs):
+        def reify(self, envs):
+            return dataclasses.replace(super().reify(envs), tee_stdouts={}, tee_stderrs={})
+
+    return NoLogs(log_dir=os.devnull)
 
 
 def one_machine():

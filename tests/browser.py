@@ -26,8 +26,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
-
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "build" / "screenshots"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -175,8 +173,18 @@ class Lab:
         self._token = query.partition("token=")[2]
         self.notebooks = notebooks
 
-    def add(self, name: str, cells: list[nbformat.NotebookNode]) -> None:
-        """Write a small notebook of a test's own into the served folder."""
+    def add(self, name: str, *sources: str, raises: tuple[int, ...] = ()) -> None:
+        """Write a small notebook of a test's own into the served folder.
+
+        Args:
+            sources: of its code cells.
+            raises: the cells that are meant to raise.
+        """
+        import nbformat  # takes seconds, which only the tests of pages need
+
+        cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        for number in raises:
+            cells[number].metadata.tags = ["raises-exception"]
         kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
         notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
         nbformat.write(notebook, self.notebooks / name)
@@ -240,6 +248,8 @@ class Page:
 
     def problems(self) -> list[str]:
         """What a learner would take for broken in the last `run_all`: empty when all is well."""
+        import nbformat
+
         stored = nbformat.read(self.path, as_version=4).cells
         found = [f"script error: {error}" for error in self.script_errors]
         for index, (cell, shown) in enumerate(zip(stored, self.cells(), strict=True)):
@@ -297,7 +307,7 @@ class Page:
         self.page.close()
 
 
-def _cell_problems(cell: nbformat.NotebookNode, shown: dict) -> list[str]:
+def _cell_problems(cell, shown: dict) -> list[str]:
     found = ["an image does not show" for image in shown["images"] if not image["width"]]
     if "Error displaying widget" in shown["text"]:
         found.append("a widget does not show")

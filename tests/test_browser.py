@@ -5,7 +5,6 @@ Screenshots of the notebooks that run here are left in build/screenshots.
 
 import pytest
 from browser import ROOT
-from nbformat.v4 import new_code_cell
 
 pytestmark = pytest.mark.browser
 
@@ -98,7 +97,7 @@ def test_a_notebook_shows_what_is_stored(lab, name):
 
 
 def test_a_slider_reaches_the_kernel_and_comes_back(lab):
-    lab.add("slider.ipynb", [new_code_cell(SLIDER)])
+    lab.add("slider.ipynb", SLIDER)
     page = lab.open("slider.ipynb")
     page.run_all(timeout_s=60)
     page.move_slider(0, "ArrowRight", "ArrowRight")
@@ -108,7 +107,7 @@ def test_a_slider_reaches_the_kernel_and_comes_back(lab):
 
 
 def test_the_ring_stepper_follows_the_keyboard(lab):
-    lab.add("stepper.ipynb", [new_code_cell(STEPPER)])
+    lab.add("stepper.ipynb", STEPPER)
     page = lab.open("stepper.ipynb")
     page.run_all(timeout_s=60)
     start = page.images(0)
@@ -131,7 +130,7 @@ def test_the_ring_stepper_follows_the_keyboard(lab):
 
 
 def test_a_slider_moved_while_a_cell_runs_ends_at_its_last_value(lab):
-    lab.add("busy.ipynb", [new_code_cell(STEPPER), new_code_cell("import time\ntime.sleep(3)")])
+    lab.add("busy.ipynb", STEPPER, "import time\ntime.sleep(3)")
     page = lab.open("busy.ipynb")
     page.menu("Run", "Run All Cells")
     page.move_slider(0, *["ArrowRight"] * 5)
@@ -140,9 +139,7 @@ def test_a_slider_moved_while_a_cell_runs_ends_at_its_last_value(lab):
 
 
 def test_a_cell_that_raises_is_a_problem_unless_it_is_meant_to(lab):
-    expected = new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]})
-    cells = [expected, new_code_cell("[][5]"), new_code_cell("'never run'")]
-    lab.add("raises.ipynb", cells)
+    lab.add("raises.ipynb", "1 / 0", "[][5]", "'never run'", raises=(0,))
     page = lab.open("raises.ipynb")
     page.run_all(timeout_s=60)
     raised = "cell 1: IndexError: list index out of range"

@@ -3,9 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "execute_notebooks.py"
 
@@ -18,17 +16,20 @@ def tool():
     return module
 
 
-def write(path, *sources, tags=()):
-    cells = [new_code_cell(source, metadata={"tags": list(tags)}) for source in sources]
-    nbformat.write(new_notebook(cells=cells), path)
+def write(tool, path, *sources, tags=()):
+    v4 = tool.nbformat.v4
+    cells = [v4.new_code_cell(source, metadata={"tags": list(tags)}) for source in sources]
+    tool.nbformat.write(v4.new_notebook(cells=cells), path)
     return path
 
 
 def test_it_stores_outputs_and_running_again_changes_nothing(tool, tmp_path):
-    path = write(tmp_path / "a.ipynb", "import ipywidgets", "print(6 * 7)", "ipywidgets.HTML('x')")
+    path = write(
+        tool, tmp_path / "a.ipynb", "import ipywidgets", "print(6 * 7)", "ipywidgets.HTML('x')"
+    )
     assert tool.main([str(path)]) == 0
     first = path.read_bytes()
-    cells = nbformat.read(path, as_version=4).cells
+    cells = tool.nbformat.read(path, as_version=4).cells
     assert [cell.execution_count for cell in cells] == [1, 2, 3]
     assert cells[1].outputs[0].text == "42\n"
     assert cells[2].outputs[0].data == {"text/plain": "HTML(value='x')"}
@@ -38,7 +39,7 @@ def test_it_stores_outputs_and_running_again_changes_nothing(tool, tmp_path):
 
 
 def test_a_cell_that_raises_keeps_the_old_file(tool, tmp_path, capfd):
-    path = write(tmp_path / "a.ipynb", "print(1)", "1 / 0")
+    path = write(tool, tmp_path / "a.ipynb", "print(1)", "1 / 0")
     before = path.read_bytes()
     assert tool.main([str(path)]) == 1
     assert path.read_bytes() == before
@@ -46,14 +47,15 @@ def test_a_cell_that_raises_keeps_the_old_file(tool, tmp_path, capfd):
 
 
 def test_a_cell_that_is_meant_to_raise_is_stored(tool, tmp_path):
-    path = write(tmp_path / "a.ipynb", "1 / 0", tags=["raises-exception"])
+    path = write(tool, tmp_path / "a.ipynb", "1 / 0", tags=["raises-exception"])
     assert tool.main([str(path)]) == 0
-    assert nbformat.read(path, as_version=4).cells[0].outputs[0].ename == "ZeroDivisionError"
+    assert tool.nbformat.read(path, as_version=4).cells[0].outputs[0].ename == "ZeroDivisionError"
 
 
 def test_a_cell_between_two_others_leaves_their_ids(tool):
     def ids(*sources):
-        notebook = new_notebook(cells=[new_markdown_cell(source) for source in sources])
+        v4 = tool.nbformat.v4
+        notebook = v4.new_notebook(cells=[v4.new_markdown_cell(source) for source in sources])
         tool.tidy(notebook)
         return [cell["id"] for cell in notebook.cells]
 
@@ -63,7 +65,8 @@ def test_a_cell_between_two_others_leaves_their_ids(tool):
 
 
 def test_what_changes_by_itself_is_left_out(tool):
-    notebook = new_notebook(cells=[new_code_cell("1", metadata={"ExecuteTime": {}})])
+    v4 = tool.nbformat.v4
+    notebook = v4.new_notebook(cells=[v4.new_code_cell("1", metadata={"ExecuteTime": {}})])
     notebook.metadata.update(widgets={"state": {}}, language_info={"version": "3.11.2"})
     tool.tidy(notebook)
     assert "widgets" not in notebook.metadata
