@@ -18,6 +18,7 @@ from labkit.schedules import (
     Transfer,
     binomial_broadcast,
     binomial_reduce,
+    check_micro_batches,
     chunk_bounds,
     dissemination,
     pairwise_exchange,
@@ -339,7 +340,7 @@ def model_parallel_cost(
     num_stages: int,
     micro_batches: int = 1,
     first_trained: int = 0,
-    schedule: str = "gpipe",
+    schedule: str | None = None,
 ) -> Cost:
     """One training step of a model that is cut into stages, of one rank.
 
@@ -354,11 +355,13 @@ def model_parallel_cost(
         num_stages: P, one a rank.
         micro_batches: M; a batch of fewer samples makes as many.
         first_trained: the first stage that trains anything; P if none does.
-        schedule: a name out of ``schedules.PIPELINES``. It decides how often a send and a receive
-            are one exchange (``schedules.with_hops``), that is the steps.
+        schedule: of ``Pipeline``, a name out of ``schedules.PIPELINES``. It decides how often a
+            send and a receive are one exchange (``schedules.with_hops``), that is the steps. None
+            is ``ModelParallel``: one micro-batch, and each message a step of its own.
 
     Raises:
-        ValueError: not one figure for each of the P - 1 cuts, or no such rank or schedule.
+        ValueError: not one figure for each of the P - 1 cuts, no such rank or schedule, no
+            micro-batch, or several of them without a schedule.
     """
     if len(cut_bytes_per_sample) != num_stages - 1:
         raise ValueError(
@@ -367,17 +370,21 @@ def model_parallel_cost(
         )
     if not 0 <= rank < num_stages:
         raise ValueError(f"no rank {rank}: {num_stages} stages are ranks 0 to {num_stages - 1}")
-    if schedule not in PIPELINES:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(PIPELINES)}")
-    count = min(micro_batches, batch_size)
-    actions = PIPELINES[schedule](rank, num_stages, count)
+    count = min(check_micro_batches(micro_batches), batch_size)
+    known = ", ".join(PIPELINES)
+    if schedule not in (None, *PIPELINES):
+        raise ValueError(f"unknown schedule {schedule!r}: choose one of {known}")
+    if schedule is None and micro_batches > 1:
+        raise ValueError(f"{micro_batches} micro-batches need a schedule: choose one of {known}")
+    actions = PIPELINES[schedule or "gpipe"](rank, num_stages, count)
     stream = with_hops(actions, rank, num_stages, first_trained)
     hops = [step for step in stream if isinstance(step, Hop)]
     sent = [hop.send for hop in hops if hop.send]
+    steps = len(hops) if schedule else len(sent) + sum(hop.recv is not None for hop in hops)
     # Each micro-batch is sent once to each peer, so what a peer gets is the batch.
     cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
     num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
-    return Cost(len(hops), len(sent), num_bytes)
+    return Cost(steps, len(sent), num_bytes)
 
 
 def _chunks_cost(steps: Iterable, num_elements: int, element_bytes: int, world_size: int) -> Cost:

@@ -9,13 +9,27 @@ largest of the stages' costs, ``search_cuts`` for any other. Symbols: L layers, 
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 # (stage, start, end) -> what it costs to give that stage the layers start to end - 1.
 StageCost = Callable[[int, int, int], float]
 Combine = Callable[[float, float], float]
 # A bound and a total add up in different orders, so equal ones may differ in their last bits.
 _SAME = 1 + 1e-9
+
+
+def points_of(split_points: Sequence[int]) -> tuple[int, ...]:
+    """Split points as a tuple.
+
+    Raises:
+        ValueError: one number, or a text, where a sequence is due.
+    """
+    if isinstance(split_points, str) or not isinstance(split_points, Iterable):
+        raise ValueError(
+            f"split points are a sequence, one for each cut, got {split_points!r}: write "
+            f"({split_points},)"
+        )
+    return tuple(split_points)
 
 
 def check_split_points(
@@ -29,9 +43,10 @@ def check_split_points(
         num_stages: P, where it is given by the number of ranks or devices.
 
     Raises:
-        ValueError: out of range, out of order, twice, no whole number, not P - 1 of them.
+        ValueError: out of range, out of order, twice, no whole number, not P - 1 of them, or no
+            sequence.
     """
-    points = tuple(split_points)
+    points = points_of(split_points)
     shown = ", ".join(map(str, points))
     for point in points:
         if isinstance(point, bool) or not isinstance(point, int):

@@ -84,7 +84,8 @@ def output_shapes(
         model: a chain of layers, on any device; it stays as it is.
         input_shape: of one sample.
         batch_size: samples.
-        dtype: of the samples; by default that of the first parameter.
+        dtype: of the samples; by default int64 where an ``nn.Embedding`` is the first layer, else
+            that of the first parameter.
 
     Raises:
         ValueError: no chain of layers, or one that does not take this shape; the layer is named.
@@ -119,17 +120,19 @@ def _meta(tensor: Tensor) -> Tensor:
     return ghost
 
 
-def even_split(model: nn.Module, input_shape: Shape, num_stages: int) -> tuple[int, ...]:
+def even_split(
+    model: nn.Module, input_shape: Shape, num_stages: int, dtype: torch.dtype | None = None
+) -> tuple[int, ...]:
     """Split points that make the largest stage's work as small as it can be, counted in FLOPs.
 
     Counted, not measured, so that every process finds the same; ``placement.best_split`` of a
-    measured ``profile`` knows the machine, too.
+    measured ``profile`` knows the machine, too. ``dtype`` as in ``output_shapes``.
 
     Raises:
         ValueError: fewer layers than stages, or what ``output_shapes`` raises.
     """
     # One real sample: on the meta device, convolutions import PyTorch's compiler first (seconds).
-    sample = torch.zeros((1, *input_shape), dtype=_dtype_of(model))
+    sample = torch.zeros((1, *input_shape), dtype=dtype or _dtype_of(model))
     with FlopCounterMode(display=False) as counter:
         totals = [counter.get_total_flops() for _ in _walk(copy.deepcopy(model), sample)]
     flops = [total - before for before, total in itertools.pairwise([0, *totals])]
@@ -140,6 +143,8 @@ def even_split(model: nn.Module, input_shape: Shape, num_stages: int) -> tuple[i
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
+    if isinstance(layers_of(model)[0], nn.Embedding | nn.EmbeddingBag):
+        return torch.int64
     return next((p.dtype for p in model.parameters()), torch.float32)
 
 
@@ -170,6 +175,7 @@ def profile(
     repeats: int = 5,
     device: str | torch.device = "cpu",
     name: str = "",
+    dtype: torch.dtype | None = None,
 ) -> Profile:
     """Measure what each layer costs for a batch, in this process: medians over the repeats.
 
@@ -180,15 +186,19 @@ def profile(
         repeats: counted passes through the model, after one that warms up.
         device: where to measure.
         name: of the model.
+        dtype: of the samples, as in ``output_shapes``.
 
     Raises:
         ValueError: as ``output_shapes``; no repeats.
     """
     if repeats < 1:
         raise ValueError(f"{repeats} repeats measure nothing: give 1 or more")
-    shapes = output_shapes(model, input_shape, batch_size)
+    dtype = dtype or _dtype_of(model)
+    shapes = output_shapes(model, input_shape, batch_size, dtype)
     layers = layers_of(copy.deepcopy(model).to(device).train())
-    inputs = torch.randn((batch_size, *input_shape), dtype=_dtype_of(model), device=device)
+    # As whole numbers zeros: every nn.Embedding has a row 0.
+    make = torch.randn if dtype.is_floating_point or dtype.is_complex else torch.zeros
+    inputs = make((batch_size, *input_shape), dtype=dtype, device=device)
     passes = [_one_pass(layers, inputs) for _ in range(repeats + 1)][1:]
     costs = []
     for index, layer in enumerate(layers):

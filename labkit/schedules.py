@@ -302,6 +302,17 @@ PIPELINES: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
 }
 
 
+def check_micro_batches(count: int) -> int:
+    """``count``, if it is a number of micro-batches.
+
+    Raises:
+        ValueError: below 1, or no whole number.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"micro_batches must be a whole number from 1, got {count!r}")
+    return count
+
+
 def in_flight(actions: Iterable[Action]) -> int:
     """The most micro-batches whose activations a stage holds at once: forward, not yet back."""
     held = most = 0

@@ -19,7 +19,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -413,7 +413,7 @@ class SharedTransport:
     def _sending(self, tensor: Tensor, dst: int) -> Iterator[Semaphore]:
         channel = self.channel_to(dst)
         yield channel.ready
-        for segment in as_bytes(tensor).split(channel.segment_bytes):
+        for segment in _segments(as_bytes(tensor), channel.segment_bytes):
             yield channel.free
             channel.writable(segment.numel(), torch.uint8).copy_(segment)
             channel.commit()
@@ -422,7 +422,7 @@ class SharedTransport:
         channel = self.channel_from(src)
         channel.ready.post()
         yield from channel.opening()
-        for segment in as_bytes(tensor).split(channel.segment_bytes):
+        for segment in _segments(as_bytes(tensor), channel.segment_bytes):
             yield channel.filled
             segment.copy_(channel.readable(segment.numel(), torch.uint8))
             channel.release()
@@ -431,7 +431,7 @@ class SharedTransport:
         channel = self.channel_from(src)
         channel.ready.post()
         yield from channel.opening()
-        for segment in tensor.view(-1).split(channel.segment_bytes // tensor.itemsize):
+        for segment in _segments(tensor.view(-1), channel.segment_bytes // tensor.itemsize):
             yield channel.filled
             segment += channel.readable(segment.numel(), segment.dtype)
             channel.release()
@@ -512,6 +512,12 @@ class SharedTransport:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's bytes [n], whatever its dtype."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _segments(flat: Tensor, most: int) -> Sequence[Tensor]:
+    """``flat`` [n] in pieces of ``most`` elements or less."""
+    # To split a small message would take longer than to copy it.
+    return flat.split(most) if flat.numel() > most else (flat,)
 
 
 def why_gone(board: Board, peer: int) -> str:

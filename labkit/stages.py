@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from labkit.collectives import all_gather, broadcast
 from labkit.comm import Comm
+from labkit.cuts import points_of, stage_bounds
 from labkit.layers import HeldBytes, NoLeaf, ghost_of, named_layers, output_shapes
-from labkit.placement import stage_bounds
 from labkit.schedules import Action, Hop, Message
 
 
@@ -28,6 +28,8 @@ class Stage:
     Every rank is given the same seeded model and keeps its slice. A parameter of layers on several
     stages (tied) lives on each of them: ``update`` sums their gradients first, so that all make
     the same step. Where nothing before a cut is trained, no gradient crosses it.
+
+    Layers that draw random numbers (dropout) do not equal one device: each rank draws its own.
 
     Args:
         comm: this rank's Comm; its world size is the number of stages.
@@ -249,17 +251,6 @@ class Stage:
         return total
 
 
-def check_micro_batches(count: int) -> int:
-    """``count``, if it is a number of micro-batches.
-
-    Raises:
-        ValueError: below 1, or no whole number.
-    """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"micro_batches must be a whole number from 1, got {count!r}")
-    return count
-
-
 def _first_trained(stages: list[nn.ModuleList]) -> int:
     for index, stage in enumerate(stages):
         if any(p.requires_grad for p in stage.parameters()):
@@ -292,10 +283,13 @@ class StagedModel:
 
     Args:
         split_points: layers that begin a stage, one less than there are ranks.
+
+    Raises:
+        ValueError: split points that are no sequence.
     """
 
     def __init__(self, split_points: Sequence[int] = ()):
-        self.split_points = tuple(split_points)
+        self.split_points = points_of(split_points)
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError unless there is a rank for each stage."""

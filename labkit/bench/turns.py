@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ FEWEST_REPEATS = 5
 
 # What one contender does when its turn comes: this rank's seconds.
 Turn = Callable[[], float]
+Name = TypeVar("Name")
 
 
 def timed(comm: Comm, action: Callable[[], object]) -> float:
@@ -48,8 +50,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def take_turns(
-    comm: Comm, turns: dict[str, Turn], most_repeats: int, budget_s: float
-) -> dict[str, list[float]]:
+    comm: Comm, turns: dict[Name, Turn], most_repeats: int, budget_s: float
+) -> dict[Name, list[float]]:
     """Run every contender once a repeat, first to last, each repeat beginning with another one.
 
     Args:
@@ -63,15 +65,17 @@ def take_turns(
         By name, this rank's seconds of each repeat. Two rounds before them are not counted: the
         first meets cold connections, the second says how long a round takes.
     """
-    names = list(turns)
-    for name in names:
-        turns[name]()
+    repeat_turns(turns, 1)
     started_s = time.perf_counter()
-    for name in names:
-        turns[name]()
+    repeat_turns(turns, 1)
     fitting = int(budget_s / (time.perf_counter() - started_s))
-    repeats = agree(comm, min(most_repeats, max(fitting, FEWEST_REPEATS)))
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    return repeat_turns(turns, agree(comm, min(most_repeats, max(fitting, FEWEST_REPEATS))))
+
+
+def repeat_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float]]:
+    """``take_turns`` for so many repeats, without the two rounds before them."""
+    names = list(turns)
+    seconds: dict[Name, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:

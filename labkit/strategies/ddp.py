@@ -22,7 +22,8 @@ class DDP:
 
     Batch statistics (BatchNorm): a share is normalised by its own, and rank 0's running averages
     are every replica's, as in PyTorch's DDP. Frozen parameters are left out; one without a
-    gradient counts as zero. A rank without a sample brings zeros.
+    gradient counts as zero. A rank without a sample brings zeros. Dropout: each rank draws its own
+    random numbers, so replicas agree, but not with one device.
 
     Args:
         bucket_mb: MiB of gradients that are summed together; 0 is a bucket a parameter.

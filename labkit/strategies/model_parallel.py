@@ -23,8 +23,9 @@ from labkit.stages import StagedModel
 class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
-    Every layer sees the whole batch, so this equals one device, BatchNorm included. Tied
-    parameters may lie on several stages; to first stages that are frozen goes no gradient.
+    Every layer sees the whole batch, so this equals one device, BatchNorm included (dropout not:
+    each rank draws its own random numbers). Tied parameters may lie on several stages; to first
+    stages that are frozen goes no gradient.
 
     Args:
         split_points: layers that begin a stage, one less than there are ranks.

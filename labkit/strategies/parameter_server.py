@@ -35,7 +35,7 @@ class ParameterServer:
     Batch statistics (BatchNorm): each worker normalises with its own share's; the running averages
     are averaged over the workers at the end of an epoch, counters are the first worker's, and the
     servers get the same. Frozen parameters are neither pushed nor pulled; one without a gradient
-    counts as zero.
+    counts as zero. Dropout: each worker draws its own random numbers, so no run equals one device.
 
     Args:
         servers: K, below the world size.

@@ -16,16 +16,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from labkit.schedules import PIPELINES, with_hops
-from labkit.stages import StagedModel, check_micro_batches
+from labkit.schedules import PIPELINES, check_micro_batches, with_hops
+from labkit.stages import StagedModel
 
 
 class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
     Batch statistics (BatchNorm): each micro-batch is normalised by its own, and the running
-    averages take them in one by one, as with gradient accumulation on one device. Tied parameters
-    may lie on several stages; where the first stages are frozen, no gradient goes there.
+    averages take them in one by one, as with gradient accumulation on one device. Dropout as in
+    ``ModelParallel``. Tied parameters may lie on several stages; where the first stages are
+    frozen, no gradient goes there.
 
     Args:
         split_points: layers that begin a stage, one less than there are ranks.

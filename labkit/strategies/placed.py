@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm import Comm
+from labkit.cuts import points_of, stage_bounds
 from labkit.layers import named_layers
 from labkit.models import state_of
-from labkit.placement import stage_bounds
 
 _KEPT_HOPS = 10_000
 
@@ -32,8 +32,9 @@ _KEPT_HOPS = 10_000
 class PlacedModel:
     """Stage s of the model on device s, all in one process.
 
-    Every layer sees the whole batch, so this equals one device, BatchNorm included. ``notes`` tell
-    of each hop its bytes and seconds, without those of the first step, which warms up.
+    Every layer sees the whole batch, so this equals one device, BatchNorm included (dropout not:
+    each device draws its own random numbers). ``notes`` tell of each hop its bytes and seconds,
+    without those of the first step, which warms up.
 
     Args:
         split_points: layers that begin a stage, one less than there are devices.
@@ -53,11 +54,11 @@ class PlacedModel:
                 "device share its memory and its time: name each once, or leave devices out and "
                 "give each stage a process of its own"
             )
-        if len(devices) != len(split_points) + 1:
+        self.split_points = points_of(split_points)
+        if len(devices) != len(self.split_points) + 1:
             raise ValueError(
                 f"{len(devices)} devices for {len(split_points) + 1} stages: name one a stage"
             )
-        self.split_points = tuple(split_points)
         self.devices = [torch.device(name) for name in devices]
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:

@@ -25,7 +25,8 @@ class RingAllReduce:
     Batch statistics (BatchNorm): each rank normalises with its own share's, as DDP does; the
     running averages are averaged over the ranks at the end of an epoch, and counters taken from
     rank 0, so that replicas agree.
-    Frozen parameters are left out; one without a gradient counts as zero.
+    Frozen parameters are left out; one without a gradient counts as zero. Dropout: each rank draws
+    its own random numbers, so replicas agree, but not with one device.
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.

@@ -25,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from labkit.comm import Comm
 from labkit.layers import NoLeaf, output_shapes
-from labkit.stages import StagedModel, check_micro_batches
+from labkit.schedules import check_micro_batches
+from labkit.stages import StagedModel
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 # Of a row without a sample; the loss passes over it.
@@ -47,7 +48,8 @@ class TorchPipeline(StagedModel):
 
     Raises:
         ValueError: no such schedule, or no micro-batch; in ``check_ranks``, ``1f1b`` with M < P;
-            in ``setup``, ranks that share a GPU.
+            in ``setup``, ranks that share a GPU; in the first step, whole numbers at a cut that
+            a gradient has to cross.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class TorchPipeline(StagedModel):
         stage, sample = self.stage, tuple(inputs.shape[1:])
         outputs = output_shapes(stage.ghost, sample, rows, inputs.dtype)
         shapes = [((rows, *sample), inputs.dtype), *outputs]
+        self._check_dtypes([dtype for _, dtype in shapes])
         entering, leaving = (shapes[layer] for layer in stage.bounds[stage.index])
         return _TracedStage(
             self.layers,
@@ -130,6 +133,21 @@ class TorchPipeline(StagedModel):
             input_args=_ghost(*entering, stage.index > stage.first_trained),
             output_args=_ghost(*leaving, stage.index >= stage.first_trained),
         ).traced_by(stage.comm)
+
+    def _check_dtypes(self, entering: list[torch.dtype]) -> None:
+        """Raise ValueError, on all ranks alike, if a gradient would have to be one of integers.
+
+        Args:
+            entering: by layer.
+        """
+        for cut, point in enumerate(self.split_points):
+            dtype = entering[point]
+            if cut >= self.stage.first_trained and not (dtype.is_floating_point or dtype.is_complex):
+                raise ValueError(
+                    f"what crosses the cut at split point {point} is {dtype}, and PyTorch's "
+                    "pipelines want a gradient of it: move this split point, or use our own "
+                    "(without builtin), which sends zeros back"
+                )
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=_NO_TARGET)
