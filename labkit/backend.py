@@ -30,6 +30,7 @@ from labkit.collectives.common import check_fits, in_place
 from labkit.comm import Comm, describe
 from labkit.shared_memory import SharedTransport, as_bytes, meet
 from labkit.tasks import Line, Task
+from labkit.units import format_count
 
 AllReduce = Callable[[Comm, Tensor], Tensor | None]
 
@@ -381,7 +382,8 @@ def _split(whole: Tensor, size: int, splits: list[int]) -> list[Tensor]:
 
 def _check_outputs(outputs: list[Tensor], tensor: Tensor, size: int) -> None:
     if len(outputs) != size:
-        raise ValueError(f"{len(outputs)} output tensors for {size} ranks: give one for each rank")
+        given = format_count(len(outputs), "output tensor")
+        raise ValueError(f"{given} for {format_count(size, 'rank')}: give one for each rank")
     for output in outputs:
         check_fits(tensor, output, "what every rank sends")
 

@@ -4,6 +4,8 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from labkit.units import format_count
+
 DTYPES = ("float32", "float64")
 BACKENDS = ("auto", "gloo", "nccl", "labkit")
 AMP = ("bf16", "fp16")
@@ -136,9 +138,9 @@ class RunConfig:
     def _follow(self, name: str, count: int) -> None:
         """Let the world size be what an option makes it."""
         if self.world_size not in (1, count):
-            what = {"devices": "devices", "split_points": "stages"}[name]
+            made = format_count(count, {"devices": "device", "split_points": "stage"}[name])
             raise ValueError(
-                f"{name} {getattr(self, name)!r} makes {count} {what}, but world_size is "
+                f"{name} {getattr(self, name)!r} makes {made}, but world_size is "
                 f"{self.world_size}: leave out one of the two"
             )
         object.__setattr__(self, "world_size", count)

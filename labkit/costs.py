@@ -28,6 +28,7 @@ from labkit.schedules import (
     ring_share_reduce,
     with_hops,
 )
+from labkit.units import format_count
 
 
 @dataclass(frozen=True)
@@ -365,11 +366,12 @@ def model_parallel_cost(
     """
     if len(cut_bytes_per_sample) != num_stages - 1:
         raise ValueError(
-            f"{num_stages} stages have {num_stages - 1} cuts, got bytes for "
-            f"{len(cut_bytes_per_sample)}"
+            f"bytes for {format_count(len(cut_bytes_per_sample), 'cut')} of "
+            f"{format_count(num_stages, 'stage')}: give {num_stages - 1}"
         )
     if not 0 <= rank < num_stages:
-        raise ValueError(f"no rank {rank}: {num_stages} stages are ranks 0 to {num_stages - 1}")
+        stages = format_count(num_stages, "stage")
+        raise ValueError(f"no rank {rank}: with {stages} the ranks are 0 to {num_stages - 1}")
     count = min(check_micro_batches(micro_batches), batch_size)
     known = ", ".join(PIPELINES)
     if schedule not in (None, *PIPELINES):
@@ -527,7 +529,8 @@ def parameter_server_seconds(
         ValueError: no worker, no server, a negative size.
     """
     if num_workers < 1 or servers < 1:
-        raise ValueError(f"{num_workers} workers, {servers} servers: give 1 or more of each")
+        both = f"{format_count(num_workers, 'worker')}, {format_count(servers, 'server')}"
+        raise ValueError(f"{both}: give 1 or more of each")
     if num_bytes < 0:
         raise ValueError(f"a tensor of {num_bytes} bytes does not exist: give 0 or more")
     turns, slice_bytes = max(num_workers, servers), num_bytes / servers

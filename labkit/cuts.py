@@ -11,6 +11,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from labkit.units import format_count
+
 # (stage, start, end) -> what it costs to give that stage the layers start to end - 1.
 StageCost = Callable[[int, int, int], float]
 Combine = Callable[[float, float], float]
@@ -53,7 +55,8 @@ def check_split_points(
             raise ValueError(f"split point {point!r} is no whole number: it counts layers from 0")
         if not 1 <= point < num_layers:
             raise ValueError(
-                f"split point {point} leaves a stage without layers: with {num_layers} layers "
+                f"split point {point} leaves a stage without layers: with "
+                f"{format_count(num_layers, 'layer')} "
                 + (f"it is 1 to {num_layers - 1}" if num_layers > 1 else "there is nothing to cut")
             )
     for before, after in itertools.pairwise(points):
@@ -63,8 +66,8 @@ def check_split_points(
             raise ValueError(f"split points {shown} are out of order: {after} follows {before}")
     if num_stages is not None and len(points) != num_stages - 1:
         raise ValueError(
-            f"{len(points)} split points ({shown or 'none'}) make {len(points) + 1} stages, but "
-            f"{num_stages} are wanted: give {num_stages - 1}"
+            f"{format_count(len(points), 'split point')} ({shown or 'none'}) for "
+            f"{format_count(num_stages, 'stage')}: give {num_stages - 1}"
         )
     return points
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from labkit.units import format_count
+
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "shared", "gloo")
 
@@ -80,7 +82,7 @@ def _sharing_note(ranks: int, gpus: int, moved_by: str) -> str:
         return ""
     way = "CUDA IPC" if moved_by == "shared" else "gloo through host memory"
     return (
-        f"{ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}: they talk over {way}, since "
+        f"{ranks} ranks share {format_count(gpus, 'GPU')}: they talk over {way}, since "
         "NCCL takes one rank a GPU; times are not those of more GPUs"
     )
 
@@ -112,8 +114,9 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
     cores = num_cores()
     if warn and world_size > 4 * cores:
         warnings.warn(
-            f"world_size {world_size} is far above this machine's {cores} cores: "
-            "the ranks take turns, and each needs about 0.3 GB of memory",
+            f"world_size {world_size} is far above this machine's "
+            f"{format_count(cores, 'core')}: the ranks take turns, and each needs about 0.3 GB of "
+            "memory",
             stacklevel=3,
         )
 

@@ -25,6 +25,7 @@ from labkit.layers import even_split, layers_of
 from labkit.placement import check_split_points
 from labkit.trace import Trace
 from labkit.train import fit, largest_difference
+from labkit.units import format_count
 from labkit.workload import DATASETS, MODELS, build_model, load_dataset
 
 
@@ -225,8 +226,8 @@ def _split_points(config: RunConfig, download: bool) -> tuple[int, ...]:
         return check_split_points(points, num_layers, config.world_size)
     if config.world_size > num_layers:
         raise ValueError(
-            f"model {config.model} has {num_layers} layers, which make {num_layers} stages at "
-            f"most, got world_size {config.world_size}"
+            f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for each "
+            f"stage: use world_size {num_layers} or less, got {config.world_size}"
         )
     return even_split(model, data.input_shape, config.world_size)
 
@@ -270,8 +271,8 @@ def _replica_devices(config: RunConfig) -> tuple[str, ...]:
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and under_torchrun():
         raise ValueError(
-            f"{config.strategy} is one process with {config.world_size} replicas, but torchrun "
-            f"started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
+            f"{config.strategy} is one process with {format_count(config.world_size, 'device')}, "
+            f"but torchrun started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
         )
     if config.devices is None:
         return plan(config.world_size, config.device).devices
@@ -281,7 +282,8 @@ def _replica_devices(config: RunConfig) -> tuple[str, ...]:
         if config.device not in ("auto", kind):
             raise ValueError(f"devices {config.devices!r} do not go with device {config.device!r}")
         if kind == "cuda" and int(number) >= gpus:
-            raise ValueError(f"devices {config.devices!r}: this machine has {gpus} CUDA GPUs")
+            has = format_count(gpus, "CUDA GPU")
+            raise ValueError(f"devices {config.devices!r}: this machine has {has}")
     return devices
 
 

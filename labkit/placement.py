@@ -28,7 +28,7 @@ from labkit.cuts import (
 from labkit.makespan import pipeline_streams
 from labkit.stage_costs import LayerCost, Profile, StageCosts
 from labkit.timetable import Slot, timetable
-from labkit.units import format_bytes
+from labkit.units import format_bytes, format_count
 
 __all__ = [
     "VGG16_PLACEMENTS",
@@ -221,8 +221,8 @@ def _check_cap(costs: StageCosts, cap_bytes: float) -> None:
     least = rest[0][0]
     if least > cap_bytes:
         raise ValueError(
-            f"no split into {costs.num_stages} stages keeps every stage within {cap_bytes:,.0f} "
-            f"bytes ({format_bytes(cap_bytes)}): the least that the largest stage can need is "
-            f"{least:,} ({format_bytes(least)}). Raise the cap, or take more stages or a smaller "
-            "batch"
+            f"no split into {format_count(costs.num_stages, 'stage')} keeps every stage within "
+            f"{cap_bytes:,.0f} bytes ({format_bytes(cap_bytes)}): the least that the largest "
+            f"stage can need is {least:,} ({format_bytes(least)}). Raise the cap, or take more "
+            "stages or a smaller batch"
         )

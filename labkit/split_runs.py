@@ -26,6 +26,7 @@ from labkit.stages import StagedModel
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.trace import Span, Trace
+from labkit.units import format_count
 
 NUM_CLASSES = 10
 _LEARNING_RATE = 1e-3
@@ -105,7 +106,8 @@ def measure_split(
         )
     _strategy(points, micro_batches, schedule)  # refuses here what it would refuse on the ranks
     if steps < 1 or batch_size < 1:
-        raise ValueError(f"{steps} steps of {batch_size} samples measure nothing: give 1 or more")
+        what = f"{format_count(steps, 'step')} of {format_count(batch_size, 'sample')}"
+        raise ValueError(f"nothing to measure in {what}: give 1 or more of each")
     result = run(
         _steps,
         (model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps),

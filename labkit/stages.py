@@ -20,6 +20,7 @@ from labkit.comm import Comm
 from labkit.cuts import points_of, stage_bounds
 from labkit.layers import HeldBytes, NoLeaf, ghost_of, named_layers, output_shapes
 from labkit.schedules import Action, Hop, Message
+from labkit.units import format_count
 
 
 class Stage:
@@ -55,7 +56,8 @@ class Stage:
         self.bounds = stage_bounds(split_points, len(layers))
         if len(self.bounds) != self.count:
             raise ValueError(
-                f"{len(self.bounds)} stages for {self.count} ranks: each rank holds one stage"
+                f"{format_count(len(self.bounds), 'stage')} for "
+                f"{format_count(self.count, 'rank')}: each rank holds one stage"
             )
         stages = [nn.ModuleList(layers[start:end]) for start, end in self.bounds]
         self.first_trained = _first_trained(stages)
@@ -295,8 +297,9 @@ class StagedModel:
         """Raise ValueError unless there is a rank for each stage."""
         if len(self.split_points) + 1 != world_size:
             raise ValueError(
-                f"{len(self.split_points)} split points make {len(self.split_points) + 1} stages, "
-                f"one a rank, but world_size is {world_size}"
+                f"{format_count(len(self.split_points), 'split point')} for "
+                f"{format_count(world_size, 'rank')}, each of which holds one stage: give "
+                f"{world_size - 1}"
             )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from labkit.schedules import Action
+from labkit.units import format_count
 
 
 class Slot(NamedTuple):
@@ -126,7 +127,10 @@ def _check_seconds(num_stages: int, **seconds: Sequence[float]) -> None:
     for name, given in seconds.items():
         wanted = num_stages - (name == "hop_s")
         if len(given) != wanted:
-            raise ValueError(f"{name} has {len(given)} entries: {num_stages} stages need {wanted}")
+            raise ValueError(
+                f"{name} has length {len(given)}, for {format_count(num_stages, 'stage')} it has "
+                f"to be {wanted}"
+            )
 
 
 def _standstill(streams, slots, ended, hop_s) -> str:

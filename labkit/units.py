@@ -37,6 +37,12 @@ def format_value(value: float, unit: str) -> str:
     return f"{format_number(value)} {unit}".rstrip()
 
 
+def format_count(count: int, noun: str) -> str:
+    """``format_count(2, "rank")`` is ``2 ranks``, of 1 it is ``1 rank``."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def format_number(value: float) -> str:
     """Three significant digits, whole above 100, thousands with commas: ``0.123``, ``12,345``."""
     if abs(value) < 99.95:

@@ -34,6 +34,7 @@ from labkit.errors import MismatchError, PeerLostError
 from labkit.shared_memory import Arena, Doorbells, SharedTransport, meet
 from labkit.sources import install_sources, is_internal, is_ours
 from labkit.trace import Span
+from labkit.units import format_count
 
 # What the launcher must outlast, so that its explanation comes before gloo's own timeout.
 _PATIENCE_S = 30.0
@@ -277,7 +278,7 @@ def run_here(
     started = int(os.environ["WORLD_SIZE"])
     if world_size != started:
         raise ValueError(
-            f"world_size is {world_size}, but torchrun started {started} ranks: "
+            f"world_size is {world_size}, but torchrun started {format_count(started, 'rank')}: "
             f"use world_size={started}, or another --nproc-per-node"
         )
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -171,7 +171,7 @@ def test_the_builtin_says_that_it_does_not_replicate_on_a_cpu():
     [
         ({"devices": "cpu,tpu"}, "devices must be cpu or cuda:NUMBER .* got 'tpu'"),
         ({"devices": "cpu,cpu", "world_size": 3}, "makes 2 devices, but world_size is 3: leave"),
-        ({"devices": "cpu,cuda:99"}, "this machine has . CUDA GPUs"),
+        ({"devices": "cpu,cuda:99"}, "this machine has . CUDA GPU"),
         ({"devices": "cpu", "strategy": "single"}, "single takes no option devices"),
         ({"amp": "bf16"}, "data_parallel takes no option amp: its options are devices"),
     ],
@@ -187,7 +187,7 @@ def test_devices_must_go_with_the_device_and_torchrun_must_start_one_rank(monkey
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(ValueError, match="one process with 2 replicas, but torchrun started 2"):
+    with pytest.raises(ValueError, match="one process with 2 devices, but torchrun started 2"):
         check(config)
 
 

@@ -73,6 +73,10 @@ def test_what_cannot_be_placed_is_refused():
         check(RunConfig(strategy="model_parallel", devices="cpu,cpu"))
     with pytest.raises(ValueError, match="2 devices for 3 stages"):
         PlacedModel((1, 2), ("cpu", "cpu:0"))
+    with pytest.raises(ValueError, match="1 device for 2 stages"):
+        PlacedModel((1,), ("cpu",))
+    with pytest.raises(ValueError, match=r"got 5: write \(5,\)"):
+        PlacedModel(5, ("cpu", "cpu:0"))
     assert "(it is tied), and can be on one device alone" in run(tied, world_size=1).values[0]
 
 

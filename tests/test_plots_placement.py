@@ -138,7 +138,7 @@ class TestPlacement:
             measured(split, batch_size=32),
         )
         for other in others:
-            with pytest.raises(ValueError, match=r"points \(3,\), 1 micro-batches, batch size 16"):
+            with pytest.raises(ValueError, match=r"points \(3,\), micro_batches 1, batch size 16"):
                 plots.placement(PROFILE, split, other)
 
     def test_it_is_a_picture_with_words_like_every_figure(self, tmp_path):

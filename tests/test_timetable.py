@@ -87,9 +87,9 @@ def test_streams_that_can_never_finish_are_told_apart():
 
 def test_seconds_for_every_stage_and_every_cut():
     streams = streams_of(gpipe, 3, 2)
-    with pytest.raises(ValueError, match="backward_s has 2 entries: 3 stages need 3"):
+    with pytest.raises(ValueError, match="backward_s has length 2, for 3 stages it has to be 3"):
         timetable(streams, [1] * 3, [1] * 2)
-    with pytest.raises(ValueError, match="hop_s has 3 entries: 3 stages need 2"):
+    with pytest.raises(ValueError, match="hop_s has length 3, for 3 stages it has to be 2"):
         timetable(streams, [1] * 3, [1] * 3, [1] * 3)
 
 

@@ -4,11 +4,18 @@ from labkit.units import (
     as_repeats,
     byte_unit,
     format_bytes,
+    format_count,
     format_number,
     format_seconds,
     format_value,
     second_unit,
 )
+
+
+def test_one_is_singular():
+    counts = [format_count(count, "rank") for count in (0, 1, 2)]
+    assert counts == ["0 ranks", "1 rank", "2 ranks"]
+    assert format_count(3, "micro-batch") == "3 micro-batches"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from labkit.checks.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_fun
 from labkit.checks.runs import DidNotFinish, outcomes_of
 from labkit.checks.traffic import ROWS, counts, traffic_problems
 from labkit.checks.values import value_problems
+from labkit.units import format_count
 
 WORLD_SIZES = (2, 3, 4)
 
@@ -146,7 +147,7 @@ def _verdict(
 ) -> Verdict:
     names = max(columns.values(), key=len)
     verdict = Verdict(exercise.name, NOT_YET if problems else PASSED)
-    verdict.columns = [f"{count} rank{'s' if count != 1 else ''}" for count in columns]
+    verdict.columns = [format_count(count, "rank") for count in columns]
     verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
     verdict.notes = [f"{p.row}: {p.sentence}" for p in problems if p.sentence]
     if "messages" in names:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from labkit.comm import Comm
+from labkit.units import format_count
 
 # The first divides by 2, 3 and 4, and leaves enough numbers a chunk to tell what is in it.
 SIZES = (96, 10, 2, 1, 0)
@@ -152,7 +153,7 @@ def at_its_size(problem: Problem, case: Case, exercise: Exercise) -> Problem:
 
 def where(case: Case, exercise: Exercise) -> str:
     """``with 4 ranks and 10 elements``, and the root where there is one."""
-    text = f"with {case.world_size} rank{'s' if case.world_size != 1 else ''}"
+    text = f"with {format_count(case.world_size, 'rank')}"
     if exercise.sizes:
-        text += f" and {case.size} element{'s' if case.size != 1 else ''}"
+        text += f" and {format_count(case.size, 'element')}"
     return text + (f", {exercise.rooted} {case.root}" if exercise.rooted else "")

@@ -13,7 +13,7 @@ from labkit.checks.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_fun
 from labkit.costs import Link
 from labkit.cuts import check_split_points, stage_bounds
 from labkit.placement import LayerCost, Profile, SplitModel, best_split, predict_split
-from labkit.units import format_bytes, format_seconds
+from labkit.units import format_bytes, format_count, format_seconds
 
 _NAME = "placement.best_cuts"
 _KIB, _MS = 1024, 1e-3
@@ -122,7 +122,8 @@ def _problem(case: _Case, answer: Any) -> str:
     except ValueError as error:
         return str(error)
     if len(points) >= case.max_stages:
-        return f"{points} makes {len(points) + 1} stages: there are {case.max_stages} devices"
+        stages = format_count(len(points) + 1, "stage")
+        return f"{points} makes {stages}: there are {format_count(case.max_stages, 'device')}"
     split, best_s = case.split(points), case.best_s()
     for stage, needed in enumerate(split.memory_bytes):
         if needed > case.cap_bytes:

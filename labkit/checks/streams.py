@@ -12,6 +12,7 @@ from labkit.checks.plain import from_a_stub
 from labkit.checks.report import NOT_ATTEMPTED, NOT_YET, Verdict, no_function
 from labkit.schedules import Action, in_flight
 from labkit.timetable import timetable
+from labkit.units import format_count
 
 Streams = list[list[Action]]
 
@@ -30,7 +31,7 @@ def on_paper(name: str, fn: Callable) -> Verdict | None:
     if not callable(fn):
         return Verdict(name, NOT_YET, notes=[no_function(fn)])
     for P, M in _SIZES:
-        place = f"with {P} stages and {M} micro-batch{'es' if M > 1 else ''}"
+        place = f"with {format_count(P, 'stage')} and {format_count(M, 'micro-batch')}"
         try:
             streams = [stream_of(fn, stage, P, M) for stage in range(P)]
         except NoStreamError as error:
@@ -131,7 +132,8 @@ def _of_timetable(streams: Streams, M: int) -> str | None:
     for stage, stream in enumerate(streams):
         held, due = in_flight(stream), min(M, P - stage)
         if held > due:
-            return f"stage {stage} holds {held} micro-batches at once, where {due} suffice"
+            micro_batches = format_count(held, "micro-batch")
+            return f"stage {stage} holds {micro_batches} at once, where {due} suffice"
     step_s, due_s = max(slot.end_s for slot in slots), (M + P - 1) * (_FORWARD_S + _BACKWARD_S)
     if step_s > due_s:
         return (

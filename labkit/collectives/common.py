@@ -7,6 +7,7 @@ import torch
 
 from labkit.comm import Comm, describe
 from labkit.schedules import Transfer
+from labkit.units import format_count
 
 
 @contextmanager
@@ -64,9 +65,8 @@ def check_root(comm: Comm, root: int) -> None:
 def check_one_per_rank(comm: Comm, tensors: list[torch.Tensor], what: str) -> None:
     """ValueError unless there are P tensors."""
     if len(tensors) != comm.world_size:
-        raise ValueError(
-            f"{len(tensors)} {what} for {comm.world_size} ranks: give one for each rank"
-        )
+        ranks = format_count(comm.world_size, "rank")
+        raise ValueError(f"{len(tensors)} {what} for {ranks}: give one for each rank")
 
 
 def check_fits(tensor: torch.Tensor, out: torch.Tensor, what: str) -> None:

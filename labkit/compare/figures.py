@@ -20,7 +20,7 @@ from labkit.compare.summary import (
 from labkit.plots import learning_curves
 from labkit.plots import phases as draw_phases
 from labkit.plots.figure import CaptionedFigure, drawn
-from labkit.units import format_number, format_seconds
+from labkit.units import format_count, format_number, format_seconds
 
 # By x: the repeats.
 Points = dict[int, list[float]]
@@ -193,7 +193,7 @@ def _varies(record: Record, field: str) -> bool:
 
 def _where(record: Record) -> str:
     main = record["settings"][0]
-    ranks = "1 rank" if main["world_size"] == 1 else f"{main['world_size']} ranks"
+    ranks = format_count(main["world_size"], "rank")
     return f"{ranks}, batches of {main['batch_size']}"
 
 

@@ -15,6 +15,7 @@ from labkit.compare.contenders import SINGLE, Contender
 from labkit.errors import WorkerError
 from labkit.experiment import TrainResult, train_run
 from labkit.trace import Span, Trace
+from labkit.units import format_count
 
 # A run that takes longer is not going to end.
 _TIMEOUT_S = 300
@@ -33,7 +34,7 @@ class Setting:
     epochs: int
 
     def text(self) -> str:
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        ranks = format_count(self.world_size, "rank")
         return f"{ranks}, {self.train_size} samples, batches of {self.batch_size}"
 
 
@@ -154,7 +155,8 @@ class Comparison:
         row = {"contender": contender.name, **asdict(setting), "reason": reason, "failed": failed}
         self.skipped.append(row)
         what = "failed" if failed else "skipped"
-        self.say(f"{what}: {contender.name} on {setting.world_size} ranks: {reason}")
+        ranks = format_count(setting.world_size, "rank")
+        self.say(f"{what}: {contender.name} on {ranks}: {reason}")
 
 
 def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -> dict:

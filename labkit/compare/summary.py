@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from labkit.bench.turns import Spread, ratios, table
 from labkit.compare.contenders import SINGLE
-from labkit.units import format_number, format_seconds
+from labkit.units import format_count, format_number, format_seconds
 
 Record = dict
 # By repeat.
@@ -152,7 +152,8 @@ def report(record: Record) -> str:
 def _headline(record: Record) -> str:
     config, main = record["config"], record["settings"][0]
     hardware = record["hardware"]
-    machine = ", ".join(hardware["gpus"]) or f"{hardware['cores']} cores of {hardware['cpu']}"
+    cores = format_count(hardware["cores"], "core")
+    machine = ", ".join(hardware["gpus"]) or f"{cores} of {hardware['cpu']}"
     return (
         f"{config['model']} on {config['dataset']}: {main['train_size']} samples, global batch "
         f"{main['batch_size']}, {main['epochs']} epochs, world size {main['world_size']}; "
@@ -223,7 +224,8 @@ def _remarks(record: Record) -> list[str]:
     lines += [served] if (served := serving_rule(record)) else []
     for row in record["skipped"]:
         what = "failed" if row["failed"] else "not run"
-        lines.append(f"{what}: {row['contender']} on {row['world_size']} ranks: {row['reason']}")
+        ranks = format_count(row["world_size"], "rank")
+        lines.append(f"{what}: {row['contender']} on {ranks}: {row['reason']}")
     notes = {run["contender"]: run["note"] for run in record["runs"] if run["note"]}
     lines += [f"{name}: {note}" for name, note in notes.items()]
     return ["\n".join(lines)] if lines else []

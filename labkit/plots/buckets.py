@@ -16,7 +16,7 @@ from labkit.plots.figure import (
     drawn,
     swatch,
 )
-from labkit.units import format_bytes, format_seconds
+from labkit.units import format_bytes, format_count, format_seconds
 
 # Orders of magnitude, for a picture: a message's start, and the seconds of a byte.
 LINKS = {
@@ -101,11 +101,11 @@ def size_name(bucket_mb: float) -> str:
 def _alt(step: StepModel, bucket_mb: float, world_size: int, link: str) -> str:
     first, last = step.times[0], step.times[-1]
     return (
-        f"Predicted backward pass of {format_seconds(step.backward_s)} on {world_size} ranks over "
-        f"{link}, buckets of {size_name(bucket_mb)}. The first of {len(step.buckets)} all-reduces "
-        f"begins at {format_seconds(first.start_s)}, the last ends at "
-        f"{format_seconds(last.end_s)}: {format_seconds(step.exposed_s)} exposed. Below, the "
-        "predicted step's time over the size of a bucket."
+        f"Predicted backward pass of {format_seconds(step.backward_s)} on "
+        f"{format_count(world_size, 'rank')} over {link}, buckets of {size_name(bucket_mb)}. The "
+        f"first of {len(step.buckets)} all-reduces begins at {format_seconds(first.start_s)}, the "
+        f"last ends at {format_seconds(last.end_s)}: {format_seconds(step.exposed_s)} exposed. "
+        "Below, the predicted step's time over the size of a bucket."
     )
 
 
@@ -117,7 +117,8 @@ def _draw(
     # The longest step of the sweep sets the scale, so that bars move and the axis does not.
     _draw_lanes(above, step, max(*sweep, step.step_s) * 1e3)
     _draw_sweep(below, step, sweep, bucket_mb)
-    add_title(figure, f"Buckets of {size_name(bucket_mb)}, {world_size} ranks, {link} (model)")
+    ranks = format_count(world_size, "rank")
+    add_title(figure, f"Buckets of {size_name(bucket_mb)}, {ranks}, {link} (model)")
     kinds = ("compute", "all_reduce", "wait")
     names = ("backward (model)", "all-reduce of a bucket (model)", "exposed (model)")
     looks = [swatch(name, STYLES[kind], model=True) for kind, name in zip(kinds, names)]

@@ -18,7 +18,14 @@ from labkit.plots.figure import (
     drawn,
     shade,
 )
-from labkit.units import as_repeats, byte_unit, format_bytes, format_seconds, second_unit
+from labkit.units import (
+    as_repeats,
+    byte_unit,
+    format_bytes,
+    format_count,
+    format_seconds,
+    second_unit,
+)
 
 # By name, the points of a curve in the order of their numbers of micro-batches.
 Curves = dict[str, list[Mapping[str, Any]]]
@@ -138,7 +145,7 @@ def _curves_caption(curves: Curves) -> str:
     sentences = []
     for name, rows in curves.items():
         best = min(rows, key=_median_s)
-        text = f"{name} is fastest with {best['micro_batches']} micro-batches"
+        text = f"{name} is fastest with {format_count(best['micro_batches'], 'micro-batch')}"
         sentences.append(f"{text}, {format_seconds(_median_s(best))}")
         if "memory_bytes" in best:
             sentences[-1] += f" and {format_bytes(_memory(best))} on its largest stage"

@@ -21,7 +21,7 @@ from labkit.plots.spans import draw_spans, label_lanes, trace_of
 from labkit.schedules import Action, in_flight
 from labkit.timetable import Slot, bubble, bubble_formula
 from labkit.trace import Span, Trace
-from labkit.units import format_number, format_seconds, second_unit
+from labkit.units import format_count, format_number, format_seconds, second_unit
 
 Streams = Sequence[Sequence[Action]]
 
@@ -182,8 +182,8 @@ def _write_number(axes, slot: Slot, row: int, scale: float, end_s: float) -> Non
 
 
 def _counts(slots: Sequence[Slot]) -> str:
-    stages = len({slot.stage for slot in slots})
-    return f"{stages} stages and {len({slot.micro_batch for slot in slots})} micro-batches"
+    stages = format_count(len({slot.stage for slot in slots}), "stage")
+    return f"{stages} and {format_count(len({s.micro_batch for s in slots}), 'micro-batch')}"
 
 
 def _orders(slots: Sequence[Slot]) -> str:

@@ -21,7 +21,7 @@ from labkit.plots.figure import (
 )
 from labkit.plots.sheet import Box, Panel, Sheet
 from labkit.plots.stacks import Bar, Columns, draw_bars
-from labkit.units import byte_unit, format_bytes, format_seconds, second_unit
+from labkit.units import byte_unit, format_bytes, format_count, format_seconds, second_unit
 
 if TYPE_CHECKING:
     from labkit.split_runs import MeasuredSplit
@@ -133,7 +133,7 @@ def _check_same(profile: Profile, predicted: SplitModel, measured: "MeasuredSpli
     ours = predicted.split_points, predicted.micro_batches, profile.batch_size
     theirs = tuple(measured.split_points), measured.micro_batches, measured.batch_size
     if ours != theirs:
-        names = "split points {}, {} micro-batches, batch size {}"
+        names = "split points {}, micro_batches {}, batch size {}"
         raise ValueError(
             f"the model is for {names.format(*ours)}, the measurement for "
             f"{names.format(*theirs)}: compare the same split"
@@ -141,8 +141,7 @@ def _check_same(profile: Profile, predicted: SplitModel, measured: "MeasuredSpli
 
 
 def _stages(predicted: SplitModel) -> str:
-    count = len(predicted.forward_s)
-    return "1 stage" if count == 1 else f"{count} stages"
+    return format_count(len(predicted.forward_s), "stage")
 
 
 def _batch(profile: Profile, predicted: SplitModel) -> str:

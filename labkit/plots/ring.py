@@ -21,6 +21,7 @@ from labkit.plots.figure import (
     tint,
 )
 from labkit.schedules import ring_all_reduce, ring_contributions
+from labkit.units import format_count
 
 _LINES = "#808080"
 
@@ -165,8 +166,8 @@ def ring_words(step: int, world_size: int) -> str:
     states = ring_states(world_size)
     if step not in range(len(states)):
         raise ValueError(
-            f"a ring of {world_size} ranks has no step {step}: choose 0 (the start) to "
-            f"{len(states) - 1} (the end)"
+            f"a ring of {format_count(world_size, 'rank')} has no step {step}: choose 0 (the "
+            f"start) to {len(states) - 1} (the end)"
         )
     if step == 0:
         return f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
@@ -333,7 +334,7 @@ def _legend_entries(states: Sequence[RingState]) -> list[Patch]:
 
 def _alt(states: Sequence[RingState]) -> str:
     ranks, chunks = len(states[0].contributions), len(states[0].contributions[0])
-    count = "1 state" if len(states) == 1 else f"{len(states)} states"
+    count = format_count(len(states), "state")
     progress = "; ".join(
         f"{state.title or f'state {number}'}, {state.complete}"
         for number, state in enumerate(states)
@@ -363,7 +364,7 @@ def _caption(states: Sequence[RingState]) -> str:
     sentences = [f"Each cell {values} the ranks summed in it."]
     messages = sum(len(state.messages) for state in states)
     if messages:
-        count = "1 message" if messages == 1 else f"{messages} messages"
+        count = format_count(messages, "message")
         sentences.append(f"Arrows show what has just moved, {count} in all.")
     when = "At the end" if len(states) > 1 else "Here"
     sentences.append(f"{when} {last.complete} of {cells} cells hold the sum of all ranks.")

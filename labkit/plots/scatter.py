@@ -18,7 +18,7 @@ from labkit.plots.figure import (
     drawn,
     tint,
 )
-from labkit.units import as_repeats, format_number, format_seconds, second_unit
+from labkit.units import as_repeats, format_count, format_number, format_seconds, second_unit
 
 
 class _Point(NamedTuple):
@@ -51,7 +51,8 @@ def split_scatter(
         for p in points
     ]
     if len(found) < 2:
-        raise ValueError(f"{len(found)} split: give two or more, to see which is better")
+        splits = format_count(len(found), "split")
+        raise ValueError(f"{splits}: give two or more, to see which is better")
     chosen = min(found, key=lambda point: point.predicted_s)
     best = min(found, key=lambda point: point.median_s)
     return CaptionedFigure(

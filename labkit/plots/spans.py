@@ -20,7 +20,7 @@ from labkit.plots.figure import (
     swatch,
 )
 from labkit.trace import LOCAL_KINDS, Span, Trace
-from labkit.units import format_seconds, second_unit
+from labkit.units import format_count, format_seconds, second_unit
 
 # By rank or bar, by kind: parts of the whole.
 Shares = dict[str, dict[str, float]]
@@ -249,8 +249,7 @@ def _mean_share(shares: Shares) -> dict[str, float]:
 
 def _timeline_alt(shares: Shares, extent_s: float, model: bool) -> str:
     kind = "Predicted timeline" if model else "Timeline"
-    ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
-    head = f"{kind} of {ranks} over {format_seconds(extent_s)}."
+    head = f"{kind} of {format_count(len(shares), 'rank')} over {format_seconds(extent_s)}."
     if len(shares) > 8:
         return f"{head} Mean share of the time: {_percents(_mean_share(shares))}."
     rows = "; ".join(f"{name}: {_percents(share)}" for name, share in shares.items())

@@ -23,6 +23,7 @@ from labkit.plots.figure import (
 )
 from labkit.plots.spans import draw_spans, label_lanes
 from labkit.staleness import Timetable, simulate
+from labkit.units import format_count
 
 MAX_WORKERS = 6
 # Of the model: seconds are a gradient's time on a worker that does not straggle.
@@ -92,15 +93,17 @@ def staleness_model(
     # Looks that no kind of span above has.
     entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
     add_title(
-        figure, f"{workers} workers, one {factor:g}x straggler, {_bound_name(bound)} (model)"
+        figure,
+        f"{format_count(workers, 'worker')}, one {factor:g}x straggler, {_bound_name(bound)} "
+        "(model)",
     )
     kinds = [swatch(f"{kind} (model)", style, model=True) for kind, style in styles.items()]
     add_legend(figure, kinds + entries)
     return CaptionedFigure(
         figure,
-        alt=f"Predicted timeline of a server and {workers} workers, worker 1 {factor:g} times as "
-        f"slow, {_bound_name(bound)}: workers wait {free.waiting_share():.0%} of their time. "
-        f"Below, predicted staleness. {_by_worker(free.updates)}.",
+        alt=f"Predicted timeline of a server and {format_count(workers, 'worker')}, worker 1 "
+        f"{factor:g} times as slow, {_bound_name(bound)}: workers wait {free.waiting_share():.0%} "
+        f"of their time. Below, predicted staleness. {_by_worker(free.updates)}.",
         caption=staleness_words(workers, factor, bound),
     )
 
@@ -183,18 +186,16 @@ def _by_worker(updates: Updates) -> str:
     found = []
     for worker, mine in _late_by_worker(updates).items():
         found.append(
-            f"worker {worker}: {len(mine)} updates, mean staleness {statistics.fmean(mine):.1f}, "
-            f"largest {max(mine)}"
+            f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
+            f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
         )
     return "; ".join(found)
 
 
 def _histogram_words(updates: Updates, bound: int | None) -> str:
     late = [staleness for _, staleness in updates]
-    workers = len({worker for worker, _ in updates})
-    words = (
-        f"Mean staleness {statistics.fmean(late):.2f} with {workers} workers, largest {max(late)}"
-    )
+    workers = format_count(len({worker for worker, _ in updates}), "worker")
+    words = f"Mean staleness {statistics.fmean(late):.2f} with {workers}, largest {max(late)}"
     if bound is None:
         return f"{words}; no bound was set."
     return f"{words}; the bound was {bound}."

@@ -25,6 +25,7 @@ from labkit.comm import Comm
 from labkit.cuts import points_of, stage_bounds
 from labkit.layers import named_layers
 from labkit.models import state_of
+from labkit.units import format_count
 
 _KEPT_HOPS = 10_000
 
@@ -57,7 +58,8 @@ class PlacedModel:
         self.split_points = points_of(split_points)
         if len(devices) != len(self.split_points) + 1:
             raise ValueError(
-                f"{len(devices)} devices for {len(split_points) + 1} stages: name one a stage"
+                f"{format_count(len(devices), 'device')} for "
+                f"{format_count(len(self.split_points) + 1, 'stage')}: name one a stage"
             )
         self.devices = [torch.device(name) for name in devices]
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.comm import Comm
 from labkit.local_gradients import LocalGradients
 from labkit.models import logits_of, state_of
+from labkit.units import format_count
 
 
 class TorchDDP:
@@ -138,7 +139,7 @@ class TorchDataParallel:
         if self.num_replicas == len(self.devices):
             return {"replicas": self.num_replicas}
         told = (
-            f"nn.DataParallel found no GPU among {len(self.devices)} devices and called the "
-            "module itself on the CPU: no replicas, no threads, the time of one device"
+            f"nn.DataParallel found no GPU among {format_count(len(self.devices), 'device')} and "
+            "called the module itself on the CPU: no replicas, no threads, the time of one device"
         )
         return {"replicas": 1, "note": told}
