@@ -247,7 +247,7 @@ def test_seconds_of_a_parameter_server_on_paper():
 
 
 def test_a_parameter_server_of_nobody_is_refused():
-    with pytest.raises(ValueError, match="0 workers, 1 servers"):
+    with pytest.raises(ValueError, match="0 workers, 1 server: give"):
         parameter_server_seconds(S, 0, 1, Link(0, 0))
     with pytest.raises(ValueError, match="-4 bytes"):
         parameter_server_seconds(-4, 1, 1, Link(0, 0))
@@ -255,16 +255,20 @@ def test_a_parameter_server_of_nobody_is_refused():
 
 def test_a_step_of_stages_sends_what_crosses_the_cuts():
     cuts, batch = [400, 80], 10
-    # Stage 0 sends an activation and gets its gradient in one exchange; the stage in the middle
-    # receives from the left, exchanges with the right, and sends to the left.
+    # Stage 0 sends an activation and receives its gradient; the stage in the middle does so on
+    # both sides.
     assert [model_parallel_cost(cuts, batch, rank, 3) for rank in range(3)] == [
-        Cost(1, 1, 4000),
-        Cost(3, 2, 800 + 4000),
+        Cost(2, 1, 4000),
+        Cost(4, 2, 800 + 4000),
         Cost(2, 1, 800),
     ]
+    # A pipeline's activation out and gradient in, at the same neighbour, are one exchange.
+    merged = [model_parallel_cost(cuts, batch, rank, 3, schedule="gpipe") for rank in range(3)]
+    assert [cost.steps for cost in merged] == [1, 3, 2]
     # Three micro-batches, of 4, 3 and 3 samples. GPipe, stage 1 of 3: F0 in, F0 out, F1 in, F1
     # out, F2 in, F2 out and B0 in at once; then B0 out, B1 in, B1 out, B2 in, B2 out.
-    assert [model_parallel_cost(cuts, batch, rank, 3, 3) for rank in range(3)] == [
+    filled = [model_parallel_cost(cuts, batch, rank, 3, 3, schedule="gpipe") for rank in range(3)]
+    assert filled == [
         Cost(5, 3, 4000),
         Cost(11, 6, 4800),
         Cost(6, 3, 800),
@@ -273,22 +277,26 @@ def test_a_step_of_stages_sends_what_crosses_the_cuts():
     # in; B1 out, F2 in; B2 out.
     eager = [model_parallel_cost([400], batch, r, 2, 3, schedule="1f1b") for r in range(2)]
     assert eager == [Cost(4, 3, 4000), Cost(4, 3, 4000)]
-    assert model_parallel_cost([], batch, 0, 1, 4) == Cost(0, 0, 0)
+    assert model_parallel_cost([], batch, 0, 1) == Cost(0, 0, 0)
     # Two samples make two micro-batches at most.
-    assert model_parallel_cost([400], 2, 1, 2, 8).messages == 2
+    assert model_parallel_cost([400], 2, 1, 2, 8, schedule="gpipe").messages == 2
 
 
 def test_no_gradient_goes_where_nothing_is_trained():
-    costs = [model_parallel_cost([400, 80], 10, rank, 3, 2, first_trained=1) for rank in range(3)]
+    costs = [model_parallel_cost([400, 80], 10, rank, 3, 2, 1, "gpipe") for rank in range(3)]
     assert costs == [Cost(2, 2, 4000), Cost(2 + 3, 2, 800), Cost(4, 2, 800)]
     inference = [model_parallel_cost([400, 80], 10, rank, 3, first_trained=3) for rank in range(3)]
     assert inference == [Cost(1, 1, 4000), Cost(2, 1, 800), Cost(1, 0, 0)]
 
 
 def test_stages_without_a_cut_between_them_are_named():
-    with pytest.raises(ValueError, match="3 stages have 2 cuts, got bytes for 1"):
+    with pytest.raises(ValueError, match="bytes for 1 cut of 3 stages: give 2"):
         model_parallel_cost([400], 10, 0, 3)
-    with pytest.raises(ValueError, match="no rank 2: 2 stages are ranks 0 to 1"):
+    with pytest.raises(ValueError, match="no rank 2: with 2 stages the ranks are 0 to 1"):
         model_parallel_cost([400], 10, 2, 2)
     with pytest.raises(ValueError, match="'zb': choose one of gpipe, 1f1b"):
         model_parallel_cost([400], 10, 0, 2, schedule="zb")
+    with pytest.raises(ValueError, match="micro_batches must be a whole number from 1, got 0"):
+        model_parallel_cost([400], 10, 0, 2, 0, schedule="gpipe")
+    with pytest.raises(ValueError, match="3 micro-batches need a schedule: choose one of gpipe"):
+        model_parallel_cost([400], 10, 0, 2, 3)

@@ -6,7 +6,7 @@ from ranks import leftovers, travel_by_value
 from torch import nn
 
 from labkit import RunConfig, WorkerError, run, strategies, train_with
-from labkit.costs import model_parallel_cost
+from labkit.costs import Cost, model_parallel_cost
 from labkit.experiment import check
 from labkit.layers import output_shapes
 from labkit.models import build_model
@@ -253,13 +253,39 @@ def test_trains_the_digits_as_one_device_does_and_sends_what_the_formula_says(wo
         cut_bytes = [shapes[point - 1][0].numel() * 4 for point in points]
         for rank in range(world_size):
             costs = [
-                model_parallel_cost(
-                    cut_bytes, size, rank, world_size, min(options.get("micro_batches", 1), size)
-                )
+                model_parallel_cost(cut_bytes, size, rank, world_size, **options)
                 for size in [50, 50, 50, 50, 20] * 2
             ]
             assert split.bytes_sent[rank] == sum(cost.num_bytes for cost in costs)
             assert split.messages[rank] == sum(cost.messages for cost in costs)
+
+
+def spent(comm):
+    """By technique and model, what one step of 7 samples is counted as."""
+    found = {}
+    for technique, options in TECHNIQUES.items():
+        for case in ("plain", "frozen first"):
+            make_model, points = CASES[case]
+            name = "pipeline" if options else "model_parallel"
+            strategy = strategies.get(name)(points[comm.world_size], **options)
+            strategy.setup(comm, seeded(make_model), sgd)
+            before = comm.operations, comm.messages, comm.bytes_sent
+            strategy.step(*some_batches((7,))[0], 7)
+            after = comm.operations, comm.messages, comm.bytes_sent
+            found[technique, case] = Cost(*(end - start for start, end in zip(before, after)))
+    return found
+
+
+def test_a_step_takes_the_operations_messages_and_bytes_of_the_formula():
+    for rank, found in enumerate(run(spent, world_size=3).values):
+        for (technique, case), cost in found.items():
+            options = TECHNIQUES[technique]
+            if technique == "gpipe":
+                options = options | {"schedule": "gpipe"}
+            # All layers hand on 6 float64; with layers 0 to 2 frozen, the last stage alone trains.
+            first = 2 if case == "frozen first" else 0
+            due = model_parallel_cost([48, 48], 7, rank, 3, first_trained=first, **options)
+            assert cost == due, (technique, case, rank)
 
 
 def train_words(comm, strategy):
@@ -331,7 +357,7 @@ def test_what_cannot_be_is_refused_on_every_rank_with_the_reason():
     for told in run(refusals, world_size=2).values:
         expected = (
             "Linear is not an nn.Sequential",
-            "3 stages for 2 ranks",
+            "3 stages for 2 ranks: each rank holds one",
             "split point 7 leaves a stage without layers",
             "no parameter of this model requires a gradient",
             "a layer with statistics cannot be on two stages",
@@ -367,13 +393,23 @@ def test_a_stage_that_raises_ends_the_run_with_its_error_and_leaves_nothing():
         ({"split_points": "3,3"}, "split point 3 comes twice"),
         ({"split_points": "3.5"}, "split_points must be layers, as in 5,12, got '3.5'"),
         ({"split_points": "3", "world_size": 3}, "'3' makes 2 stages, but world_size is 3"),
-        ({"world_size": 8}, "small_cnn has 7 layers, which make 7 stages at most, got world_size"),
+        ({"world_size": 8}, "small_cnn has 7 layers, .* use world_size 7 or less, got 8"),
         ({"world_size": 2, "schedule": "1f1b"}, "takes no option schedule"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_any_process_starts(settings, message):
     with pytest.raises(ValueError, match=message):
         check(RunConfig(strategy="model_parallel", **settings))
+
+
+def test_split_points_that_do_not_fit_are_named():
+    for make in (strategies.get("model_parallel"), strategies.get("pipeline")):
+        with pytest.raises(ValueError, match=r"one for each cut, got 5: write \(5,\)"):
+            make(5)
+    with pytest.raises(
+        ValueError, match="1 split point for 1 rank, each of which"
+    ):
+        strategies.get("model_parallel")((5,)).check_ranks(1)
 
 
 def test_a_batch_of_one_goes_through_all_stages():
