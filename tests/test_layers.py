@@ -111,6 +111,22 @@ def test_an_even_split_shares_the_products_out():
         even_split(nn.Sequential(*layers), (8,), 6)
 
 
+def test_models_that_take_whole_numbers_are_split_and_measured():
+    words = nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Linear(6, 4))
+    assert output_shapes(words, (3,), 2)[0] == ((2, 3, 6), torch.float32)
+    assert even_split(words, (3,), 2) == (3,)
+    found = profile(words, 2, (3,), repeats=1)
+    assert found.input_bytes == 2 * 3 * 8
+    assert all(layer.backward_s > 0 for layer in (found.layers[0], found.layers[2]))
+    # Where the first layer does not tell, the caller does.
+    hidden = nn.Sequential(nn.Sequential(*words[:2]), nn.Identity(), *words[2:])
+    hidden[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layer 0 \(Sequential\) does not take \[1, 3\]"):
+        even_split(hidden, (3,), 2)
+    assert even_split(hidden, (3,), 2, torch.int32) == (3,)
+    assert profile(hidden, 2, (3,), repeats=1, dtype=torch.int32).input_bytes == 2 * 3 * 4
+
+
 def test_what_a_forward_keeps_for_its_backward_in_bytes():
     linear = nn.Linear(4, 4)
     inputs = torch.randn(3, 4)

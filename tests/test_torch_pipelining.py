@@ -191,6 +191,26 @@ def test_a_stage_that_raises_is_named_with_its_reason():
         run(train_by_hand, partial(TorchPipeline, (2,)), model, world_size=2)
 
 
+class Nearest(nn.Module):
+    def forward(self, inputs):
+        return inputs.argmax(1)
+
+
+def whole_numbers(frozen):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 5), Nearest(), nn.Embedding(5, 5))
+    model[:frozen].requires_grad_(False)
+    return model
+
+
+def test_whole_numbers_cross_a_cut_where_no_gradient_comes_back():
+    with pytest.raises(WorkerError, match=r"split point 3 is torch.int64.*or use our own"):
+        run(train_by_hand, partial(TorchPipeline, (1, 3)), partial(whole_numbers, 0), world_size=3)
+    cases = partial(TorchPipeline, (3,)), partial(whole_numbers, 3)
+    ranks = run(train_by_hand, *cases, world_size=2).values
+    (alone,) = run(train_by_hand, Single, cases[1], world_size=1).values
+    assert_equals(ranks, alone)
+
+
 class Dies(nn.Module):
     def forward(self, inputs):
         if not inputs.is_meta:

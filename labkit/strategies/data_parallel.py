@@ -40,7 +40,7 @@ class DataParallel:
     running averages are kept, as ``nn.DataParallel`` does: the others are lost with the replica.
     Frozen parameters are left out; one without a gradient counts as zero. A batch of fewer samples
     than devices leaves the last devices idle. Parameters of several dtypes travel in the widest.
-    Dropout: threads and devices draw in no fixed order, so a run with it equals no other.
+    Dropout: replicas draw random numbers of their own, so no run with it equals one device.
 
     Args:
         devices: of the replicas, by name: ``("cpu", "cpu")``; one may be named twice.

@@ -140,9 +140,11 @@ class TorchPipeline(StagedModel):
         Args:
             entering: by layer.
         """
-        for cut, point in enumerate(self.split_points):
+        # No gradient crosses the cuts before this one.
+        first = self.stage.first_trained
+        for point in self.split_points[first:]:
             dtype = entering[point]
-            if cut >= self.stage.first_trained and not (dtype.is_floating_point or dtype.is_complex):
+            if not (dtype.is_floating_point or dtype.is_complex):
                 raise ValueError(
                     f"what crosses the cut at split point {point} is {dtype}, and PyTorch's "
                     "pipelines want a gradient of it: move this split point, or use our own "
