@@ -80,9 +80,9 @@ class OwnPaceStrategy(Protocol):
             steps: global batches an epoch.
             epochs: to train for.
 
-        Yields, on the rank that holds the parameters: (seconds since the start, sum of the losses
-        in the epoch) whenever an epoch is through; ``full_state`` is then read at once. The others
-        yield nothing.
+        Yields, on the rank that holds the parameters: (seconds since the start, mean loss of the
+        samples that were worked through) whenever an epoch is through; ``full_state`` is then read
+        at once. The others yield nothing.
         """
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -164,10 +164,11 @@ def _at_own_pace(
     ends = [(*end, strategy.full_state()) for end in strategy.train(batches, steps, config.epochs)]
     messages, bytes_sent = comm.messages, comm.bytes_sent
     epochs, before_s = [], 0.0
-    for epoch, (passed_s, loss_sum, state) in enumerate(ends):
+    for epoch, (passed_s, loss, state) in enumerate(ends):
         strategy.load_state(state)
-        correct = _correct(comm, data, strategy, 0, 1)
-        row = _means(data, loss_sum.item(), correct.item()) | {"seconds": passed_s - before_s}
+        accuracy = _correct(comm, data, strategy, 0, 1).item() / len(data.test_targets)
+        seconds = passed_s - before_s
+        row = {"loss": loss.item(), "test_accuracy": accuracy, "seconds": seconds}
         before_s = passed_s
         epochs.append(row)
         if verbose:
@@ -234,13 +235,10 @@ def _row(comm: Comm, data: Data, loss_sum: Tensor, correct: Tensor) -> dict[str,
         sums = torch.cat([loss_sum, correct])
         if comm.world_size > 1:
             ring_all_reduce(comm, sums)
-    return _means(data, *sums.tolist())
-
-
-def _means(data: Data, loss_sum: float, correct: float) -> dict[str, float]:
+    total_loss, total_correct = sums.tolist()
     return {
-        "loss": loss_sum / len(data.train_targets),
-        "test_accuracy": correct / len(data.test_targets),
+        "loss": total_loss / len(data.train_targets),
+        "test_accuracy": total_correct / len(data.test_targets),
     }
 
 

@@ -1,6 +1,7 @@
 """The asynchronous parameter server: staleness, bounds, traffic, and workers that die."""
 
 import itertools
+import math
 import os
 import signal
 import time
@@ -135,6 +136,22 @@ def train_without_a_board(comm, batches, make_optimizer):
     with pytest.raises(ValueError, match="have to be on one Linux machine"):
         train_odd(comm, batches, make_optimizer)
     return train_odd(comm, batches, make_optimizer, max_staleness=None)
+
+
+def losses_of_guessing(comm):
+    """By epoch; the workers' shares are of 0 to 3 samples, and the model stays at zero."""
+    strategy, model = AsyncParameterServer(), nn.Linear(6, 6)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    strategy.setup(comm, model, partial(torch.optim.SGD, lr=1e-12))
+    sizes = itertools.cycle((comm.rank, 0, 3))
+    batches = ((torch.ones(n, 6), torch.zeros(n, dtype=torch.int64), 6) for n in sizes)
+    return [loss.item() for _, loss in strategy.train(batches, 4, 3)]
+
+
+def test_an_epochs_loss_is_the_mean_of_its_samples_whoever_brought_them():
+    losses = run(losses_of_guessing, world_size=3).values[0]
+    assert losses == pytest.approx([math.log(6)] * 3)
 
 
 def test_ranks_of_several_machines_train_without_a_bound():

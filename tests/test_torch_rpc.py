@@ -17,6 +17,7 @@ from labkit.experiment import check
 from labkit.strategies.single import Single
 from labkit.strategies.torch_rpc import (
     BatchServer,
+    OwnPaceServer,
     RpcAsyncParameterServer,
     RpcParameterServer,
 )
@@ -63,6 +64,16 @@ def test_gradients_are_added_in_the_order_of_the_workers_whoever_comes_first():
         assert all(answer.done() for answer in answers)
         ends.append(answers[0].wait().item())
     assert ends == [-((1e8 + torch.tensor(1.0)) - 1e8).item()] * 3
+
+
+def test_an_epochs_loss_is_the_mean_of_its_samples_whoever_brought_them():
+    values = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([values], lr=1.0)
+    server = OwnPaceServer(values, optimizer, torch.zeros(0), shares=2, epochs=2)
+    for loss, samples in ((6.0, 3), (0.0, 0), (4.0, 1), (2.0, 2)):
+        arguments = torch.ones(1), torch.tensor(loss), samples, torch.zeros(0)
+        server.push_and_pull(1, 0, *arguments)
+    assert [server.ends.get()[1].item() for _ in range(2)] == [2.0, 2.0]
 
 
 def lose_a_rank(comm, lost):

@@ -41,7 +41,7 @@ class AsyncParameterServer:
 
     An epoch is through when as many shares have been worked through, by anyone, as it has: a fast
     worker takes its shares of the next epoch meanwhile. An empty share counts as worked through
-    and makes no update. Frozen parameters are neither pushed nor pulled; one without a gradient
+    and makes no update. The loss of an epoch is the mean over the samples that came in it. Frozen parameters are neither pushed nor pulled; one without a gradient
     counts as zero.
 
     Batch statistics (BatchNorm): each worker normalises with its own share's. The server takes the
@@ -100,6 +100,8 @@ class AsyncParameterServer:
         # By worker: what it has said about its push that waits or is being made an update.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
+        # Worked through in this epoch.
+        self.samples = 0
         if comm.rank == _SERVER:
             # SGD works number by number: to it they may as well be one parameter.
             flat = nn.Parameter(self.parameters)
@@ -112,7 +114,10 @@ class AsyncParameterServer:
 
     def train(self, batches: Iterator, steps: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
         if self.comm.rank == _SERVER:
-            yield from self.serve(steps * (self.comm.world_size - 1), epochs)
+            for passed_s, loss in self.serve(steps * (self.comm.world_size - 1), epochs):
+                # So many shares, by whichever worker, need not be as many samples as there are.
+                yield passed_s, loss / self.samples
+                self.samples = 0
         else:
             self.work(batches)
 
@@ -165,6 +170,7 @@ class AsyncParameterServer:
     def update(self, worker: int) -> Tensor:
         """Make an update of the gradient that has come; returns the share's sum of losses."""
         loss, num_samples = self.reports[worker][:2]
+        self.samples += int(num_samples)
         if num_samples:
             with self.comm.span("update"):
                 self.optimizer.step()

@@ -146,11 +146,11 @@ class OwnPaceServer:
     def __init__(self, values: nn.Parameter, optimizer, buffers: Tensor, shares: int, epochs: int):
         self.values, self.optimizer, self.buffers = values, optimizer, buffers
         self.shares, self.epochs = shares, epochs
-        # At the end of each epoch: (when, sum of losses, values, buffers).
+        # At the end of each epoch: (when, mean loss of its samples, values, buffers).
         self.ends: queue.SimpleQueue = queue.SimpleQueue()
         self.updates: list[list[int]] = []
         self._lock = threading.Lock()
-        self._done, self._loss = 0, torch.zeros((), dtype=torch.float64)
+        self._done, self._samples, self._loss = 0, 0, torch.zeros((), dtype=torch.float64)
 
     def push_and_pull(
         self, worker: int, version: int, gradient: Tensor, loss: Tensor, samples: int, buffers
@@ -160,6 +160,7 @@ class OwnPaceServer:
             if self._done < self.shares * self.epochs:
                 self._done += 1
                 self._loss += loss
+                self._samples += samples
                 if samples:
                     self.updates.append([worker, len(self.updates) - version])
                     self.values.grad, self.buffers = gradient, buffers
@@ -172,7 +173,8 @@ class OwnPaceServer:
 
     def _end_epoch(self) -> None:
         values = self.values.detach().clone()
-        self.ends.put((time.perf_counter(), self._loss.clone(), values, self.buffers))
+        self.ends.put((time.perf_counter(), self._loss / self._samples, values, self.buffers))
+        self._samples = 0
         self._loss.zero_()
 
 
