@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from labkit.bench import all_reduce_result, ddp, launch, pipeline, placement
+from labkit.bench import all_reduce_result, ddp, launch, pipeline, pipeline_result, placement
 from labkit.bench.all_reduce import bench_all_reduce
 from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import Comparison, bench_launch, run_ours, run_spawned
@@ -49,7 +49,7 @@ _RECORDS = {
     "all-reduce": all_reduce_result.record,
     "ddp": ddp.record,
     "placement": placement.record,
-    "pipeline": pipeline.record,
+    "pipeline": pipeline_result.record,
 }
 _FIGURES = {"all-reduce": all_reduce_result.draw, "placement": placement.draw}
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}

@@ -2,30 +2,40 @@
 
 All contenders train copies of one model, cut at the same layers, on the same samples, in one run:
 ours in shared memory and on gloo, ``torch.distributed.pipelining`` on gloo, the split without
-micro-batches, and one device, for which rank 0 has all cores while the others wait.
+micro-batches, and one device, for which rank 0 has all cores while the others wait. Then, for each
+schedule, a duel: ours and PyTorch's on the same transport, the two alone in turns, because a few
+percent take many pairs to be seen.
 """
 
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
 from labkit import devices
-from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
+from labkit.bench.pipeline_result import (
+    DUELS,
+    MICRO_BATCHES,
+    ONE_DEVICE,
+    OURS,
+    OURS_1F1B,
+    UNPIPELINED,
+    PipelineResult,
+)
+from labkit.bench.turns import slowest, take_turns, timed
 from labkit.comm import Comm, TorchTransport
 from labkit.launch import run
 from labkit.layers import even_split
 from labkit.models import build_model
+from labkit.stages import StagedModel
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.single import Single
 from labkit.strategies.torch_pipelining import TorchPipeline
 from labkit.train import largest_difference
-from labkit.units import format_number, format_seconds
 
 SHAPE = (3, 32, 32)
 NUM_CLASSES = 10
@@ -33,92 +43,26 @@ NUM_CLASSES = 10
 # vgg16 has most.
 BATCH_SIZES = {"vgg16": 64}
 BATCH_SIZE = 32
-MICRO_BATCHES = 4
 MODELS = ("vgg16", "resnet18")
 _LEARNING_RATE = 1e-3
 _COMPARED_STEPS = 2
-_BUDGET_S = 60.0
+_BUDGET_S, _DUEL_BUDGET_S = 60.0, 150.0
 _TIMEOUT_S = 1800
 # OpenMP's threads stay awake for 0.2 s after their last work.
 _SPIN_S = 0.3
-
-OURS, OURS_ON_GLOO, TORCH = "labkit gpipe", "labkit gpipe on gloo", "torch gpipe on gloo"
-UNPIPELINED, ONE_DEVICE = "labkit split, not pipelined", "one device, all cores"
-
-
-@dataclass(frozen=True)
-class PipelineResult:
-    """One model, cut evenly, under every contender.
-
-    Attributes:
-        seconds: by contender, of each step, from the last rank's start to the last one's end.
-        difference: by contender, of the parameters from those of our GPipe after some steps, the
-            largest relative one; None for one device, which rank 0 alone trains.
-    """
-
-    model: str
-    world_size: int
-    split_points: tuple[int, ...]
-    batch_size: int
-    seconds: dict[str, list[float]]
-    difference: dict[str, float | None]
-
-    def against(self, other: str, ours: str) -> list[float]:
-        """The other's step / ours, repeat by repeat: above 1 ours is faster."""
-        return ratios(self.seconds[other], self.seconds[ours])
-
-    def __str__(self) -> str:
-        repeats = len(self.seconds[OURS])
-        title = (
-            f"Step of {self.model} in {self.world_size} stages, cut at "
-            f"{', '.join(map(str, self.split_points))}: batch of {self.batch_size} in "
-            f"{MICRO_BATCHES} micro-batches,\nmedian of {repeats} steps (quartiles), in turns"
-        )
-        rows = []
-        for name, seconds in self.seconds.items():
-            difference = self.difference[name]
-            rows.append(
-                [
-                    name,
-                    Spread.of(seconds).text(format_seconds),
-                    Spread.of(self.against(name, OURS)).text(format_number),
-                    "" if difference is None else f"{difference:.1g}",
-                ]
-            )
-        return f"{title}\n\n{table(['', 'step', f'/ {OURS}', 'difference'], rows)}\n"
-
-    def record(self) -> list[dict]:
-        common = {
-            "model": self.model,
-            "world_size": self.world_size,
-            "split_points": list(self.split_points),
-            "batch_size": self.batch_size,
-            "micro_batches": MICRO_BATCHES,
-        }
-        return [
-            common
-            | {
-                "contender": name,
-                "seconds": [round(one, 9) for one in seconds],
-                "step_s": asdict(Spread.of(seconds)),
-                "ratio_to": {OURS: asdict(Spread.of(self.against(name, OURS)))},
-                "difference": self.difference[name],
-            }
-            for name, seconds in self.seconds.items()
-        ]
 
 
 def bench_pipeline(
     world_sizes: tuple[int, ...] = (2,),
     models: tuple[str, ...] = MODELS,
-    repeats: int = 30,
+    repeats: int = 10,
 ) -> Iterator[PipelineResult]:
     """Time steps on the CPU, one result for each model and number of stages.
 
     Args:
         world_sizes: stages, each at least 2.
         models: of ``labkit.models``, on images of 3x32x32.
-        repeats: steps at most; slow models get fewer, at least 5.
+        repeats: steps at most, and pairs of each duel; slow models get fewer, at least 5.
 
     Raises:
         ValueError: an impossible number of stages or an unknown model.
@@ -143,9 +87,16 @@ def bench_pipeline(
                 device="cpu",
                 timeout_s=_TIMEOUT_S,
             )
-            seconds = slowest([rank["seconds"] for rank in result.values])
-            difference = result.values[0]["difference"]
-            yield PipelineResult(name, world_size, points, batch_size, seconds, difference)
+            mine = result.values[0]
+            yield PipelineResult(
+                name,
+                world_size,
+                points,
+                batch_size,
+                slowest([rank["seconds"] for rank in result.values]),
+                mine["difference"],
+                slowest([rank["duels"] for rank in result.values]),
+            )
 
 
 def _build(name: str) -> nn.Sequential:
@@ -155,25 +106,15 @@ def _build(name: str) -> nn.Sequential:
 def measure(
     comm: Comm, model: str, points: tuple[int, ...], batch_size: int, repeats: int
 ) -> dict:
-    """On each rank: seconds by contender, and how far their parameters are from ours."""
+    """On each rank: seconds by contender and in the duels, and how far all are from our GPipe."""
     base = _build(model)
-    gloo = TorchTransport("gloo", comm.device)
-    on_gloo = Comm(comm.rank, comm.world_size, comm.device, gloo)
-    contenders: dict[str, tuple] = {
-        OURS: (Pipeline(points, MICRO_BATCHES), comm),
-        OURS_ON_GLOO: (Pipeline(points, MICRO_BATCHES), on_gloo),
-        TORCH: (TorchPipeline(points, MICRO_BATCHES), comm),
-        "labkit 1f1b": (Pipeline(points, MICRO_BATCHES, "1f1b"), comm),
-        "torch 1f1b on gloo": (TorchPipeline(points, MICRO_BATCHES, "1f1b"), comm),
-        UNPIPELINED: (ModelParallel(points), comm),
-    }
     optimizer = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(batch_size, *SHAPE, generator=generator)
     classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
     steps: dict[str, Callable[[], object]] = {}
     states = {}
-    for name, (strategy, through) in contenders.items():
+    for name, (strategy, through) in _contenders(comm, points).items():
         strategy.setup(through, copy.deepcopy(base), optimizer)
         steps[name] = partial(strategy.step, samples, classes, batch_size)
         for _ in range(_COMPARED_STEPS):
@@ -183,10 +124,29 @@ def measure(
     turns = {name: partial(timed, comm, step) for name, step in steps.items()}
     turns[ONE_DEVICE] = partial(_then_quiet, turns[ONE_DEVICE])
     difference = {name: largest_difference(s, states[OURS]) for name, s in states.items()}
+    duels = {schedule: {name: turns[name] for name in pair} for schedule, pair in DUELS.items()}
     return {
         "seconds": take_turns(comm, turns, repeats, _BUDGET_S),
         "difference": difference | {ONE_DEVICE: None},
+        "duels": {
+            schedule: take_turns(comm, pair, repeats, _DUEL_BUDGET_S)
+            for schedule, pair in duels.items()
+        },
     }
+
+
+def _contenders(comm: Comm, points: tuple[int, ...]) -> dict[str, tuple[StagedModel, Comm]]:
+    """The strategies, and what each sends through; PyTorch's go their own way, over gloo."""
+    on_gloo = Comm(comm.rank, comm.world_size, comm.device, TorchTransport("gloo", comm.device))
+    found: dict[str, tuple[StagedModel, Comm]] = {
+        OURS: (Pipeline(points, MICRO_BATCHES), comm),
+        OURS_1F1B: (Pipeline(points, MICRO_BATCHES, "1f1b"), comm),
+        UNPIPELINED: (ModelParallel(points), comm),
+    }
+    for schedule, (ours, torchs) in DUELS.items():
+        found[ours] = Pipeline(points, MICRO_BATCHES, schedule), on_gloo
+        found[torchs] = TorchPipeline(points, MICRO_BATCHES, schedule), comm
+    return found
 
 
 def _on_one_device(comm: Comm, base: nn.Module, optimizer, samples, classes) -> Callable[[], None]:
@@ -209,8 +169,3 @@ def _then_quiet(turn: Callable[[], float]) -> float:
     seconds = turn()
     time.sleep(_SPIN_S)
     return seconds
-
-
-def record(found: list[PipelineResult]) -> dict:
-    """What goes into the JSON file."""
-    return {"rows": [row for result in found for row in result.record()]}

@@ -7,7 +7,6 @@ into two stages, unpipelined and as a pipeline, beside what the planner predicts
 """
 
 import itertools
-import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,17 +14,18 @@ from pathlib import Path
 
 import torch
 
+from labkit.bench.single_cuts import SHAPE, Cuts, measure_cuts
 from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
 from labkit.comm import Comm, TorchTransport
 from labkit.costs import Link
 from labkit.launch import run
-from labkit.placement import VGG16_PLACEMENTS, Profile, predict_split
+from labkit.placement import VGG16_PLACEMENTS, predict_split
 from labkit.plots.hops import communication_time, hop_rows
 from labkit.plots.scatter import split_scatter
 from labkit.split_runs import MeasuredSplit, measure_profile, measure_split, stage_link
 from labkit.units import format_bytes, format_number, format_seconds
 
-MODEL, SHAPE = "vgg16", (3, 32, 32)
+MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
 BACKBONE = 31  # the features, which the reference project froze
 SCATTER_BATCH, MICRO_BATCHES = 16, 4
@@ -99,49 +99,12 @@ class Hops:
         return {"hops": rows}
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """Every single cut into two stages, predicted and measured.
-
-    Attributes:
-        micro_batches: 1 is the split without a pipeline.
-        points: rows of ``plots.split_scatter``.
-    """
-
-    micro_batches: int
-    points: list[dict]
-
-    def regret(self) -> float:
-        """The step of the planner's cut / that of the best one, measured: 1 is the best."""
-        chosen = min(self.points, key=lambda point: point["predicted_s"])
-        best = min(statistics.median(point["measured_s"]) for point in self.points)
-        return statistics.median(chosen["measured_s"]) / best
-
-    def __str__(self) -> str:
-        rows = [
-            [
-                str(point["split_points"][0]),
-                format_seconds(point["predicted_s"]),
-                Spread.of(point["measured_s"]).text(format_seconds),
-            ]
-            for point in self.points
-        ]
-        how = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "not pipelined"
-        title = f"Every single cut of VGG16, batch of {SCATTER_BATCH}, {how}"
-        end = f"the planner's cut / the best one, measured: {self.regret():.3f}"
-        return f"{title}\n\n{table(['cut', 'model', 'measured'], rows)}\n\n{end}\n"
-
-    def record(self) -> dict:
-        name = f"cuts_{self.micro_batches}_micro_batches"
-        return {name: {"points": self.points, "regret": self.regret()}}
-
-
-def bench_placement(repeats: int = 7) -> Iterator[Transport | Hops | Cuts]:
+def bench_placement(repeats: int = 6) -> Iterator[Transport | Hops | Cuts]:
     """Measure on the CPU, with a process for each stage.
 
     Args:
-        repeats: counted steps of each placement; each single cut has two thirds of them, in three
-            rounds, so that no cut is measured in one bad moment.
+        repeats: counted steps of each placement; each single cut has half of them, and in the
+            play-off of the best ones six times that.
 
     Raises:
         WorkerError: a stage failed.
@@ -151,7 +114,7 @@ def bench_placement(repeats: int = 7) -> Iterator[Transport | Hops | Cuts]:
     yield measure_hops(link, repeats)
     profile = measure_profile(MODEL, batch_size=SCATTER_BATCH, input_shape=SHAPE, device="cpu")
     for micro_batches in (1, MICRO_BATCHES):
-        yield measure_cuts(profile, link, micro_batches, steps=max(1, round(repeats * 2 / 9)))
+        yield measure_cuts(profile, link, micro_batches, max(1, repeats // 2))
 
 
 def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> Transport:
@@ -197,28 +160,6 @@ def measure_hops(link: Link, repeats: int) -> Hops:
     return Hops(rows)
 
 
-def measure_cuts(profile: Profile, link: Link, micro_batches: int, steps: int) -> Cuts:
-    """The steps of all splits into two stages, in three rounds over all of them."""
-    found: dict[int, list[float]] = {cut: [] for cut in range(1, len(profile.layers))}
-    for _ in range(3):
-        for cut, seconds in found.items():
-            measured = _measure(
-                (cut,), batch_size=SCATTER_BATCH, micro_batches=micro_batches, steps=steps
-            )
-            seconds += measured.step_s
-    points = [
-        {
-            "split_points": [cut],
-            "predicted_s": predict_split(
-                profile, (cut,), link, micro_batches=micro_batches
-            ).step_s,
-            "measured_s": seconds,
-        }
-        for cut, seconds in found.items()
-    ]
-    return Cuts(micro_batches, points)
-
-
 def _measure(points: tuple[int, ...], **settings) -> MeasuredSplit:
     return measure_split(MODEL, points, input_shape=SHAPE, device="cpu", **settings)
 
@@ -236,7 +177,7 @@ def draw(found: list[Transport | Hops | Cuts], path: Path) -> list[Path]:
             rows = [row for row in result.rows if row["trained"] == "all"]
             figure, name = communication_time(rows), "hops"
         elif isinstance(result, Cuts):
-            figure = split_scatter(result.points)
+            figure = split_scatter(result.points, title=result.title)
             name = f"cuts_{result.micro_batches}_micro_batches"
         else:
             continue

@@ -1,0 +1,189 @@
+"""Every single cut of a model into two stages, measured: does the planner know the best one?
+
+One run serves all of it. First a sweep: the cuts take turns, a few steps each. The smallest of so
+many medians is small by luck, too, and no cut can be held against it. So the planner's cut and
+those that did best meet again, in a play-off of many repeats, and the ratio within a repeat is
+what counts.
+
+Unpipelined, the model finds all cuts of VGG16 within 0.1 % of each other, as a hop is short beside
+a step: there the planner's choice, the earliest of the smallest, says little.
+"""
+
+import copy
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+
+from labkit.bench.turns import (
+    Spread,
+    ratios,
+    repeat_turns,
+    rounded,
+    slowest,
+    table,
+    take_turns,
+    timed,
+)
+from labkit.collectives import tree_all_reduce
+from labkit.comm import Comm
+from labkit.costs import Link
+from labkit.launch import run
+from labkit.layers import layers_of
+from labkit.models import build_model
+from labkit.placement import Profile, predict_split
+from labkit.strategies.model_parallel import ModelParallel
+from labkit.strategies.pipeline import Pipeline
+from labkit.units import format_count, format_seconds
+
+SHAPE, NUM_CLASSES = (3, 32, 32), 10
+RIVALS = 3
+# Repeats of the play-off for one of the sweep.
+PLAY_OFF_SHARE = 6
+_LEARNING_RATE = 1e-3
+_BUDGET_S = 60.0
+_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Every single cut into two stages, predicted and measured.
+
+    Attributes:
+        model, batch_size: what was trained.
+        micro_batches: 1 is the split without a pipeline.
+        points: rows of ``plots.split_scatter``, of the sweep.
+        play_off: by cut, the planner's first, seconds of its step in each repeat of the play-off.
+    """
+
+    model: str
+    batch_size: int
+    micro_batches: int
+    points: list[dict]
+    play_off: dict[int, list[float]]
+
+    @property
+    def title(self) -> str:
+        how = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "not pipelined"
+        return f"Every single cut of {self.model}, batch of {self.batch_size}, {how}"
+
+    def duels(self) -> dict[int, Spread]:
+        """By rival, the planner's step / the rival's, repeat by repeat: above 1 it lost."""
+        (_, planned_s), *rivals = self.play_off.items()
+        return {cut: Spread.of(ratios(planned_s, seconds)) for cut, seconds in rivals}
+
+    def verdict(self) -> str:
+        """The planner's cut against the rival that came out best, in a sentence."""
+        planned, *rivals = self.play_off
+        duels, repeats = self.duels(), len(self.play_off[planned])
+        best = max(duels, key=lambda cut: duels[cut].median)
+        return (
+            f"play-off, {format_count(repeats, 'repeat')}: the planner's cut {planned} takes "
+            f"{duels[best].text('{:.3f}'.format)} times the step of cut {best}, "
+            f"the best rival of {', '.join(map(str, rivals))}"
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                str(point["split_points"][0]),
+                format_seconds(point["predicted_s"]),
+                Spread.of(point["measured_s"]).text(format_seconds),
+            ]
+            for point in self.points
+        ]
+        predicted = [point["predicted_s"] for point in self.points]
+        reach = f"model: the slowest cut / the fastest {max(predicted) / min(predicted):.3f}"
+        columns = table(["cut", "model", "measured"], rows)
+        return f"{self.title}\n\n{columns}\n\n{reach}\n{self.verdict()}\n"
+
+    def record(self) -> dict:
+        points = [row | {"measured_s": rounded(row["measured_s"])} for row in self.points]
+        duels = self.duels()
+        play_off = [
+            {
+                "cut": cut,
+                "seconds": rounded(seconds),
+                "planned_to_this": asdict(duels[cut]) if cut in duels else None,
+            }
+            for cut, seconds in self.play_off.items()
+        ]
+        found = {"points": points, "play_off": play_off, "verdict": self.verdict()}
+        return {f"cuts_{self.micro_batches}_micro_batches": found}
+
+
+def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int) -> Cuts:
+    """The steps of all splits into two stages, on the CPU.
+
+    Args:
+        profile: of one of ``labkit.models`` with three layers or more, on images of 3x32x32.
+        link: between the stages.
+        micro_batches: M; 1 is the split without a pipeline.
+        repeats: turns of each cut in the sweep; the play-off has ``PLAY_OFF_SHARE`` times as
+            many, while they fit into a minute.
+
+    Raises:
+        WorkerError: a stage failed.
+    """
+    predicted = {
+        cut: predict_split(profile, (cut,), link, micro_batches=micro_batches).step_s
+        for cut in range(1, len(profile.layers))
+    }
+    planned = min(predicted, key=predicted.get)
+    result = run(
+        _measure,
+        (profile.model, profile.batch_size, micro_batches, planned, repeats),
+        world_size=2,
+        device="cpu",
+        timeout_s=_TIMEOUT_S,
+    )
+    seconds = slowest(result.values)
+    points = [
+        {"split_points": [cut], "predicted_s": predicted[cut], "measured_s": measured}
+        for cut, measured in seconds["sweep"].items()
+    ]
+    return Cuts(profile.model, profile.batch_size, micro_batches, points, seconds["play_off"])
+
+
+def _measure(comm: Comm, settings: tuple) -> dict[str, dict[int, list[float]]]:
+    """On each rank: by cut, seconds of the sweep and of the play-off."""
+    model, batch_size, micro_batches, planned, repeats = settings
+    base = build_model(model, num_classes=NUM_CLASSES, input_shape=SHAPE, seed=0)
+    optimizer = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(batch_size, *SHAPE, generator=generator)
+    classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
+
+    def warmed_up(cut: int) -> Callable[[], object]:
+        pipelined = micro_batches > 1
+        strategy = Pipeline((cut,), micro_batches) if pipelined else ModelParallel((cut,))
+        strategy.setup(comm, copy.deepcopy(base), optimizer)
+        step = partial(strategy.step, samples, classes, batch_size)
+        step()
+        return step
+
+    def turn(cut: int) -> float:
+        # The stage lives as long as its turn: together, all cuts would hold a model each.
+        return timed(comm, warmed_up(cut))
+
+    cuts = range(1, len(layers_of(base)))
+    sweep = repeat_turns({cut: partial(turn, cut) for cut in cuts}, repeats)
+    steps = {cut: warmed_up(cut) for cut in (planned, *fastest_others(comm, sweep, planned))}
+    turns = {cut: partial(timed, comm, step) for cut, step in steps.items()}
+    play_off = take_turns(comm, turns, PLAY_OFF_SHARE * repeats, _BUDGET_S)
+    return {"sweep": sweep, "play_off": play_off}
+
+
+def fastest_others(comm: Comm, sweep: dict[int, list[float]], planned: int) -> list[int]:
+    """The cuts that did best beside the planner's, fastest first, the same on every rank.
+
+    Args:
+        sweep: by cut, this rank's seconds of each turn; what counts is the last rank's.
+    """
+    seconds = torch.tensor(list(sweep.values()), dtype=torch.float64, device=comm.device)
+    tree_all_reduce(comm, seconds, "max")
+    medians = dict(zip(sweep, map(statistics.median, seconds.tolist())))
+    del medians[planned]
+    return sorted(medians, key=medians.get)[:RIVALS]
