@@ -63,14 +63,17 @@ def test_a_pipeline_of_one_stage_is_refused():
 
 def test_activations_are_timed_both_ways():
     found = placement.measure_transport(2, sizes=(2**10, 2**20))
-    assert {size: list(ways) for size, ways in found.seconds.items()} == {
-        2**10: ["shared memory", "gloo"],
-        2**20: ["shared memory", "gloo"],
+    ways = [placement.SHARED, placement.GLOO, placement.COPY]
+    assert {size: list(one) for size, one in found.seconds.items()} == {
+        2**10: ways,
+        2**20: ways,
     }
     assert [row["num_bytes"] for row in found.record()["transport"]] == [2**10, 2**20]
-    made_up = placement.Transport({4: {"shared memory": [1.0, 2.0], "gloo": [6.0, 8.0]}})
-    assert made_up.times_gloo(4) == [6.0, 4.0]
+    seconds = dict(zip(ways, ([1.0, 2.0], [6.0, 8.0], [0.5, 0.4])))
+    made_up = placement.Transport({4: seconds})
+    assert made_up.against_shared(4, placement.GLOO).median == 5
     assert "5 (4.5 to 5.5)" in str(made_up)
+    assert made_up.record()["transport"][0]["copy_to_shared"]["median"] == 0.35
 
 
 def layers_of_a_second(count=34, model="vgg16", batch_size=16):
@@ -159,7 +162,7 @@ def fake_split(model, points, *, frozen=0, batch_size=8, micro_batches=1, steps=
 
 
 def test_the_placement_bench_records_hops_cuts_and_figures(tmp_path, monkeypatch, capsys):
-    seconds = {4: {"shared memory": [1.0], "gloo": [6.0]}}
+    seconds = {4: {placement.SHARED: [1.0], placement.GLOO: [6.0], placement.COPY: [0.5]}}
     fakes = {
         "measure_transport": lambda repeats: placement.Transport(seconds),
         "stage_link": lambda **_: Link(0.0, 1e-9),

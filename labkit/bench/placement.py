@@ -1,9 +1,10 @@
 """``labkit bench placement``: what the cuts of VGG16 cost, and whether the planner knows it.
 
-Three parts. How fast an activation moves between two stages, in shared memory and over gloo. The
-communication time of every named placement (``placement.VGG16_PLACEMENTS``), by cut, direction and
-batch size, with everything trained and with a frozen backbone. And the step of every single cut
-into two stages, unpipelined and as a pipeline, beside what the planner predicts.
+Three parts. How fast an activation moves between two stages, in shared memory and over gloo, and
+beside them a plain copy inside one process. The communication time of every named placement
+(``placement.VGG16_PLACEMENTS``), by cut, direction and batch size, with everything trained and
+with a frozen backbone. And the step of every single cut into two stages, unpipelined and as a
+pipeline, beside what the planner predicts.
 """
 
 import itertools
@@ -31,6 +32,7 @@ BACKBONE = 31  # the features, which the reference project froze
 SCATTER_BATCH, MICRO_BATCHES = 16, 4
 SIZES = tuple(2**k for k in (18, 20, 22, 24, 26))
 _BUDGET_S = 20.0
+SHARED, GLOO, COPY = "shared memory", "gloo", "a plain copy"
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,26 @@ class Transport:
     """A tensor from one stage to the next, by its size.
 
     Attributes:
-        seconds: by bytes and transport, of each repeat.
+        seconds: by bytes and way (``SHARED``, ``GLOO``, ``COPY``), of each repeat.
     """
 
     seconds: dict[int, dict[str, list[float]]]
 
-    def times_gloo(self, num_bytes: int) -> list[float]:
+    def against_shared(self, num_bytes: int, other: str) -> Spread:
+        """The other's time / that in shared memory, repeat by repeat: above 1 it is slower."""
         found = self.seconds[num_bytes]
-        return ratios(found["gloo"], found["shared memory"])
+        return Spread.of(ratios(found[other], found[SHARED]))
 
     def __str__(self) -> str:
         rows = [
             [
                 format_bytes(size),
-                *(Spread.of(times).text(format_seconds) for times in found.values()),
-                Spread.of(self.times_gloo(size)).text(format_number),
+                *(Spread.of(found[way]).text(format_seconds) for way in (SHARED, GLOO, COPY)),
+                *(self.against_shared(size, o).text(format_number) for o in (GLOO, COPY)),
             ]
             for size, found in self.seconds.items()
         ]
-        header = ["activation", "shared memory", "gloo", "gloo / shared"]
+        header = ["activation", SHARED, GLOO, COPY, "gloo / shared", "copy / shared"]
         return f"One hop between two stages, median (quartiles)\n\n{table(header, rows)}\n"
 
     def record(self) -> dict:
@@ -64,7 +67,8 @@ class Transport:
             {
                 "num_bytes": size,
                 **{name: asdict(Spread.of(times)) for name, times in found.items()},
-                "gloo_to_shared": asdict(Spread.of(self.times_gloo(size))),
+                "gloo_to_shared": asdict(self.against_shared(size, GLOO)),
+                "copy_to_shared": asdict(self.against_shared(size, COPY)),
             }
             for size, found in self.seconds.items()
         ]
@@ -118,20 +122,20 @@ def bench_placement(repeats: int = 6) -> Iterator[Transport | Hops | Cuts]:
 
 
 def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> Transport:
-    """A hop of so many bytes in shared memory and over gloo, in turns."""
+    """A hop of so many bytes in shared memory and over gloo, and a plain copy, in turns."""
     options = {"world_size": 2, "device": "cpu", "timeout_s": 600}
     return Transport(slowest(run(_hop_both_ways, repeats, sizes, **options).values))
 
 
 def _hop_both_ways(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict:
     gloo = TorchTransport("gloo", comm.device)
-    ways = {"shared memory": comm, "gloo": Comm(comm.rank, 2, comm.device, gloo)}
+    ways = {SHARED: comm, GLOO: Comm(comm.rank, 2, comm.device, gloo)}
     seconds = {}
     for size in sizes:
         tensor = torch.ones(size // 4)
-        turns = {
-            name: partial(timed, comm, partial(_hop, way, tensor)) for name, way in ways.items()
-        }
+        actions = {name: partial(_hop, way, tensor) for name, way in ways.items()}
+        actions[COPY] = partial(_copy, comm, tensor, torch.empty_like(tensor))
+        turns = {name: partial(timed, comm, action) for name, action in actions.items()}
         seconds[size] = take_turns(comm, turns, repeats, _BUDGET_S)
     return seconds
 
@@ -141,6 +145,11 @@ def _hop(comm: Comm, tensor: torch.Tensor) -> None:
         comm.send(tensor, 1)
     else:
         comm.recv(tensor, 0)
+
+
+def _copy(comm: Comm, tensor: torch.Tensor, landing: torch.Tensor) -> None:
+    if comm.rank == 0:
+        landing.copy_(tensor)
 
 
 def measure_hops(link: Link, repeats: int) -> Hops:
