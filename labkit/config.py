@@ -95,6 +95,8 @@ class RunConfig:
         for name in ("train_size", "accumulate", "servers", "micro_batches"):
             _check_whole(name, getattr(self, name), optional=True)
         _check_whole("max_staleness", self.max_staleness, optional=True, least=0)
+        if self.devices is not None and self.split_points is not None:
+            _check_one_each(parse_devices(self.devices), parse_split_points(self.split_points))
         if self.devices is not None:
             self._follow("devices", len(parse_devices(self.devices)))
         if self.split_points is not None:
@@ -216,6 +218,15 @@ def parse_split_points(text: str) -> tuple[int, ...]:
     if not all(re.fullmatch(r"\d+", word) for word in words):
         raise ValueError(f"split_points must be layers, as in 5,12, got {text!r}")
     return tuple(map(int, words))
+
+
+def _check_one_each(devices: tuple[str, ...], split_points: tuple[int, ...]) -> None:
+    if len(devices) != len(split_points) + 1:
+        raise ValueError(
+            f"{format_count(len(devices), 'device')} for "
+            f"{format_count(len(split_points) + 1, 'stage')}: name one a stage, or leave devices "
+            "out and give each stage a process of its own"
+        )
 
 
 def _check_whole(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:

@@ -195,12 +195,13 @@ def check(config: RunConfig, *, download: bool = False):
             raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
     check_world_size(config.world_size, warn=False)
     _check_backend(config, plan(config.world_size, config.device, config.transport).devices[0])
+    # Before the world size is looked at: an option may have set it.
+    options = _options(config, make_strategy)
     if config.strategy == "single" and config.world_size != 1:
         raise ValueError(
             f"strategy single trains on one rank, got world_size {config.world_size}: "
             "use world_size 1, or another strategy"
         )
-    options = _options(config, make_strategy)
     if "split_points" in inspect.signature(make_strategy).parameters:
         options["split_points"] = _split_points(config, download)
     make_strategy = partial(make_strategy, **options)
@@ -283,7 +284,10 @@ def _replica_devices(config: RunConfig) -> tuple[str, ...]:
             raise ValueError(f"devices {config.devices!r} do not go with device {config.device!r}")
         if kind == "cuda" and int(number) >= gpus:
             has = format_count(gpus, "CUDA GPU")
-            raise ValueError(f"devices {config.devices!r}: this machine has {has}")
+            raise ValueError(
+                f"devices {config.devices!r}: this machine has {has}, counted from cuda:0; name "
+                "others, or leave devices out"
+            )
     return devices
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from labkit.__main__ import main
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
+PLACED = ["--strategy", "model_parallel", "--devices"]
 QUICK = ["--train-size", "128", "--batch-size", "32"]
 
 
@@ -71,6 +72,13 @@ def test_the_options_of_a_technique_reach_it(tmp_path, capsys):
             "backend 'nccl' moves tensors on cuda, and the ranks are on cpu: choose device 'cuda'",
         ),
         ([], "the following arguments are required: --strategy"),
+        ([*PLACED, "cpu,cpu"], "cpu comes twice, and two stages on one device share its memory"),
+        ([*PLACED, "cpu,cuda:99"], "counted from cuda:0; name others, or leave devices out"),
+        ([*PLACED, "cpu,"], "devices must be cpu or cuda:NUMBER with commas between, got ''"),
+        ([*PLACED, "cpu", "--split-points", "3"], "1 device for 2 stages: name one a stage"),
+        ([*PLACED, "cpu,cuda:0", "--split-points", "3,5"], "2 devices for 3 stages: name one"),
+        (["--strategy", "single", "--split-points", "3"], "single takes no option split_points"),
+        (["--strategy", "pipeline", "--split-points", "9"], "with 7 layers it is 1 to 6"),
     ],
 )
 def test_errors_of_use_are_one_line_and_exit_2(words, message, tmp_path, monkeypatch, capsys):

@@ -41,8 +41,8 @@ class AsyncParameterServer:
 
     An epoch is through when as many shares have been worked through, by anyone, as it has: a fast
     worker takes its shares of the next epoch meanwhile. An empty share counts as worked through
-    and makes no update. The loss of an epoch is the mean over the samples that came in it. Frozen parameters are neither pushed nor pulled; one without a gradient
-    counts as zero.
+    and makes no update. The loss of an epoch is the mean over the samples that came in it. Frozen
+    parameters are neither pushed nor pulled; one without a gradient counts as zero.
 
     Batch statistics (BatchNorm): each worker normalises with its own share's. The server takes the
     running averages and counters of the latest push as they are, and hands them out: they follow
