@@ -1,6 +1,8 @@
 """labkit compare: what is run, what a record says, and the figures' claims."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -398,15 +400,66 @@ def test_errors_of_use_are_one_line_and_exit_2(words, message, capsys):
     ("content", "message"),
     [
         ("{", "is no record of labkit compare: Expecting property name"),
-        ("[]", "is no record"),
+        ("\udcff", "codec can't decode byte 0xff"),
+        ("[]", "it is [], where an object is due; give a file that its --json wrote"),
         ('{"command": "", "config": {}}', "it has no contenders, hardware, runs, settings"),
     ],
 )
-def test_a_file_that_is_no_record_is_refused(content, message, tmp_path):
+def test_a_file_that_is_no_record_is_refused(content, message, tmp_path, capsys):
     path = tmp_path / "in.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        compare.load(path)
+    path.write_text(content, errors="surrogateescape")
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", "--from", str(path)])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"labkit: error: {path} is no record of labkit compare: ")
+    assert message in line
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("places", "value", "message"),
+    [
+        (("config", "target"), "95", 'config.target is "95", where a number is due'),
+        (("settings",), [], "settings are numbers from 1, of one setting or more"),
+        (("settings", 1, "batch_size"), 0, "settings are numbers from 1"),
+        (("contenders", 1, "own_pace"), None, "contenders[1].own_pace is null, where true or"),
+        (("runs", 3), {}, "runs[3] has no contender, epochs, note, phases_s, repeat, replicas_"),
+        (("runs", 3, "setting"), 4, "runs[3] is in setting 4 of 4"),
+        (("runs", 3, "repeat"), True, "runs[3].repeat is true, where a whole number is due"),
+        (("runs", 3, "contender"), "me", "runs[3] is of me, who is no contender"),
+        (("runs", 3, "epochs"), [], "runs[3] has an epoch that took no time, or no epochs"),
+        (("runs", 3, "epochs", 1, "seconds"), -1, "runs[3] has an epoch that took no time"),
+        (("runs", 3, "epochs", 1), [1], "runs[3].epochs[1] is [1], where an object is due"),
+        (("runs", 3, "phases_s", "worker"), {"wait": ""}, 'phases_s.worker.wait is "", where a'),
+        (("runs", 3, "difference_from_single"), "", "difference_from_single is"),
+        (("skipped",), ["x"], 'skipped[0] is "x", where an object is due'),
+        (("hardware", "gpus"), 2, "hardware.gpus is 2, where a list is due"),
+    ],
+)
+def test_a_damaged_record_is_refused_at_the_place(places, value, message, tmp_path):
+    damaged = made_by_hand()
+    *path, last = places
+    part = damaged
+    for place in path:
+        part = part[place]
+    part[last] = value
+    file = tmp_path / "in.json"
+    file.write_text(json.dumps(damaged))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compare.load(file)
+
+
+def test_whole_records_are_read(tmp_path):
+    """The one in the repository, and one without a single device to be compared with."""
+    file = tmp_path / "in.json"
+    record = made_by_hand()
+    del record["runs"][0]["difference_from_single"]
+    file.write_text(json.dumps(record))
+    assert compare.load(file) == record
+    stored = Path(__file__).parent.parent / "data" / "results" / "compare.json"
+    assert compare.load(stored)["runs"]
 
 
 def test_a_stop_ends_with_130_and_leaves_the_old_record(tmp_path, monkeypatch, capsys):

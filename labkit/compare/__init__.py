@@ -16,6 +16,7 @@ from labkit import devices
 from labkit.compare import figures, summary
 from labkit.compare.contenders import Contender, find_contenders
 from labkit.compare.measure import Comparison, Setting, settings_of
+from labkit.compare.record import load
 from labkit.config import RunConfig
 from labkit.files import write_atomically
 from labkit.launch import warm_up
@@ -38,7 +39,6 @@ _WORLD_SIZES = (1, 2, 3, 4)
 _BATCH_SIZES = (64, 128, 256)
 _EPOCHS = 6
 _TARGET = 0.95
-_KEYS = {"command", "config", "contenders", "settings", "runs", "skipped", "hardware", "versions"}
 
 
 def compare(
@@ -140,24 +140,6 @@ def main(
         for name, figure in figures.draw(record).items():
             print(f"figure: {figure.save(Path(figures_dir) / f'compare_{name}.png')}")
     return int(any(row["failed"] for row in record["skipped"]))
-
-
-def load(path: str | Path) -> dict[str, Any]:
-    """Read a record.
-
-    Raises:
-        ValueError: not one; the message names the file and what it lacks.
-        OSError: the file cannot be read.
-    """
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-        missing = sorted(_KEYS - record.keys())
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is no record of labkit compare: {reason}") from None
-    if missing:
-        raise ValueError(f"{path} is no record of labkit compare: it has no {', '.join(missing)}")
-    return record
 
 
 def parse_options(**texts: str) -> dict[str, Any]:
