@@ -406,9 +406,7 @@ def test_split_points_that_do_not_fit_are_named():
     for make in (strategies.get("model_parallel"), strategies.get("pipeline")):
         with pytest.raises(ValueError, match=r"one for each cut, got 5: write \(5,\)"):
             make(5)
-    with pytest.raises(
-        ValueError, match="1 split point for 1 rank, each of which"
-    ):
+    with pytest.raises(ValueError, match="1 split point for 1 rank, each of which"):
         strategies.get("model_parallel")((5,)).check_ranks(1)
 
 
