@@ -608,7 +608,7 @@ class TestRow16WorldSize:
 
     def test_far_above_the_cores_is_warned_of(self, monkeypatch):
         monkeypatch.setattr("labkit.devices.num_cores", lambda: 1)
-        with pytest.warns(UserWarning, match="far above this machine's 1 cores"):
+        with pytest.warns(UserWarning, match="far above this machine's 1 core:"):
             labkit.devices.check_world_size(8)
 
 
