@@ -21,8 +21,6 @@ from labkit.comm import Comm, TorchTransport
 from labkit.costs import Link
 from labkit.launch import run
 from labkit.placement import VGG16_PLACEMENTS, predict_split
-from labkit.plots.hops import communication_time, hop_rows
-from labkit.plots.scatter import split_scatter
 from labkit.split_runs import MeasuredSplit, measure_profile, measure_split, stage_link
 from labkit.units import format_bytes, format_number, format_seconds
 
@@ -154,6 +152,9 @@ def _copy(comm: Comm, tensor: torch.Tensor, landing: torch.Tensor) -> None:
 
 def measure_hops(link: Link, repeats: int) -> Hops:
     """Every placement of more than one device, with all trained and with a frozen backbone."""
+    # Here and in ``draw``, since every rank of a bench imports this module: without matplotlib.
+    from labkit.plots.hops import hop_rows
+
     rows = []
     for batch_size in BATCH_SIZES:
         profile = measure_profile(
@@ -180,6 +181,9 @@ def record(found: list[Transport | Hops | Cuts]) -> dict:
 
 def draw(found: list[Transport | Hops | Cuts], path: Path) -> list[Path]:
     """The hops of full training, and a scatter for each number of micro-batches."""
+    from labkit.plots.hops import communication_time
+    from labkit.plots.scatter import split_scatter
+
     paths = []
     for result in found:
         if isinstance(result, Hops):
