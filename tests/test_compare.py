@@ -401,8 +401,8 @@ def test_errors_of_use_are_one_line_and_exit_2(words, message, capsys):
     [
         ("{", "is no record of labkit compare: Expecting property name"),
         ("\udcff", "codec can't decode byte 0xff"),
-        ("[]", "it is [], where an object is due; give a file that its --json wrote"),
-        ('{"command": "", "config": {}}', "it has no contenders, hardware, runs, settings"),
+        ("[]", "$: [] is not of type 'object'; give a file that its --json wrote"),
+        ('{"command": "", "config": {}}', "is a required property"),
     ],
 )
 def test_a_file_that_is_no_record_is_refused(content, message, tmp_path, capsys):
@@ -421,21 +421,29 @@ def test_a_file_that_is_no_record_is_refused(content, message, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("places", "value", "message"),
     [
-        (("config", "target"), "95", 'config.target is "95", where a number is due'),
-        (("settings",), [], "settings are numbers from 1, of one setting or more"),
-        (("settings", 1, "batch_size"), 0, "settings are numbers from 1"),
-        (("contenders", 1, "own_pace"), None, "contenders[1].own_pace is null, where true or"),
-        (("runs", 3), {}, "runs[3] has no contender, epochs, note, phases_s, repeat, replicas_"),
+        (("config", "target"), "95", "$.config.target: '95' is not of type 'number'"),
+        (("settings",), [], "$.settings: [] should be non-empty"),
+        (("settings", 1, "batch_size"), 0, "$.settings[1].batch_size: 0 is less than the minimum"),
+        (
+            ("contenders", 1, "own_pace"),
+            None,
+            "$.contenders[1].own_pace: None is not of type 'boolean'",
+        ),
+        (("runs", 3), {}, "$.runs[3]: 'contender' is a required property"),
         (("runs", 3, "setting"), 4, "runs[3] is in setting 4 of 4"),
-        (("runs", 3, "repeat"), True, "runs[3].repeat is true, where a whole number is due"),
+        (("runs", 3, "repeat"), True, "$.runs[3].repeat: True is not of type 'integer'"),
         (("runs", 3, "contender"), "me", "runs[3] is of me, who is no contender"),
-        (("runs", 3, "epochs"), [], "runs[3] has an epoch that took no time, or no epochs"),
-        (("runs", 3, "epochs", 1, "seconds"), -1, "runs[3] has an epoch that took no time"),
-        (("runs", 3, "epochs", 1), [1], "runs[3].epochs[1] is [1], where an object is due"),
-        (("runs", 3, "phases_s", "worker"), {"wait": ""}, 'phases_s.worker.wait is "", where a'),
-        (("runs", 3, "difference_from_single"), "", "difference_from_single is"),
-        (("skipped",), ["x"], 'skipped[0] is "x", where an object is due'),
-        (("hardware", "gpus"), 2, "hardware.gpus is 2, where a list is due"),
+        (("runs", 3, "epochs"), [], "$.runs[3].epochs: [] should be non-empty"),
+        (("runs", 3, "epochs", 1, "seconds"), -1, "$.runs[3].epochs[1].seconds: -1 is less"),
+        (("runs", 3, "epochs", 1), [1], "$.runs[3].epochs[1]: [1] is not of type 'object'"),
+        (
+            ("runs", 3, "phases_s", "worker"),
+            {"wait": ""},
+            "phases_s.worker.wait: '' is not of type",
+        ),
+        (("runs", 3, "difference_from_single"), "", "difference_from_single: '' is not of"),
+        (("skipped",), ["x"], "$.skipped[0]: 'x' is not of type 'object'"),
+        (("hardware", "gpus"), 2, "$.hardware.gpus: 2 is not of type 'array'"),
     ],
 )
 def test_a_damaged_record_is_refused_at_the_place(places, value, message, tmp_path):

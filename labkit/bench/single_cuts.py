@@ -67,7 +67,8 @@ class Cuts:
     @property
     def title(self) -> str:
         how = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "not pipelined"
-        return f"Every single cut of {self.model}, batch of {self.batch_size}, {how}"
+        steps = format_count(len(self.points[0]["measured_s"]), "step")
+        return f"Every cut of {self.model}, batch of {self.batch_size}, {how}: a sweep of {steps}"
 
     def duels(self) -> dict[int, Spread]:
         """By rival, the planner's step / the rival's, repeat by repeat: above 1 it lost."""
