@@ -282,7 +282,7 @@ def test_an_mpi_that_does_not_run_is_no_contender(monkeypatch, tmp_path):
     fake.chmod(0o755)
     assert mpi.find(2).missing == "no slots here"
     fake.write_text("#!/bin/sh\necho 1 Some MPI\n")
-    assert mpi.find(2).missing == "mpirun made 1 ranks of one run"
+    assert mpi.find(2).missing == "asked for 2 ranks of one run, mpirun made 1"
 
 
 def test_an_mpirun_that_ends_at_once_is_said_with_its_code(monkeypatch, tmp_path):

@@ -56,8 +56,8 @@ def find(world_size: int) -> Found:
         return Found(missing=f"mpirun was not done in {_PATIENCE_S:.0f} s")
     size, _, library = done.stdout.strip().partition(" ")
     if done.returncode != 0 or size != str(world_size):
-        said = done.stderr.strip().splitlines() or [f"mpirun made {size or 'no'} ranks of one run"]
-        return Found(missing=said[-1])
+        made = f"asked for {world_size} ranks of one run, mpirun made {size or 'none'}"
+        return Found(missing=(done.stderr.strip().splitlines() or [made])[-1])
     return Found(library=library)
 
 
