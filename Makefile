@@ -20,13 +20,14 @@ export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-notebooks bench html notebooks clean distclean FORCE
+.PHONY: help env lab test test-unit test-notebooks storm bench html notebooks clean distclean FORCE
 
 help:
 	@echo "make lab             set up and open the workbook"
 	@echo "make test            set up and run every test: unit, notebooks, browser"
 	@echo "make test-unit       the quick part: no notebooks, no browser, no fresh processes"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
+	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make html            the notebooks as web pages in build/html"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
@@ -77,6 +78,9 @@ test-notebooks: env
 
 test-unit: env
 	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh" tests $(ARGS)
+
+storm: env
+	cd tests && $(CURDIR)/$(BIN)/python storm.py $(ARGS)
 
 bench: env
 	@$(BIN)/python -m labkit bench $(ARGS)

@@ -6,7 +6,23 @@ rank starts in about half the processor time.
 """
 
 import atexit
+import contextlib
 import gc
+from multiprocessing.forkserver import _forkserver
+from pathlib import Path
+
+
+@atexit.register
+def _remove_socket() -> None:
+    """The server's socket and its folder: a parent that was killed could not remove them.
+
+    The server ends when nobody is left who could ask it for a process.
+    """
+    with contextlib.suppress(OSError, TypeError):
+        socket = Path(_forkserver._forkserver_address)
+        socket.unlink()
+        socket.parent.rmdir()
+
 
 gc.collect()
 gc.freeze()

@@ -1,6 +1,6 @@
 """``labkit.run``: a function on P real processes.
 
-The engine is PyTorch's elastic agent (``labkit.engine``), a rank is ``labkit.worker``, and around
+The engine is PyTorch's elastic agent (``labkit.agent``), a rank is ``labkit.worker``, and around
 them stands a supervisor (``labkit.supervisor``) that ends every run whole.
 """
 

@@ -6,18 +6,19 @@ explains.
 """
 
 import contextlib
-import multiprocessing
 import os
-import pickle
 import signal
 import time
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
 
-from labkit.board import LOST, RETURNED, RUNNING, explain
-from labkit.engine import Agent, check_room, start_method, warm_up
+from labkit.agent import Agent
+from labkit.board import LOST, RETURNED, RUNNING, Board, explain
+from labkit.engine import end_stopped_server, server_fault, warm_up
 from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.live import Output, ProgressBar
+from labkit.meeting_file import MeetingFile
+from labkit.messages import Inbox, Report, let_go
+from labkit.processes import is_running, is_stopped
 from labkit.shared_memory import Arena
 from labkit.sources import learner_frames, readable
 
@@ -26,6 +27,11 @@ _POLL_S = 0.05
 _SETTLE_S = 0.5
 _EXIT_CODE_S = 0.6
 _START_PATIENCE_S = 120.0
+# How long a start may take before the server of ranks is looked at.
+_SERVER_PATIENCE_S = 1.0
+# For ranks that have returned to tidy up by themselves, and for killed ones to be gone.
+_LEAVE_PATIENCE_S = 3.0
+_END_PATIENCE_S = 10.0
 
 
 class Supervisor:
@@ -34,22 +40,24 @@ class Supervisor:
     def __init__(
         self, job, world_size: int, timeout_s: float, may_lose: frozenset[int] = frozenset()
     ):
-        context = multiprocessing.get_context(start_method())
+        from labkit.worker import run_rank
+
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.may_lose = may_lose
         self.arena = arena = Arena(world_size)
         self.board = arena.board
-        controls = [Pipe(duplex=False) for _ in range(world_size)]
+        self.meeting = MeetingFile()
+        controls = [Pipe() for _ in range(world_size)]
         outputs = [Pipe(duplex=False) for _ in range(world_size)]
-        self.agent_done, done = Pipe(duplex=False)
-        self.controls = {receiver: rank for rank, (receiver, _) in enumerate(controls)}
+        self.inboxes = {mine: (rank, Inbox(mine)) for rank, (mine, _) in enumerate(controls)}
         self.output = Output([receiver for receiver, _ in outputs])
         self.bar = ProgressBar(self.board)
-        self._workers_ends = [sender for _, sender in (*controls, *outputs)]
-        ends = ([sender for _, sender in controls], [sender for _, sender in outputs])
-        self.agent = Agent(context, world_size, (job, arena, *ends), done, may_lose)
-        self.reports: dict[int, Any] = {}
+        self._ranks_ends = [
+            (control, output) for (_, control), (_, output) in zip(controls, outputs)
+        ]
+        self.agent = Agent(run_rank, self._ranks_ends, (job, arena, self.meeting))
+        self.reports: dict[int, Report] = {}
         self.gone: set[int] = set()
         self.lost: dict[int, str] = {}
         self.launched_s = time.monotonic()
@@ -58,7 +66,7 @@ class Supervisor:
         self._ticks: tuple[int, ...] = ()
         self._stuck: list[int] = []
 
-    def run(self) -> list[Any]:
+    def run(self) -> list[Report | None]:
         """Start the ranks, wait for all of them, and return their reports in rank order.
 
         A rank in ``may_lose`` that ended early has None, and ``lost`` says why.
@@ -67,12 +75,13 @@ class Supervisor:
             WorkerError: or one of its kinds, when the run failed.
         """
         try:
-            check_room(self.world_size)
             # An interrupt can come between any two of these: whatever has started must end.
             warm_up()
             self.agent.start()
             verdict = self._watch()
             self.lost = {rank: self._why_lost(rank) for rank in sorted(self._lost())}
+            if verdict is None:
+                self._let_go()
         finally:
             self._end()
         if verdict is not None:
@@ -83,7 +92,7 @@ class Supervisor:
     def _lost(self) -> set[int]:
         """The ranks that have ended early and that the run does without."""
         raised = {rank for rank, report in self.reports.items() if report.kind != "value"}
-        return self.may_lose & (raised | self.gone)
+        return self.may_lose & (raised | (self.gone - self.reports.keys()))
 
     def _why_lost(self, rank: int) -> str:
         if rank not in self.reports:
@@ -101,60 +110,70 @@ class Supervisor:
             self.bar.update()
             now_s = time.monotonic()
             lost = self._lost()
-            gone = self.gone - lost
             bad = [r for r in self.reports.values() if r.kind != "value" and r.rank not in lost]
-            if not self.agent.is_alive() and not bad and not gone:
-                if self.agent.error is not None:
-                    raise WorkerError(f"the ranks could not be started: {self.agent.error}")
-                if len({*self.reports, *lost}) == self.world_size and not self.agent.failures:
-                    return None
-            if bad or gone or not self.agent.is_alive():
+            if not bad and len({*self.reports, *lost}) == self.world_size:
+                return None
+            if self.started_s is None:
+                if self._all_started():
+                    self.started_s = now_s
+                elif why := self._why_not_started(now_s):
+                    return WorkerError(f"the ranks could not be started: {why}")
+            if bad or self._missing():
                 failed_s = failed_s or now_s
                 if self._settled(bad, now_s - failed_s):
                     return self._failure(bad)
             elif stuck := self._check_stuck():
                 return self._deadlock(stuck)
-            if self.started_s is None and self._all_started():
-                self.started_s = now_s
             if now_s > self._deadline_s():
                 return self._deadline()
 
+    def _missing(self) -> set[int]:
+        """The ranks that have ended, and that others may still need."""
+        return self.gone - self.may_lose
+
     def _read(self, timeout_s: float) -> None:
-        """Take in what the ranks have sent."""
-        sources = [*self.controls, *self.output.connections]
-        if self.agent.is_alive():
-            sources.append(self.agent_done)
-        self._close_own_ends()
-        for ready in wait(sources, timeout_s):
-            if ready in self.controls:
+        """Take in what the ranks have sent, and who has ended."""
+        ended = self.agent.exit_codes
+        sources = wait([*self.inboxes, *self.output.connections], timeout_s)
+        for ready in sources:
+            if ready in self.inboxes:
                 self._read_report(ready)
-            elif ready is self.agent_done:
-                self.agent.join()
             else:
                 self.output.read(ready)
-
-    def _all_started(self) -> bool:
-        pids = self.board.ranks["pid"]
-        return all(pids[rank] or rank in self.agent.losses for rank in range(self.world_size))
-
-    def _close_own_ends(self) -> None:
-        # Once every rank runs, its pipe must end with it: then the copies here must go.
-        if self._workers_ends and (self._all_started() or not self.agent.is_alive()):
-            for connection in self._workers_ends:
-                connection.close()
-            self._workers_ends = []
+        # The pipe of an ended rank stays open if a process that it has forked holds it.
+        silent = {rank for control, (rank, _) in self.inboxes.items() if control not in sources}
+        self.gone |= silent & ended.keys()
+        for rank in self._lost():
+            if self.board.ranks[rank]["state"] == RUNNING:
+                self.board.ranks[rank]["state"] = LOST
 
     def _read_report(self, control: Connection) -> None:
-        rank = self.controls[control]
+        rank, inbox = self.inboxes[control]
         try:
-            self.reports[rank] = pickle.loads(control.recv_bytes())
-        except (EOFError, OSError):
-            if rank not in self.reports:
-                self.gone.add(rank)
-            del self.controls[control]
+            if report := inbox.read():
+                self.reports[rank] = report
+        except EOFError:
+            del self.inboxes[control]
             control.close()
-        if rank in self._lost() and self.board.ranks[rank]["state"] == RUNNING:
-            self.board.ranks[rank]["state"] = LOST
+            self.gone.add(rank)
+
+    def _all_started(self) -> bool:
+        return all(map(self._has_started, range(self.world_size)))
+
+    def _has_started(self, rank: int) -> bool:
+        # One that is stopped at once has not yet said that it is there.
+        pid = self.agent.pids.get(rank)
+        there = self.board.ranks[rank]["pid"] or rank in self.agent.exit_codes
+        return bool(there or (pid and is_stopped(pid)))
+
+    def _why_not_started(self, now_s: float) -> str:
+        """Why some rank never will; empty while all may."""
+        if self.agent.error is not None:
+            error = self.agent.error
+            return server_fault() or f"{type(error).__name__}: {error}"
+        if now_s - self.launched_s > _SERVER_PATIENCE_S and "is stopped" in server_fault():
+            return server_fault()
+        return ""
 
     def _settled(self, bad: list, waited_s: float) -> bool:
         kinds = {report.kind for report in bad} - {"peer_lost"}
@@ -163,9 +182,8 @@ class Supervisor:
             return waited_s > _SETTLE_S
         if kinds:
             return True
-        if self.gone:
-            # The agent knows a code other than 0; it never ends for a rank that left with 0.
-            return not self.agent.is_alive() or waited_s > _EXIT_CODE_S
+        if missing := self._missing():
+            return missing <= self.agent.exit_codes.keys() or waited_s > _EXIT_CODE_S
         return waited_s > _SETTLE_S
 
     def _check_stuck(self) -> list[int]:
@@ -194,23 +212,29 @@ class Supervisor:
         return (DeadlockError if waiting and clean else WorkerError)(message, rank=rank)
 
     def _left(self) -> list[int]:
-        # Once one rank is dead the engine ends the rest: its record names the first.
-        return sorted(self.agent.failures) or sorted(self.gone)
+        """The ranks that have ended, who was seen to end first before the others."""
+        order = list(self.agent.exit_codes)
+        return sorted(
+            self._missing(), key=lambda rank: order.index(rank) if rank in order else len(order)
+        )
 
     def _how_it_left(self, rank: int) -> str:
-        failure = self.agent.failures.get(rank)
-        exitcode = failure.exitcode if failure else self.agent.losses.get(rank, 0)
-        if exitcode == 1 and not self.board.ranks[rank]["state"]:
+        code, state = self.agent.exit_codes.get(rank), self.board.ranks[rank]["state"]
+        when = "in mid-run" if state else "before it had started"
+        if state == RETURNED:
+            when = "after its function had returned"
+        if code is None:
+            why = server_fault() or "its exit code has not come"
+            return f"has ended {when}; how is not known: {why}"
+        if code == 1 and not state:
             return (
                 "ended before it had started: in a script, labkit.run has to stand under "
                 'if __name__ == "__main__":'
             )
-        if exitcode >= 0:
-            return f"left early with exit code {exitcode}, before its function had returned"
-        name = signal.Signals(-exitcode).name
-        when = "in mid-run" if self.board.ranks[rank]["state"] else "before it had started"
-        if self.board.ranks[rank]["state"] == RETURNED:
-            when = "after its function had returned"
+        if code >= 0:
+            when = when if state == RETURNED else "before its function had returned"
+            return f"left early with exit code {code}, {when}"
+        name = signal.Signals(-code).name
         hint = " (the system does that when memory runs out)" if name == "SIGKILL" else ""
         return f"was killed by {name} {when}{hint}"
 
@@ -255,30 +279,48 @@ class Supervisor:
     def _deadline(self) -> DeadlineError:
         board = self.board.copy()
         lines = [f"the run was still going at its deadline of {self.timeout_s:g} s (timeout_s)."]
-        for rank, stack in sorted(self._stacks().items()):
-            if not board.ranks[rank]["state"]:
-                lines.append(f"rank {rank} had not started yet.")
-                continue
-            doing = f"in {op}" if (op := board.ranks[rank]["op"].decode()) else "in its own code"
-            lines.append(f"rank {rank} was {doing}:\n{readable(learner_frames(stack))}")
+        stopped = [rank for rank, pid in self.agent.pids.items() if is_stopped(pid)]
+        for rank, stack in sorted(self._stacks(stopped).items()):
+            lines.append(f"rank {rank} {self._doing(board, rank, stack)}")
+        lines += [
+            f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
+            f"{self.agent.pids[rank]} would have let it go on."
+            for rank in stopped
+        ]
         returned = [r for r in range(self.world_size) if board.ranks[r]["state"] == RETURNED]
         if returned:
             lines.append(f"ranks that had returned: {returned}.")
         lines += [f"rank {rank} {self._why_lost(rank)}." for rank in sorted(self._lost())]
-        lines.append("Next step: look for a loop without an end, or give the run more timeout_s.")
+        if fault := server_fault():
+            lines.append(f"{fault}.")
+        elif not stopped:
+            lines.append(
+                "Next step: look for a loop without an end, or give the run more timeout_s."
+            )
         return DeadlineError("\n".join(lines))
 
-    def _stacks(self) -> dict[int, str]:
+    def _doing(self, board: Board, rank: int, stack: str) -> str:
+        if not board.ranks[rank]["state"]:
+            return "had not started yet."
+        op = board.ranks[rank]["op"].decode()
+        doing = f"was in {op}" if op else "was in its own code"
+        where = readable(learner_frames(stack))
+        return f"{doing}:\n{where}" if where else f"{doing}; it did not tell where."
+
+    def _stacks(self, silent: list[int]) -> dict[int, str]:
         """Ask each running rank for its stack, and collect what comes within half a second."""
         self.output.flush()
-        ended = (RETURNED, LOST)
-        asked = [r for r in range(self.world_size) if self.board.ranks[r]["state"] not in ended]
+        done = {rank for rank in range(self.world_size) if self._is_done(rank)} | set(silent)
+        asked = [rank for rank in range(self.world_size) if rank not in done]
         for rank in asked:
             self._signal(rank, signal.SIGUSR1)
         until_s = time.monotonic() + 0.5
         while time.monotonic() < until_s:
             self._read(0.05)
         return {rank: self.output.take_pending(rank) for rank in asked}
+
+    def _is_done(self, rank: int) -> bool:
+        return self.board.ranks[rank]["state"] in (RETURNED, LOST)
 
     def _signal(self, rank: int, number: int) -> None:
         pid = int(self.board.ranks[rank]["pid"])
@@ -287,33 +329,52 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def _let_go(self) -> None:
+        """Let the ranks end by themselves, in a moment: what they hold is theirs to tidy up."""
+        for control in self.inboxes:
+            with contextlib.suppress(OSError):
+                let_go(control)
+        until_s = time.monotonic() + _LEAVE_PATIENCE_S
+        while self.inboxes and time.monotonic() < until_s:
+            self._read(_POLL_S)
+            if not any(map(is_running, self.agent.pids.values())):
+                break
+
     def _end(self) -> None:
         """Leave nothing: processes ended and joined, pipes closed, the last output shown."""
-        while True:
+        for _ in range(2):
             try:
                 self._end_ranks()
                 break
             except KeyboardInterrupt:
-                # A second Ctrl-C must not leave the ranks behind; ending them takes a moment.
+                # All were sent SIGKILL before the first wait; after a second Ctrl-C none is left.
                 continue
-        for _ in range(100):
-            if not self.output.connections or not wait(self.output.connections, 0):
+        self._show_the_rest()
+        for end in (*self.inboxes, *(end for pair in self._ranks_ends for end in pair)):
+            end.close()
+        # An error keeps this object as long as itself: the memory must not stay with it.
+        self.board = self.bar = None
+        self.arena.close()
+        self.meeting.close()
+
+    def _end_ranks(self) -> None:
+        """Kill what is left, and wait for it, but not without bound."""
+        self.agent.stop()
+        until_s = time.monotonic() + _END_PATIENCE_S
+        while self.agent.may_start_ranks() and time.monotonic() < until_s:
+            for rank in self.agent.pids:
+                self._signal(rank, signal.SIGKILL)
+            if self.agent.finished.wait(_POLL_S):
                 break
-            for ready in wait(self.output.connections, 0):
+            # A server that is stopped would never say that a rank is gone.
+            end_stopped_server()
+
+    def _show_the_rest(self) -> None:
+        for _ in range(100):
+            if not self.output.connections or not (found := wait(self.output.connections, 0)):
+                break
+            for ready in found:
                 self.output.read(ready)
         self.bar.close()
         self.output.flush()
         self.output.close()
-        for connection in (*self.controls, *self._workers_ends, self.agent_done):
-            connection.close()
-        # An error keeps this object as long as itself: the memory must not stay with it.
-        self.board = self.bar = None
-        self.arena.close()
-
-    def _end_ranks(self) -> None:
-        self.agent.stop()
-        while self.agent.may_start_ranks():
-            for rank in range(self.world_size):
-                if rank not in self.reports or self.reports[rank].kind != "value":
-                    self._signal(rank, signal.SIGKILL)
-            self.agent.finished.wait(0.1)

@@ -8,7 +8,6 @@ import atexit
 import faulthandler
 import io
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -31,9 +30,10 @@ from labkit.comm import Comm, TorchTransport
 from labkit.cuda_ipc import CudaTransport
 from labkit.devices import Plan, num_cores, plan
 from labkit.errors import MismatchError, PeerLostError
+from labkit.meeting_file import MeetingFile
+from labkit.messages import Report, may_go, send_report
 from labkit.shared_memory import Arena, Doorbells, SharedTransport, meet
 from labkit.sources import install_sources, is_internal, is_ours
-from labkit.trace import Span
 from labkit.units import format_count
 
 # What the launcher must outlast, so that its explanation comes before gloo's own timeout.
@@ -54,57 +54,44 @@ class Job:
     may_lose: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Report:
-    """How one rank ended, as it tells the launcher.
-
-    ``kind`` is ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch``, ``peer_lost`` or
-    ``unpicklable``.
-    """
-
-    rank: int
-    kind: str
-    payload: bytes = b""
-    spans: tuple[Span, ...] = ()
-    messages: int = 0
-    bytes_sent: int = 0
-    summary: str = ""
-    location: str = ""
-    traceback: str = ""
-    duration_s: float = 0.0
-
-
 def run_rank(
-    job: Job, arena: Arena, controls: list[Connection], outputs: list[Connection]
+    rank: int,
+    environment: dict[str, str],
+    control: Connection,
+    output: Connection,
+    job: Job,
+    arena: Arena,
+    meeting: MeetingFile,
 ) -> None:
-    """The body of a worker process: connect, call the function, report, wait to be released."""
-    rank = int(os.environ["LOCAL_RANK"])
-    for number, pair in enumerate(zip(controls, outputs)):
-        if number != rank:
-            # The launcher reads "this rank is gone" from the end of its pipe: no one else may
-            # hold it open.
-            for connection in pair:
-                connection.close()
+    """The body of a rank's process: connect, call the function, report, wait to be let go."""
+    os.environ.update(environment)
     arena.board.ranks[rank]["pid"] = os.getpid()
-    _end_with_parent()
+    let_go = _watch_launcher(control)
     # Ctrl-C and the stop button signal the whole process group; ending ranks is the launcher's.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _capture_output(outputs[rank])
-    report = _call(job, rank, arena)
+    _capture_output(output)
+    report = _call(job, rank, arena, meeting)
     sys.stdout.flush()
     sys.stderr.flush()
-    controls[rank].send_bytes(pickle.dumps(report))
+    send_report(control, report)
     if report.kind != "value" and rank in job.may_lose:
         # The others are to find out by themselves, and go on.
         os._exit(1)
-    if report.kind != "value":
-        # Leaving now would break the connections of ranks that are still fine, and bury the cause
-        # under theirs. The launcher ends this process.
-        threading.Event().wait()
+    # Leaving now would break the connections of ranks that are still fine, and after a failure
+    # bury the cause under theirs. The launcher lets this process go, or ends it.
+    let_go.wait()
 
 
-def connect(plan: Plan, timeout_s: float, arena: Arena | None = None) -> Comm:
-    """Join the process group that the environment describes, and return this rank's Comm."""
+def connect(
+    plan: Plan,
+    timeout_s: float,
+    arena: Arena | None = None,
+    meeting: MeetingFile | None = None,
+) -> Comm:
+    """Join the process group that the environment describes, and return this rank's Comm.
+
+    The ranks find each other in ``meeting``, or by the environment's address (``torchrun``).
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if local_world_size == world_size:
@@ -116,7 +103,7 @@ def connect(plan: Plan, timeout_s: float, arena: Arena | None = None) -> Comm:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join_group(plan.backend, timeout_s, device)
+        _join_group(plan.backend, timeout_s, device, meeting and meeting.store(world_size))
     if arena is None and local_world_size == world_size:
         arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     if arena is not None and plan.transport == "shared":
@@ -134,16 +121,20 @@ def connect(plan: Plan, timeout_s: float, arena: Arena | None = None) -> Comm:
     return Comm(rank, world_size, device, transport, arena.board, doorbells=doorbells)
 
 
-def _join_group(backend: str, timeout_s: float, device: torch.device) -> None:
+def _join_group(
+    backend: str, timeout_s: float, device: torch.device, store: dist.Store | None
+) -> None:
     started_s = time.monotonic()
     patience = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+        if store is None:
+            store, *_ = next(dist.rendezvous("env://", timeout=patience))
+        store.set_timeout(patience)
         dist.init_process_group(
             backend,
             store=store,
-            rank=rank,
-            world_size=world_size,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timedelta(seconds=timeout_s + _PATIENCE_S),
             device_id=device if backend == "nccl" else None,
         )
@@ -168,13 +159,13 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _call(job: Job, rank: int, arena: Arena) -> Report:
+def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
     global inside_a_run
     inside_a_run = True
     try:
         install_sources(job.sources)
         function, args = cloudpickle.loads(job.function)
-        comm = connect(job.plan, job.timeout_s, arena)
+        comm = connect(job.plan, job.timeout_s, arena, meeting)
         arena.board.ranks[rank]["state"] = RUNNING
         comm.start_together()
         started_s = time.perf_counter()
@@ -304,20 +295,23 @@ def run_here(
     return everyone
 
 
-def _end_with_parent() -> None:
-    """End this process when the launcher's process ends, even by SIGKILL.
+def _watch_launcher(control: Connection) -> threading.Event:
+    """What is set once the launcher lets this rank go; if the launcher is gone, the rank ends.
 
-    A forkserver's children outlive a killed parent (they hold the pipe that would tell), so a
-    thread waits on the parent's sentinel.
+    A killed launcher (SIGKILL) ends nobody by itself: a thread waits for the end of its pipe, and
+    of its process, since a child that the launcher has forked may hold the pipe open.
     """
-    parent = parent_process()
+    let_go = threading.Event()
+    launcher = parent_process().sentinel
 
     def watch():
-        wait([parent.sentinel])
+        if control in wait([control, launcher]) and may_go(control):
+            let_go.set()
+            wait([launcher])
         os._exit(1)
 
-    if parent is not None:
-        threading.Thread(target=watch, name="labkit-parent-watch", daemon=True).start()
+    threading.Thread(target=watch, name="labkit-launcher-watch", daemon=True).start()
+    return let_go
 
 
 def _capture_output(output: Connection) -> None:

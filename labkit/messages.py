@@ -1,0 +1,90 @@
+"""What travels between a rank and its launcher over the rank's pipe, and how it is read in time.
+
+A rank sends one report; the launcher answers with one byte that lets it go. Either end learns from
+the pipe's end that the other is gone.
+"""
+
+import os
+import pickle
+import struct
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from labkit.trace import Span
+
+_LENGTH = struct.Struct("!Q")
+_READ_BYTES = 1 << 20
+_GO = b"g"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one rank ended, as it tells the launcher.
+
+    ``kind`` is ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch``, ``peer_lost`` or
+    ``unpicklable``.
+    """
+
+    rank: int
+    kind: str
+    payload: bytes = b""
+    spans: tuple[Span, ...] = ()
+    messages: int = 0
+    bytes_sent: int = 0
+    summary: str = ""
+    location: str = ""
+    traceback: str = ""
+    duration_s: float = 0.0
+
+
+def send_report(control: Connection, report: Report) -> None:
+    data = memoryview(pickle.dumps(report))
+    for part in (_LENGTH.pack(len(data)), data):
+        while part:
+            part = part[os.write(control.fileno(), part) :]
+
+
+def let_go(control: Connection) -> None:
+    """Tell a rank that all have returned: it may end."""
+    os.write(control.fileno(), _GO)
+
+
+def may_go(control: Connection) -> bool:
+    """Wait for the launcher's word; False when the launcher is gone."""
+    try:
+        return os.read(control.fileno(), 1) == _GO
+    except OSError:
+        return False
+
+
+class Inbox:
+    """The launcher's end of a rank's pipe: reads what is there, and never waits for the rest.
+
+    A rank that is stopped in the middle of a large report must not stop its launcher too.
+    """
+
+    def __init__(self, control: Connection):
+        self.control = control
+        self._data = bytearray()
+
+    def read(self) -> Report | None:
+        """Take in what has come; the report when it is whole.
+
+        Raises:
+            EOFError: the rank is gone.
+        """
+        try:
+            data = os.read(self.control.fileno(), _READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise EOFError
+        self._data += data
+        if len(self._data) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._data)
+        if len(self._data) < _LENGTH.size + length:
+            return None
+        report = pickle.loads(memoryview(self._data)[_LENGTH.size :])
+        self._data = bytearray()
+        return report

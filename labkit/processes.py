@@ -1,0 +1,25 @@
+"""What the system says of a process that is not ours to wait for."""
+
+from pathlib import Path
+
+_ENDED = "ZX"
+# T: by SIGSTOP, SIGTSTP (Ctrl-Z) or a terminal; t: by a debugger.
+_STOPPED = "Tt"
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; one that nobody has waited for yet (a zombie) does not."""
+    return _state(pid) not in _ENDED
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is suspended by a signal: it does nothing until SIGCONT or its end."""
+    return _state(pid) in _STOPPED
+
+
+def _state(pid: int) -> str:
+    """The letter in ``/proc/PID/stat``; X where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"

@@ -1,0 +1,274 @@
+"""A storm of signals: runs hit at random moments, each of which has to end whole and say why.
+
+A strike sends SIGKILL, SIGTERM, SIGABRT or SIGSTOP to a rank, to the forkserver or to the program
+that runs them, some time between the start of a run and a little after its usual end. Whatever is
+hit, the run has to end in time with the right values or with an error that names the cause, and
+nothing may be left: no process, no file, no semaphore.
+
+``make storm`` runs several hundred; tests/test_storm.py a few. To see one again: its seed.
+"""
+
+import argparse
+import contextlib
+import multiprocessing.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+
+import torch
+from ranks import group_of, is_alive, leftovers, running_ranks, travel_by_value, wait_until
+
+from labkit import WorkerError, run, supervisor
+
+travel_by_value(__name__)
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSTOP)
+# A run that a stopped rank holds up ends at its deadline; all others much earlier.
+TIMEOUT_S = 2.0
+PATIENCE_S = 10.0
+
+
+def returns_at_once(comm):
+    return comm.rank
+
+
+def meets_often(comm):
+    total = torch.ones(1000)
+    for _ in range(30):
+        torch.distributed.all_reduce(total)
+        total /= comm.world_size
+        comm.barrier()
+    return comm.rank if total.sum().item() == 1000 else "wrong"
+
+
+def computes_alone(comm):
+    until_s = time.monotonic() + 0.15
+    while time.monotonic() < until_s:
+        pass
+    return comm.rank
+
+
+def returns_much(comm):
+    return comm.rank, torch.zeros(2_000_000)
+
+
+def sends_around(comm):
+    mine, theirs = torch.full((100_000,), float(comm.rank)), torch.empty(100_000)
+    for _ in range(10):
+        if comm.world_size > 1:
+            right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+            comm.exchange(mine, right, theirs, left)
+    return comm.rank
+
+
+FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much, sends_around)
+
+
+@dataclass
+class Strike:
+    """One signal on its way.
+
+    Attributes:
+        function: what the ranks run.
+        target: ``rank`` or ``forkserver``.
+        after_s: from the start of the run.
+        rank: which one was hit; None while none was.
+    """
+
+    function: Callable
+    world_size: int
+    target: str
+    number: signal.Signals
+    after_s: float
+    rank: int | None = None
+    has_hit: bool = False
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> "Strike":
+        return cls(
+            draw.choice(FUNCTIONS),
+            draw.randint(1, 4),
+            draw.choice(["rank"] * 3 + ["forkserver"]),
+            draw.choice(SIGNALS),
+            draw.uniform(0, draw.choice([0.06, 0.12, 0.3])),
+        )
+
+    def hit(self, agent: supervisor.Agent, draw: random.Random) -> None:
+        pid = forkserver._forkserver._forkserver_pid
+        if self.target == "rank":
+            alive = {r: p for r, p in agent.pids.items() if r not in agent.exit_codes}
+            if not alive:
+                return
+            self.rank, pid = draw.choice(list(alive.items()))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, self.number)
+            self.has_hit = True
+
+    def __str__(self) -> str:
+        return (
+            f"{self.number.name} to {self.target} {'' if self.rank is None else self.rank} after "
+            f"{self.after_s:.3f} s of {self.function.__name__} on {self.world_size} ranks"
+        )
+
+    def is_named_by(self, error: str) -> bool:
+        stopped = self.number == signal.SIGSTOP
+        if self.target == "forkserver":
+            end = "is stopped by a signal" if stopped else f"was killed by {self.number.name}"
+            return "(the forkserver, pid " in error and end in error
+        if stopped:
+            return f"rank {self.rank} is stopped by a signal" in error
+        return f"rank {self.rank} was killed by {self.number.name}" in error
+
+
+def strike_run(strike: Strike, draw: random.Random) -> str:
+    """One run under one strike; what came of it: ``whole`` or ``named``.
+
+    Raises:
+        AssertionError: it took too long, named something else, or left something.
+    """
+    agents = []
+
+    class Seen(supervisor.Agent):
+        def start(self):
+            agents.append(self)
+            super().start()
+
+    before = leftovers()
+    timer = threading.Timer(strike.after_s, lambda: agents and strike.hit(agents[-1], draw))
+    supervisor.Agent, keep = Seen, supervisor.Agent
+    started_s = time.monotonic()
+    timer.start()
+    try:
+        result = run(strike.function, world_size=strike.world_size, timeout_s=TIMEOUT_S)
+        ranks = [value[0] if isinstance(value, tuple) else value for value in result.values]
+        assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
+        outcome = "whole"
+    except WorkerError as error:
+        if not (strike.has_hit and strike.is_named_by(str(error))):
+            raise AssertionError(f"{strike} is not named by: {error}") from None
+        outcome = "named"
+    finally:
+        took_s = time.monotonic() - started_s
+        supervisor.Agent = keep
+        timer.cancel()
+        timer.join()
+    assert took_s < TIMEOUT_S + PATIENCE_S, f"{strike}: the run took {took_s:.1f} s"
+    assert wait_until(lambda: not running_ranks(), 2), f"{strike} left ranks {running_ranks()}"
+    assert leftovers() <= before, f"{strike} left {leftovers() - before}"
+    assert all(not is_alive(pid) for agent in agents for pid in agent.pids.values()), str(strike)
+    return outcome
+
+
+PROGRAM = """
+    import sys
+    sys.path.insert(0, {here!r})
+    import storm
+    from labkit import run
+
+    if __name__ == "__main__":
+        print("begins", flush=True)
+        while True:
+            for function in storm.FUNCTIONS:
+                run(function, world_size=2)
+                print("ran", flush=True)
+"""
+
+
+def strike_program(number: signal.Signals, draw: random.Random) -> str:
+    """A program of many runs, hit itself: with it everything that it has started has to go."""
+    with tempfile.TemporaryDirectory(prefix="storm-") as folder:
+        script, inside = Path(folder) / "program.py", Path(folder) / "t"
+        script.write_text(textwrap.dedent(PROGRAM).format(here=str(Path(__file__).parent)))
+        inside.mkdir()
+        shared_memory = set(os.listdir("/dev/shm"))
+        program = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"TMPDIR": str(inside)},
+        )
+        try:
+            assert program.stdout.readline() == "begins\n"
+            time.sleep(draw.uniform(0, 8))
+            os.kill(program.pid, number)
+            if number == signal.SIGSTOP:
+                _goes_on(program)
+                os.kill(program.pid, signal.SIGKILL)
+            program.wait(10)
+            # A forkserver that is still importing finds out when it has done so.
+            gone = wait_until(lambda: not any(map(is_alive, group_of(program.pid))), 40)
+            assert gone, f"{number.name} to the program left {group_of(program.pid)}"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+        # PyTorch's cache of compiled code is meant to stay.
+        left = [name for name in os.listdir(inside) if not name.startswith("torchinductor_")]
+        assert not left, f"{number.name} to the program left {left}"
+        # Other programs come and go there too.
+        new = set(os.listdir("/dev/shm")) - shared_memory
+        wait_until(lambda: not new & set(os.listdir("/dev/shm")), 10)
+        new &= set(os.listdir("/dev/shm"))
+        assert not new, f"{number.name} to the program left {new}"
+    return "gone"
+
+
+def _goes_on(program: subprocess.Popen) -> None:
+    """A program that was stopped for a moment runs as before."""
+    time.sleep(0.5)
+    os.kill(program.pid, signal.SIGCONT)
+    for _ in range(8):
+        assert program.stdout.readline() == "ran\n"
+
+
+def weather(runs: int, programs: int, seed: int) -> Counter:
+    """Many strikes; how often each kind came to what."""
+    draw = random.Random(seed)
+    seen: Counter = Counter()
+    run(returns_at_once, world_size=1)
+    for index in range(runs):
+        strike = Strike.drawn(draw)
+        outcome = strike_run(strike, draw)
+        seen[strike.target, strike.number.name, outcome if strike.has_hit else "missed"] += 1
+        if sys.stdout.isatty() or index % 50 == 49:
+            print(f"\r{index + 1} of {runs} runs", end="", flush=True)
+    for index in range(programs):
+        number = SIGNALS[index % len(SIGNALS)]
+        seen["program", number.name, strike_program(number, draw)] += 1
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=500)
+    parser.add_argument("--programs", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    chosen = parser.parse_args()
+    print(f"seed {chosen.seed}")
+    started_s = time.monotonic()
+    # The forkserver's folder goes at the end of this process, after the one made here.
+    multiprocessing.util.get_temp_dir()
+    # What others put into the common folder meanwhile was not left by a run.
+    with tempfile.TemporaryDirectory(prefix="storms-") as folder:
+        os.environ["TMPDIR"], tempfile.tempdir = folder, folder
+        seen = weather(chosen.runs, chosen.programs, chosen.seed)
+    print(f"\nin {time.monotonic() - started_s:.0f} s:")
+    for (target, name, outcome), count in sorted(seen.items()):
+        print(f"  {target:10} {name:8} {outcome:8} {count:4}")
+
+
+if __name__ == "__main__":
+    main()

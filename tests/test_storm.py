@@ -1,0 +1,30 @@
+"""A short storm of signals (see storm.py); the long one is ``make storm``."""
+
+import random
+
+import pytest
+import storm
+from ranks import leftovers, running_ranks
+
+
+def test_every_run_ends_whole_or_with_the_cause_named():
+    before = leftovers()
+    seen = storm.weather(runs=40, programs=0, seed=12)
+    assert sum(seen.values()) == 40
+    assert sum(count for (*_, outcome), count in seen.items() if outcome == "named") > 10
+    assert not running_ranks()
+    assert leftovers() <= before
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize("number", storm.SIGNALS, ids=lambda number: number.name)
+def test_what_a_program_has_started_ends_with_it(number):
+    assert storm.strike_program(number, random.Random(number)) == "gone"
+
+
+def test_a_wrong_cause_would_be_found():
+    strike = storm.Strike(storm.returns_at_once, 2, "rank", storm.SIGNALS[0], 0.0, rank=1)
+    assert strike.is_named_by("rank 1 was killed by SIGKILL in mid-run")
+    assert not strike.is_named_by("rank 0 was killed by SIGKILL in mid-run")
+    assert not strike.is_named_by("rank 1 was killed by SIGTERM in mid-run")
+    assert not strike.is_named_by("rank 1 left early with exit code 255")
