@@ -116,7 +116,8 @@ def connect(plan: Plan, timeout_s: float, arena: Arena | None = None) -> Comm:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join_group(plan.backend, timeout_s, device)
+        # A launcher watches the deadline itself, and says more than a rank could.
+        _join_group(plan.backend, max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s, device)
     if arena is None and local_world_size == world_size:
         arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     if arena is not None and plan.transport == "shared":

@@ -28,6 +28,7 @@ FLOORS = [
         "errors",
         "files",
         "frozen",
+        "limits",
         "predict",
         "schedules",
         "sources",

@@ -5,6 +5,7 @@ beginning with another one: what else the machine does meets all of them alike, 
 within a repeat is what counts. Repeat r of everybody uses seed K + r.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -121,7 +122,8 @@ class Comparison:
                 results[contender.name] = row, result
         if SINGLE in results:
             for row, result in results.values():
-                row["difference_from_single"] = result.difference_from(results[SINGLE][1])
+                far = result.difference_from(results[SINGLE][1])
+                row["difference_from_single"] = far if math.isfinite(far) else None
 
     def _takes_part(self, contender: Contender, setting: Setting) -> bool:
         # One device has no number of ranks: it runs once for all of them, in the main setting.
@@ -225,6 +227,6 @@ def _means(rows: list[dict[str, float]]) -> dict[str, float]:
     return {kind: _short(sum(row.get(kind, 0.0) for row in rows) / len(rows)) for kind in kinds}
 
 
-def _short(value: float) -> float:
-    """Six significant digits: more is noise, and makes a record hard to read."""
-    return float(f"{value:.6g}")
+def _short(value: float) -> float | None:
+    """Six significant digits: more is noise, and makes a record hard to read. NaN is None."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -185,9 +185,15 @@ def _main_row(record: Record, contender: dict) -> list[str]:
         _middle(times, 0, format_number),
         _middle(times, 1, format_seconds),
         f"{accuracy:.1%}",
-        "own pace" if contender["own_pace"] else f"{max(far):.1g}" if far else "-",
+        "own pace" if contender["own_pace"] else _farthest(far),
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
     ]
+
+
+def _farthest(differences: list[float | None]) -> str:
+    if None in differences:
+        return "not finite"
+    return f"{max(differences):.1g}" if differences else "-"
 
 
 def _spread(repeats: list[float], text: Callable[[float], str]) -> str:
