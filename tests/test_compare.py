@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from labkit import compare, strategies
+from labkit import compare, strategies, train_with
 from labkit.__main__ import main
 from labkit.compare import figures, measure, summary
 from labkit.compare.contenders import find_contenders
@@ -277,13 +277,37 @@ def test_the_figures_say_what_the_numbers_say():
 
 def test_ranks_that_only_serve_are_told():
     record = made_by_hand()
-    assert summary.serving_rule(record) == ""
+    assert summary.ranks_rule(record) == ""
     for run in record["runs"]:
         if run["contender"] == "ring":
             run["phases_s"]["server"] = {"wait": 1.0}
     assert "ranks of ring one only serves" in summary.report(record)
     assert "N ranks are N - 1 workers" in figures.by_ranks(record).caption
     assert {"ring: worker", "ring: server"} <= summary.phases(record).keys()
+
+
+def test_stages_are_told_as_stages_and_serve_nobody():
+    record = made_by_hand()
+    for run in record["runs"]:
+        if run["contender"] != "single":
+            run["phases_s"] = {"stage": {"forward": 0.2, "backward": 0.4, "communicate": 0.1}}
+    told = "The ranks of ring, Torch share the layers, not the batch: N ranks are N stages."
+    assert summary.ranks_rule(record) == told
+    assert told in summary.report(record)
+    assert told in figures.by_ranks(record).caption
+    # Its messages have spans of their own.
+    assert "may communicate" not in figures.epoch_phases(record).caption
+    assert "What Torch may communicate is in" in figures.epoch_phases(made_by_hand()).caption
+
+
+@pytest.mark.parametrize("name", strategies.STRATEGIES)
+@pytest.mark.parametrize("builtin", [False, True], ids=["ours", "PyTorch's"])
+def test_the_roles_of_every_technique_s_ranks(name, builtin):
+    settings = {"world_size": 1 if name == "single" else 3, "device": "cpu", "train_size": 64}
+    result = train_with(name, builtin=builtin, model="mlp", **settings)
+    expected = {"worker", "server"} if "parameter_server" in name else {"worker"}
+    expected = {"stage"} if name in STAGED else expected
+    assert phases_by_role(result.trace, epochs=1).keys() == expected
 
 
 def test_a_target_that_is_never_reached_is_told_and_drawn(tmp_path):

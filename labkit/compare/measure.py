@@ -177,8 +177,8 @@ def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -
 
 
 def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float]]:
-    """Seconds an epoch by kind of span: ``worker`` is the mean over the ranks that compute,
-    ``server`` over those that only serve.
+    """Seconds an epoch by kind of span, by what a rank is: a ``worker`` computes a share of the
+    batch, a ``stage`` a part of the model, a ``server`` nothing. Means over the ranks of a role.
 
     Launch, evaluation and the first epoch (warm-up) are left out; where ranks do not keep step,
     no epoch ends on all of them at once, and the mean is over all epochs.
@@ -186,9 +186,14 @@ def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float]]:
     by_role: dict[str, list[dict[str, float]]] = {}
     for rank in trace.ranks:
         seconds = _epoch_seconds(trace.of(rank), epochs)
-        role = "worker" if seconds.get("compute") else "server"
-        by_role.setdefault(role, []).append(seconds)
+        by_role.setdefault(_role(seconds), []).append(seconds)
     return {role: _means(rows) for role, rows in sorted(by_role.items(), reverse=True)}
+
+
+def _role(seconds: dict[str, float]) -> str:
+    if seconds.get("compute"):
+        return "worker"
+    return "stage" if seconds.keys() & {"forward", "backward"} else "server"
 
 
 def _epoch_seconds(spans: list[Span], epochs: int) -> dict[str, float]:
