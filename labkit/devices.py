@@ -117,8 +117,16 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
             f"world_size {world_size} is far above this machine's "
             f"{format_count(cores, 'core')}: the ranks take turns, and each needs about 0.3 GB of "
             "memory",
-            stacklevel=3,
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """How many frames up the first line outside this package is: a warning is to name that one."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "labkit":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def hardware() -> dict[str, Any]:
