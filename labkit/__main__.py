@@ -4,10 +4,14 @@ calls."""
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
+from functools import partial
 
+from labkit import limits
 from labkit.config import AMP, BACKENDS, COMPRESSIONS, DTYPES, RunConfig
+from labkit.errors import OutputError, WorkerError
+from labkit.files import check_outputs, write_each
 from labkit.schedules import PIPELINES
 
 
@@ -18,8 +22,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _refuse(message: str):
-    print(f"labkit: error: {message}", file=sys.stderr)
+    print(f"labkit: error: {' '.join(message.splitlines())}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def _typed(parse: Callable[[str], float], text: str) -> float:
+    """A number of the command line; what argparse would say instead names our function."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_whole = partial(_typed, limits.parse_whole)
+_number = partial(_typed, limits.parse_number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,29 +95,33 @@ def _add_train(commands) -> None:
     add("--builtin", action="store_true", help="run PyTorch's counterpart of the technique")
     add("--backend", default=defaults.backend, metavar="|".join(BACKENDS), help="below --builtin")
     add("--transport", default=defaults.transport, metavar="auto|shared|gloo")
-    add("--world-size", type=int, metavar="N", help="number of ranks (default 1, or torchrun's)")
-    add("--batch-size", type=int, default=defaults.batch_size, metavar="B", help="global batch")
-    add("--epochs", type=int, default=defaults.epochs, metavar="E")
+    add(
+        "--world-size", type=_whole, metavar="N", help="number of ranks (default 1, or torchrun's)"
+    )
+    add("--batch-size", type=_whole, default=defaults.batch_size, metavar="B", help="global batch")
+    add("--epochs", type=_whole, default=defaults.epochs, metavar="E")
     add("--model", default=defaults.model, metavar="M")
     add("--dataset", default=defaults.dataset, metavar="D")
-    add("--train-size", type=int, metavar="N", help="use the first N training samples")
+    add("--train-size", type=_whole, metavar="N", help="use the first N training samples")
     add("--device", default=defaults.device, metavar="auto|cpu|cuda")
     add("--dtype", default=defaults.dtype, metavar="|".join(DTYPES))
-    add("--seed", type=int, default=defaults.seed, metavar="K")
-    add("--lr", type=float, default=defaults.lr)
-    add("--momentum", type=float, default=defaults.momentum)
-    add("--bucket-mb", type=float, metavar="MB", help="ddp: gradients sent together")
-    add("--accumulate", type=int, metavar="N", help="micro-batches an update")
+    add("--seed", type=_whole, default=defaults.seed, metavar="K")
+    add("--lr", type=_number, default=defaults.lr)
+    add("--momentum", type=_number, default=defaults.momentum)
+    add("--bucket-mb", type=_number, metavar="MB", help="ddp: gradients sent together")
+    add("--accumulate", type=_whole, metavar="N", help="micro-batches an update")
     add("--amp", metavar="|".join(AMP), help="mixed precision")
     add("--compress", metavar="|".join(COMPRESSIONS), help="ring_all_reduce: of gradients")
-    add("--servers", type=int, metavar="S", help="parameter_server: ranks that serve")
+    add("--servers", type=_whole, metavar="S", help="parameter_server: ranks that serve")
     add("--straggler", metavar="RANK:FACTOR", help="slow one rank's computing, 1:4.0 for example")
-    add("--max-staleness", type=int, metavar="N", help="async_parameter_server: bound")
+    add("--max-staleness", type=_whole, metavar="N", help="async_parameter_server: bound")
     add("--devices", metavar="D,D", help="of one process: cuda:0,cpu for example")
     add("--split-points", metavar="K,K", help="staged models: layers that begin a stage")
-    add("--micro-batches", type=int, metavar="M", help="pipeline: of a batch")
+    add("--micro-batches", type=_whole, metavar="M", help="pipeline: of a batch")
     add("--schedule", metavar="|".join(PIPELINES), help="pipeline: order of the micro-batches")
-    add("--timeout", type=float, default=24 * 3600, metavar="SECONDS", help="deadline of the run")
+    add(
+        "--timeout", type=_number, default=24 * 3600, metavar="SECONDS", help="deadline of the run"
+    )
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")
     add("--save", metavar="FILE", help="write the parameters as a safetensors file")
@@ -110,33 +130,20 @@ def _add_train(commands) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
     from labkit import launch, strategies
-    from labkit.errors import WorkerError
 
-    try:
-        config = _config(arguments)
-        strategies.check_name(config.strategy)
-        paths = [Path(path) for path in (arguments.json, arguments.save) if path]
-        for path in paths:
-            _check_writable(path)
-        if len({path.absolute() for path in paths}) < len(paths):
-            raise ValueError(f"--json and --save both say {paths[0]}: give two files")
-        # Before torch is imported here: the two take seconds each, and go side by side.
-        launch.warm_up()
-        from labkit.experiment import train_run
+    config = _config(arguments)
+    strategies.check_name(config.strategy)
+    limits.check_above_zero("--timeout", arguments.timeout, limits.MOST_SECONDS)
+    check_outputs({"--json": arguments.json, "--save": arguments.save}, {})
+    # Before torch is imported here: the two take seconds each, and go side by side.
+    launch.warm_up()
+    from labkit.experiment import train_run
 
-        result = train_run(
-            config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
-        )
-        if not launch.under_torchrun() or os.environ["RANK"] == "0":
-            _report(result, arguments)
-    except WorkerError as error:
-        print(f"labkit: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        _refuse(str(error))
-    except KeyboardInterrupt:
-        print("labkit: stopped; all ranks have ended", file=sys.stderr)
-        return 130
+    result = train_run(
+        config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
+    )
+    if not launch.under_torchrun() or os.environ["RANK"] == "0":
+        _report(result, arguments)
     return 0
 
 
@@ -144,25 +151,19 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     names = {field.name for field in fields(RunConfig)}
     chosen = {name: getattr(arguments, name) for name in names}
     if chosen["world_size"] is None:
-        chosen["world_size"] = int(os.environ.get("WORLD_SIZE", 1))
+        chosen["world_size"] = limits.parse_whole(os.environ.get("WORLD_SIZE", "1"))
     return RunConfig(**chosen)
 
 
-def _check_writable(path: Path) -> None:
-    """Raise ValueError now, not after an hour of training."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
-        raise ValueError(f"cannot write {path}: give a file in a folder that exists")
-    # A file is written beside the old one and renamed: it is the folder that decides.
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"cannot write {path}: no permission to write to {folder}")
-
-
 def _report(result, arguments: argparse.Namespace) -> None:
-    if arguments.json:
-        result.save_json(arguments.json)
-    if arguments.save:
-        result.save_state(arguments.save)
+    outputs = ((arguments.json, result.save_json), (arguments.save, result.save_state))
+    try:
+        write_each(*(partial(save, path) for path, save in outputs if path is not None))
+    finally:
+        _print_summary(result)
+
+
+def _print_summary(result) -> None:
     phases = ", ".join(f"{kind} {s:.2f} s" for kind, s in sorted(result.phases_s.items()))
     print(f"mean seconds of a rank: {phases}")
     if result.bytes_sent is not None:
@@ -179,59 +180,46 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    names = ("world_size", "sizes", "models", "repeats", "device")
+    check_outputs({"--json": arguments.json, "--figure": arguments.figure}, {})
     from labkit import bench
-    from labkit.errors import WorkerError
 
-    options = {
-        name: getattr(arguments, name)
-        for name in ("world_size", "sizes", "models", "repeats", "device")
-    }
-    try:
-        for path in filter(None, (arguments.json, arguments.figure)):
-            _check_writable(Path(path))
-        return bench.main(arguments.name, arguments.json, arguments.figure, **options)
-    except WorkerError as error:
-        print(f"labkit: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        return _refuse(str(error))
-    except KeyboardInterrupt:
-        print("labkit: stopped; all ranks have ended", file=sys.stderr)
-        return 130
+    options = {name: getattr(arguments, name) for name in names}
+    return bench.main(arguments.name, arguments.json, arguments.figure, **options)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    options = ("strategies", "world_size", "train_size", "batch_size", "repeats", "epochs")
-    options += ("target", "model", "dataset", "device")
-    try:
-        if arguments.json:
-            _check_writable(Path(arguments.json))
-        from labkit import compare
+    names = ("strategies", "world_size", "train_size", "batch_size", "repeats", "epochs")
+    names += ("target", "model", "dataset", "device")
+    check_outputs({"--json": arguments.json}, {"--from": arguments.from_path})
+    from labkit import compare
 
-        given = {name: getattr(arguments, name) for name in options}
-        return compare.main(arguments.json, arguments.figures, arguments.from_path, **given)
-    except (ValueError, OSError) as error:
-        return _refuse(str(error))
-    except KeyboardInterrupt:
-        print("labkit: stopped; all ranks have ended", file=sys.stderr)
-        return 130
+    options = {name: getattr(arguments, name) for name in names}
+    return compare.main(arguments.json, arguments.figures, arguments.from_path, **options)
 
 
 def _lab(arguments: argparse.Namespace) -> int:
     from labkit.lab import main as lab
 
-    try:
-        return lab(arguments.rest)
-    except ValueError as error:
-        return _refuse(str(error))
+    return lab(arguments.rest)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Parse and call. Errors of use are one line and exit 2; a run or a file that failed is 1."""
     parser = _parser()
     arguments, arguments.rest = parser.parse_known_args(argv)
     if arguments.rest and arguments.command != "lab":
         parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
-    return arguments.call(arguments)
+    try:
+        return arguments.call(arguments)
+    except (WorkerError, OutputError) as error:
+        print(f"labkit: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    except KeyboardInterrupt:
+        print("labkit: stopped; all ranks have ended", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

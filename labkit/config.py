@@ -2,8 +2,11 @@
 
 import re
 from dataclasses import asdict, dataclass, fields
+from reprlib import repr as shortened
 from typing import Any
 
+from labkit import limits
+from labkit.schedules import PIPELINES
 from labkit.units import format_count
 
 DTYPES = ("float32", "float64")
@@ -19,10 +22,26 @@ OPTIONS = (
     *("split_points", "micro_batches", "schedule"),
 )
 
-# A terabyte. PyTorch counts bytes in 64 bits, and takes no more.
-_MOST_MB = 2**20
+_MOST_MB = limits.MOST_BYTES // 2**20
 # Repeats count upwards from a seed, and torch's generators take 64 bits.
 _MOST_SEED = 2**32 - 1
+# PyTorch refuses a rate that the parameters' type cannot hold.
+_MOST_LR = {"float32": 3.4e38, "float64": 1.7e308}
+# A straggler sleeps so many times as long as it has computed.
+_MOST_SLOWDOWN = 1e6
+_TEXTS = ("strategy", "model", "dataset", "device", "transport")
+_TEXTS += ("straggler", "devices", "split_points")
+_CHOICES = {"dtype": DTYPES, "backend": BACKENDS, "amp": AMP, "compress": COMPRESSIONS}
+_CHOICES["schedule"] = tuple(PIPELINES)
+_WHOLE = {
+    **dict.fromkeys(("batch_size", "epochs", "train_size"), (1, limits.MOST)),
+    **dict.fromkeys(("accumulate", "servers", "micro_batches"), (1, limits.MOST)),
+    "world_size": (1, limits.MOST_RANKS),
+    "max_staleness": (0, limits.MOST),
+    "seed": (0, _MOST_SEED),
+}
+# Of a momentum of 1 nothing ever fades.
+_NUMBERS = {"bucket_mb": (0, _MOST_MB), "momentum": (0, 0.999999)}
 
 
 @dataclass(frozen=True)
@@ -90,24 +109,13 @@ class RunConfig:
     schedule: str | None = None
 
     def __post_init__(self):
-        for name in ("world_size", "batch_size", "epochs"):
-            _check_whole(name, getattr(self, name))
-        for name in ("train_size", "accumulate", "servers", "micro_batches"):
-            _check_whole(name, getattr(self, name), optional=True)
-        _check_whole("max_staleness", self.max_staleness, optional=True, least=0)
+        self._check_each()
         if self.devices is not None and self.split_points is not None:
             _check_one_each(parse_devices(self.devices), parse_split_points(self.split_points))
         if self.devices is not None:
             self._follow("devices", len(parse_devices(self.devices)))
         if self.split_points is not None:
             self._follow("split_points", len(parse_split_points(self.split_points)) + 1)
-        if self.bucket_mb is not None and not 0 <= self.bucket_mb <= _MOST_MB:
-            raise ValueError(
-                f"bucket_mb must be from 0 (a bucket a parameter) to {_MOST_MB:,}, got "
-                f"{self.bucket_mb!r}"
-            )
-        _check_choice("amp", self.amp, AMP)
-        _check_choice("compress", self.compress, COMPRESSIONS)
         if self.amp and self.dtype != "float32":
             raise ValueError(f"amp {self.amp} is for dtype float32, got {self.dtype}")
         if self.servers is not None:
@@ -119,23 +127,30 @@ class RunConfig:
                 f"batch_size {self.batch_size} is smaller than world_size {self.world_size}: some "
                 f"ranks would never get a sample. Use a batch of at least {self.world_size}"
             )
-        _check_whole("seed", self.seed, least=0)
-        if self.seed > _MOST_SEED:
-            raise ValueError(f"seed must be at most {_MOST_SEED}, got {self.seed}")
-        if not 0 < self.lr < float("inf"):
-            raise ValueError(f"lr must be above 0 and finite, got {self.lr!r}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be from 0 to below 1, got {self.momentum!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
-        if self.backend not in BACKENDS:
-            known = ", ".join(BACKENDS)
-            raise ValueError(f"unknown backend {self.backend!r}: choose one of {known}")
         if self.backend != "auto" and not self.builtin:
             raise ValueError(
                 f"backend {self.backend!r} is for PyTorch's counterpart: choose builtin as well, "
                 "or transport for our own implementation"
             )
+
+    def _check_each(self) -> None:
+        """Every setting by itself; None is the technique's own default, where that may be."""
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if name in _TEXTS and not isinstance(value, str):
+                raise ValueError(f"{name} must be a text, got {value!r}")
+            if name == "builtin" and not isinstance(value, bool):
+                raise ValueError(f"builtin must be True or False, got {value!r}")
+            if name in _CHOICES and value not in _CHOICES[name]:
+                known = ", ".join(_CHOICES[name])
+                raise ValueError(f"unknown {name} {value!r}: choose one of {known}")
+            if name in _WHOLE:
+                limits.check_whole(name, value, *_WHOLE[name])
+            if name in _NUMBERS:
+                limits.check_number(name, value, *_NUMBERS[name])
+        limits.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
 
     def _follow(self, name: str, count: int) -> None:
         """Let the world size be what an option makes it."""
@@ -165,17 +180,17 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
     """
     rank, colon, factor = str(text).partition(":")
     try:
-        parsed = int(rank), float(factor)
+        parsed = limits.parse_whole(rank), limits.parse_number(factor)
     except ValueError:
         colon = ""
     if not colon:
-        raise ValueError(f"straggler must be RANK:FACTOR, as in 1:4.0, got {text!r}")
+        raise ValueError(f"straggler must be RANK:FACTOR, as in 1:4.0, got {shortened(text)}")
     if not 0 <= parsed[0] < world_size:
         raise ValueError(
-            f"straggler {text!r}: with world_size {world_size} the ranks are 0 to {world_size - 1}"
+            f"straggler {shortened(text)}: with world_size {world_size} the ranks are 0 to "
+            f"{world_size - 1}"
         )
-    if not 1 <= parsed[1] < float("inf"):
-        raise ValueError(f"straggler {text!r}: the factor must be 1 or more")
+    limits.check_number(f"straggler {shortened(text)}: the factor", parsed[1], 1, _MOST_SLOWDOWN)
     return parsed
 
 
@@ -201,9 +216,10 @@ def parse_devices(text: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in str(text).split(","))
     for name in names:
-        if not re.fullmatch(r"cpu|cuda:\d+", name):
+        if not re.fullmatch(r"cpu|cuda:[0-9]{1,4}", name):
             raise ValueError(
-                f"devices must be cpu or cuda:NUMBER with commas between, got {name!r} in {text!r}"
+                "devices must be cpu or cuda:NUMBER with commas between, got "
+                f"{shortened(name)} in {shortened(text)}"
             )
     return names
 
@@ -215,8 +231,8 @@ def parse_split_points(text: str) -> tuple[int, ...]:
         ValueError: no whole numbers with commas between.
     """
     words = [word.strip() for word in str(text).split(",")] if str(text).strip() else []
-    if not all(re.fullmatch(r"\d+", word) for word in words):
-        raise ValueError(f"split_points must be layers, as in 5,12, got {text!r}")
+    if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
+        raise ValueError(f"split_points must be layers, as in 5,12, got {shortened(text)}")
     return tuple(map(int, words))
 
 
@@ -227,15 +243,3 @@ def _check_one_each(devices: tuple[str, ...], split_points: tuple[int, ...]) -> 
             f"{format_count(len(split_points) + 1, 'stage')}: name one a stage, or leave devices "
             "out and give each stage a process of its own"
         )
-
-
-def _check_whole(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number from {least}, got {value!r}")
-
-
-def _check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")

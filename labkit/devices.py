@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from labkit.limits import MOST_RANKS, check_whole
 from labkit.units import format_count
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -107,18 +108,25 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
     """Refuse a world size that cannot be; warn of one that this machine will feel.
 
     Raises:
-        ValueError: not a whole number from 1.
+        ValueError: not a whole number from 1, or more ranks than any machine starts.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size must be a whole number from 1, got {world_size!r}")
+    check_whole("world_size", world_size, most=MOST_RANKS)
     cores = num_cores()
     if warn and world_size > 4 * cores:
         warnings.warn(
             f"world_size {world_size} is far above this machine's "
             f"{format_count(cores, 'core')}: the ranks take turns, and each needs about 0.3 GB of "
             "memory",
-            stacklevel=3,
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """How many frames up the first line outside this package is: a warning is to name that one."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "labkit":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def hardware() -> dict[str, Any]:

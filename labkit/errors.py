@@ -46,3 +46,7 @@ class PeerLostError(ConnectionError):
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
         self.rank = rank
+
+
+class OutputError(OSError):
+    """An output could not be written, because a disk is full for example; an old one is intact."""

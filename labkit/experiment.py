@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from labkit.devices import check_world_size, hardware, num_gpus, plan, versions
 from labkit.files import write_atomically
 from labkit.launch import RunResult, run, under_torchrun
 from labkit.layers import even_split, layers_of
+from labkit.limits import MOST_SECONDS, check_above_zero
 from labkit.placement import check_split_points
 from labkit.trace import Trace
 from labkit.train import fit, largest_difference
@@ -80,7 +82,9 @@ class TrainResult:
         """What ``--json`` writes."""
         return {
             "config": self.config.as_dict(),
-            "epochs": self.epochs,
+            "epochs": [
+                {key: _or_null(value) for key, value in row.items()} for row in self.epochs
+            ],
             "phases_s": self.phases_s,
             "bytes_sent": self.bytes_sent,
             "messages": self.messages,
@@ -91,13 +95,18 @@ class TrainResult:
         }
 
     def save_json(self, path: str | Path) -> None:
-        write_atomically(Path(path), json.dumps(self.as_dict(), indent=2) + "\n")
+        write_atomically(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def save_state(self, path: str | Path) -> None:
         """Write ``state`` as a safetensors file."""
         from safetensors.torch import save
 
-        write_atomically(Path(path), save(self.state))
+        write_atomically(path, save(self.state))
+
+
+def _or_null(value: float) -> float | None:
+    # JSON has no NaN, which is the loss of a run that diverged.
+    return value if math.isfinite(value) else None
 
 
 def train_with(
@@ -142,6 +151,7 @@ def train_run(
         FileNotFoundError: the data set is not there; the message says how to get it.
         WorkerError: a rank failed.
     """
+    check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     make_strategy = check(config, download=download)
     load_dataset(config.dataset, train_size=config.train_size, download=download)
     ranks, device = _ranks_and_device(config, make_strategy)

@@ -1,18 +1,177 @@
-"""Writing files so that a crash, a stop or a full disk never leaves half of one."""
+"""Writing outputs: a file whole or not at all, a pipe or a device in place.
 
+A crash, a stop or a full disk never leaves half of a file, and what is not a file stays what it
+is.
+"""
+
+import contextlib
+import errno
 import os
-import threading
+import secrets
+import stat
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping
+from itertools import combinations
 from pathlib import Path
 
+from labkit.errors import OutputError
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write beside, then rename: a full disk or a stop leaves the old file as it was."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write beside, then rename: a full disk or a stop leaves the old file as it was.
+
+    A link stays, and its target is replaced; an old file's mode and owner stay, too. A pipe, a
+    character device, and whatever stdout or stderr goes to are written to as they are.
+
+    Raises:
+        ValueError: what ``check_writable`` refuses.
+        OutputError: the writing failed; the message names the path.
+    """
+    check_writable(path)
+    data = content if isinstance(content, bytes) else content.encode()
+    old = _find(path)
     try:
-        if isinstance(content, bytes):
-            beside.write_bytes(content)
+        if (descriptor := _stream(old)) is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            _write_to(os.dup(descriptor), data)
+        elif old is not None and not stat.S_ISREG(old.st_mode):
+            _write_to(_open_for_writing(path), data)
         else:
-            beside.write_text(content, encoding="utf-8")
+            _replace(Path(os.path.realpath(path)), data, old)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse a path now, not after an hour of training.
+
+    Raises:
+        ValueError: no folder to hold it, no permission, or neither a file, a pipe nor a character
+            device.
+    """
+    folder = Path(os.path.realpath(path)).parent
+    try:
+        old = _find(path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+    if not str(path) or (stat.S_ISDIR(old.st_mode) if old else not folder.is_dir()):
+        raise ValueError(
+            f"cannot write {str(path) or repr('')}: give a file in a folder that exists"
+        )
+    if _stream(old) is not None:
+        return
+    if old and not any(kind(old.st_mode) for kind in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISCHR)):
+        raise ValueError(
+            f"cannot write {path}: it is neither a file, a pipe nor a character device"
+        )
+    if old and not os.access(path, os.W_OK):
+        raise ValueError(f"cannot write {path}: no permission to change it")
+    # A file is written beside the old one and renamed: it is the folder that decides.
+    if (old is None or stat.S_ISREG(old.st_mode)) and not os.access(folder, os.W_OK):
+        raise ValueError(f"cannot write {path}: no permission to write to {folder}")
+
+
+def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
+    """Refuse outputs that cannot be written, or would overwrite each other or an input.
+
+    Args:
+        outputs, inputs: paths by the option that gives them; None was not given.
+
+    Raises:
+        ValueError: the message names the options.
+    """
+    outputs = {option: path for option, path in outputs.items() if path is not None}
+    inputs = {option: path for option, path in inputs.items() if path is not None}
+    for path in outputs.values():
+        check_writable(path)
+    named = [*outputs.items(), *inputs.items()]
+    for (option, path), (other, same) in combinations(named, 2):
+        if option in outputs and is_same_file(path, same):
+            raise ValueError(
+                f"{option} {path} and {other} {same} are the same file: give two files"
+            )
+
+
+def is_same_file(path: str | Path, other: str | Path) -> bool:
+    """Whether two paths lead to one file, there or not yet, by links or another spelling.
+
+    Names that differ in upper and lower case count as one: some file systems take them so.
+    """
+    if os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other):
+        return True
+    return _alike(path) == _alike(other)
+
+
+def write_each(*writes: Callable[[], object]) -> None:
+    """Make every write, whether or not another one fails.
+
+    Raises:
+        OutputError: one or more have failed; the message has them all.
+    """
+    failures = []
+    for write in writes:
+        try:
+            write()
+        except OutputError as error:
+            failures.append(str(error))
+    if failures:
+        raise OutputError("; ".join(failures))
+
+
+def _find(path: str | Path) -> os.stat_result | None:
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path)
+    return None
+
+
+def _stream(found: os.stat_result | None) -> int | None:
+    """1 or 2, if stdout or stderr go to what was found: text printed there must not be lost."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if found and os.path.samestat(found, os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _open_for_writing(path: str | Path) -> int:
+    try:
+        # Without O_NONBLOCK the opening of a pipe that nobody reads would wait forever.
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(error.errno, "nobody reads from it") from None
+        raise
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _write_to(descriptor: int, data: bytes) -> None:
+    with open(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _replace(path: Path, data: bytes, old: os.stat_result | None) -> None:
+    # A name that nobody can foresee, and "x": in a shared folder it might be another's link.
+    beside = path.with_name(f".labkit-{secrets.token_hex(8)}.part")
+    try:
+        with open(beside, "xb") as file:
+            file.write(data)
+            if old is not None:
+                _keep_owner_and_mode(file.fileno(), old)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _keep_owner_and_mode(descriptor: int, old: os.stat_result) -> None:
+    # Only root may give a file away.
+    with contextlib.suppress(PermissionError):
+        os.fchown(descriptor, old.st_uid, old.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+
+
+def _alike(path: str | Path) -> tuple[str, str]:
+    folder, name = os.path.split(os.path.realpath(path))
+    return folder, unicodedata.normalize("NFC", name).casefold()

@@ -14,6 +14,7 @@ from typing import Any
 
 from labkit.devices import check_world_size, plan
 from labkit.engine import under_torchrun, warm_up
+from labkit.limits import MOST_SECONDS, check_above_zero
 from labkit.sources import cell_sources
 from labkit.supervisor import Supervisor
 from labkit.trace import Trace
@@ -89,8 +90,7 @@ def run(
             f"may_lose {sorted(may_lose)}: with world_size {world_size} the ranks are 0 to "
             f"{world_size - 1}"
         )
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
+    check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     if under_torchrun():
         reports = worker.run_here(fn, args, world_size, device, transport, timeout_s)
         lost = {}

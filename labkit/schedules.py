@@ -8,6 +8,8 @@ pipeline P stages, M micro-batches.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from labkit.limits import check_whole
+
 
 class Transfer(NamedTuple):
     """What one rank does in one step of a tree or an exchange; it may sit some steps out.
@@ -306,10 +308,9 @@ def check_micro_batches(count: int) -> int:
     """``count``, if it is a number of micro-batches.
 
     Raises:
-        ValueError: below 1, or no whole number.
+        ValueError: not a whole number from 1, or one that is too large.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"micro_batches must be a whole number from 1, got {count!r}")
+    check_whole("micro_batches", count)
     return count
 
 

@@ -6,6 +6,7 @@ ranks are kept together. So two techniques differ in nothing but the technique.
 
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm import Comm
@@ -177,7 +177,7 @@ def _at_own_pace(
 
 
 def _sgd(parameters: Iterable[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
+    return torch.optim.SGD(parameters, lr=float(config.lr), momentum=config.momentum)
 
 
 def _train_epoch(
@@ -249,11 +249,6 @@ def _print_epoch(epoch: int, epochs: int, row: dict[str, float]) -> None:
     )
 
 
-def sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy summed over the samples: sums of parts add up to the whole, means do not."""
-    return functional.cross_entropy(logits, targets, reduction="sum")
-
-
 def checksum(state: dict[str, Tensor]) -> str:
     """SHA-256 of all values, bit for bit: equal on two ranks only when their replicas are."""
     digest = hashlib.sha256()
@@ -266,7 +261,8 @@ def checksum(state: dict[str, Tensor]) -> str:
 def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest relative difference between two states: max over tensors of |a - b| / |b|.
 
-    The norm is each tensor's largest magnitude, so that values near zero do not decide.
+    The norm is each tensor's largest magnitude, so that values near zero do not decide. NaN where
+    a tensor holds one.
 
     Raises:
         ValueError: the states do not hold the same tensors.
@@ -279,5 +275,7 @@ def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> fl
             continue
         scale = max(tensor.double().abs().max().item(), torch.finfo(torch.float64).tiny)
         difference = (state[name].double() - tensor.double()).abs().max().item()
+        if math.isnan(difference):
+            return math.nan
         worst = max(worst, difference / scale)
     return worst

@@ -103,7 +103,10 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join_group(plan.backend, timeout_s, device, meeting and meeting.store(world_size))
+        # A launcher watches the deadline itself, and says more than a rank could.
+        patience_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
+        store = meeting and meeting.store(world_size)
+        _join_group(plan.backend, patience_s, device, store)
     if arena is None and local_world_size == world_size:
         arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     if arena is not None and plan.transport == "shared":

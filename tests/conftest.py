@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "browser: drives JupyterLab in headless Chromium")
@@ -20,6 +22,10 @@ def pytest_configure(config):
     # Two tests and their ranks share the cores: OpenMP's threads must not spin while they wait,
     # here and in the notebooks' kernels. (It is read when torch is imported.)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Our own lines are warned of nothing: in ranks and other processes as here, by pyproject.toml.
+    modules = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / "labkit").rglob("*.py"))
+    names = (".".join(module.parts).removesuffix(".__init__") for module in modules)
+    os.environ["PYTHONWARNINGS"] = ",".join(f"error:::{name}" for name in sorted(names))
     # Kernels must neither read nor fill the person's own Jupyter and IPython folders.
     folder = Path(tempfile.mkdtemp(prefix="lk-"))
     # At the very end: multiprocessing keeps a folder of its own in there until the process ends.

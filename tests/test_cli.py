@@ -1,15 +1,20 @@
 """The command line, as a person uses it."""
 
+import contextlib
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import group_of, is_alive, wait_until
 from safetensors.torch import load_file
 
+from labkit import bench, files, plots
 from labkit.__main__ import main
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
@@ -63,10 +68,25 @@ def test_the_options_of_a_technique_reach_it(tmp_path, capsys):
         (["--strategy", "single", "--world-size", "0"], "world_size must be a whole number from"),
         (["--strategy", "ring_all_reduce", "--world-size", "4", "--batch-size", "3"], "smaller"),
         (["--strategy", "single", "--device", "cuda:1"], "device 'cuda:1' is not known"),
-        (["--strategy", "single", "--epochs", "many"], "invalid int value: 'many'"),
+        (
+            ["--strategy", "single", "--epochs", "many"],
+            "argument --epochs: 'many' is not a whole number",
+        ),
         (["--strategy", "single", "--json", "/nowhere/out.json"], "in a folder that exists"),
         (["--strategy", "single", "--dataset", "mnist"], "mnist is not in"),
-        (["--strategy", "single", "--json", "a", "--save", "a"], "both say a: give two files"),
+        (
+            ["--strategy", "single", "--json", "a", "--save", "tests/../a"],
+            "--json a and --save tests/../a are the same file: give two files",
+        ),
+        (["--strategy", "single", "--json", ""], "cannot write '': give a file"),
+        (
+            ["--strategy", "single", "--timeout", "inf"],
+            "argument --timeout: 'inf' is not a number",
+        ),
+        (
+            ["--strategy", "single", "--timeout", "1e308"],
+            "--timeout must be at most 1,000,000, got 1e+308",
+        ),
         (
             ["--strategy", "ddp", "--builtin", "--backend", "nccl", "--device", "cpu"],
             "backend 'nccl' moves tensors on cuda, and the ranks are on cpu: choose device 'cuda'",
@@ -108,18 +128,148 @@ def test_what_cannot_be_written_is_said_before_the_run(tmp_path, monkeypatch, ca
         assert "cannot write" in line
 
 
-def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    """The disk fills up while the run lasts."""
+def test_a_disk_that_is_full_after_the_run_costs_the_one_file(tmp_path, monkeypatch, capsys):
+    """The run was made: all that can be kept of it is kept, and the exit is that of a failure."""
+    report, weights = tmp_path / "out.json", tmp_path / "out.safetensors"
+    report.write_text("old")
+    replace = files._replace
 
-    def gone(self, path):
-        raise OSError(28, "No space left on device", path)
+    def full(path, data, old):
+        if path == report:
+            raise OSError(28, "No space left on device")
+        replace(path, data, old)
 
-    monkeypatch.setattr("labkit.experiment.TrainResult.save_json", gone)
-    words = ["--strategy", "single", "--model", "mlp", *QUICK, "--json", str(tmp_path / "a")]
-    with pytest.raises(SystemExit):
-        main(["train", *words])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "No space left on device" in line
+    monkeypatch.setattr(files, "_replace", full)
+    words = ["--strategy", "single", "--model", "mlp", *QUICK, "--save", str(weights)]
+    assert main(["train", *words, "--json", str(report)]) == 1
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line == f"labkit: cannot write {report}: No space left on device"
+    assert "replicas agree: True" in printed.out
+    assert report.read_text() == "old"
+    assert load_file(weights)
+
+
+# In a mount namespace of its own: nobody else sees the small disk, and it goes with the process.
+FULL_DISK = """
+mount -t tmpfs -o size=64k labkit "$1" || exit 77
+printf old > "$1/weights"
+"$2" -m labkit train --strategy single --train-size 64 --json "$1/a.json" --save "$1/weights"
+code=$?
+cat "$1/weights"
+ls -A "$1"
+exit $code
+"""
+
+
+@pytest.mark.fresh
+def test_on_a_real_disk_that_is_full(tmp_path):
+    if not shutil.which("unshare"):
+        pytest.skip("no unshare")
+    command = ["unshare", "--mount", "sh", "-c", FULL_DISK, "sh", str(tmp_path), sys.executable]
+    done = call(command=command, env=os.environ | {"LC_ALL": "C"})
+    if done.returncode in (1, 77) and "mount" in done.stderr + "unshare" * (not done.stdout):
+        pytest.skip("this user may not mount")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == f"labkit: cannot write {tmp_path}/weights: No space left on device\n"
+    assert done.stdout.endswith("olda.json\nweights\n")
+
+
+def nodes(folder):
+    """A null device of our own (where we may make one) and a pipe: never the system's."""
+    made = [folder / "pipe"]
+    os.mkfifo(made[0])
+    with contextlib.suppress(PermissionError):
+        os.mknod(folder / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        made.append(folder / "null")
+    return made
+
+
+def named(path, name, made):
+    """The node under a name that the command takes."""
+    link = path / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(made)
+    return str(link)
+
+
+@pytest.mark.parametrize("option", ["--json", "--save"])
+def test_train_leaves_a_device_and_a_pipe_what_they_are(option, tmp_path, capsys):
+    for node in nodes(tmp_path):
+        kind = stat.S_IFMT(node.stat().st_mode)
+        words = ["--strategy", "single", "--model", "mlp", *QUICK, option, str(node)]
+        code = main(["train", *words])
+        assert stat.S_IFMT(node.stat().st_mode) == kind
+        # Of the pipe nobody reads: an error after the run, and no hang.
+        assert code == (1 if node.is_fifo() else 0)
+        err = capsys.readouterr().err
+        assert err == (f"labkit: cannot write {node}: nobody reads from it\n" if code else "")
+
+
+def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, monkeypatch, capsys):
+    results = Path(__file__).resolve().parents[1] / "data" / "results"
+    monkeypatch.setitem(bench.BENCHES, "placement", lambda: iter(()))
+    monkeypatch.setitem(bench._RECORDS, "placement", lambda found: {})
+    draw = lambda found, path: [plots.phases({"a": {"wait": 1.0}}).save(path)]  # noqa: E731
+    monkeypatch.setitem(bench._FIGURES, "placement", draw)
+    made = nodes(tmp_path)
+    (tmp_path / "figures").mkdir()
+    for node in made:
+        kind = stat.S_IFMT(node.stat().st_mode)
+        named(tmp_path / "figures", "compare_curves.png", node)
+        code = 1 if node.is_fifo() else 0
+        for words in (
+            ["bench", "placement", "--json", named(tmp_path, "a.json", node)],
+            ["bench", "placement", "--figure", named(tmp_path, "a.png", node)],
+            ["compare", "--from", f"{results}/compare.json", "--json", str(node)],
+            ["compare", "--from", f"{results}/compare.json", "--figures", f"{tmp_path}/figures"],
+        ):
+            assert main(words) == code, words
+            assert stat.S_IFMT(node.stat().st_mode) == kind, words
+            assert ("nobody reads from it" in capsys.readouterr().err) == bool(code)
+    others = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"compare_curves.png", "compare_phases.png", "compare_ranks.png"} < others
+
+
+def test_an_output_is_no_input_and_no_other_output(tmp_path, capsys):
+    record = tmp_path / "in.json"
+    record.write_text("{}")
+    (tmp_path / "link.json").symlink_to("in.json")
+    os.link(record, tmp_path / "hard.json")
+    for name in (
+        "in.json",
+        "link.json",
+        "hard.json",
+        "IN.json",
+        "../" + tmp_path.name + "/in.json",
+    ):
+        path = str(tmp_path / name)
+        for words in (
+            ["compare", "--from", str(record), "--json", path],
+            ["train", "--strategy", "single", "--save", str(record), "--json", path],
+            ["bench", "all-reduce", "--figure", str(record), "--json", path],
+        ):
+            with pytest.raises(SystemExit) as caught:
+                main(words)
+            assert caught.value.code == 2
+            assert "are the same file: give two files" in capsys.readouterr().err
+    assert record.read_text() == "{}"
+
+
+def test_an_empty_path_is_refused(capsys):
+    for words in (
+        ["train", "--strategy", "single", "--json", ""],
+        ["train", "--strategy", "single", "--save", ""],
+        ["bench", "all-reduce", "--json", ""],
+        ["bench", "all-reduce", "--figure", ""],
+        ["compare", "--json", ""],
+        ["compare", "--figures", ""],
+        ["compare", "--from", ""],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_wrong_world_size_under_torchrun_is_an_error_of_use(monkeypatch, capsys):

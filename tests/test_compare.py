@@ -1,13 +1,15 @@
 """labkit compare: what is run, what a record says, and the figures' claims."""
 
 import json
+import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from labkit import compare, strategies
+from labkit import compare, strategies, train_with
 from labkit.__main__ import main
 from labkit.compare import figures, measure, summary
 from labkit.compare.contenders import find_contenders
@@ -275,13 +277,37 @@ def test_the_figures_say_what_the_numbers_say():
 
 def test_ranks_that_only_serve_are_told():
     record = made_by_hand()
-    assert summary.serving_rule(record) == ""
+    assert summary.ranks_rule(record) == ""
     for run in record["runs"]:
         if run["contender"] == "ring":
             run["phases_s"]["server"] = {"wait": 1.0}
     assert "ranks of ring one only serves" in summary.report(record)
     assert "N ranks are N - 1 workers" in figures.by_ranks(record).caption
     assert {"ring: worker", "ring: server"} <= summary.phases(record).keys()
+
+
+def test_stages_are_told_as_stages_and_serve_nobody():
+    record = made_by_hand()
+    for run in record["runs"]:
+        if run["contender"] != "single":
+            run["phases_s"] = {"stage": {"forward": 0.2, "backward": 0.4, "communicate": 0.1}}
+    told = "The ranks of ring, Torch share the layers, not the batch: N ranks are N stages."
+    assert summary.ranks_rule(record) == told
+    assert told in summary.report(record)
+    assert told in figures.by_ranks(record).caption
+    # Its messages have spans of their own.
+    assert "may communicate" not in figures.epoch_phases(record).caption
+    assert "What Torch may communicate is in" in figures.epoch_phases(made_by_hand()).caption
+
+
+@pytest.mark.parametrize("name", strategies.STRATEGIES)
+@pytest.mark.parametrize("builtin", [False, True], ids=["ours", "PyTorch's"])
+def test_the_roles_of_every_technique_s_ranks(name, builtin):
+    settings = {"world_size": 1 if name == "single" else 3, "device": "cpu", "train_size": 64}
+    result = train_with(name, builtin=builtin, model="mlp", **settings)
+    expected = {"worker", "server"} if "parameter_server" in name else {"worker"}
+    expected = {"stage"} if name in STAGED else expected
+    assert phases_by_role(result.trace, epochs=1).keys() == expected
 
 
 def test_a_target_that_is_never_reached_is_told_and_drawn(tmp_path):
@@ -371,10 +397,10 @@ def sorted_words(words):
     ("words", "message"),
     [
         (["--strategies", "magic"], "unknown strategy 'magic'"),
-        (["--world-size", "two"], "--world-size takes whole numbers from 1, got 'two'"),
-        (["--repeats", "0"], "--repeats takes whole numbers from 1"),
+        (["--world-size", "two"], "--world-size: 'two' is not a whole number"),
+        (["--repeats", "0"], "--repeats must be a whole number from 1, got 0"),
         (["--target", "high"], "--target takes a percentage such as 95, got 'high'"),
-        (["--target", "950"], "above 0%, up to 100%"),
+        (["--target", "950"], "the target, an accuracy, must be at most 1, got 9.5"),
         (["--model", "gpt"], "unknown model 'gpt': choose one of small_cnn"),
         (["--batch-size", "2", "--world-size", "4"], "smaller than world_size 4"),
         (["--train-size", "99999"], "digits has 1437 training samples"),
@@ -403,6 +429,13 @@ def test_errors_of_use_are_one_line_and_exit_2(words, message, capsys):
         ("\udcff", "codec can't decode byte 0xff"),
         ("[]", "$: [] is not of type 'object'; give a file that its --json wrote"),
         ('{"command": "", "config": {}}', "is a required property"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
+        ('{"a":' + "[" * 30 + "]" * 30 + "}", "it is nested more than 20 deep"),
+        ('{"a": NaN}', "NaN is not a finite number"),
+        ('{"a": -Infinity}', "-Infinity is not a finite number"),
+        ('{"a": 1e999}', "1e999 is not a finite number"),
+        ("9" * 5000, "Exceeds the limit"),
+        ("\0", "Expecting value"),
     ],
 )
 def test_a_file_that_is_no_record_is_refused(content, message, tmp_path, capsys):
@@ -418,9 +451,21 @@ def test_a_file_that_is_no_record_is_refused(content, message, tmp_path, capsys)
     assert printed.out == ""
 
 
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("pipe", "it is a pipe or a device"), (".", "Is a directory")):
+        with pytest.raises(SystemExit) as caught:
+            main(["compare", "--from", str(tmp_path / name)])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("places", "value", "message"),
     [
+        (("config", "target"), 10**40, "is greater than the maximum"),
+        (("settings", 0, "world_size"), 10**30, "is greater than the maximum"),
+        (("runs", 3, "repeat"), 1e30, "is greater than the maximum"),
         (("config", "target"), "95", "$.config.target: '95' is not of type 'number'"),
         (("settings",), [], "$.settings: [] should be non-empty"),
         (("settings", 1, "batch_size"), 0, "$.settings[1].batch_size: 0 is less than the minimum"),
@@ -468,6 +513,18 @@ def test_whole_records_are_read(tmp_path):
     assert compare.load(file) == record
     stored = Path(__file__).parent.parent / "data" / "results" / "compare.json"
     assert compare.load(stored)["runs"]
+
+
+def test_a_run_that_diverged_is_recorded_read_and_drawn(tmp_path, monkeypatch):
+    """JSON has no NaN: it is null there, and such a run does not equal one device."""
+    record, path = made_by_hand(), tmp_path / "in.json"
+    run = record["runs"][1]
+    run["epochs"][-1]["loss"] = measure._short(math.nan)
+    run["difference_from_single"] = None
+    path.write_text(json.dumps(record, allow_nan=False))
+    read = compare.load(path)
+    assert "not finite" in summary.report(read)
+    assert figures.draw(read)
 
 
 def test_a_stop_ends_with_130_and_leaves_the_old_record(tmp_path, monkeypatch, capsys):

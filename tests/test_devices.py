@@ -1,7 +1,10 @@
 """Who runs where: the choice for each kind of machine, without needing the machine."""
 
+import contextlib
+
 import pytest
 
+from labkit import devices, run, train_with
 from labkit.devices import Plan, check_world_size, hardware, num_cores, plan, versions
 
 
@@ -34,6 +37,28 @@ def test_cuda_where_there_is_none_is_refused_in_one_line():  # row 22
 def test_an_unknown_device_lists_the_known_ones():
     with pytest.raises(ValueError, match="use one of auto, cpu, cuda"):
         plan(1, "tpu")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: check_world_size(5),
+        lambda: run(print, world_size=5),
+        lambda: train_with("ring_all_reduce", world_size=5, device="cpu"),
+    ],
+    ids=["itself", "run", "train_with"],
+)
+def test_too_many_ranks_are_warned_of_at_the_caller_s_line(begin, monkeypatch, recwarn):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devices, "num_cores", lambda: 1)
+    monkeypatch.setattr("labkit.supervisor.Supervisor.run", stop)
+    with contextlib.suppress(KeyboardInterrupt):
+        begin()
+    (warning,) = recwarn.list
+    assert "far above this machine's 1 core:" in str(warning.message)
+    assert warning.filename == __file__
 
 
 def test_a_world_size_within_reason_is_silent(recwarn):

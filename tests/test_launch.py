@@ -417,10 +417,19 @@ class TestRow5Hang:
         assert isinstance(caught.value, DeadlockError)
         still_works()
 
-    @pytest.mark.parametrize("timeout_s", [0, -1])
+    @pytest.mark.parametrize(
+        "timeout_s", [0, -1, float("inf"), float("nan"), 1e308, 10**30, "5", None, True]
+    )
     def test_a_deadline_that_cannot_be(self, timeout_s):
-        with pytest.raises(ValueError, match="timeout_s must be above 0"):
+        with pytest.raises(ValueError, match="timeout_s must be "):
             run(ring_neighbour, world_size=1, timeout_s=timeout_s)
+
+    def test_a_deadline_before_anything_can_be_done_is_a_deadline(self):
+        with pytest.raises(DeadlineError) as caught:
+            run(ring_neighbour, world_size=2, timeout_s=0.001)
+        assert "still going at its deadline of 0.001 s" in str(caught.value)
+        assert "Traceback" not in str(caught.value)
+        still_works()
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shared", "gloo"])

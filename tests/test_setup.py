@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from labkit import WorkerError, run
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -28,6 +31,7 @@ FLOORS = [
         "errors",
         "files",
         "frozen",
+        "limits",
         "predict",
         "processes",
         "schedules",
@@ -220,3 +224,15 @@ print(sorted(new & {"torchvision", "matplotlib", "IPython", "ipywidgets", "jupyt
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def warn_as_ours(comm):
+    warnings.warn_explicit("old name", FutureWarning, "labkit/comm.py", 1, module="labkit.comm")
+
+
+def test_a_warning_of_our_own_lines_is_an_error_here_and_in_ranks():
+    """Such as DDP's of ``broadcast_buffers``, which PyTorch 2.13 has renamed."""
+    with pytest.raises(FutureWarning, match="old name"):
+        warn_as_ours(None)
+    with pytest.raises(WorkerError, match="FutureWarning: old name"):
+        run(warn_as_ours, world_size=1)

@@ -1,5 +1,6 @@
 """Training on real ranks: every synchronous technique ends where one device ends."""
 
+import math
 from collections import defaultdict
 
 import pytest
@@ -255,3 +256,10 @@ def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
 def test_states_of_different_models_are_not_compared():
     with pytest.raises(ValueError, match="differ in tensors"):
         largest_difference({"a": torch.ones(1)}, {"b": torch.ones(1)})
+
+
+def test_a_state_that_holds_nan_equals_no_other():
+    states = {"a": torch.ones(1), "b": torch.ones(2)}
+    broken = {"a": torch.ones(1), "b": torch.tensor([1.0, math.nan])}
+    for one, other in ((states, broken), (broken, states), (broken, broken)):
+        assert math.isnan(largest_difference(one, other))

@@ -10,11 +10,14 @@ Other programs move every time on a small machine by a factor of two. So whateve
 run in turns within one run, and the ratio of the pairs is what counts.
 """
 
+import glob
 import inspect
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from labkit.bench import all_reduce_result, ddp, launch, pipeline, pipeline_result, placement
@@ -22,7 +25,8 @@ from labkit.bench.all_reduce import bench_all_reduce
 from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import Comparison, bench_launch, run_ours, run_spawned
 from labkit.devices import hardware, versions
-from labkit.files import write_atomically
+from labkit.files import check_writable, write_atomically, write_each
+from labkit.limits import MOST_RANKS, whole_option
 
 __all__ = [
     "BENCHES",
@@ -52,6 +56,7 @@ _RECORDS = {
     "pipeline": pipeline_result.record,
 }
 _FIGURES = {"all-reduce": all_reduce_result.draw, "placement": placement.draw}
+_PICTURES = (".png", ".svg")
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -76,24 +81,40 @@ def main(
     given = {name: text for name, text in options.items() if text is not None}
     settings = parse_options(**given)
     _check(chosen, settings, json_path, figure_path)
-    for name in chosen:
+    # Each checks its settings when it is called, and runs when its results are asked for.
+    runs = {name: BENCHES[name](**settings) for name in chosen}
+    for name, results in runs.items():
         found = []
-        for result in BENCHES[name](**settings):
+        for result in results:
             print(result, flush=True)
             found.append(result)
-        if json_path:
-            record = {
-                "command": _command(name, given),
-                "config": _config(name, settings),
-                **_RECORDS[name](found),
-                "hardware": hardware(),
-                "versions": versions(),
-            }
-            write_atomically(Path(json_path), _dumped(record))
-        if figure_path:
-            for path in _FIGURES[name](found, Path(figure_path)):
-                print(f"figure: {path}")
+        write_each(
+            partial(_write_record, name, given, settings, found, json_path),
+            partial(_draw, name, found, figure_path),
+        )
     return 0
+
+
+def _write_record(
+    name: str, given: dict, settings: dict, found: list, json_path: str | None
+) -> None:
+    if json_path is None:
+        return
+    record = {
+        "command": _command(name, given),
+        "config": _config(name, settings),
+        **_RECORDS[name](found),
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+    write_atomically(json_path, _dumped(record))
+
+
+def _draw(name: str, found: list, figure_path: str | None) -> None:
+    if figure_path is None:
+        return
+    for path in _FIGURES[name](found, Path(figure_path)):
+        print(f"figure: {path}")
 
 
 def parse_options(**texts: Any) -> dict[str, Any]:
@@ -108,9 +129,11 @@ def parse_options(**texts: Any) -> dict[str, Any]:
         if name == "sizes":
             parsed["sizes_bytes"] = tuple(map(parse_size, words))
         elif name == "world_size":
-            parsed["world_sizes"] = tuple(_whole(word, "--world-size") for word in words)
+            parsed["world_sizes"] = tuple(
+                whole_option("--world-size", word, MOST_RANKS) for word in words
+            )
         elif name == "repeats":
-            parsed["repeats"] = _whole(str(text), "--repeats")
+            parsed["repeats"] = whole_option("--repeats", str(text))
         elif name == "models":
             parsed["models"] = tuple(words)
         else:
@@ -124,16 +147,12 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: no number, or an unknown unit (KB and KiB differ, so KB is none).
     """
-    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.lower())
+    match = re.fullmatch(r"([0-9]{1,15})\s*([a-z]*)", text.lower())
     if not match or match[2] not in _UNITS:
-        raise ValueError(f"size {text!r} is not known: give bytes, or KiB, MiB, GiB as in 4KiB")
+        raise ValueError(
+            f"size {shortened(text)} is not known: give bytes, or KiB, MiB, GiB as in 4KiB"
+        )
     return int(match[1]) * _UNITS[match[2]]
-
-
-def _whole(text: str, option: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{option} takes whole numbers from 1, got {text!r}")
-    return int(text)
 
 
 def _check(chosen: list[str], settings: dict, json_path, figure_path) -> None:
@@ -145,12 +164,23 @@ def _check(chosen: list[str], settings: dict, json_path, figure_path) -> None:
         for setting in settings:
             if setting not in taken:
                 raise ValueError(f"bench {name} has no option {_option_of(setting)}")
-    if len(chosen) > 1 and (json_path or figure_path):
+    paths = [path for path in (json_path, figure_path) if path is not None]
+    if len(chosen) > 1 and paths:
         raise ValueError(f"--json and --figure are of one bench: name {' or '.join(chosen)}")
-    if figure_path and chosen[0] not in _FIGURES:
-        raise ValueError(f"bench {chosen[0]} draws no figure: {', '.join(_FIGURES)} do")
-    if figure_path and Path(figure_path).suffix not in (".png", ".svg"):
-        raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
+    if figure_path is not None:
+        _check_figure(chosen[0], Path(figure_path))
+    # Some draw several figures: --json a_2_ranks.png could be one of those of --figure a.png.
+    if json_path is not None and Path(json_path).suffix in _PICTURES:
+        raise ValueError(f"--json {json_path}: a record is no figure, name a .json file")
+
+
+def _check_figure(name: str, path: Path) -> None:
+    if name not in _FIGURES:
+        raise ValueError(f"bench {name} draws no figure: {', '.join(_FIGURES)} do")
+    if path.suffix not in _PICTURES:
+        raise ValueError(f"cannot draw {path}: a figure is saved as .png or .svg")
+    for old in path.parent.glob(f"{glob.escape(path.stem)}_*{path.suffix}"):
+        check_writable(old)
 
 
 def _option_of(setting: str) -> str:

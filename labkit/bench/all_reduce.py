@@ -23,6 +23,7 @@ from labkit.collectives import (
 )
 from labkit.comm import Comm, TorchTransport
 from labkit.launch import run
+from labkit.limits import MOST_BYTES, check_whole
 from labkit.units import format_bytes
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
@@ -56,12 +57,23 @@ def bench_all_reduce(
         ValueError: sizes or world sizes that cannot be, before anything runs.
         WorkerError: a contender failed, or its result was wrong.
     """
+    check_whole("repeats", repeats)
     check_sizes(sizes_bytes)
     for world_size in world_sizes:
+        devices.check_world_size(world_size)
         if world_size < 2:
             raise ValueError(f"an all-reduce takes 2 ranks or more, got world size {world_size}")
-        devices.check_world_size(world_size)
     on_gpu = "cuda" in devices.plan(1, device).devices[0]
+    return _results(world_sizes, sizes_bytes, repeats, device, on_gpu)
+
+
+def _results(
+    world_sizes: tuple[int, ...],
+    sizes_bytes: tuple[int, ...],
+    repeats: int,
+    device: str,
+    on_gpu: bool,
+) -> Iterator[AllReduceResult]:
     for world_size in world_sizes:
         found = mpi.Found(missing="its tensors are on the CPU") if on_gpu else mpi.find(world_size)
         result = run(
@@ -80,6 +92,7 @@ def bench_all_reduce(
 def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
     """ValueError unless these are sizes of float32 tensors."""
     for size in sizes_bytes:
+        check_whole("a size in bytes", size, least=0, most=MOST_BYTES)
         if size < 4 or size % 4:
             raise ValueError(
                 f"{size} bytes are no whole number of float32 elements: give multiples of 4"

@@ -17,6 +17,7 @@ from labkit import devices
 from labkit.bench.turns import Spread, process_groups, ratios, slowest, table, take_turns, timed
 from labkit.comm import Comm
 from labkit.launch import run
+from labkit.limits import check_whole
 from labkit.models import build_model, import_torchvision
 from labkit.replicas import BucketedDDP
 from labkit.units import format_number, format_seconds
@@ -139,14 +140,21 @@ def bench_ddp(
         ValueError: an unknown model or an impossible world size, before anything runs.
         WorkerError: a step failed.
     """
+    check_whole("repeats", repeats)
     for model in models:
         if model not in WORKLOADS:
             raise ValueError(f"unknown model {model!r}: choose some of {', '.join(WORKLOADS)}")
     for world_size in world_sizes:
+        devices.check_world_size(world_size)
         if world_size < 2:
             raise ValueError(f"DDP is timed on 2 ranks or more, got world size {world_size}")
-        devices.check_world_size(world_size)
     kind = devices.plan(1, device).devices[0].partition(":")[0]
+    return _results(world_sizes, models, repeats, device, kind)
+
+
+def _results(
+    world_sizes: tuple[int, ...], models: tuple[str, ...], repeats: int, device: str, kind: str
+) -> Iterator[DdpResult]:
     for world_size in world_sizes:
         for model in models:
             options = {"world_size": world_size, "device": device, "timeout_s": _TIMEOUT_S}

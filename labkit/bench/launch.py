@@ -4,7 +4,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -13,7 +13,9 @@ import torch.multiprocessing
 
 from labkit.bench.turns import ratios
 from labkit.collectives import ring_all_reduce
+from labkit.devices import check_world_size
 from labkit.launch import run
+from labkit.limits import check_whole
 from labkit.units import format_seconds
 
 
@@ -40,22 +42,30 @@ class Comparison:
         )
 
 
-def bench_launch(world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3) -> list[Comparison]:
+def bench_launch(world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3) -> Iterator[Comparison]:
     """From a function to its result: ``labkit.run`` against ``torch.multiprocessing.spawn``.
 
     Both start the ranks, join them to a gloo group, sum one number over them, and end them. Ours
     is warm: a notebook's first run pays for the server once, which is left out here.
+
+    Raises:
+        ValueError: an impossible world size or number of repeats, before anything runs.
     """
+    check_whole("repeats", repeats)
+    for world_size in world_sizes:
+        check_world_size(world_size)
+    return _compare(world_sizes, repeats)
+
+
+def _compare(world_sizes: tuple[int, ...], repeats: int) -> Iterator[Comparison]:
     run(_sum_one, world_size=1)
-    found = []
     for world_size in world_sizes:
         pairs = [
             (_seconds(run_ours, world_size), _seconds(run_spawned, world_size))
             for _ in range(repeats)
         ]
         ours_s, other_s = map(list, zip(*pairs))
-        found.append(Comparison("launch", world_size, ours_s, other_s))
-    return found
+        yield Comparison("launch", world_size, ours_s, other_s)
 
 
 def record(found: list[Comparison]) -> dict:

@@ -29,6 +29,7 @@ from labkit.bench.turns import slowest, take_turns, timed
 from labkit.comm import Comm, TorchTransport
 from labkit.launch import run
 from labkit.layers import even_split
+from labkit.limits import check_whole
 from labkit.models import build_model
 from labkit.stages import StagedModel
 from labkit.strategies.model_parallel import ModelParallel
@@ -65,17 +66,39 @@ def bench_pipeline(
         repeats: steps at most, and pairs of each duel; slow models get fewer, at least 5.
 
     Raises:
-        ValueError: an impossible number of stages or an unknown model.
+        ValueError: an impossible number of stages or an unknown model, before anything runs.
         WorkerError: a step failed.
     """
+    check_whole("repeats", repeats)
     for world_size in world_sizes:
+        devices.check_world_size(world_size)
         if world_size < 2:
             raise ValueError(f"a pipeline has 2 stages or more, got world size {world_size}")
-        devices.check_world_size(world_size)
     built = {name: _build(name) for name in models}
-    for world_size in world_sizes:
-        for name, model in built.items():
-            points = even_split(model, SHAPE, world_size)
+    splits = {
+        world_size: {name: _split(name, model, world_size) for name, model in built.items()}
+        for world_size in world_sizes
+    }
+    return _results(splits, repeats)
+
+
+def _split(name: str, model: nn.Sequential, world_size: int) -> tuple[int, ...]:
+    if world_size > len(model):
+        raise ValueError(
+            f"model {name} has {len(model)} layers, at least one for each stage: use world size "
+            f"{len(model)} or less, got {world_size}"
+        )
+    points = even_split(model, SHAPE, world_size)
+    for schedule in DUELS:
+        TorchPipeline(points, MICRO_BATCHES, schedule).check_ranks(world_size)
+    return points
+
+
+def _results(
+    splits: dict[int, dict[str, tuple[int, ...]]], repeats: int
+) -> Iterator[PipelineResult]:
+    for world_size, by_model in splits.items():
+        for name, points in by_model.items():
             batch_size = BATCH_SIZES.get(name, BATCH_SIZE)
             result = run(
                 measure,

@@ -20,6 +20,7 @@ from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
 from labkit.comm import Comm, TorchTransport
 from labkit.costs import Link
 from labkit.launch import run
+from labkit.limits import check_whole
 from labkit.placement import VGG16_PLACEMENTS, predict_split
 from labkit.split_runs import MeasuredSplit, measure_profile, measure_split, stage_link
 from labkit.units import format_bytes, format_number, format_seconds
@@ -109,8 +110,14 @@ def bench_placement(repeats: int = 6) -> Iterator[Transport | Hops | Cuts]:
             play-off of the best ones six times that.
 
     Raises:
+        ValueError: an impossible number of repeats, before anything runs.
         WorkerError: a stage failed.
     """
+    check_whole("repeats", repeats)
+    return _results(repeats)
+
+
+def _results(repeats: int) -> Iterator[Transport | Hops | Cuts]:
     yield measure_transport(repeats * 5)
     link = stage_link(device="cpu")
     yield measure_hops(link, repeats)

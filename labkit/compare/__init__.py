@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,16 @@ from labkit.compare.contenders import Contender, find_contenders
 from labkit.compare.measure import Comparison, Setting, settings_of
 from labkit.compare.record import load
 from labkit.config import RunConfig
-from labkit.files import write_atomically
+from labkit.files import check_writable, write_atomically, write_each
 from labkit.launch import warm_up
+from labkit.limits import (
+    MOST_SECONDS,
+    check_above_zero,
+    check_whole,
+    parse_number,
+    whole_option,
+)
+from labkit.plots.figure import CaptionedFigure
 from labkit.workload import DATASETS, MODELS, load_dataset
 
 __all__ = [
@@ -74,6 +83,7 @@ def compare(
         FileNotFoundError: the data set is not there.
     """
     _check(model, dataset, target)
+    _check_numbers(world_sizes, train_sizes, batch_sizes, repeats, epochs, budget_s)
     taking_part = find_contenders(strategies, device)
     sizes = train_sizes or _parts_of(len(load_dataset(dataset).train_targets))
     load_dataset(dataset, train_size=max(sizes))
@@ -121,25 +131,42 @@ def main(
         ValueError, OSError: before anything runs, what cannot be.
     """
     given = {name: text for name, text in texts.items() if text is not None}
-    if figures_dir and not (Path(figures_dir).is_dir() and os.access(figures_dir, os.W_OK)):
-        raise ValueError(
-            f"cannot write figures to {figures_dir}: give a folder that exists and can be written"
-        )
-    if from_path and given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if figures_dir is not None:
+        _check_figures(figures_dir)
+    if json_path is not None and Path(json_path).suffix == ".png":
+        raise ValueError(f"--json {json_path}: a record is no figure, name a .json file")
+    if from_path is not None and given:
+        options = ", ".join(map(_option, given))
         raise ValueError(f"--from draws what was recorded, and cannot change it: drop {options}")
-    if from_path:
+    if from_path is not None:
         record = load(from_path)
     else:
         options = parse_options(**given)
         record = {"command": _command(given)} | compare(**options, say=_say)
     print(summary.report(record))
-    if json_path:
-        write_atomically(Path(json_path), _dumped(record))
-    if figures_dir:
-        for name, figure in figures.draw(record).items():
-            print(f"figure: {figure.save(Path(figures_dir) / f'compare_{name}.png')}")
+    writes = []
+    if json_path is not None:
+        writes.append(lambda: write_atomically(json_path, _dumped(record)))
+    if figures_dir is not None:
+        writes += [
+            partial(_save, figure, Path(figures_dir) / f"compare_{name}.png")
+            for name, figure in figures.draw(record).items()
+        ]
+    write_each(*writes)
     return int(any(row["failed"] for row in record["skipped"]))
+
+
+def _check_figures(folder: str) -> None:
+    if not (folder and os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise ValueError(
+            f"cannot write figures to {folder!r}: give a folder that exists and can be written"
+        )
+    for old in Path(folder).glob("compare_*.png"):
+        check_writable(old)
+
+
+def _save(figure: CaptionedFigure, path: Path) -> None:
+    print(f"figure: {figure.save(path)}")
 
 
 def parse_options(**texts: str) -> dict[str, Any]:
@@ -154,9 +181,9 @@ def parse_options(**texts: str) -> dict[str, Any]:
         if name == "strategies":
             parsed[name] = words
         elif name in ("world_size", "train_size", "batch_size"):
-            parsed[f"{name}s"] = tuple(_whole(word, name) for word in words)
+            parsed[f"{name}s"] = tuple(whole_option(_option(name), word) for word in words)
         elif name in ("repeats", "epochs"):
-            parsed[name] = _whole(text, name)
+            parsed[name] = whole_option(_option(name), text)
         elif name == "target":
             parsed[name] = _percent(text)
         else:
@@ -164,16 +191,13 @@ def parse_options(**texts: str) -> dict[str, Any]:
     return parsed
 
 
-def _whole(text: str, name: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        option = name.replace("_", "-")
-        raise ValueError(f"--{option} takes whole numbers from 1, got {text!r}")
-    return int(text)
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _percent(text: str) -> float:
     try:
-        return float(text.removesuffix("%")) / 100
+        return parse_number(text.removesuffix("%")) / 100
     except ValueError:
         raise ValueError(f"--target takes a percentage such as 95, got {text!r}") from None
 
@@ -182,8 +206,23 @@ def _check(model: str, dataset: str, target: float) -> None:
     for kind, name, known in (("model", model, MODELS), ("data set", dataset, DATASETS)):
         if name not in known:
             raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
-    if not 0 < target <= 1:
-        raise ValueError(f"the target is an accuracy above 0%, up to 100%, got {target:.4g}")
+    check_above_zero("the target, an accuracy,", target, 1)
+
+
+def _check_numbers(world_sizes, train_sizes, batch_sizes, repeats, epochs, budget_s) -> None:
+    """What ``RunConfig`` would find too late: the settings are made from these."""
+    for world_size in world_sizes:
+        devices.check_world_size(world_size)
+    for name, sizes in (("train_size", train_sizes), ("batch_size", batch_sizes)):
+        for size in sizes:
+            check_whole(name, size)
+    for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", batch_sizes)):
+        if not sizes:
+            raise ValueError(f"{name} is empty: name at least one")
+    check_whole("epochs", epochs)
+    if repeats is not None:
+        check_whole("repeats", repeats)
+    check_above_zero("budget_s", budget_s, MOST_SECONDS)
 
 
 def _parts_of(samples: int) -> tuple[int, ...]:
@@ -195,7 +234,7 @@ def _say(line: str) -> None:
 
 
 def _command(given: dict[str, str]) -> str:
-    words: Iterable[str] = (f"--{name.replace('_', '-')} {text}" for name, text in given.items())
+    words: Iterable[str] = (f"{_option(name)} {text}" for name, text in given.items())
     return " ".join(["labkit compare", *words])
 
 

@@ -12,14 +12,15 @@ from labkit.compare.summary import (
     epoch_times,
     phases,
     present,
+    ranks_rule,
     reached,
     runs_of,
     series,
-    serving_rule,
 )
 from labkit.plots import learning_curves
 from labkit.plots import phases as draw_phases
 from labkit.plots.figure import CaptionedFigure, drawn
+from labkit.trace import LOCAL_KINDS
 from labkit.units import format_count, format_number, format_seconds
 
 # By x: the repeats.
@@ -60,16 +61,26 @@ def curves(record: Record, *, builtin: bool = False) -> CaptionedFigure:
 def epoch_phases(record: Record) -> CaptionedFigure:
     """Where an epoch's time goes, a stacked bar a contender."""
     figure = draw_phases(phases(record), title=f"Where an epoch goes: {_where(record)}")
-    told = (
-        f"{figure.caption} Means over the ranks that compute, medians of the repeats. PyTorch "
-        "communicates inside its backward pass, so its compute bars contain it."
-    )
-    return CaptionedFigure(figure.figure, alt=figure.alt, caption=f"{told} {_WARM_UP}")
+    told = f"{figure.caption} Means over the ranks of a bar, medians of the repeats."
+    parts = [told, _unseen(record), _WARM_UP]
+    caption = " ".join(filter(None, parts))
+    return CaptionedFigure(figure.figure, alt=figure.alt, caption=caption)
+
+
+def _unseen(record: Record) -> str:
+    """Whose communication has no spans of its own: DDP's goes on inside backward."""
+    names = []
+    for one in _ran(record):
+        phases_s = [run["phases_s"] for run in runs_of(record, one["name"])]
+        kinds = {kind for roles in phases_s for row in roles.values() for kind in row}
+        if one["builtin"] and kinds <= LOCAL_KINDS | {"wait"}:
+            names.append(one["name"])
+    return f"What {', '.join(names)} may communicate is in compute." if names else ""
 
 
 def by_ranks(record: Record) -> CaptionedFigure:
     """Epoch time by number of ranks, a panel a technique."""
-    text = " ".join(filter(None, [_fastest(record), _slowed(record), serving_rule(record)]))
+    text = " ".join(filter(None, [_fastest(record), _slowed(record), ranks_rule(record)]))
     return _panels(
         record, lambda name: series(record, name, "world_size"), Axis("ranks"), text, "by ranks"
     )

@@ -5,6 +5,7 @@ beginning with another one: what else the machine does meets all of them alike, 
 within a repeat is what counts. Repeat r of everybody uses seed K + r.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -121,7 +122,8 @@ class Comparison:
                 results[contender.name] = row, result
         if SINGLE in results:
             for row, result in results.values():
-                row["difference_from_single"] = result.difference_from(results[SINGLE][1])
+                far = result.difference_from(results[SINGLE][1])
+                row["difference_from_single"] = far if math.isfinite(far) else None
 
     def _takes_part(self, contender: Contender, setting: Setting) -> bool:
         # One device has no number of ranks: it runs once for all of them, in the main setting.
@@ -175,8 +177,8 @@ def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -
 
 
 def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float]]:
-    """Seconds an epoch by kind of span: ``worker`` is the mean over the ranks that compute,
-    ``server`` over those that only serve.
+    """Seconds an epoch by kind of span, by what a rank is: a ``worker`` computes a share of the
+    batch, a ``stage`` a part of the model, a ``server`` nothing. Means over the ranks of a role.
 
     Launch, evaluation and the first epoch (warm-up) are left out; where ranks do not keep step,
     no epoch ends on all of them at once, and the mean is over all epochs.
@@ -184,9 +186,14 @@ def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float]]:
     by_role: dict[str, list[dict[str, float]]] = {}
     for rank in trace.ranks:
         seconds = _epoch_seconds(trace.of(rank), epochs)
-        role = "worker" if seconds.get("compute") else "server"
-        by_role.setdefault(role, []).append(seconds)
+        by_role.setdefault(_role(seconds), []).append(seconds)
     return {role: _means(rows) for role, rows in sorted(by_role.items(), reverse=True)}
+
+
+def _role(seconds: dict[str, float]) -> str:
+    if seconds.get("compute"):
+        return "worker"
+    return "stage" if seconds.keys() & {"forward", "backward"} else "server"
 
 
 def _epoch_seconds(spans: list[Span], epochs: int) -> dict[str, float]:
@@ -225,6 +232,6 @@ def _means(rows: list[dict[str, float]]) -> dict[str, float]:
     return {kind: _short(sum(row.get(kind, 0.0) for row in rows) / len(rows)) for kind in kinds}
 
 
-def _short(value: float) -> float:
-    """Six significant digits: more is noise, and makes a record hard to read."""
-    return float(f"{value:.6g}")
+def _short(value: float) -> float | None:
+    """Six significant digits: more is noise, and makes a record hard to read. NaN is None."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

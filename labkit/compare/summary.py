@@ -185,9 +185,15 @@ def _main_row(record: Record, contender: dict) -> list[str]:
         _middle(times, 0, format_number),
         _middle(times, 1, format_seconds),
         f"{accuracy:.1%}",
-        "own pace" if contender["own_pace"] else f"{max(far):.1g}" if far else "-",
+        "own pace" if contender["own_pace"] else _farthest(far),
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
     ]
+
+
+def _farthest(differences: list[float | None]) -> str:
+    if None in differences:
+        return "not finite"
+    return f"{max(differences):.1g}" if differences else "-"
 
 
 def _spread(repeats: list[float], text: Callable[[float], str]) -> str:
@@ -221,7 +227,7 @@ def _cell(times: list[float] | None, parts: list[float] | None) -> str:
 
 def _remarks(record: Record) -> list[str]:
     lines = [efficiency_rule(record)] if len(record["settings"]) > 1 else []
-    lines += [served] if (served := serving_rule(record)) else []
+    lines += [rule] if (rule := ranks_rule(record)) else []
     for row in record["skipped"]:
         what = "failed" if row["failed"] else "not run"
         ranks = format_count(row["world_size"], "rank")
@@ -231,16 +237,25 @@ def _remarks(record: Record) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
-def serving_rule(record: Record) -> str:
-    """Who has ranks that only serve; empty where nobody has."""
-    names = [
-        name
-        for name in present(record)
-        if any("server" in run["phases_s"] for run in runs_of(record, name))
-    ]
-    if not names:
-        return ""
-    return f"Of the ranks of {', '.join(names)} one only serves: N ranks are N - 1 workers."
+def ranks_rule(record: Record) -> str:
+    """What ranks are where they are not all workers; empty where they are."""
+    roles: dict[str, set[str]] = {}
+    for run in record["runs"]:
+        roles.setdefault(run["contender"], set()).update(run["phases_s"])
+    serving = [name for name, its in roles.items() if {"worker", "server"} <= its]
+    staged = [name for name, its in roles.items() if "stage" in its]
+    parts = []
+    if serving:
+        names = ", ".join(serving)
+        parts.append(
+            f"Of the ranks of {names} one only serves: N ranks are N - 1 workers, from 2 on."
+        )
+    if staged:
+        names = ", ".join(staged)
+        parts.append(
+            f"The ranks of {names} share the layers, not the batch: N ranks are N stages."
+        )
+    return " ".join(parts)
 
 
 def efficiency_rule(record: Record) -> str:

@@ -1,0 +1,154 @@
+"""The pages of the course in one table. It is written to all places that show it, or checked.
+
+    python tools/course_map.py          writes README's map, page 00's, and previous and next
+
+A page is "coming" as long as the folder does not hold it.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+
+from labkit.files import write_atomically
+
+ROOT = Path(__file__).resolve().parents[1]
+# In reading order: what it is called, and what it answers.
+PAGES = {
+    "00_start_here": (
+        "start here",
+        "How does a function in a cell run on four processes, and what if they all wait?",
+    ),
+    "01_one_device": ("one device", "Where does the time of a training step go?"),
+    "02_data_parallel": ("data parallel", "What does one process with many devices cost?"),
+    "03_distributed_data_parallel": (
+        "distributed data parallel",
+        "How is communication hidden behind the backward pass?",
+    ),
+    "04_parameter_server": ("parameter server", "What does a central server cost?"),
+    "05_async_parameter_server": (
+        "asynchronous parameter server",
+        "What is gained when no worker waits for another, and at what price?",
+    ),
+    "06_ring_all_reduce": (
+        "ring all-reduce",
+        "How can all ranks sum their gradients with no rank in the middle?",
+    ),
+    "07_your_ring_under_ddp": (
+        "your ring under DDP",
+        "Can your own ring train under PyTorch's DDP?",
+    ),
+    "08_layer_placement": (
+        "layer placement",
+        "Where do you cut a model that is too large for one device, and what does each cut cost?",
+    ),
+    "09_pipeline": (
+        "pipeline",
+        "A model is cut into stages: how can all of them work at the same time?",
+    ),
+    "10_tensor_parallel": ("tensor parallel", "And a layer that is too large?"),
+    "11_sharded_data_parallel": ("sharded data parallel", "What if the state does not fit?"),
+    "12_many_machines": ("many machines", "What if one machine does not suffice?"),
+    "13_detective_cases": ("detective cases", "What went wrong here?"),
+    "14_choosing": ("choosing", "Which technique is mine?"),
+    "15_seventy_times": (
+        "seventy times",
+        'How does a benchmark come to "70 times faster than DDP"?',
+    ),
+}
+_FIRST = "00_start_here"
+_TABLE = re.compile(r"\| page \|.*\n(\|.*(\n|$))+")
+_NEIGHBOURS = re.compile(r"\| (Previous|Next) \|.*(\n|$)")
+
+
+def existing(root: Path = ROOT) -> list[str]:
+    """The pages that are there, in reading order."""
+    return [stem for stem in PAGES if (root / "notebooks" / f"{stem}.ipynb").is_file()]
+
+
+def course_map(there: list[str], *, folder: str = "", here: str | None = None) -> str:
+    """The table in Markdown.
+
+    Args:
+        there: the pages that can be linked to.
+        folder: that leads to them.
+        here: the page that shows the table.
+    """
+    lines = ["| page | what it answers | state |", "|---|---|---|"]
+    for stem, (name, question) in PAGES.items():
+        label = f"{stem[:2]} {name}"
+        state = "here" if stem in there else "coming"
+        if stem == here:
+            label, state = f"**{label}**", "you are here"
+        elif stem in there:
+            label = f"[{label}]({folder}{stem}.ipynb)"
+        lines.append(f"| {label} | {question} | {state} |")
+    return "\n".join(lines) + "\n"
+
+
+def neighbours(there: list[str], stem: str) -> str:
+    """The rows of a page's head that lead to the pages before and after it."""
+    place, rows = there.index(stem), []
+    if place:
+        rows.append(f"| Previous | {_link(there[place - 1])} |\n")
+    if place + 1 < len(there):
+        rows.append(f"| Next | {_link(there[place + 1])} |\n")
+    return "".join(rows)
+
+
+def _link(stem: str) -> str:
+    return f"[{stem[:2]} {PAGES[stem][0]}]({stem}.ipynb)"
+
+
+def with_map(text: str, table: str) -> str:
+    """``text`` with its table of pages replaced.
+
+    Raises:
+        ValueError: it has none, or several.
+    """
+    replaced, count = _TABLE.subn(lambda _: table, text)
+    if count != 1:
+        raise ValueError(f"{count} tables that begin with '| page |', where one is needed")
+    return replaced
+
+
+def with_neighbours(text: str, rows: str) -> str:
+    """A page's first cell with these rows at the end of its table.
+
+    Raises:
+        ValueError: it has no row "Last run on", which comes before.
+    """
+    text = _NEIGHBOURS.sub("", text + "\n")
+    replaced, count = re.subn(r"(\| Last run on \|.*\n)", lambda row: row[0] + rows, text)
+    if count != 1:
+        raise ValueError(f"{count} rows '| Last run on |', where one is needed")
+    return replaced.removesuffix("\n")
+
+
+def files(root: Path = ROOT) -> dict[Path, str]:
+    """By path: what each file that shows the table has to hold."""
+    there = existing(root)
+    readme = root / "README.md"
+    found = {readme: with_map(readme.read_text(), course_map(there, folder="notebooks/"))}
+    for stem in there:
+        path = root / "notebooks" / f"{stem}.ipynb"
+        page = nbformat.read(path, as_version=4)
+        page.cells[0].source = with_neighbours(page.cells[0].source, neighbours(there, stem))
+        if stem == _FIRST:
+            (cell,) = (cell for cell in page.cells if _TABLE.search(cell.source))
+            cell.source = with_map(cell.source, course_map(there, here=stem))
+        found[path] = nbformat.writes(page).rstrip("\n") + "\n"
+    return found
+
+
+def main() -> int:
+    for path, text in files().items():
+        if path.read_text() != text:
+            write_atomically(path, text)
+            print(f"written: {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
