@@ -334,7 +334,7 @@ def until_all_are_lost(comm, how):
     if how == "waiting" and comm.rank == 2:
         threading.Timer(0.3, os._exit, (3,)).start()
     if how == "mid-send" and comm.rank == 2:
-        comm._transport.channel_to(0).commit = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        comm._transport.channel_to(0).commit = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if how == "computing" and comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:
