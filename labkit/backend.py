@@ -30,7 +30,7 @@ from labkit.collectives.common import check_fits, in_place
 from labkit.comm import Comm, describe
 from labkit.shared_memory import SharedTransport, meet
 from labkit.tasks import Line, Task
-from labkit.transports import TorchTransport
+from labkit.transports import TorchTransport, Traffic
 from labkit.units import format_count
 
 AllReduce = Callable[[Comm, Tensor], Tensor | None]
@@ -90,6 +90,15 @@ def ddp_hook(comm: Comm, bucket: dist.GradBucket) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(all_reduce(comm, bucket.buffer(), "mean"))
     return future
+
+
+# Of every group of this process: what a group has sent outlives it.
+_traffic: list[Traffic] = []
+
+
+def sent() -> tuple[int, int]:
+    """Messages and bytes that this rank's "labkit" groups have sent so far, counted."""
+    return sum(one.messages for one in _traffic), sum(one.num_bytes for one in _traffic)
 
 
 _groups: weakref.WeakSet["LabkitGroup"] = weakref.WeakSet()
@@ -321,6 +330,7 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
         transport = TorchTransport("gloo", _CPU, group)
     else:
         transport = SharedTransport(arena, rank, timeout.total_seconds())
+    _traffic.append(transport.sent)
     board = arena and arena.board
     return Comm(rank, size, _CPU, transport, board, keep_spans=_KEPT_SPANS)
 
