@@ -13,6 +13,7 @@ import torch
 
 from labkit.board import LEFT, RECV_ANY, Board
 from labkit.errors import PeerLostError
+from labkit.overlap import overlap
 from labkit.shared_memory import Channel, Doorbells
 from labkit.sources import caller_location
 from labkit.trace import ClockTimer, CudaTimer, Recorder
@@ -189,9 +190,16 @@ class Comm:
         """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
 
         The pair that cannot deadlock: every rank of a ring may call it at once. Counts 1 message.
-        Raises what ``send`` and ``recv`` raise.
+        Raises what ``send`` and ``recv`` raise, and ValueError if the two tensors share memory:
+        what arrives would overwrite what has not left yet.
         """
         outgoing, incoming = self._outgoing(send), self._incoming(recv)
+        if overlap(send, recv):
+            raise ValueError(
+                f"rank {self.rank} cannot exchange {describe(send)} for {describe(recv)}, which "
+                "share memory: what arrives would overwrite what has not left yet. Receive into "
+                "a tensor of its own (torch.empty_like), or send a copy (.clone())"
+            )
         with self._operation("exchange", send, dst, recv, src):
             self._transport.exchange(outgoing, dst, incoming, src)
         return self._deliver(incoming, recv)
