@@ -232,6 +232,41 @@ def test_a_peer_that_has_ended_is_a_lost_peer_in_every_operation(transport, oper
     assert "Exception raised from" not in text  # PyTorch's C++ stack
 
 
+def sums_by_adding_what_comes(comm, tensor):
+    """A learner's all-reduce: rank 0 adds up what all send, in the slots or after landing."""
+    if comm.rank == 0:
+        for src in range(1, comm.world_size):
+            comm.recv_add(tensor, src)
+        for dst in range(1, comm.world_size):
+            comm.send(tensor, dst)
+    else:
+        comm.send(tensor, 0)
+        comm.recv(tensor, 0)
+
+
+def under_the_backend(comm, in_shared_memory):
+    """The sum, and what the backend counted."""
+    from labkit import backend
+
+    if not in_shared_memory:
+        backend.meet = lambda *_: None  # as on several machines
+    group = dist.new_group(backend="labkit")
+    backend.use(sums_by_adding_what_comes)
+    tensor = torch.full((5,), comm.rank + 1.0)
+    dist.all_reduce(tensor, group=group)
+    counted = backend.sent()
+    dist.destroy_process_group(group)
+    return tensor.tolist(), counted, backend.sent()
+
+
+@pytest.mark.parametrize("in_shared_memory", [True, False])
+def test_a_learners_ring_runs_under_the_backend_on_one_machine_and_on_several(in_shared_memory):
+    for rank, found in enumerate(run(under_the_backend, in_shared_memory, world_size=3).values):
+        sent = (1, 20) if rank else (2, 40)
+        # What a group has sent outlives it.
+        assert found == ([6.0] * 5, sent, sent)
+
+
 # What is counted
 
 COUNTING = (
