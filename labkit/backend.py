@@ -28,8 +28,9 @@ from labkit import collectives
 from labkit.collectives import fast_ring_all_reduce
 from labkit.collectives.common import check_fits, in_place
 from labkit.comm import Comm, describe
-from labkit.shared_memory import SharedTransport, as_bytes, meet
+from labkit.shared_memory import SharedTransport, meet
 from labkit.tasks import Line, Task
+from labkit.transports import TorchTransport, Traffic
 from labkit.units import format_count
 
 AllReduce = Callable[[Comm, Tensor], Tensor | None]
@@ -89,6 +90,15 @@ def ddp_hook(comm: Comm, bucket: dist.GradBucket) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(all_reduce(comm, bucket.buffer(), "mean"))
     return future
+
+
+# Of every group of this process: what a group has sent outlives it.
+_traffic: list[Traffic] = []
+
+
+def sent() -> tuple[int, int]:
+    """Messages and bytes that this rank's "labkit" groups have sent so far, counted."""
+    return sum(one.messages for one in _traffic), sum(one.num_bytes for one in _traffic)
 
 
 _groups: weakref.WeakSet["LabkitGroup"] = weakref.WeakSet()
@@ -316,32 +326,13 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     store = dist.PrefixStore(f"labkit/{part}", store)
     arena = meet(store, rank, size)
     if arena is None:
-        transport = _GlooTransport(dist.ProcessGroupGloo(store, rank, size, timeout))
+        group = dist.ProcessGroupGloo(store, rank, size, timeout)
+        transport = TorchTransport("gloo", _CPU, group)
     else:
         transport = SharedTransport(arena, rank, timeout.total_seconds())
+    _traffic.append(transport.sent)
     board = arena and arena.board
     return Comm(rank, size, _CPU, transport, board, keep_spans=_KEPT_SPANS)
-
-
-class _GlooTransport:
-    """Point-to-point of a process group that has no name: ranks of several machines."""
-
-    def __init__(self, group: dist.ProcessGroupGloo):
-        self.group = group
-
-    def send(self, tensor: Tensor, dst: int) -> None:
-        self.group.send([as_bytes(tensor)], dst, 0).wait()
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        self.group.recv([as_bytes(tensor)], src, 0).wait()
-
-    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        sending = self.group.send([as_bytes(send)], dst, 0)
-        self.recv(recv, src)
-        sending.wait()
-
-    def barrier(self) -> None:
-        self.group.barrier().wait()
 
 
 def _op(opts) -> str:

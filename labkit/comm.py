@@ -1,8 +1,8 @@
 """Comm: the one object through which learner code and strategies talk to other ranks.
 
-Five operations (send, recv, recv_any, exchange, barrier). Each is counted (messages, bytes,
-peers), timed (spans), and posted on the status board before it starts, so that a run that stands
-still can be explained. How the bytes travel is the transport's business.
+Five operations (send, recv, recv_any, exchange, barrier). Each is timed (spans), and posted on the
+status board before it starts, so that a run that stands still can be explained. How the bytes
+travel, and counting them, is the transport's business (``labkit.transports``).
 """
 
 from collections import Counter
@@ -10,75 +10,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from labkit.board import LEFT, RECV_ANY, Board
 from labkit.errors import PeerLostError
-from labkit.shared_memory import Channel, Doorbells, SharedTransport, as_bytes
+from labkit.overlap import overlap
+from labkit.shared_memory import Channel, Doorbells
 from labkit.sources import caller_location
 from labkit.trace import ClockTimer, CudaTimer, Recorder
-
-
-class TorchTransport:
-    """Point-to-point over ``torch.distributed``: gloo or NCCL, on any number of machines.
-
-    Tensors come contiguous, and travel as bytes, so that every dtype can. On gloo, CUDA tensors
-    are staged through host memory, because gloo's point-to-point moves host memory only.
-    """
-
-    def __init__(self, backend: str, device: torch.device):
-        self.device = device
-        self.staged = backend == "gloo" and device.type == "cuda"
-
-    def send(self, tensor: torch.Tensor, dst: int) -> None:
-        tensor = as_bytes(tensor)
-        dist.send(tensor.cpu() if self.staged else tensor, dst)
-
-    def recv(self, tensor: torch.Tensor, src: int) -> None:
-        tensor = as_bytes(tensor)
-        landing = torch.empty_like(tensor, device="cpu") if self.staged else tensor
-        dist.recv(landing, src)
-        if self.staged:
-            tensor.copy_(landing)
-
-    def recv_any(self, tensor: torch.Tensor) -> int:
-        """From any other rank, over gloo; returns which."""
-        tensor = as_bytes(tensor)
-        landing = torch.empty_like(tensor, device="cpu") if self.staged else tensor
-        src = dist.recv(landing)
-        if self.staged:
-            tensor.copy_(landing)
-        return src
-
-    @property
-    def can_receive_from_any(self) -> bool:
-        return self.staged or self.device.type == "cpu"
-
-    def recv_add(self, tensor: torch.Tensor, src: int) -> None:
-        landing = torch.empty_like(tensor)
-        self.recv(landing, src)
-        tensor += landing
-
-    def exchange(self, send: torch.Tensor, dst: int, recv: torch.Tensor, src: int) -> None:
-        send, recv = as_bytes(send), as_bytes(recv)
-        landing = torch.empty_like(recv, device="cpu") if self.staged else recv
-        outgoing = send.cpu() if self.staged else send
-        if self.device.type == "cuda" and not self.staged:
-            # NCCL matches the two only when they are issued as one group.
-            pair = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.irecv, landing, src)]
-            works = dist.batch_isend_irecv(pair)
-        else:
-            works = [dist.isend(outgoing, dst), dist.irecv(landing, src)]
-        for work in works:
-            work.wait()
-        if self.staged:
-            recv.copy_(landing)
-
-    def barrier(self) -> None:
-        if self.device.type == "cuda" and not self.staged:
-            dist.barrier(device_ids=[self.device.index])
-        else:
-            dist.barrier()
+from labkit.transports import Transport
 
 
 class Comm:
@@ -99,7 +38,7 @@ class Comm:
         rank: int,
         world_size: int,
         device: torch.device,
-        transport: TorchTransport | SharedTransport,
+        transport: Transport,
         board: Board | None = None,
         keep_spans: int | None = None,
         doorbells: Doorbells | None = None,
@@ -107,9 +46,6 @@ class Comm:
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.messages = 0
-        self.bytes_sent = 0
-        self.bytes_to: Counter[int] = Counter()
         self.operations = 0
         self._transport = transport
         self._board = board or Board(world_size)
@@ -119,10 +55,20 @@ class Comm:
         timer = CudaTimer(device) if on_gpu else ClockTimer()
         self._recorder = Recorder(rank, timer, keep=keep_spans)
         self._host = ClockTimer()
-        # PyTorch reports a lost peer as a RuntimeError; in shared memory that is another fault.
-        self._losses = PeerLostError if self.shares_memory else (RuntimeError, PeerLostError)
         self._closed = False
         self._inside_collective = False
+
+    @property
+    def messages(self) -> int:
+        return self._transport.sent.messages
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._transport.sent.num_bytes
+
+    @property
+    def bytes_to(self) -> Counter[int]:
+        return self._transport.sent.bytes_to
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send ``tensor`` (any shape, dense, any dtype) to rank ``dst``.
@@ -208,15 +154,15 @@ class Comm:
 
     def _recv_unseen(self, incoming: torch.Tensor, sources: list[int]) -> int:
         """Where no board shows who is there: over gloo, from whoever it is."""
-        if not getattr(self._transport, "can_receive_from_any", False):
+        if not self._transport.receives_from_any:
             raise ValueError(
                 f"recv_any from ranks {sources} needs a board that these ranks share: between "
                 "machines use gloo"
             )
         try:
             src = self._transport.recv_any(incoming)
-        except self._losses as error:
-            raise PeerLostError(f"{RECV_ANY} broke off: {_reason(error)}") from error
+        except PeerLostError as error:
+            raise PeerLostError(f"{RECV_ANY} broke off: {error}") from error
         if src not in sources:
             raise ValueError(
                 f"rank {src} has sent to rank {self.rank}, which takes from {sources} only: "
@@ -244,9 +190,16 @@ class Comm:
         """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
 
         The pair that cannot deadlock: every rank of a ring may call it at once. Counts 1 message.
-        Raises what ``send`` and ``recv`` raise.
+        Raises what ``send`` and ``recv`` raise, and ValueError if the two tensors share memory:
+        what arrives would overwrite what has not left yet.
         """
         outgoing, incoming = self._outgoing(send), self._incoming(recv)
+        if overlap(send, recv):
+            raise ValueError(
+                f"rank {self.rank} cannot exchange {describe(send)} for {describe(recv)}, which "
+                "share memory: what arrives would overwrite what has not left yet. Receive into "
+                "a tensor of its own (torch.empty_like), or send a copy (.clone())"
+            )
         with self._operation("exchange", send, dst, recv, src):
             self._transport.exchange(outgoing, dst, incoming, src)
         return self._deliver(incoming, recv)
@@ -299,8 +252,8 @@ class Comm:
         self._board.enter_meeting(self.rank, op, self._host.mark())
         try:
             yield
-        except self._losses as error:
-            raise PeerLostError(f"a rank left before {op}: {_reason(error)}") from error
+        except PeerLostError as error:
+            raise PeerLostError(f"a rank left before {op}: {error}") from error
         self._board.leave(self.rank)
 
     @contextmanager
@@ -320,7 +273,7 @@ class Comm:
     @property
     def shares_memory(self) -> bool:
         """Whether ``channel_to`` and ``channel_from`` reach the other ranks' memory."""
-        return hasattr(self._transport, "channel_to")
+        return self._transport.shares_memory
 
     def channel_to(self, dst: int) -> Channel:
         """The slots in which rank ``dst`` reads what this rank writes (shared memory only)."""
@@ -333,24 +286,21 @@ class Comm:
         return self._transport.channel_from(src)
 
     @contextmanager
-    def streaming(self, name: str, dst: int, messages: int, num_bytes: int) -> Iterator[None]:
-        """Around a collective that moves its segments through channels by itself.
+    def streaming(self, name: str, dst: int) -> Iterator[None]:
+        """Around a collective that moves its segments to ``dst`` through a channel by itself.
 
-        Counts ``messages`` and ``num_bytes`` as sent to ``dst``, records one span, and tells the
-        board that every rank has to come.
+        Records one span, and tells the board that every rank has to come. Each message that the
+        channel has counted is an operation.
         """
+        sent = self._transport.sent.to[dst]
+        messages, num_bytes = sent.messages, sent.num_bytes
         start = self._recorder.timer.mark()
         with self._meeting(name):
             yield
-        self.operations += messages
-        self._count(dst, messages, num_bytes)
+        self.operations += sent.messages - messages
+        num_bytes = sent.num_bytes - num_bytes
         arrived = self._board.meeting_arrived_s(self.rank) if self._on_clock else None
         self._recorder.transfer(start, self._recorder.timer.mark(), num_bytes, dst, arrived)
-
-    def _count(self, dst: int, messages: int, num_bytes: int) -> None:
-        self.messages += messages
-        self.bytes_sent += num_bytes
-        self.bytes_to[dst] += num_bytes
 
     def progress(self, done: int, total: int, label: str = "") -> None:
         """Tell the notebook how far this rank is: it draws one bar while the run goes on."""
@@ -376,16 +326,14 @@ class Comm:
 
     def abandon(self) -> None:
         """Let operations that still wait, in other threads, end with an error (shared memory)."""
-        if self.shares_memory:
-            self._transport.abandon()
+        self._transport.abandon()
 
     def close(self) -> None:
         """End of the run: every later use is refused."""
-        if self.shares_memory:
-            if self._transport.ends_together:
-                with self._meeting("the end of the run"):
-                    self._transport.barrier()
-            self._transport.close()
+        if self._transport.ends_together:
+            with self._meeting("the end of the run"):
+                self._transport.barrier()
+        self._transport.close()
         self._closed = True
 
     def start_together(self) -> None:
@@ -421,11 +369,11 @@ class Comm:
     ) -> Iterator[None]:
         self._check_open()
         sent = expected = None
-        num_bytes = 0
+        sent_before = 0
         if send is not None:
             self._check_peer(dst, "send to")
             sent = (dst, describe(send))
-            num_bytes = send.numel() * send.element_size()
+            sent_before = self._transport.sent.to[dst].num_bytes
         if recv is not None:
             self._check_peer(src, "receive from")
             expected = (src, describe(recv))
@@ -435,15 +383,16 @@ class Comm:
             self._doorbells.ring(dst)
         try:
             yield
-        except self._losses as error:
+        except PeerLostError as error:
             peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
             names = " and ".join(f"rank {peer}" for peer in peers)
             lost = peers[0] if len(peers) == 1 else getattr(error, "rank", None)
-            raise PeerLostError(f"{op} with {names} broke off: {_reason(error)}", lost) from error
+            raise PeerLostError(f"{op} with {names} broke off: {error}", lost) from error
         self._board.leave(self.rank)
         self.operations += 1
+        num_bytes = 0
         if send is not None:
-            self._count(dst, 1, num_bytes)
+            num_bytes = self._transport.sent.to[dst].num_bytes - sent_before
         arrived = self._board.arrived_s(self.rank, dst, src) if self._on_clock else None
         peer = src if dst is None else dst
         self._recorder.transfer(start, self._recorder.timer.mark(), num_bytes, peer, arrived)
@@ -503,10 +452,3 @@ class Comm:
 def describe(tensor: torch.Tensor) -> str:
     """What both ends of a message must agree on, for example ``float32 [3, 4]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _reason(error: BaseException) -> str:
-    """Our own text whole; of PyTorch's the first line, since a C++ stack follows it."""
-    if isinstance(error, PeerLostError):
-        return str(error)
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -14,8 +14,7 @@ from torch import Tensor
 from labkit.collectives import all_gather, ring_all_reduce, share_only
 from labkit.collectives.ring import phase, split_chunks
 from labkit.comm import Comm
-from labkit.costs import top_k_elements
-from labkit.schedules import ring_share_reduce
+from labkit.schedules import ring_share_reduce, top_k_elements
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 

@@ -26,6 +26,7 @@ from labkit.schedules import (
     recursive_doubling_return,
     ring_share_only,
     ring_share_reduce,
+    top_k_elements,
     with_hops,
 )
 from labkit.units import format_count
@@ -252,11 +253,6 @@ def async_parameter_server_cost(
     """
     short = (1 if serves else 2) + num_buffers
     return Cost(4 * pushes, 2 * pushes, pushes * (num_elements + short) * element_bytes)
-
-
-def top_k_elements(num_elements: int) -> int:
-    """k: 1 % of the elements, rounded down, but one at least (of none, none)."""
-    return min(num_elements, max(1, num_elements // 100))
 
 
 def compressed_cost(

@@ -72,9 +72,9 @@ class CudaChannel(Channel):
         self._stream().wait_event(self._free_events[self._next])
         return self.slot(num_elements, dtype)
 
-    def commit(self) -> None:
+    def commit(self, begins_message: bool = True) -> None:
         self._filled_events[self._next].record(self._stream())
-        super().commit()
+        super().commit(begins_message)
 
     def readable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         self._stream().wait_event(self._filled_events[self._next])

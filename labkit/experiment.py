@@ -40,8 +40,9 @@ class TrainResult:
         epochs: one ``{"loss", "test_accuracy", "seconds"}`` an epoch; seconds of training alone.
         phases_s: seconds by kind of span, the mean over the ranks; of a technique that runs its
             replicas in threads, those of the main thread.
-        bytes_sent, messages: of the technique, by rank; None where nothing goes through ``Comm``:
-            a builtin, or a technique of one process (its ``notes`` tell what it moves).
+        bytes_sent, messages: of the technique, by rank, counted as they leave; None where nobody
+            counts: a builtin that is not on our backend, or a technique of one process (its
+            ``notes`` tell what it moves).
         state: parameters and buffers of the whole model, on the CPU.
         checksums: of every rank's parameters and buffers.
         notes: what is special about the technique's run (staleness, ranks lost), as rank 0 tells.
@@ -169,7 +170,10 @@ def train_run(
     # Of a rank that was lost there is no report.
     reports = [report for report in result.values if report is not None]
     one_process = _in_one_process(make_strategy)
-    counted = not config.builtin and not one_process
+    # A builtin goes past comm: it has to count for itself, and only our backend does.
+    counts_itself = hasattr(_class_of(make_strategy), "sent")
+    counted = counts_itself if config.builtin else not one_process
+    counted = counted and reports[0].bytes_sent is not None
     # Replicas in threads all compute: the main thread alone tells what the time went for.
     seconds = result.trace.seconds_by_kind(lane=0 if one_process else None)
     return TrainResult(
@@ -254,7 +258,12 @@ def _check_backend(config: RunConfig, device: str) -> None:
 
 def _in_one_process(make_strategy) -> bool:
     """Whether world size N is N replicas in one rank, instead of N ranks."""
-    return getattr(getattr(make_strategy, "func", make_strategy), "in_one_process", False)
+    return getattr(_class_of(make_strategy), "in_one_process", False)
+
+
+def _class_of(make_strategy) -> type:
+    """The strategy's class, whose options may be bound already."""
+    return getattr(make_strategy, "func", make_strategy)
 
 
 def _by_rank(result: RunResult, count: str) -> list[int]:
@@ -264,7 +273,7 @@ def _by_rank(result: RunResult, count: str) -> list[int]:
 
 def _survives(make_strategy) -> bool:
     """Whether the technique goes on without a rank other than 0."""
-    return getattr(getattr(make_strategy, "func", make_strategy), "survives_lost_workers", False)
+    return getattr(_class_of(make_strategy), "survives_lost_workers", False)
 
 
 def _ranks_and_device(config: RunConfig, make_strategy) -> tuple[int, str]:

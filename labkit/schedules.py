@@ -91,6 +91,11 @@ def chunk_bounds(num_elements: int, world_size: int) -> list[tuple[int, int]]:
     return bounds
 
 
+def top_k_elements(num_elements: int) -> int:
+    """k: 1 % of the elements, rounded down, but one at least (of none, none)."""
+    return min(num_elements, max(1, num_elements // 100))
+
+
 def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
     """Whose values each chunk holds, on paper: [state][rank][chunk] -> ranks summed in.
 

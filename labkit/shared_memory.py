@@ -29,6 +29,7 @@ from torch import Tensor
 
 from labkit.board import LEFT, LOST, Board
 from labkit.errors import PeerLostError
+from labkit.transports import Sent, Transport, as_bytes
 
 SEGMENT_BYTES = 512 * 1024
 NUM_SLOTS = 4
@@ -284,14 +285,18 @@ class Channel:
         self._slots = arena.slots(source, destination)
         self._views: dict = {}
         self._next = 0
+        # The receiving end counts nothing.
+        self._sent = transport.sent.to[destination] if transport.rank == source else Sent()
+        self._slot_bytes = 0
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """The next free slot, as a tensor [num_elements] of ``dtype``; may wait."""
         self._wait(self.free, self._peer)
         return self.writable(num_elements, dtype)
 
-    def commit(self) -> None:
-        """The slot holds its segment: the receiver may have it."""
+    def commit(self, begins_message: bool = True) -> None:
+        """The slot holds its segment, the first of a message or a later one: it is sent."""
+        self._sent.count(self._slot_bytes, begins_message)
         self._next = (self._next + 1) % NUM_SLOTS
         self.filled.post()
 
@@ -318,6 +323,7 @@ class Channel:
         return self.slot(num_elements, dtype)
 
     def slot(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        self._slot_bytes = num_elements * dtype.itemsize
         key = self._next, num_elements, dtype
         if key not in self._views:
             if len(self._views) > 64:
@@ -338,7 +344,7 @@ class _Side:
         self.needs = next(self.steps, None)
 
 
-class SharedTransport:
+class SharedTransport(Transport):
     """Point-to-point through an arena: ranks of one machine, tensors on the CPU.
 
     A send ends only when its receive has begun, as over gloo: a program that deadlocks on one
@@ -350,10 +356,10 @@ class SharedTransport:
         timeout_s: the longest wait for one segment.
     """
 
-    # Whether all ranks have to meet before one may close.
-    ends_together = False
+    shares_memory = True
 
     def __init__(self, arena: Arena, rank: int, timeout_s: float = float("inf")):
+        super().__init__()
         self.arena = arena
         self.rank = rank
         self.timeout_s = timeout_s
@@ -403,20 +409,20 @@ class SharedTransport:
         return Channel(self, source, destination)
 
     def close(self) -> None:
-        """The end of a run: what was sent has been received, and needs nothing of this rank."""
         self._channels.clear()
 
     def abandon(self) -> None:
-        """Let what still waits, in any thread, end with an error."""
         self._abandoned = True
 
     def _sending(self, tensor: Tensor, dst: int) -> Iterator[Semaphore]:
         channel = self.channel_to(dst)
         yield channel.ready
+        begins_message = True
         for segment in _segments(as_bytes(tensor), channel.segment_bytes):
             yield channel.free
             channel.writable(segment.numel(), torch.uint8).copy_(segment)
-            channel.commit()
+            channel.commit(begins_message)
+            begins_message = False
 
     def _receiving(self, tensor: Tensor, src: int) -> Iterator[Semaphore]:
         channel = self.channel_from(src)
@@ -507,11 +513,6 @@ class SharedTransport:
         if waited_s > self.timeout_s:
             return f"nothing from rank {peer} in {self.timeout_s:g} s"
         return ""
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes [n], whatever its dtype."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _segments(flat: Tensor, most: int) -> Sequence[Tensor]:

@@ -31,7 +31,8 @@ class Strategy(Protocol):
     """What a technique has to say for itself; one object a rank.
 
     One that has something to end (connections of its own) has ``close()``, too: called last, on
-    all ranks, unless one has failed.
+    all ranks, unless one has failed. One whose traffic goes past ``comm`` has ``sent()``: the
+    messages and bytes that this rank has sent so far, or None where nobody counts them.
     """
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -97,8 +98,8 @@ class RankReport:
     """What one rank brings home from a training run. ``state`` is kept by rank 0 alone."""
 
     epochs: list[dict[str, float]]
-    messages: int
-    bytes_sent: int
+    messages: int | None
+    bytes_sent: int | None
     checksum: str
     state: dict[str, Tensor] | None
     notes: dict[str, Any] = field(default_factory=dict)
@@ -135,20 +136,33 @@ def fit(
 
 def _in_step(comm: Comm, config: RunConfig, data: Data, strategy: Strategy, verbose: bool):
     """All ranks work on the same batch. Returns (rows of the epochs, messages, bytes)."""
-    epochs, messages, bytes_sent = [], 0, 0
+    epochs, sent = [], (0, 0)
     for epoch in range(config.epochs):
-        before = comm.messages, comm.bytes_sent
+        before = _sent(comm, strategy)
         start_s = time.perf_counter()
         loss_sum = _train_epoch(comm, config, data, strategy, epoch)
         seconds = time.perf_counter() - start_s
         # Evaluation stays outside the clock and the counters: it is not the technique's.
-        messages += comm.messages - before[0]
-        bytes_sent += comm.bytes_sent - before[1]
+        sent = _added(sent, before, _sent(comm, strategy))
         correct = _correct(comm, data, strategy, *strategy.share())
         epochs.append(_row(comm, data, loss_sum, correct) | {"seconds": seconds})
         if verbose and comm.rank == 0:
             _print_epoch(epoch, config.epochs, epochs[-1])
-    return epochs, messages, bytes_sent
+    return epochs, *sent
+
+
+def _sent(comm: Comm, strategy: Strategy) -> tuple[int, int] | None:
+    """Messages and bytes of the technique so far."""
+    if hasattr(strategy, "sent"):
+        return strategy.sent()
+    return comm.messages, comm.bytes_sent
+
+
+def _added(total: tuple, before: tuple | None, after: tuple | None) -> tuple:
+    """``total`` and what came between ``before`` and ``after``; Nones where nobody counts."""
+    if before is None or after is None:
+        return None, None
+    return tuple(sum_ + end - start for sum_, start, end in zip(total, before, after))
 
 
 def _at_own_pace(

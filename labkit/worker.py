@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from labkit.board import RETURNED, RUNNING
-from labkit.comm import Comm, TorchTransport
+from labkit.comm import Comm
 from labkit.cuda_ipc import CudaTransport
 from labkit.devices import Plan, num_cores, plan
 from labkit.errors import MismatchError, PeerLostError
@@ -34,6 +34,7 @@ from labkit.meeting_file import MeetingFile
 from labkit.messages import Report, may_go, send_report
 from labkit.shared_memory import Arena, Doorbells, SharedTransport, meet
 from labkit.sources import install_sources, is_internal, is_ours
+from labkit.transports import TorchTransport
 from labkit.units import format_count
 
 # What the launcher must outlast, so that its explanation comes before gloo's own timeout.

@@ -59,6 +59,16 @@ def test_the_options_of_a_technique_reach_it(tmp_path, capsys):
     assert "compress" in found["phases_s"]
 
 
+def test_a_builtin_on_our_backend_shows_the_bytes_that_were_counted(tmp_path, capsys):
+    report = tmp_path / "out.json"
+    words = ["--strategy", "ddp", "--builtin", "--backend", "labkit", "--world-size", "2"]
+    assert main(["train", *words, *QUICK, "--json", str(report)]) == 0
+    found = json.loads(report.read_text())
+    # Four updates of 29,066 parameters of four bytes, and what rank 0 tells once.
+    assert found["bytes_sent"][1] == 4 * 29_066 * 4 < found["bytes_sent"][0]
+    assert f"bytes sent by rank: {found['bytes_sent']}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

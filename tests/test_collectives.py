@@ -473,6 +473,31 @@ def test_what_cannot_be_done_is_refused_alike_on_every_rank_before_any_message(
         assert {other[fault] for other in found} == {text}, fault
 
 
+def shared_memory_faults(comm):
+    whole = torch.arange(6.0).view(2, 3)
+    rows, columns, one = whole.unbind(0), whole[:, :2].unbind(1), torch.ones(3)
+    faults = {
+        "all_to_all in place": lambda: all_to_all(comm, rows, rows),
+        "all_to_all between transposed views": lambda: all_to_all(comm, whole[:, :2], columns),
+        "all_to_all into one place": lambda: all_to_all(comm, rows, [one, one]),
+        "share_only": lambda: share_only(comm, [rows[0], whole.view(-1)[2:5]]),
+        "share_reduce": lambda: share_reduce(comm, [one, one]),
+    }
+    texts = {name: text_of(lambda fault: fault(), fault) for name, fault in faults.items()}
+    assert (comm.messages, whole.flatten().tolist()) == (0, [0, 1, 2, 3, 4, 5])
+    # Parts of one tensor are normal use, and one tensor may be sent to all.
+    share_only(comm, columns)
+    sent = all_to_all(comm, [rows[0], rows[0]], [rows[1], one])
+    return texts, whole.tolist(), [tensor.tolist() for tensor in sent]
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_what_is_received_and_what_is_sent_share_no_memory(transport):
+    for texts, _, _ in run(shared_memory_faults, world_size=2, transport=transport).values:
+        for name, text in texts.items():
+            assert "share memory, and one would be overwritten before it is sent" in text, name
+
+
 def test_shares_that_do_not_fit_are_refused_and_not_stretched():
     def uneven_shares(comm):
         return scatter(comm, [torch.ones(3), torch.ones(1)], torch.empty(3))

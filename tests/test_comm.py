@@ -130,7 +130,7 @@ def test_a_barrier_is_met_by_all_and_counts_nothing():
 
 def misuse(comm):
     """What each misuse says, and the messages sent."""
-    other = 1 - comm.rank
+    other, five, square = 1 - comm.rank, torch.ones(5), torch.ones(2, 2)
     calls = {
         "self": lambda: comm.send(torch.ones(1), comm.rank),
         "beyond": lambda: comm.send(torch.ones(1), comm.world_size),
@@ -140,6 +140,9 @@ def misuse(comm):
         "sparse": lambda: comm.send(torch.ones(2, 2).to_sparse(), other),
         "meta": lambda: comm.send(torch.ones(1, device="meta"), other),
         "expanded": lambda: comm.recv(torch.ones(1).expand(4), other),
+        "itself": lambda: comm.exchange(five[:4], other, five[:4], other),
+        "overlapping": lambda: comm.exchange(five[:3], other, five[2:], other),
+        "transposed": lambda: comm.exchange(square, other, square.t(), other),
     }
     texts = {}
     for how, call in calls.items():
@@ -161,6 +164,9 @@ MISUSES = {
     "sparse": "to_dense",
     "meta": "move it with .to(comm.device)",
     "expanded": "elements share memory",
+    "itself": "cannot exchange float32 [4] for float32 [4], which share memory",
+    "overlapping": "Receive into a tensor of its own (torch.empty_like), or send a copy",
+    "transposed": "float32 [2, 2], which share memory",
 }
 
 
@@ -173,6 +179,27 @@ def test_misuse_is_refused_with_the_numbers_and_the_next_step():
     with pytest.raises(WorkerError, match=r"rank \d cannot send to itself") as caught:
         run(lambda comm: comm.send(torch.ones(1), comm.rank), world_size=2)
     assert "lambda comm: comm.send(" in caught.value.worker_traceback
+
+
+def exchange_parts(comm):
+    """Of one tensor: halves, what lies between, columns, blocks; what each rank then holds."""
+    whole, other = torch.arange(16.0).add(100 * comm.rank).view(4, 4), 1 - comm.rank
+    flat, empty = whole.view(-1), whole[1, :0]
+    pairs = [(whole[:2], whole[2:]), (flat[::2], flat[1::2]), (whole[:, 0], whole[:, 3])]
+    pairs += [(whole[:, :2], whole[:, 2:]), (empty, whole[0, :0]), (empty, empty)]
+    found = []
+    for sent, received in pairs:
+        expected = sent.add(100 * (other - comm.rank))
+        comm.exchange(sent, other, received, other)
+        found.append(torch.equal(received, expected))
+        whole.copy_(torch.arange(16.0).add(100 * comm.rank).view(4, 4))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_parts_of_one_tensor_that_share_no_element_are_exchanged(transport):
+    values = run(exchange_parts, world_size=2, transport=transport).values
+    assert values == [[True] * 6] * 2
 
 
 def test_a_message_is_compared_before_it_moves():
@@ -334,7 +361,7 @@ def until_all_are_lost(comm, how):
     if how == "waiting" and comm.rank == 2:
         threading.Timer(0.3, os._exit, (3,)).start()
     if how == "mid-send" and comm.rank == 2:
-        comm._transport.channel_to(0).commit = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        comm._transport.channel_to(0).commit = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if how == "computing" and comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:

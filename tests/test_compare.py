@@ -342,6 +342,19 @@ def test_what_did_not_run_is_not_drawn():
     assert "mlp on digits" in summary.report(record)
 
 
+def test_bytes_stand_in_the_table_where_they_are_counted():
+    record = made_by_hand()
+    for run in record["runs"]:
+        run["bytes_sent"] = [2048, 4096] if run["contender"] == "ring" else None
+    lines = [line.split() for line in summary.report(record).splitlines() if line]
+    last_words = {
+        name: next(words[-1] for words in lines if words[0] == name)
+        for name in ("single", "ring", "Torch")
+    }
+    assert last_words == {"single": "-", "ring": "KiB", "Torch": "-"}
+    assert "4 KiB" in summary.report(record)
+
+
 def test_learning_curves_of_repeats_have_a_band():
     figure = figures.curves(made_by_hand()).figure
     axes = figure.axes[3]

@@ -6,8 +6,9 @@ from ranks import travel_by_value
 
 from labkit import RunConfig, run, train_with
 from labkit.compression import TopK, all_reduce_of
-from labkit.costs import compressed_cost, ring_all_reduce_cost, top_k_elements
+from labkit.costs import compressed_cost, ring_all_reduce_cost
 from labkit.experiment import check
+from labkit.schedules import top_k_elements
 
 travel_by_value(__name__)
 

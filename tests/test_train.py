@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
-from labkit.costs import ring_all_reduce_cost
+from labkit.costs import broadcast_cost, ddp_update_cost, ring_all_reduce_cost
 from labkit.experiment import check
 from labkit.models import build_model
 from labkit.train import checksum, largest_difference
@@ -101,6 +101,32 @@ def test_bytes_and_messages_of_a_run_equal_the_formula():
     alone = train_with("single", batch_size=35, **SMALL)
     assert result.difference_from(alone) < 1e-5
     assert result.test_accuracy == alone.test_accuracy
+
+
+@pytest.mark.parametrize(("model", "world_size"), [("mlp", 2), ("mlp", 3), ("mobilenet", 2)])
+def test_pytorchs_ddp_on_our_backend_sends_what_ours_does_and_three_things_more(model, world_size):
+    """The set-up (parameters compared, the first state broadcast) is outside the epochs.
+    Inside, after the first backward rank 0 tells the order of the parameters and the sizes of the
+    buckets, an int32 each and one more; it sends the buffers before each forward, where ours
+    leaves out the first of an epoch; and ``TorchDDP`` broadcasts each buffer at an epoch's end."""
+    settings = SMALL | {"batch_size": 60, "world_size": world_size, "model": model}
+    ours = train_with("ddp", **settings)
+    theirs = train_with("ddp", builtin=True, backend="labkit", **settings)
+    assert train_with("ddp", builtin=True, **settings).bytes_sent is None
+
+    net = build_model(model, num_classes=10, input_shape=(1, 8, 8), seed=0)
+    elements = sum(parameter.numel() for parameter in net.parameters())
+    buffers = [buffer.nbytes for buffer in net.buffers()]
+    integers = sum(buffer.nbytes for buffer in net.buffers() if buffer.dtype == torch.int64)
+    by_dtype = [sum(buffers) - integers, integers] if buffers else []
+    told = [4 * (len(list(net.parameters())) + 1), 4, *buffers]
+    for rank in range(world_size):
+        step = ddp_update_cost([elements], 4, world_size, rank, by_dtype)
+        once = [broadcast_cost(num_bytes, 1, world_size, rank) for num_bytes in told]
+        assert theirs.bytes_sent[rank] == 2 * step.num_bytes + sum(one.num_bytes for one in once)
+        assert theirs.messages[rank] == 2 * step.messages + sum(one.messages for one in once)
+        more = sum(one.num_bytes for one in once)
+        assert theirs.bytes_sent[rank] - ours.bytes_sent[rank] == more
 
 
 def test_phases_add_up_to_the_time_of_a_rank():

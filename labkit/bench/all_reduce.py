@@ -21,9 +21,10 @@ from labkit.collectives import (
     ring_all_reduce,
     tree_all_reduce,
 )
-from labkit.comm import Comm, TorchTransport
+from labkit.comm import Comm
 from labkit.launch import run
 from labkit.limits import MOST_BYTES, check_whole
+from labkit.transports import TorchTransport
 from labkit.units import format_bytes
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))

@@ -26,7 +26,7 @@ from labkit.bench.pipeline_result import (
     PipelineResult,
 )
 from labkit.bench.turns import slowest, take_turns, timed
-from labkit.comm import Comm, TorchTransport
+from labkit.comm import Comm
 from labkit.launch import run
 from labkit.layers import even_split
 from labkit.limits import check_whole
@@ -37,6 +37,7 @@ from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.single import Single
 from labkit.strategies.torch_pipelining import TorchPipeline
 from labkit.train import largest_difference
+from labkit.transports import TorchTransport
 
 SHAPE = (3, 32, 32)
 NUM_CLASSES = 10

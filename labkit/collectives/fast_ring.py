@@ -23,7 +23,6 @@ from labkit.collectives.common import in_place
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import ring_all_reduce, split_chunks
 from labkit.comm import Comm
-from labkit.costs import Cost, ring_all_reduce_cost
 from labkit.schedules import RingStep
 from labkit.schedules import ring_all_reduce as timetable
 
@@ -46,12 +45,11 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
         return ring_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
     ring = Ring(comm, reduction)
-    cost = _cost(tensor.numel(), tensor.dtype, reduction.wide, comm.world_size, comm.rank)
     with (
         in_place(tensor) as flat,
         comm.collective("fast_ring_all_reduce", tensor, op),
         comm.span("all_reduce"),
-        comm.streaming("fast_ring_all_reduce", ring.dst, cost.messages, cost.num_bytes),
+        comm.streaming("fast_ring_all_reduce", ring.dst),
     ):
         chunks = split_chunks(flat, comm.world_size)
         segments = [chunk.split(ring.segment_elements) for chunk in chunks]
@@ -62,19 +60,12 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     return tensor
 
 
-# A small all-reduce takes as long as its bookkeeping: what depends on sizes alone is kept.
-
-
+# A small all-reduce takes as long as its bookkeeping: what depends on the ranks alone is kept.
 @lru_cache(maxsize=64)
 def _steps(rank: int, world_size: int) -> list[tuple[RingStep, RingStep | None]]:
     """Each step of the timetable with the one that follows it."""
     steps = list(timetable(rank, world_size))
     return list(zip_longest(steps, steps[1:]))
-
-
-@lru_cache(maxsize=256)
-def _cost(num_elements: int, dtype, wide, world_size: int, rank: int) -> Cost:
-    return ring_all_reduce_cost(num_elements, dtype.itemsize, world_size, rank, wide.itemsize)
 
 
 class Ring:
@@ -87,6 +78,8 @@ class Ring:
         self.dst = first.dst
         self.right, self.left = comm.channel_to(first.dst), comm.channel_from(first.src)
         self.reduction = reduction
+        # A message is a chunk: it begins with the chunk's segment in the first column.
+        self.begins_messages = True
         self.segment_elements = self.right.segment_bytes // reduction.wide.itemsize
 
     def begin(self, segments: tuple[Tensor, ...]) -> None:
@@ -106,6 +99,7 @@ class Ring:
         for step, following in self.steps:
             mine = segments[step.recv_chunk]
             if following is None and following_column is not None:
+                self.begins_messages = False
                 self.begin(following_column)
             if step.phase == "share_only":
                 incoming = self.left.arrive(mine.numel(), mine.dtype)
@@ -116,7 +110,7 @@ class Ring:
                     # A partial sum is of no use here: it goes straight into the outgoing slot.
                     slot = self.right.reserve(mine.numel(), wide)
                     self.reduction.combine(mine, incoming, slot)
-                    self.right.commit()
+                    self.right.commit(self.begins_messages)
                     self.left.release()
                     continue
                 self.complete(mine, incoming)
@@ -134,4 +128,4 @@ class Ring:
 
     def put(self, segment: Tensor, dtype: torch.dtype) -> None:
         self.right.reserve(segment.numel(), dtype).copy_(segment)
-        self.right.commit()
+        self.right.commit(self.begins_messages)

@@ -8,6 +8,7 @@ import torch
 
 from labkit.collectives.common import check_fits, check_one_per_rank, new_like, transfer
 from labkit.comm import Comm
+from labkit.overlap import check_apart
 from labkit.schedules import pairwise_exchange
 
 
@@ -20,7 +21,8 @@ def all_to_all(
         comm: this rank's Comm.
         tensors: P tensors of one dtype; not changed.
         out: P tensors to receive into, from rank 0 to P - 1; returned. Needed where shapes differ,
-            since a rank cannot know what the others send. Otherwise new ones are made.
+            since a rank cannot know what the others send. Otherwise new ones are made. They share
+            memory neither with each other nor with ``tensors``.
 
     At step s every rank sends to rank + s and receives from rank - s (mod P), so that no rank is
     flooded. Steps and messages P - 1, bytes (P - 1) S on every rank if the shapes are equal.
@@ -30,6 +32,10 @@ def all_to_all(
         out = [new_like(tensors[0]) for _ in tensors]
     check_one_per_rank(comm, out, "tensors to receive into")
     check_fits(tensors[comm.rank], out[comm.rank], "what a rank sends itself")
+    check_apart(
+        {f"out[{rank}]": tensor for rank, tensor in enumerate(out)},
+        {f"tensors[{rank}]": tensor for rank, tensor in enumerate(tensors)},
+    )
     # Announced without a tensor: the shapes may differ from rank to rank.
     with comm.collective("all_to_all"), comm.span("all_to_all"):
         for step in pairwise_exchange(comm.rank, comm.world_size):

@@ -22,6 +22,7 @@ import torch
 from labkit.collectives.common import check_one_per_rank, in_place
 from labkit.collectives.reduction import Reduction
 from labkit.comm import Comm
+from labkit.overlap import check_apart
 from labkit.schedules import chunk_bounds, owned_chunk, ring_share_only, ring_share_reduce
 
 
@@ -90,5 +91,6 @@ def split_chunks(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
 def phase(comm: Comm, name: str, chunks: list[torch.Tensor], op: str = "") -> Iterator[None]:
     """Half a ring: checked, announced to the other ranks, named in the trace, out of autograd."""
     check_one_per_rank(comm, chunks, "chunks")
+    check_apart({f"chunks[{number}]": chunk for number, chunk in enumerate(chunks)})
     with torch.no_grad(), comm.collective(name, chunks[0], op), comm.span(name):
         yield

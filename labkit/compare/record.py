@@ -45,8 +45,8 @@ _SCHEMA = _object(
     ),
     runs=_list(
         _object(
-            # Where one device takes part.
-            optional=("difference_from_single",),
+            # Where one device takes part; where bytes are counted.
+            optional=("difference_from_single", "bytes_sent"),
             contender=_TEXT,
             setting=_INDEX,
             repeat=_INDEX,
@@ -57,6 +57,7 @@ _SCHEMA = _object(
                 "type": "object",
                 "additionalProperties": {"type": "object", "additionalProperties": _NUMBER},
             },
+            bytes_sent={"type": ["array", "null"], "items": _INDEX},
             replicas_agree=_TRUTH,
             note=_TEXT_OR_NULL,
             difference_from_single=_NUMBER_OR_NULL,

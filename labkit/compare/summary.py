@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from labkit.bench.turns import Spread, ratios, table
 from labkit.compare.contenders import SINGLE
-from labkit.units import format_count, format_number, format_seconds
+from labkit.units import format_bytes, format_count, format_number, format_seconds
 
 Record = dict
 # By repeat.
@@ -165,7 +165,7 @@ def _headline(record: Record) -> str:
 def _main_table(record: Record) -> str:
     target = f"{record['config']['target']:.0%}"
     header = ["contender", "epoch", "PyTorch's / ours", f"epochs to {target}", f"time to {target}"]
-    header += ["accuracy", "from one device", "replicas"]
+    header += ["accuracy", "from one device", "replicas", "sent by a rank"]
     by_name = {one["name"]: one for one in record["contenders"]}
     rows = [_main_row(record, by_name[name]) for name in present(record)]
     return table(header, rows)
@@ -187,6 +187,7 @@ def _main_row(record: Record, contender: dict) -> list[str]:
         f"{accuracy:.1%}",
         "own pace" if contender["own_pace"] else _farthest(far),
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
+        _most_sent(runs),
     ]
 
 
@@ -194,6 +195,12 @@ def _farthest(differences: list[float | None]) -> str:
     if None in differences:
         return "not finite"
     return f"{max(differences):.1g}" if differences else "-"
+
+
+def _most_sent(runs: list[dict]) -> str:
+    """Bytes of the rank that sends most; "-" where nobody counts."""
+    most = [max(run["bytes_sent"]) for run in runs if run.get("bytes_sent")]
+    return format_bytes(statistics.median(most)) if most else "-"
 
 
 def _spread(repeats: list[float], text: Callable[[float], str]) -> str:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit import backend
 from labkit.comm import Comm
 from labkit.local_gradients import LocalGradients
 from labkit.models import logits_of, state_of
@@ -21,7 +22,7 @@ class TorchDDP:
     rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
     Batch statistics (BatchNorm): each rank normalises with its own share's, and all take over the
     running averages of rank 0, at every forward pass and here at the end of an epoch.
-    Its traffic goes past ``Comm``, so it is not counted.
+    Its traffic goes past ``Comm``: it is counted on our backend (``sent``), and nowhere else.
 
     Args:
         backend: of a process group of its own, ``gloo``, ``nccl`` or ``labkit``; ``auto`` takes
@@ -80,6 +81,9 @@ class TorchDDP:
 
     def full_state(self) -> dict[str, Tensor]:
         return state_of(self.model.module)
+
+    def sent(self) -> tuple[int, int] | None:
+        return backend.sent() if dist.get_backend(self.group) == "labkit" else None
 
 
 class TorchDataParallel:

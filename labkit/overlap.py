@@ -1,0 +1,83 @@
+"""Which tensors share memory: one that is still being sent must not be received into.
+
+Exact for strided tensors of any dtype, and cheap: tensors that lie apart are told by their ends.
+Others share a byte if steps from the first of the one and from the first of the other lead to the
+same place, an integer equation with bounds; in views of one tensor the strides nest, and few
+branches are left.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> None:
+    """ValueError if a tensor that is written shares memory with another, written or read.
+
+    Args:
+        written, read: by the name that the message gives them. What is no dense tensor, or has
+            no memory, is left to others to refuse.
+    """
+    named = [(name, tensor, True) for name, tensor in written.items()]
+    named += [(name, tensor, False) for name, tensor in (read or {}).items()]
+    named = [(*_ends(row[1]), *row) for row in named if _has_memory(row[1])]
+    named.sort(key=lambda row: row[:2])
+    for index, (_, end, name, tensor, is_written) in enumerate(named):
+        for first, _, other_name, other, is_other_written in named[index + 1 :]:
+            if first >= end:
+                break
+            if (is_written or is_other_written) and overlap(tensor, other):
+                raise ValueError(
+                    f"{name} and {other_name} share memory, and one would be overwritten before "
+                    "it is sent: give each memory of its own, for example with .clone()"
+                )
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors share a byte: views that only interleave do not."""
+    (start, end), (first, last) = _ends(one), _ends(other)
+    if min(end, last) <= max(start, first):
+        return False
+    most: dict[int, list[int]] = {}
+    for side, tensor in enumerate((one, other)):
+        bytes_of_one = ((tensor.itemsize, 1),)
+        by_bytes = [(size, step * tensor.itemsize) for size, step in _dims(tensor)]
+        for size, step in (*by_bytes, *bytes_of_one):
+            most.setdefault(step, [0, 0])[side] += size - 1
+    steps = [(step, -back, forward) for step, (forward, back) in sorted(most.items())[::-1]]
+    return _leads_to(first - start, steps)
+
+
+def _leads_to(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether the distance is a sum of ``step`` x an integer from ``low`` to ``high`` of each."""
+    if not steps:
+        return distance == 0
+    if distance % math.gcd(*(step for step, _, _ in steps)):
+        return False
+    (step, low, high), *rest = steps
+    # The rest must be able to make up for what this step leaves.
+    least = sum(step * low for step, low, _ in rest)
+    greatest = sum(step * high for step, _, high in rest)
+    fewest = max(low, -((greatest - distance) // step))
+    most = min(high, (distance - least) // step)
+    return any(_leads_to(distance - n * step, rest) for n in range(fewest, most + 1))
+
+
+def _has_memory(tensor) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _ends(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the one behind the last; equal if there is none."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous() or not tensor.numel():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * step for size, step in _dims(tensor))
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def _dims(tensor: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) in elements of each dimension that leads anywhere."""
+    return [(n, step) for n, step in zip(tensor.shape, tensor.stride()) if n > 1 and step]
