@@ -28,7 +28,8 @@ from labkit import collectives
 from labkit.collectives import fast_ring_all_reduce
 from labkit.collectives.common import check_fits, in_place
 from labkit.comm import Comm, describe
-from labkit.shared_memory import SharedTransport, as_bytes, meet
+from labkit.meeting import meet, stay_on_loopback
+from labkit.shared_memory import SharedTransport, as_bytes
 from labkit.tasks import Line, Task
 from labkit.units import format_count
 
@@ -316,6 +317,7 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     store = dist.PrefixStore(f"labkit/{part}", store)
     arena = meet(store, rank, size)
     if arena is None:
+        stay_on_loopback()
         transport = _GlooTransport(dist.ProcessGroupGloo(store, rank, size, timeout))
     else:
         transport = SharedTransport(arena, rank, timeout.total_seconds())

@@ -41,6 +41,7 @@ FLOORS = [
         "devices",
         "layers",
         "local_gradients",
+        "meeting",
         "models",
         "shared_memory",
     }
