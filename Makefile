@@ -20,7 +20,7 @@ export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-notebooks storm bench html notebooks clean distclean FORCE
+.PHONY: help env lab test test-unit test-notebooks storm bench html notebooks pins clean distclean FORCE
 
 help:
 	@echo "make lab             set up and open the workbook"
@@ -42,7 +42,7 @@ ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
 $(READY): FORCE
 endif
 
-$(READY): requirements.txt pyproject.toml
+$(READY): requirements.txt tools/uv.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "make env: no '$(PYTHON)' here. On Debian or Ubuntu:" \
 	    "sudo apt install python3 python3-venv" >&2; exit 1; }
@@ -57,9 +57,11 @@ $(READY): requirements.txt pyproject.toml
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  && $(BIN)/pip --version 2>/dev/null | grep -qF "$(CURDIR)/$(VENV)/" \
 	  || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.5'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+	  -r tools/uv.txt
 # Compiled once, as pip does: or every new process compiles torch, where nothing may be written.
-	@$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -r requirements.txt
+	@$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --require-hashes \
+	  -r requirements.txt
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m ipykernel install --sys-prefix >/dev/null
 	@printf '%s\n' "$(CURDIR)" > $@
@@ -92,6 +94,13 @@ html: env
 
 notebooks: env
 	@$(BIN)/python tools/execute_notebooks.py $(NOTEBOOKS)
+
+# Keeps the versions that are pinned already; newer ones: make pins ARGS=--upgrade
+PINS := --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
+        --custom-compile-command "make pins"
+pins: env
+	$(BIN)/uv pip compile $(PINS) $(ARGS) --extra test pyproject.toml -o requirements.txt
+	echo uv | $(BIN)/uv pip compile $(PINS) $(ARGS) - -o tools/uv.txt
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache notebooks/.ipynb_checkpoints

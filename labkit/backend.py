@@ -28,7 +28,8 @@ from labkit import collectives
 from labkit.collectives import fast_ring_all_reduce
 from labkit.collectives.common import check_fits, in_place
 from labkit.comm import Comm, describe
-from labkit.shared_memory import SharedTransport, meet
+from labkit.meeting import meet, stay_on_loopback
+from labkit.shared_memory import SharedTransport
 from labkit.tasks import Line, Task
 from labkit.transports import TorchTransport, Traffic
 from labkit.units import format_count
@@ -326,6 +327,7 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     store = dist.PrefixStore(f"labkit/{part}", store)
     arena = meet(store, rank, size)
     if arena is None:
+        stay_on_loopback()
         group = dist.ProcessGroupGloo(store, rank, size, timeout)
         transport = TorchTransport("gloo", _CPU, group)
     else:

@@ -9,7 +9,7 @@ Source: CUDA Runtime API, "Interprocess Communication" (an event opened from a h
 recorded and waited for in either process).
 """
 
-import pickle
+import json
 import struct
 from collections.abc import Iterator
 
@@ -47,13 +47,12 @@ class CudaChannel(Channel):
             [torch.cuda.Event(interprocess=True) for _ in range(NUM_SLOTS)] for _ in range(2)
         )
         events = [*self._filled_events, *self._free_events]
-        letter = pickle.dumps((export(slots), [event.ipc_handle() for event in events]))
-        _write(self._letter, letter)
+        _write(self._letter, [export(slots), [event.ipc_handle() for event in events]])
         self.filled.post()
 
     def _open(self) -> None:
-        memory, handles = pickle.loads(_read(self._letter))
-        self._slots = list(imported(memory))
+        memory, handles = _read(self._letter)
+        self._slots = list(imported(memory, (NUM_SLOTS, CUDA_SEGMENT_BYTES)))
         events = [torch.cuda.Event.from_ipc_handle(self._device, handle) for handle in handles]
         self._filled_events, self._free_events = events[:NUM_SLOTS], events[NUM_SLOTS:]
         self._is_open = True
@@ -110,23 +109,40 @@ class CudaTransport(SharedTransport):
         super().barrier()
 
 
-def export(tensor: Tensor) -> tuple:
-    """What another process needs to open ``tensor``'s memory."""
+# Of the arguments with which PyTorch rebuilds a tensor, those before are known at both ends: its
+# type, shape, strides, offset, its storage's type, and its dtype.
+_FIRST_HANDLE = 6
+
+
+def export(tensor: Tensor) -> list:
+    """What another process needs to open ``tensor``'s memory: numbers, and handles in bytes."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    return reduce_tensor(tensor)
+    _, arguments = reduce_tensor(tensor)
+    return list(arguments[_FIRST_HANDLE:])
 
 
-def imported(exported: tuple) -> Tensor:
-    rebuild, arguments = exported
-    return rebuild(*arguments)
+def imported(handles: list, shape: tuple[int, int]) -> Tensor:
+    """The exported memory, as uint8 of ``shape``."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    storage_type = torch.storage.TypedStorage
+    known = Tensor, torch.Size(shape), (shape[1], 1), 0, storage_type, torch.uint8
+    return rebuild_cuda_tensor(*known, *handles)
 
 
-def _write(slot: Tensor, data: bytes) -> None:
+def _write(slot: Tensor, letter: list[list]) -> None:
+    """Handles are written in hexadecimal, so that what is read is text and numbers, no objects."""
+    data = json.dumps(letter, default=bytes.hex).encode("ascii")
     framed = struct.pack("q", len(data)) + data
     slot[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
 
 
-def _read(slot: Tensor) -> bytes:
+def _read(slot: Tensor) -> list[list]:
     (length,) = struct.unpack("q", bytes(slot[:8].numpy()))
-    return bytes(slot[8 : 8 + length].numpy())
+    assert 0 < length <= len(slot) - 8
+    letter = json.loads(bytes(slot[8 : 8 + length].numpy()))
+    return [
+        [bytes.fromhex(part) if isinstance(part, str) else part for part in parts]
+        for parts in letter
+    ]

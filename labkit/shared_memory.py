@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import pickle
 import sys
 import tempfile
 import time
@@ -126,47 +125,6 @@ def _from_duplicate(world_size: int, duplicate) -> Arena:
     return arena
 
 
-def meet(store, rank: int, world_size: int) -> Arena | None:
-    """Let ranks that nobody launched together map one arena: rank 0 makes it, the others open it.
-
-    Args:
-        store: the ``torch.distributed`` store of these ranks.
-
-    Returns None, on all ranks, when one of them cannot (another machine, another container).
-    """
-    # A store may outlive a group: the next one must not read what this one has written.
-    place = f"labkit/arena/{store.add(f'labkit/arenas/{rank}', 1)}"
-    if rank == 0:
-        arena = Arena(world_size)
-        identity = _identity(os.fstat(arena.descriptor))
-        store.set(place, pickle.dumps((os.getpid(), arena.descriptor, identity)))
-    else:
-        arena = _open(world_size, *pickle.loads(store.get(place)))
-    store.set(f"{place}/{rank}", "open" if arena else "not open")
-    # The file must not be closed before all have opened it.
-    everyone = [store.get(f"{place}/{other}") for other in range(world_size)]
-    if arena is not None:
-        arena.close_file()
-    return arena if all(answer == b"open" for answer in everyone) else None
-
-
-def _open(world_size: int, pid: int, descriptor: int, identity: tuple) -> Arena | None:
-    path = f"/proc/{pid}/fd/{descriptor}"
-    try:
-        # In another container the same path is another file, or none.
-        if _identity(os.stat(path)) != identity:
-            return None
-        return Arena(world_size, os.open(path, os.O_RDWR))
-    except OSError:
-        return None
-
-
-def _identity(status: os.stat_result) -> tuple:
-    """What tells this memory from any other: the machine's boot, and the file."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else "", status.st_dev, status.st_ino
-
-
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -174,7 +132,9 @@ def _round_up(number: int, multiple: int) -> int:
 def _unnamed_file(num_bytes: int) -> int:
     """A file in memory that no folder lists. Neither the size of /dev/shm limits it."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("labkit")
+        # The system gives such a file to all who reach it, and may let it grow and shrink.
+        descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(descriptor, 0o600)
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())

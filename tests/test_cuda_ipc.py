@@ -5,6 +5,7 @@ is real: handles reach the other end, bytes arrive, and the events of a slot are
 order that keeps a queued copy from being overtaken. Real devices: tests/test_gpu.py.
 """
 
+import inspect
 import threading
 from itertools import count
 from typing import ClassVar
@@ -12,6 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 from ranks import wait_until
+from torch.multiprocessing import reductions
 
 from labkit import cuda_ipc
 from labkit.board import RUNNING
@@ -52,18 +54,24 @@ class Stream:
 @pytest.fixture
 def ends(monkeypatch):
     """The transports of ranks 0 and 1, with slots of 1 KiB."""
-    memory: dict[str, torch.Tensor] = {}
+    memory: dict[bytes, torch.Tensor] = {}
 
     def export(tensor):
-        memory[f"slots {len(memory)}"] = tensor
-        return (list(memory)[-1],)
+        memory[b"slots \xff%d" % len(memory)] = tensor
+        return [0, list(memory)[-1], False]
+
+    def imported(handles, shape):
+        device, handle, is_required = handles
+        assert (device, is_required) == (0, False)
+        assert memory[handle].shape == shape
+        return memory[handle]
 
     monkeypatch.setattr(Event, "log", [])
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(cuda_ipc, "export", export)
-    monkeypatch.setattr(cuda_ipc, "imported", lambda exported: memory[exported[0]])
+    monkeypatch.setattr(cuda_ipc, "imported", imported)
     monkeypatch.setattr(cuda_ipc, "CUDA_SEGMENT_BYTES", 1024)
     monkeypatch.setattr(cuda_ipc.CudaChannel, "segment_bytes", 1024)
     arena = Arena(2)
@@ -139,3 +147,26 @@ def test_the_end_of_a_run_is_a_meeting_that_the_board_knows(ends):
         comms[1].close()
 
     together(comms[0].close, second)
+
+
+def test_a_letter_holds_numbers_and_handles_and_nothing_else():
+    slot = torch.zeros(4096, dtype=torch.uint8)
+    parts = [[0, bytes(range(256)), 2**40, True], [b"", b"handle"]]
+    cuda_ipc._write(slot, parts)
+    assert cuda_ipc._read(slot) == parts
+    with pytest.raises(TypeError):
+        cuda_ipc._write(slot, [[object()]])
+    for length in (-1, 0, 4089, 2**40):
+        slot[:8] = torch.tensor([length]).view(torch.uint8)
+        with pytest.raises(AssertionError):
+            cuda_ipc._read(slot)
+
+
+def test_pytorch_rebuilds_a_tensor_from_what_is_left_out_and_what_is_sent():
+    """The seam to PyTorch's own order of arguments, which only a GPU could try."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    known, sent = names[: cuda_ipc._FIRST_HANDLE], names[cuda_ipc._FIRST_HANDLE :]
+    assert known[:4] == ["tensor_cls", "tensor_size", "tensor_stride", "tensor_offset"]
+    assert known[4:] == ["storage_cls", "dtype"]
+    assert sent[0] == "storage_device"
+    assert len(sent) == 9

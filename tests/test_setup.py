@@ -18,7 +18,7 @@ from labkit import WorkerError, run
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REQUIREMENTS = (ROOT / "requirements.txt").read_text()
+LOCKED = ("requirements.txt", "tools/uv.txt")
 
 # The package's floors, from the ground up. A module imports from its own floor or from below,
 # never from above, and nothing in a circle. A new module gets its place here.
@@ -46,6 +46,7 @@ FLOORS = [
         "devices",
         "layers",
         "local_gradients",
+        "meeting",
         "models",
         "shared_memory",
     }
@@ -82,14 +83,19 @@ REGISTRY_HOSTS += ["download.pytorch." + "org/whl", "conda." + "anaconda"]
 HOME_PATH = re.compile(r"(?<![\w.~$}])/(?:home|Users|root)/[A-Za-z.]")
 
 
+def locked(name: str) -> list[tuple[Requirement, list[str]]]:
+    """The requirements of a locked file, each with the options that follow it."""
+    lines = (ROOT / name).read_text().replace("\\\n", " ").splitlines()
+    entries = [line.split(" --") for line in lines if line.strip() and not line.startswith("#")]
+    return [(Requirement(pin), [option.strip() for option in rest]) for pin, *rest in entries]
+
+
 def pinned() -> dict[str, list[str]]:
     """Name -> the versions pinned for it (more than one where they differ by Python version)."""
     found: dict[str, list[str]] = {}
-    for line in REQUIREMENTS.splitlines():
-        if line.strip() and not line.lstrip().startswith("#"):
-            requirement = Requirement(line)
-            name = canonicalize_name(requirement.name)
-            found.setdefault(name, []).append(str(requirement.specifier))
+    for requirement, _ in locked("requirements.txt"):
+        name = canonicalize_name(requirement.name)
+        found.setdefault(name, []).append(str(requirement.specifier))
     return found
 
 
@@ -138,12 +144,27 @@ def test_every_dependency_is_pinned_inside_its_range():
             assert requirement.specifier.contains(pin.removeprefix("==")), f"{requirement}: {pin}"
 
 
-def test_requirements_are_plain_pins():
-    for name, pins in pinned().items():
-        for pin in pins:
-            assert re.fullmatch(r"==[\w.!+]+", pin), f"{name}{pin} is not one exact version"
-    assert "://" not in REQUIREMENTS
-    assert not re.search(r"^\s*-", REQUIREMENTS, re.MULTILINE), "options tie a pin to one place"
+@pytest.mark.parametrize("name", LOCKED)
+def test_what_is_installed_is_one_exact_version_whose_files_are_known(name):
+    for requirement, options in locked(name):
+        pin = str(requirement.specifier)
+        assert re.fullmatch(r"==[\w.!+]+", pin), f"{requirement} is not one exact version"
+        assert requirement.url is None
+        assert options, f"{requirement} has no hash"
+        for option in options:
+            assert re.fullmatch(r"hash=sha256:[0-9a-f]{64}", option), f"{requirement}: {option}"
+    assert "://" not in (ROOT / name).read_text(), "an address ties a pin to one place"
+
+
+def test_make_env_installs_nothing_that_has_no_hash():
+    makefile = re.sub(r"\s*\\\n\s*", " ", (ROOT / "Makefile").read_text())
+    installs = [line for line in makefile.splitlines() if " install " in line and "$(BIN)" in line]
+    through_pip, through_uv, labkit, kernel = installs
+    assert through_pip.endswith("--require-hashes -r tools/uv.txt")
+    assert re.search(r"uv pip install .*--require-hashes -r requirements.txt$", through_uv)
+    assert labkit.endswith("--no-deps --no-build-isolation -e .")
+    assert "ipykernel install" in kernel
+    assert [requirement.name for requirement, _ in locked("tools/uv.txt")] == ["uv"]
 
 
 def test_conda_users_get_the_same_versions():
@@ -152,7 +173,11 @@ def test_conda_users_get_the_same_versions():
     assert Requirement(python).specifier.contains("3.11")
     assert str(Requirement(python).specifier).count(PROJECT["requires-python"]) == 1
     assert pip == "pip"
-    assert through_pip == {"pip": ["-r requirements.txt", "-e ."]}
+    # Among files that have hashes pip takes no folder: labkit has a command of its own.
+    assert through_pip == {"pip": ["-r requirements.txt"]}
+    own = "pip install --no-deps --no-build-isolation -e ."
+    for guide in ("environment.yml", "README.md"):
+        assert own in (ROOT / guide).read_text(), f"{guide} does not say how labkit is installed"
 
 
 def test_the_readme_names_the_two_commands_and_no_unknown_one():

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -18,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import (
     leftovers,
     open_descriptors,
@@ -32,7 +30,7 @@ from labkit import DeadlockError, WorkerError, run, shared_memory
 from labkit.board import LEFT
 from labkit.collectives import fast_ring_all_reduce
 from labkit.errors import PeerLostError
-from labkit.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, SharedTransport, meet
+from labkit.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, SharedTransport
 
 travel_by_value(__name__)
 
@@ -217,51 +215,6 @@ class TestLostPeers:
         monkeypatch.setattr(shared_memory.Semaphore, "wait", comes_just_too_late)
         transport.wait(filled, 1)
         assert not filled.try_wait()
-
-
-# As /proc shows files without a name: arenas, and temporary files.
-UNNAMED = "(deleted)"
-
-
-class TestMeeting:
-    """How ranks find an arena that no launcher has handed them."""
-
-    def meet_all(self, store, world_size=2):
-        with ThreadPoolExecutor(world_size) as pool:
-            return list(pool.map(lambda rank: meet(store, rank, world_size), range(world_size)))
-
-    def test_all_map_the_same_memory_and_each_time_another(self):
-        store = dist.HashStore()
-        first, second = self.meet_all(store), self.meet_all(store)
-        for round_, arenas in enumerate((first, second)):
-            arenas[0].board.ranks[1]["pid"] = 100 + round_
-        assert [int(arena.board.ranks[1]["pid"]) for arena in first] == [100, 100]
-        assert [int(arena.board.ranks[1]["pid"]) for arena in second] == [101, 101]
-
-    def test_no_file_stays_open_but_the_mappings_own(self):
-        store = dist.HashStore()
-        before = open_descriptors(UNNAMED)
-        arenas = self.meet_all(store)
-        assert open_descriptors(UNNAMED) == before + len(arenas)
-        del arenas
-        assert open_descriptors(UNNAMED) == before
-
-    @pytest.mark.parametrize("answer", ["another", "gone"])
-    def test_where_one_cannot_open_it_none_uses_it(self, monkeypatch, answer):
-        """As between containers: the path is another process's file, or nothing at all."""
-        before = open_descriptors(UNNAMED)
-        with tempfile.TemporaryFile() as file:
-            file.truncate(Arena(3).num_bytes)
-            replies = {"another": (os.getpid(), file.fileno()), "gone": (2**22 + 1, 0)}
-            self.answer(monkeypatch, replies[answer])
-            assert self.meet_all(dist.HashStore(), 3) == [None] * 3
-        assert open_descriptors(UNNAMED) == before
-
-    def answer(self, monkeypatch, where):
-        really_dump = shared_memory.pickle.dumps
-        monkeypatch.setattr(
-            shared_memory.pickle, "dumps", lambda note: really_dump((*where, note[2]))
-        )
 
 
 # On real ranks
