@@ -10,6 +10,7 @@ collectives run over gloo's point-to-point. ``use(my_ring)`` puts another all-re
 PyTorch calls a method of ``ProcessGroup`` and gets a ``Work``, the receipt of an operation under
 way. One thread a group carries out the collectives in the order of the calls, as the learner's
 function on ``Comm``; sends and receives have a thread an edge, since they may wait for each other.
+What is not served stands in ``labkit.backend_arguments.REFUSED``, with its reason.
 """
 
 import atexit
@@ -18,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,23 +27,29 @@ from torch import Tensor
 from torch.futures import Future
 
 from labkit import collectives
+from labkit.backend_arguments import (
+    REFUSED,
+    check_outputs,
+    copy_all,
+    equal_parts,
+    reduction_of,
+    refusal,
+    split_parts,
+)
 from labkit.collectives import fast_ring_all_reduce
 from labkit.collectives.common import check_fits, in_place
-from labkit.comm import Comm, describe
+from labkit.comm import Comm
+from labkit.mailbox import Mailbox
 from labkit.meeting import meet, stay_on_loopback
+from labkit.monitored import monitored_barrier
 from labkit.shared_memory import SharedTransport
 from labkit.tasks import Line, Task
 from labkit.transports import TorchTransport, Traffic
-from labkit.units import format_count
 
 AllReduce = Callable[[Comm, Tensor], Tensor | None]
 
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-}
+# PyTorch's flight recorder listens to hooks that a group in Python never calls, and would fail.
+getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("labkit")
 # Spans that a group keeps: a training of days must not fill the memory with them.
 _KEPT_SPANS = 10_000
 _CPU = torch.device("cpu")
@@ -68,6 +76,8 @@ def use(all_reduce: AllReduce | None) -> None:
 
 def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     """All-reduce ``tensor`` in place with what ``use`` has chosen; returned."""
+    if tensor.layout != torch.strided:
+        return collectives.sparse_all_reduce(comm, tensor, op)
     if _learners is None or op not in ("sum", "mean"):
         return fast_ring_all_reduce(comm, tensor, op)
     collectives.Reduction.of(op, tensor)
@@ -120,8 +130,13 @@ class LabkitGroup(dist.ProcessGroup):
     Every method takes the lists that PyTorch passes and returns a ``Task``.
 
     Raises (from the method): ValueError for what is not served. (From ``wait``): MismatchError
-    when the ranks call different collectives, PeerLostError when a rank has ended.
+    when the ranks call different collectives, PeerLostError when a rank has ended, TimeoutError
+    when what is under way takes longer than ``timeout``.
     """
+
+    # ``split_group`` asks the backend of a group, which is the group itself.
+    supports_splitting = True
+    supports_coalescing = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         try:
@@ -129,11 +144,13 @@ class LabkitGroup(dist.ProcessGroup):
         except TypeError:
             # torch 2.11 lets no subclass have a store.
             super().__init__(rank, size)
-        self._group_name = ""
+        self._group_name = self._group_desc = ""
+        self._store, self._timeout = store, timeout
         self._comms = {
             part: _comm(part, store, rank, size, timeout) for part in ("collectives", "pairs")
         }
         self._lines: dict[tuple[str, int], Line] = {}
+        self._mailbox = Mailbox(rank, size, partial(self._line, "pairs"), timeout.total_seconds())
         self._starting = threading.Lock()
         _groups.add(self)
 
@@ -152,15 +169,60 @@ class LabkitGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._group_name
 
+    def _set_group_desc(self, description: str) -> None:
+        self._group_desc = description
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
     def _get_backend(self, device: torch.device) -> "LabkitGroup":
         if torch.device(device).type != "cpu":
             raise RuntimeError(f'the "labkit" backend is for CPU tensors, not for {device}')
         return self
 
-    def _together(self, operation: Callable[[Comm], object], result: list[Tensor], opts) -> Task:
+    get_backend = _get_backend
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The longest wait from here on, also for what is under way."""
+        self._timeout = timeout
+        self._mailbox.timeout_s = timeout.total_seconds()
+        for line in self._lines.values():
+            line.timeout_s = timeout.total_seconds()
+        for comm in self._comms.values():
+            comm.set_timeout(timeout.total_seconds())
+
+    def split_group(
+        self, ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None
+    ) -> "LabkitGroup | None":
+        """A group of some of these ranks, in the order given; None on the others."""
+        if self.rank() not in ranks:
+            return None
+        store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
+        timeout = timeout or self._timeout
+        group = LabkitGroup(store, ranks.index(self.rank()), len(ranks), timeout)
+        group._set_group_name(group_name or "")
+        group._set_group_desc(group_desc or "")
+        return group
+
+    def _together(
+        self,
+        name: str,
+        operation: Callable[[Comm], object],
+        inputs: list[Tensor],
+        result: list[Tensor],
+        opts=None,
+    ) -> Task:
         """Queue a collective, or carry it out at once when PyTorch is going to wait for it."""
         is_waited_for = not getattr(opts, "asyncOp", True)
-        return self._line("collectives").add(operation, result, is_waited_for)
+        return self._line("collectives").add(name, operation, inputs, result, is_waited_for)
 
     def _line(self, part: str, *way) -> Line:
         if not self._comms:
@@ -168,61 +230,96 @@ class LabkitGroup(dist.ProcessGroup):
         with self._starting:
             if (part, *way) not in self._lines:
                 name = "-".join(map(str, ("labkit", part, *way)))
-                self._lines[part, *way] = Line(name, self._comms[part])
+                timeout_s = self._timeout.total_seconds()
+                self._lines[part, *way] = Line(name, self._comms[part], timeout_s)
             return self._lines[part, *way]
 
     def allreduce(self, tensors, opts=None):
-        (tensor,), op = tensors, _op(opts)
-        return self._together(lambda comm: all_reduce(comm, tensor, op), [tensor], opts)
-
-    def allreduce_coalesced(self, tensors, opts):
-        op = _op(opts)
-        each = [lambda comm, tensor=tensor: all_reduce(comm, tensor, op) for tensor in tensors]
+        (tensor,), op = tensors, reduction_of(opts)
+        name = "all_reduce" if tensor.layout == torch.strided else "sparse_all_reduce"
         return self._together(
-            lambda comm: [reduce_one(comm) for reduce_one in each], tensors, opts
+            name, lambda comm: all_reduce(comm, tensor, op), [tensor], [tensor], opts
+        )
+
+    def allreduce_coalesced(self, tensors, opts=None):
+        op = reduction_of(opts)
+        return self._together(
+            "all_reduce",
+            lambda comm: [all_reduce(comm, tensor, op) for tensor in tensors],
+            tensors,
+            tensors,
+            opts,
         )
 
     def broadcast(self, tensors, opts):
         (tensor,), root = tensors, opts.rootRank
         return self._together(
-            lambda comm: collectives.broadcast(comm, tensor, root), [tensor], opts
+            "broadcast",
+            lambda comm: collectives.broadcast(comm, tensor, root),
+            [tensor],
+            [tensor],
+            opts,
         )
 
     def reduce(self, tensors, opts):
-        (tensor,), root, op = tensors, opts.rootRank, _op(opts)
+        (tensor,), root, op = tensors, opts.rootRank, reduction_of(opts)
         return self._together(
-            lambda comm: collectives.reduce(comm, tensor, root, op), [tensor], opts
+            "reduce",
+            lambda comm: collectives.reduce(comm, tensor, root, op),
+            [tensor],
+            [tensor],
+            opts,
         )
 
     def allgather(self, output_tensors, input_tensors, opts=None):
         (outputs,), (tensor,) = output_tensors, input_tensors
-        _check_outputs(outputs, tensor, self.size())
-        return self._together(
-            lambda comm: _copy_all(outputs, collectives.all_gather(comm, tensor)), outputs, opts
-        )
+        check_outputs(outputs, tensor, self.size())
+        return self._gather_all([(outputs, tensor)], outputs, opts)
+
+    def allgather_coalesced(self, output_lists, tensors, opts=None):
+        # output_lists[rank][i] takes what that rank has in tensors[i].
+        pairs = [([of[i] for of in output_lists], tensor) for i, tensor in enumerate(tensors)]
+        for outputs, tensor in pairs:
+            check_outputs(outputs, tensor, self.size())
+        return self._gather_all(pairs, [o for outputs in output_lists for o in outputs], opts)
 
     def all_gather_single(self, output, tensor, opts=None):
-        outputs = _parts(output, self.size(), tensor)
-        return self._together(
-            lambda comm: _copy_all(outputs, collectives.all_gather(comm, tensor)), [output], opts
-        )
+        outputs = equal_parts(output, self.size(), tensor)
+        return self._gather_all([(outputs, tensor)], [output], opts)
 
     def all_gather_single_coalesced(self, outputs, tensors, opts=None):
-        pairs = [(_parts(o, self.size(), t), t) for o, t in zip(outputs, tensors)]
+        pairs = [(equal_parts(o, self.size(), t), t) for o, t in zip(outputs, tensors)]
+        return self._gather_all(pairs, outputs, opts)
+
+    def _gather_all(self, pairs, result: list[Tensor], opts) -> Task:
+        """All-gather each tensor of ``pairs`` into the P outputs beside it."""
         return self._together(
-            lambda comm: [_copy_all(o, collectives.all_gather(comm, t)) for o, t in pairs],
-            outputs,
+            "all_gather",
+            lambda comm: [copy_all(o, collectives.all_gather(comm, t)) for o, t in pairs],
+            [tensor for _, tensor in pairs],
+            result,
             opts,
         )
 
     def gather(self, output_tensors, input_tensors, opts):
-        outputs, (tensor,), root = [], input_tensors, opts.rootRank
-        if self.rank() == root:
+        outputs, (tensor,) = [], input_tensors
+        if self.rank() == opts.rootRank:
             (outputs,) = output_tensors
-            _check_outputs(outputs, tensor, self.size())
+            check_outputs(outputs, tensor, self.size())
+        return self._gather(outputs, tensor, outputs, opts)
+
+    def gather_single(self, output, tensor, opts):
+        here = self.rank() == opts.rootRank
+        outputs = equal_parts(output, self.size(), tensor) if here else []
+        return self._gather(outputs, tensor, [output] if here else [], opts)
+
+    def _gather(self, outputs: list[Tensor], tensor: Tensor, result: list[Tensor], opts) -> Task:
+        root = opts.rootRank
         return self._together(
-            lambda comm: _copy_all(outputs, collectives.gather(comm, tensor, root) or []),
-            outputs,
+            "gather",
+            lambda comm: copy_all(outputs, collectives.gather(comm, tensor, root) or []),
+            [tensor],
+            result,
             opts,
         )
 
@@ -230,56 +327,76 @@ class LabkitGroup(dist.ProcessGroup):
         (tensor,), root = output_tensors, opts.rootRank
         inputs = input_tensors[0] if self.rank() == root else None
         return self._together(
-            lambda comm: collectives.scatter(comm, inputs, tensor, root), [tensor], opts
+            "scatter",
+            lambda comm: collectives.scatter(comm, inputs, tensor, root),
+            inputs or [],
+            [tensor],
+            opts,
         )
 
     def reduce_scatter(self, output_tensors, input_tensors, opts):
-        (output,), (inputs,), op = output_tensors, input_tensors, _op(opts)
-        return self._together(
-            lambda comm: output.copy_(collectives.reduce_scatter(comm, inputs, op)), [output], opts
-        )
+        (output,), (inputs,) = output_tensors, input_tensors
+        return self._scatter_sums([(output, inputs)], inputs, [output], opts)
 
     def reduce_scatter_single(self, output, tensor, opts):
-        inputs, op = _parts(tensor, self.size(), output), _op(opts)
-        return self._together(
-            lambda comm: output.copy_(collectives.reduce_scatter(comm, inputs, op)), [output], opts
-        )
+        pairs = [(output, equal_parts(tensor, self.size(), output))]
+        return self._scatter_sums(pairs, [tensor], [output], opts)
 
     def reduce_scatter_single_coalesced(self, outputs, tensors, opts):
-        op = _op(opts)
-        pairs = [(o, _parts(t, self.size(), o)) for o, t in zip(outputs, tensors)]
+        pairs = [(o, equal_parts(t, self.size(), o)) for o, t in zip(outputs, tensors)]
+        return self._scatter_sums(pairs, tensors, outputs, opts)
+
+    def _scatter_sums(self, pairs, inputs: list[Tensor], result: list[Tensor], opts) -> Task:
+        """Reduce-scatter: each output of ``pairs`` gets its share of the P tensors beside it."""
+        op = reduction_of(opts)
         return self._together(
+            "reduce_scatter",
             lambda comm: [o.copy_(collectives.reduce_scatter(comm, t, op)) for o, t in pairs],
-            outputs,
+            inputs,
+            result,
             opts,
         )
 
     def alltoall(self, output_tensors, input_tensors, opts=None):
         return self._together(
+            "all_to_all",
             lambda comm: collectives.all_to_all(comm, input_tensors, output_tensors),
+            input_tensors,
             output_tensors,
             opts,
         )
 
     def all_to_all_single(self, output, tensor, output_splits, input_splits, opts=None):
-        outputs = _split(output, self.size(), output_splits)
-        inputs = _split(tensor, self.size(), input_splits)
+        outputs = split_parts(output, self.size(), output_splits)
+        inputs = split_parts(tensor, self.size(), input_splits)
         return self._together(
-            lambda comm: collectives.all_to_all(comm, inputs, outputs), [output], opts
+            "all_to_all",
+            lambda comm: collectives.all_to_all(comm, inputs, outputs),
+            [tensor],
+            [output],
+            opts,
         )
 
     def barrier(self, opts=None):
-        return self._together(lambda comm: comm.barrier(), [], opts)
+        return self._together("barrier", lambda comm: comm.barrier(), [], [], opts)
+
+    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
+        """A barrier through the store, which names the ranks that do not come."""
+        monitored_barrier(
+            self._store, self.rank(), self.size(), timeout or self._timeout, wait_all_ranks
+        )
 
     def send(self, tensors, dst, tag):
         (tensor,) = tensors
-        _check_tag(tag)
-        return self._line("pairs", "to", dst).add(lambda comm: comm.send(tensor, dst), [tensor])
+        return self._mailbox.send(tensor, dst, tag)
 
     def recv(self, tensors, src, tag):
         (tensor,) = tensors
-        _check_tag(tag)
-        return self._line("pairs", "from", src).add(lambda comm: comm.recv(tensor, src), [tensor])
+        return self._mailbox.recv(tensor, src, tag)
+
+    def recv_anysource(self, tensors, tag):
+        (tensor,) = tensors
+        return self._mailbox.recv(tensor, None, tag)
 
     # The names of torch 2.11.
     _allgather_base = all_gather_single
@@ -287,9 +404,14 @@ class LabkitGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single
 
     def shutdown(self) -> None:
-        """End the threads, after what is queued; PyTorch calls it when the group is destroyed."""
+        """End the threads, after what is queued; PyTorch calls it when the group is destroyed.
+
+        Raises:
+            TimeoutError: an operation took longer than the group's timeout; it is left behind.
+        """
         self._end(None)
 
     def abandon(self) -> None:
@@ -300,26 +422,32 @@ class LabkitGroup(dist.ProcessGroup):
 
     def _end(self, patience_s: float | None) -> None:
         lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.end(patience_s)
         comms, self._comms = self._comms, {}
+        if patience_s is None:
+            self._mailbox.end()
+        left_behind = []
+        # Those that read go last: one that waits for any source has begun to read from all.
+        for way in sorted(lines, key=lambda way: "from" in way):
+            if "from" in way:
+                comms["pairs"].abandon()
+            if not lines[way].end(patience_s):
+                left_behind.append(lines[way].why_late())
         for comm in comms.values():
             comm.leave()
+        if left_behind and patience_s is None:
+            raise TimeoutError(f"the group is ended, but not its operations: {left_behind[0]}")
 
 
-def _not_served(name: str, instead: str):
+def _refuse(name: str):
     def refuse(self, *args, **kwargs):
-        raise ValueError(f'the "labkit" backend does not serve {name}: {instead}')
+        raise refusal(name)
 
     return refuse
 
 
-for _name, _instead in {
-    "recv_anysource": "give recv a src",
-    "allgather_coalesced": "call all_gather for each tensor",
-    "gather_single": "use gather with a list",
-}.items():
-    setattr(LabkitGroup, _name, _not_served(_name, _instead))
+for _name in REFUSED:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(LabkitGroup, _name, _refuse(_name))
 
 
 def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Comm:
@@ -335,52 +463,3 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     _traffic.append(transport.sent)
     board = arena and arena.board
     return Comm(rank, size, _CPU, transport, board, keep_spans=_KEPT_SPANS)
-
-
-def _op(opts) -> str:
-    if opts is None:
-        return "sum"
-    for known, name in _OPS.items():
-        if opts.reduceOp == known:
-            return name
-    names = ("PRODUCT", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-    name = next((n for n in names if opts.reduceOp == getattr(dist.ReduceOp, n, None)), "this op")
-    raise ValueError(f'the "labkit" backend does not serve {name}: use SUM, AVG, MAX or MIN')
-
-
-def _check_tag(tag: int) -> None:
-    if tag != 0:
-        raise ValueError(f'the "labkit" backend does not serve tags, got {tag}: leave the tag out')
-
-
-def _parts(whole: Tensor, size: int, like: Tensor) -> list[Tensor]:
-    """P views of ``whole``, each of the shape of ``like``."""
-    if whole.numel() != size * like.numel() or whole.dtype != like.dtype:
-        raise ValueError(
-            f"{size} parts of {describe(like)} do not make {describe(whole)}: "
-            f"{size} x {like.numel()} elements of one dtype are needed"
-        )
-    return list(whole.view(size, *like.shape).unbind())
-
-
-def _split(whole: Tensor, size: int, splits: list[int]) -> list[Tensor]:
-    """P views of ``whole``: of the given lengths, or all of one."""
-    length, rest = divmod(len(whole), size)
-    if not splits and rest:
-        raise ValueError(
-            f"{describe(whole)} cannot be cut into {size} equal parts: give the split sizes"
-        )
-    return list(whole.split(splits or [length] * size))
-
-
-def _check_outputs(outputs: list[Tensor], tensor: Tensor, size: int) -> None:
-    if len(outputs) != size:
-        given = format_count(len(outputs), "output tensor")
-        raise ValueError(f"{given} for {format_count(size, 'rank')}: give one for each rank")
-    for output in outputs:
-        check_fits(tensor, output, "what every rank sends")
-
-
-def _copy_all(outputs: list[Tensor], values: list[Tensor]) -> None:
-    for output, value in zip(outputs, values):
-        output.copy_(value)

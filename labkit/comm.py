@@ -319,6 +319,10 @@ class Comm:
         """Tell ranks that wait for this one, in shared memory, that it will not come."""
         self._board.give_up(self.rank, why)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """The longest wait for a message from here on."""
+        self._transport.timeout_s = timeout_s
+
     def leave(self) -> None:
         """Close, and tell ranks that wait for this one that it has left for good."""
         self.close()

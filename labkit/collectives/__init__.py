@@ -12,6 +12,7 @@ from labkit.collectives.pairwise import all_to_all
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import ring_all_reduce, share_only, share_reduce
 from labkit.collectives.rooted import broadcast, gather, reduce, scatter
+from labkit.collectives.sparse import sparse_all_reduce
 from labkit.collectives.tree import tree_all_reduce
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "scatter",
     "share_only",
     "share_reduce",
+    "sparse_all_reduce",
     "tree_all_reduce",
 ]

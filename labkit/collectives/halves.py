@@ -40,7 +40,7 @@ def reduce_scatter(comm: Comm, tensors: list[torch.Tensor], op: str = "sum") -> 
     Args:
         comm: this rank's Comm.
         tensors: P tensors of one dtype, the same shapes on every rank; not changed.
-        op: "sum", "mean", "max" or "min".
+        op: an operation of ``Reduction``: "sum", "mean", "max", ....
 
     Returns:
         A new tensor of the shape of ``tensors[rank]``.

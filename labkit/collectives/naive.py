@@ -16,7 +16,8 @@ def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch
     Args:
         comm: this rank's Comm.
         tensor: any shape, the same on every rank; returned.
-        op: "sum", "mean", "max" or "min". 16-bit floats are added up in float32.
+        op: an operation of ``Reduction``: "sum", "mean", "max", ...
+            16-bit floats are added up in float32.
 
     Rank 0 moves 2 (P - 1) S bytes while the others wait for it: it is the bottleneck, and it gets
     worse with every rank. Steps 2 (P - 1); rank 0 sends (P - 1) S bytes, every other rank S.

@@ -1,4 +1,4 @@
-"""What the ranks' values become on the way: their sum, mean, largest or smallest.
+"""What the ranks' values become on the way: their sum, mean, product, largest, common bits.
 
 All collectives reduce through this one class, so an operation that a dtype cannot do is refused
 with the same words everywhere, and before the first message.
@@ -8,7 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-COMBINE = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
+COMBINE = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+# What rounds: these accumulate in more bits than the tensor has.
+ROUNDED = {"sum", "mean", "product"}
+BITWISE = {"band", "bor", "bxor"}
 
 # PyTorch stores more dtypes than it can add: float8, uint16 to uint64 and quantised ones are not
 # here. What has 16 bits is added in 32: the rounding errors of P - 1 additions would show.
@@ -26,9 +38,9 @@ class Reduction:
     """An operation that suits a dtype. Make one with ``Reduction.of``.
 
     Attributes:
-        op: "sum", "mean", "max" or "min".
-        wide: the dtype in which partial results travel and accumulate. For sum and mean of
-            float16 and bfloat16 it is float32, of complex32 complex64; otherwise the tensor's
+        op: "sum", "mean", "max", "min", "product", or of bits "band" (and), "bor" (or), "bxor".
+        wide: the dtype in which partial results travel and accumulate. For sum, mean and product
+            of float16 and bfloat16 it is float32, of complex32 complex64; otherwise the tensor's
             own.
     """
 
@@ -55,13 +67,13 @@ class Reduction:
         if problem:
             name = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"cannot take the {op} of {name} over ranks: {problem}")
-        exact = op in ("max", "min")
-        return cls(op, tensor.dtype if exact else WIDE.get(tensor.dtype, tensor.dtype))
+        wide = WIDE.get(tensor.dtype, tensor.dtype) if op in ROUNDED else tensor.dtype
+        return cls(op, wide)
 
     def combine(
         self, mine: torch.Tensor, incoming: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Write ``mine`` + (or max, min) ``incoming`` to ``out``, which may be either of them.
+        """Write ``mine`` op ``incoming`` to ``out``, which may be either of them.
 
         NaN, overflow and wrap-around are PyTorch's own.
         """
@@ -78,6 +90,8 @@ def _problem(op: str, dtype: torch.dtype) -> str | None:
         return "PyTorch does no arithmetic in it; convert first, for example with .float()"
     if op in ("max", "min") and dtype.is_complex:
         return "complex numbers have no order; reduce .abs(), or torch.view_as_real(tensor)"
+    if op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        return "only whole numbers and bool have bits to combine; use sum, product, max or min"
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return "a mean is not a whole number; take the sum, or convert first with .float()"
     return None

@@ -33,7 +33,7 @@ def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
         comm: this rank's Comm.
         tensor: any shape, any size (also 0, or fewer elements than ranks); the same shape and
             dtype on every rank. Returned.
-        op: "sum", "mean", "max" or "min".
+        op: an operation of ``Reduction``: "sum", "mean", "max", ....
 
     Each chunk is added up along one way around the ring, so the result is the same to the bit on
     all ranks.
@@ -52,7 +52,7 @@ def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> Non
         comm: this rank's Comm.
         chunks: P tensors, one per rank. On return chunk (rank + 1) mod P holds the complete
             result; what the others hold nobody needs any more.
-        op: "sum", "mean" (its owner divides the chunk), "max" or "min".
+        op: an operation of ``Reduction``; for "mean" the owner divides the chunk.
 
     Messages P - 1, bytes (P - 1) / P x S. 16-bit floats travel and add up as float32: twice that.
     """

@@ -54,7 +54,7 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
         tensor: any shape, the same shape and dtype on every rank; returned. On the other ranks it
             keeps its values.
         root: the rank that gets the result.
-        op: "sum", "mean", "max" or "min".
+        op: an operation of ``Reduction``: "sum", "mean", "max", ....
 
     Steps ceil(log2 P). Every rank but the root sends one message of S bytes (twice that for
     16-bit floats, whose partial sums travel as float32).

@@ -18,7 +18,7 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
     Args:
         comm: this rank's Comm.
         tensor: any shape and size; the same shape and dtype on every rank. Returned.
-        op: "sum", "mean", "max" or "min".
+        op: an operation of ``Reduction``: "sum", "mean", "max", ....
 
     In every step a rank swaps all it has with a partner, and both combine the two. Steps and
     messages log2 P, bytes log2 P x S on every rank. If P is no power of two, the ranks beyond

@@ -1,0 +1,69 @@
+"""The monitored barrier: one that names the ranks that do not come, for finding who hangs.
+
+It goes through the store of the process group, not through the ranks' messages: it works, and
+blames nobody else, while one of them is stuck in a collective.
+"""
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from labkit.units import format_count
+
+_FINE = "fine"
+
+
+def monitored_barrier(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool
+) -> None:
+    """Return when all P ranks have come, up to ``timeout``.
+
+    Args:
+        store: the group's.
+        rank: this rank.
+        size: P.
+        timeout: the longest wait.
+        wait_all_ranks: let rank 0 name all the ranks that did not come, instead of the first.
+
+    Raises:
+        RuntimeError: on every rank that came, when one did not.
+    """
+    number = store.add(f"labkit/monitored/{rank}", 1)
+    place = f"labkit/monitored/{number}"
+    if rank == 0:
+        missing = _missing(store, place, size, timeout, wait_all_ranks)
+        seconds = f"{timeout.total_seconds():g} s"
+        verdict = f"{missing} did not come to the monitored barrier in {seconds}" * bool(missing)
+        store.set(f"{place}/verdict", verdict or _FINE)
+    else:
+        store.set(f"{place}/{rank}", "came")
+        # Rank 0 may come last, and take as long again to find out who is missing.
+        if not _comes(store, f"{place}/verdict", 2 * timeout):
+            raise RuntimeError(f"rank 0 did not come to the monitored barrier of rank {rank}")
+        verdict = store.get(f"{place}/verdict").decode()
+    if verdict and verdict != _FINE:
+        raise RuntimeError(verdict)
+
+
+def _missing(
+    store: dist.Store, place: str, size: int, timeout: timedelta, wait_all_ranks: bool
+) -> str:
+    until_s = time.monotonic() + timeout.total_seconds()
+    missing = []
+    for other in range(1, size):
+        left = timedelta(seconds=max(0.001, until_s - time.monotonic()))
+        if not _comes(store, f"{place}/{other}", left):
+            missing.append(other)
+            if not wait_all_ranks:
+                break
+    names = ", ".join(map(str, missing))
+    return f"{format_count(len(missing), 'rank').split()[1]} {names}" if missing else ""
+
+
+def _comes(store: dist.Store, key: str, timeout: timedelta) -> bool:
+    try:
+        store.wait([key], timeout)
+    except RuntimeError:
+        return False
+    return True
