@@ -20,13 +20,14 @@ export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-notebooks storm bench html notebooks pins clean distclean FORCE
+.PHONY: help env lab test test-unit test-notebooks test-torch storm bench html notebooks pins clean distclean FORCE
 
 help:
 	@echo "make lab             set up and open the workbook"
 	@echo "make test            set up and run every test: unit, notebooks, browser"
 	@echo "make test-unit       the quick part: no notebooks, no browser, no fresh processes"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
+	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH=2.11.0)"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make html            the notebooks as web pages in build/html"
@@ -80,6 +81,17 @@ test-notebooks: env
 
 test-unit: env
 	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh" tests $(ARGS)
+
+# The ends of the range in pyproject.toml: TORCH=2.11.0 is the oldest.
+TORCH ?= 2.11.0
+OTHER := .venv-torch-$(TORCH)
+
+test-torch: env
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH)' '.[test]'
+	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit
+	PYTHONPATH=$(CURDIR) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval \
+	  tests/test_agent.py tests/test_launch.py $(ARGS)
 
 storm: env
 	cd tests && $(CURDIR)/$(BIN)/python storm.py $(ARGS)

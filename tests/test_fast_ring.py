@@ -238,7 +238,7 @@ WORDS = {
     "integer mean": "cannot take the mean of int32",
     "complex max": "complex numbers have no order",
     "float8": "PyTorch does no arithmetic in it",
-    "bitwise": "unknown operation 'band'",
+    "bitwise": "only whole numbers and bool have bits",
     "sparse": "use .to_dense()",
     "expanded": "its elements share memory",
     "expanded in one direction": "its elements share memory",
