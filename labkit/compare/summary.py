@@ -247,9 +247,7 @@ def ranks_rule(record: Record) -> str:
     parts = []
     if serving:
         names = ", ".join(serving)
-        parts.append(
-            f"Of the ranks of {names} one only serves: N ranks are N - 1 workers, from 2 on."
-        )
+        parts.append(f"Of the ranks of {names} one only serves: N ranks are N - 1 workers.")
     if staged:
         names = ", ".join(staged)
         parts.append(
