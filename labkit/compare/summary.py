@@ -13,8 +13,6 @@ from labkit.compare.contenders import SINGLE
 from labkit.units import format_count, format_number, format_seconds
 
 Record = dict
-# By repeat.
-ByRepeat = dict[int, float]
 
 
 def epoch_seconds(run: dict) -> float:
