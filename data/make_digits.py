@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_digits
 
+from labkit.files import write_atomically
+
 TEST_PER_CLASS = 36
 
 
@@ -33,7 +35,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     assert array.dtype == np.uint8
     header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     content = header + array.tobytes()
-    path.write_bytes(content)
+    write_atomically(path, content)
     print(f"{path.name}  {len(content)}  {hashlib.sha256(content).hexdigest()}")
 
 

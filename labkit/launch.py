@@ -14,7 +14,7 @@ from typing import Any
 
 from labkit.devices import check_world_size, plan
 from labkit.engine import under_torchrun, warm_up
-from labkit.limits import MOST_SECONDS, check_above_zero
+from labkit.limits import MOST_SECONDS, check_above_zero, check_whole
 from labkit.sources import cell_sources
 from labkit.supervisor import Supervisor
 from labkit.trace import Trace
@@ -85,6 +85,8 @@ def run(
             'the script. In a script, keep the call under if __name__ == "__main__":'
         )
     check_world_size(world_size)
+    for rank in may_lose:
+        check_whole("a rank in may_lose", rank, least=0)
     if not set(may_lose) <= set(range(world_size)):
         raise ValueError(
             f"may_lose {sorted(may_lose)}: with world_size {world_size} the ranks are 0 to "

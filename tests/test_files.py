@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import re
 import resource
 import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -201,3 +203,15 @@ def test_one_file_that_fails_costs_no_other(tmp_path):
             lambda: write_atomically(bad, b"x" * 100_000),
         )
     assert names(tmp_path) == ["good"]
+
+
+def test_nobody_else_writes_files():
+    """What is written past this module could replace a device, or leave half a file."""
+    root = Path(__file__).resolve().parents[1]
+    paths = [*root.glob("labkit/**/*.py"), *root.glob("tools/*.py"), *root.glob("data/*.py")]
+    writes = re.compile(
+        r"\.write_(text|bytes)\(|\bopen\([^)]*[\"'][wax]b?\+?[\"']|savefig\([\"'p]"
+    )
+    found = {path.name for path in paths if writes.search(path.read_text())}
+    # lab.py writes into a temporary folder of its own, worker.py to its stdout.
+    assert found <= {"files.py", "lab.py", "worker.py"}

@@ -160,6 +160,12 @@ def test_no_function_takes_a_number_that_cannot_be(function, arguments):
                 function(*first, **given)
 
 
+def test_may_lose_takes_ranks_alone():
+    for rank in (True, "1", [], math.nan, -1, 2, 10**30, None):
+        with pytest.raises(ValueError, match="may_lose"):
+            run(lambda comm: None, world_size=2, may_lose=[rank])
+
+
 def test_numbers_are_written_with_the_digits_0_to_9():
     assert [parse_whole(text) for text in ("0", "12", "-3", "007")] == [0, 12, -3, 7]
     assert [parse_number(text) for text in ("1", ".5", "1.", "2.5e-3")] == [1, 0.5, 1, 0.0025]

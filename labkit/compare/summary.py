@@ -13,8 +13,6 @@ from labkit.compare.contenders import SINGLE
 from labkit.units import format_bytes, format_count, format_number, format_seconds
 
 Record = dict
-# By repeat.
-ByRepeat = dict[int, float]
 
 
 def epoch_seconds(run: dict) -> float:
@@ -254,9 +252,7 @@ def ranks_rule(record: Record) -> str:
     parts = []
     if serving:
         names = ", ".join(serving)
-        parts.append(
-            f"Of the ranks of {names} one only serves: N ranks are N - 1 workers, from 2 on."
-        )
+        parts.append(f"Of the ranks of {names} one only serves: N ranks are N - 1 workers.")
     if staged:
         names = ", ".join(staged)
         parts.append(
