@@ -32,6 +32,7 @@ help:
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make html            the notebooks as web pages in build/html"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
+	@echo "make pins            renew requirements.txt and tools/uv.txt, with hashes"
 	@echo "make env             set up only (.venv, about 6 GB)"
 	@echo "make clean           remove what make built; make distclean removes .venv too"
 

@@ -145,5 +145,9 @@ def stay_on_loopback() -> None:
     """Where torchrun has started all ranks on this machine, let gloo listen on loopback alone."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if local is not None and local == os.environ.get("WORLD_SIZE"):
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+
+
+def loopback() -> str:
+    """The interface that only this machine's own processes reach."""
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -1,12 +1,15 @@
 """PyTorch's RPC beside the ranks' own process group: begin, call rank 0, end.
 
 A rank calls a function on another one and waits for its result; threads of RPC's own carry it out.
+Functions and arguments travel as pickles, and RPC asks nobody who they are: see SECURITY.md.
 """
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,10 @@ from labkit.errors import PeerLostError
 
 # Waiting for a straggler is no error; the run has a deadline of its own.
 _PATIENCE_S = 24 * 3600.0
+# Set to 1, it says that everybody on this machine may run code as this user.
+TRUST = "LABKIT_TRUST_LOCAL_USERS"
+# User ids that login.defs(5) gives to people, by default.
+_PEOPLE = range(1000, 60_001)
 
 
 def async_execution(function: Callable) -> Callable:
@@ -27,12 +34,28 @@ def async_execution(function: Callable) -> Callable:
 
 
 def check_available(technique: str) -> None:
-    """ValueError where this PyTorch is built without RPC."""
+    """ValueError where this PyTorch is built without RPC, or where strangers could call it too."""
     if not rpc.is_available():
         raise ValueError(
             f"PyTorch {torch.__version__} on this system has no torch.distributed.rpc: run "
             f"{technique} without builtin, which is the same technique over labkit's own messages"
         )
+    people = _other_people()
+    if people and os.environ.get(TRUST) != "1":
+        raise ValueError(
+            f"PyTorch's RPC does what it is asked to by any process of this machine, and other "
+            f"people work here (user {', '.join(map(str, people))}): run {technique} without "
+            f"builtin, or start Python with {TRUST}=1 if they may run code as you"
+        )
+
+
+def _other_people() -> list[int]:
+    """Ids of the users, save this one, who have processes here and are no system's services."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.add(process.stat().st_uid)
+    return sorted(uid for uid in found - {os.geteuid()} if uid in _PEOPLE)
 
 
 def call_server(function: Callable, *arguments: Any) -> Any:

@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ def meet_all(stores):
         return list(pool.map(one, range(len(stores))))
 
 
+def table():
+    """A store whose readers do not wait for long."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    return store
+
+
 class Lying:
     """A store that answers ``lie`` where a key is asked for that matches ``pattern``."""
 
@@ -65,7 +73,7 @@ class Lying:
 
 def lied_to(pattern, lie, world_size=3):
     """What the ranks make of it when all but rank 0 hear lies."""
-    store = dist.HashStore()
+    store = table()
     return meet_all([store] + [Lying(store, pattern, lie) for _ in range(world_size - 1)])
 
 
@@ -78,7 +86,7 @@ def _no_file_stays_open():
 
 class TestHonestRanks:
     def test_all_map_the_same_memory_and_each_time_another(self):
-        store = dist.HashStore()
+        store = table()
         first, second = meet_all([store] * 2), meet_all([store] * 2)
         for round_, arenas in enumerate((first, second)):
             arenas[0].board.ranks[1]["pid"] = 100 + round_
@@ -87,13 +95,13 @@ class TestHonestRanks:
 
     def test_no_file_stays_open_but_the_mappings_own(self):
         before = open_descriptors(UNNAMED)
-        arenas = meet_all([dist.HashStore()] * 2)
+        arenas = meet_all([table()] * 2)
         assert open_descriptors(UNNAMED) == before + len(arenas)
 
     def test_what_they_map_is_for_its_owner_and_keeps_its_size(self, monkeypatch):
         kept = []
         monkeypatch.setattr(Arena, "close_file", lambda arena: kept.append(arena.descriptor))
-        arenas = meet_all([dist.HashStore()] * 2)
+        arenas = meet_all([table()] * 2)
         assert len(set(kept)) == 2
         for descriptor in set(kept):
             status = os.fstat(descriptor)
@@ -155,19 +163,19 @@ class TestHostileStore:
             assert "the answer of rank 0 is" in str(error)
 
     def test_an_answer_for_a_rank_that_never_came_is_found_in_the_memory(self):
-        store = dist.HashStore()
+        store = table()
         store.set("labkit/arena/1/1", "open")
         with pytest.raises(ConnectionError, match=r"rank 1 has opened.*it never came there"):
             meet(store, 0, 2)
 
     def test_ranks_told_different_things_do_not_wait_for_each_other(self):
-        store = dist.HashStore()
+        store = table()
         refused = Lying(store, re.compile("labkit/arena/1/1"), lambda _: b"not open")
         nothing, arena = meet_all([refused, store])
         assert nothing is None
         started_s = time.monotonic()
         with pytest.raises(PeerLostError, match="rank 0 has left"):
-            SharedTransport(arena, 1, timeout_s=60).recv(torch.zeros(3), 0)
+            SharedTransport(arena, 1, timeout_s=20).recv(torch.zeros(3), 0)
         assert time.monotonic() - started_s < 10
 
 

@@ -1,8 +1,8 @@
 """``labkit bench launch``: from a function to its result, against ``multiprocessing.spawn``."""
 
 import os
-import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +16,7 @@ from labkit.collectives import ring_all_reduce
 from labkit.devices import check_world_size
 from labkit.launch import run
 from labkit.limits import check_whole
+from labkit.meeting import loopback
 from labkit.units import format_seconds
 
 
@@ -79,19 +80,20 @@ def run_ours(world_size: int) -> None:
 
 
 def run_spawned(world_size: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_spawned_rank, (world_size, port), world_size)
+    with tempfile.TemporaryDirectory(prefix="labkit-spawn-") as folder:
+        arguments = world_size, f"{folder}/store"
+        torch.multiprocessing.spawn(_spawned_rank, arguments, world_size)
 
 
 def _sum_one(comm) -> float:
     return ring_all_reduce(comm, torch.ones(1)).item()
 
 
-def _spawned_rank(rank: int, world_size: int, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+def _spawned_rank(rank: int, world_size: int, path: str) -> None:
+    # A store in a file of one's own: PyTorch's TCP store would listen on every interface.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == world_size
