@@ -20,6 +20,7 @@ class MeetingFile:
         self._folder: tempfile.TemporaryDirectory | None = None
         if descriptor is None and hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("labkit-store")
+            os.fchmod(descriptor, 0o600)
         elif descriptor is None:
             # Elsewhere than on Linux an open file has no path of its own.
             self._folder = tempfile.TemporaryDirectory(prefix="labkit-")

@@ -24,8 +24,10 @@ from labkit.errors import PeerLostError
 _PATIENCE_S = 24 * 3600.0
 # Set to 1, it says that everybody on this machine may run code as this user.
 TRUST = "LABKIT_TRUST_LOCAL_USERS"
-# User ids that login.defs(5) gives to people, by default.
-_PEOPLE = range(1000, 60_001)
+# By login.defs(5) people's ids begin here, and a directory service gives them far higher ones.
+_FIRST_PERSON = 1000
+# systemd's dynamic users: services.
+_SERVICES = range(61_184, 65_520)
 
 
 def async_execution(function: Callable) -> Callable:
@@ -55,7 +57,8 @@ def _other_people() -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             found.add(process.stat().st_uid)
-    return sorted(uid for uid in found - {os.geteuid()} if uid in _PEOPLE)
+    others = found - {os.geteuid()}
+    return sorted(uid for uid in others if uid >= _FIRST_PERSON and uid not in _SERVICES)
 
 
 def call_server(function: Callable, *arguments: Any) -> Any:

@@ -32,7 +32,7 @@ from labkit.comm import Comm
 from labkit.cuda_ipc import CudaTransport
 from labkit.devices import Plan, num_cores, plan
 from labkit.errors import MismatchError, PeerLostError
-from labkit.meeting import meet
+from labkit.meeting import meet, stay_on_loopback
 from labkit.meeting_file import MeetingFile
 from labkit.messages import Report, may_go, send_report
 from labkit.shared_memory import Arena, Doorbells, SharedTransport
@@ -98,10 +98,7 @@ def connect(
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    if local_world_size == world_size:
-        # One machine: its name may resolve to an address that does not route to itself.
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    stay_on_loopback()
     torch.set_num_threads(max(1, num_cores() // local_world_size))
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
     if device.type == "cuda":

@@ -148,7 +148,6 @@ class TestListening:
         result = run(listens_in_a_run, during, world_size=2, transport=transport)
         assert [ranks for ranks, _ in result.values] == [[], []]
 
-    @pytest.mark.xfail(strict=True, reason="the engine's TCPStore listens on every interface")
     def test_so_is_their_launcher_during_a_run(self):
         result = run(listens_in_a_run, "nothing", world_size=2)
         assert [launcher for _, launcher in result.values] == [[], []]
@@ -302,7 +301,10 @@ class TestRpcAmongStrangers:
 
     @linux_only
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-    @pytest.mark.parametrize(("uid", "counts"), [(4242, True), (65534, False), (33, False)])
+    @pytest.mark.parametrize(
+        ("uid", "counts"),
+        [(4242, True), (65534, True), (10**6, True), (61_500, False), (33, False)],
+    )
     def test_people_are_told_from_services(self, uid, counts):
         wait, end = os.pipe()
         other = os.fork()
