@@ -241,6 +241,30 @@ def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, mon
     assert {"compare_curves.png", "compare_phases.png", "compare_ranks.png"} < others
 
 
+def test_a_full_disk_ends_bench_and_compare_alike(tmp_path, monkeypatch, capsys):
+    def full(path, data, old):
+        if path.name != "compare_ranks.png":
+            raise OSError(28, "No space left on device")
+        written.append(path.name)
+
+    written = []
+    monkeypatch.setattr(files, "_replace", full)
+    monkeypatch.setitem(bench.BENCHES, "placement", lambda: iter(()))
+    monkeypatch.setitem(bench._RECORDS, "placement", lambda found: {})
+    stored = str(Path(__file__).resolve().parents[1] / "data" / "results" / "compare.json")
+    record, old = str(tmp_path / "out.json"), tmp_path / "compare_curves.png"
+    old.write_text("old")
+    for words in (
+        ["bench", "placement", "--json", record],
+        ["compare", "--from", stored, "--json", record, "--figures", str(tmp_path)],
+    ):
+        assert main(words) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"labkit: cannot write {record}: No space left on device")
+    assert f"cannot write {old}: No space left" in line
+    assert (written, old.read_text()) == (["compare_ranks.png"], "old")
+
+
 def test_an_output_is_no_input_and_no_other_output(tmp_path, capsys):
     record = tmp_path / "in.json"
     record.write_text("{}")
