@@ -7,6 +7,7 @@ them stands a supervisor (``labkit.supervisor``) that ends every run whole.
 import multiprocessing
 import os
 import pickle
+import resource
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -20,6 +21,11 @@ from labkit.supervisor import Supervisor
 from labkit.trace import Trace
 
 __all__ = ["RunResult", "run", "under_torchrun", "warm_up"]
+
+# Of each rank: both ends of two pipes, and what tells how its process ends.
+_OPEN_FILES_PER_RANK = 6
+# Of Python, a notebook's kernel and the learner's own.
+_OPEN_FILES = 100
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ def run(
         if placement.note:
             print(placement.note, file=sys.stderr)
         _check_program()
+        _check_open_files(world_size)
         losable = frozenset(may_lose)
         job = worker.Job(_pack(fn, args), cell_sources(), placement, timeout_s, losable)
         supervisor = Supervisor(job, world_size, timeout_s, losable)
@@ -113,6 +120,19 @@ def run(
         bytes_sent=[report.bytes_sent if report else 0 for report in reports],
         lost=lost,
     )
+
+
+def _check_open_files(world_size: int) -> None:
+    """Refuse more ranks than this process can hold pipes to."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = (most - _OPEN_FILES) // _OPEN_FILES_PER_RANK
+    if world_size > room:
+        raise ValueError(
+            f"world_size {world_size} needs about "
+            f"{_OPEN_FILES + world_size * _OPEN_FILES_PER_RANK} open files, and this process may "
+            f"have {most}: use at most {room} ranks, or raise the limit (ulimit -n) before Python "
+            "starts"
+        )
 
 
 def _check_program() -> None:

@@ -282,6 +282,17 @@ class TestManyRanks:
 
         assert run(meets, world_size=64).values == list(range(64))
 
+    @pytest.mark.filterwarnings("ignore:world_size 300 is far above:UserWarning")
+    def test_more_than_this_process_may_open_files_for_are_refused_with_the_way_round(
+        self, monkeypatch
+    ):
+        monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+        words = (
+            r"needs about 1900 open files, .* may have 1024: use at most 154 ranks, .*ulimit -n"
+        )
+        with pytest.raises(ValueError, match=words):
+            run(rank_of, world_size=300)
+
 
 NAMES = """
     import ctypes, fcntl, os, socket, struct, sys, threading, time
