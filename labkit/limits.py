@@ -7,9 +7,9 @@ import re
 from reprlib import repr as shortened
 from typing import Any
 
-# What fits 32 bits: PyTorch counts in 64, and bytes are a multiple of samples.
+# A count has to fit 32 bits: PyTorch counts in 64, and bytes are a multiple of a count.
 MOST = 2**31 - 1
-# More processes than one machine has ever been given here.
+# A larger number is a slip of the finger, and would start processes until memory is full.
 MOST_RANKS = 4096
 # Eleven days; poll(2) waits for 24 at most.
 MOST_SECONDS = 1e6
