@@ -21,13 +21,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from labkit.board import LEFT, LOST, Board
 from labkit.errors import PeerLostError
+from labkit.processes import is_running
 from labkit.transports import Sent, Transport, as_bytes
 
 SEGMENT_BYTES = 512 * 1024
@@ -486,15 +486,6 @@ def why_gone(board: Board, peer: int) -> str:
     pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
     if state == LEFT:
         return f"rank {peer} has left: its process group is destroyed, or it is at its end"
-    if state == LOST or (pid and not _is_running(pid)):
+    if state == LOST or (pid and not is_running(pid)):
         return f"the process of rank {peer} (pid {pid}) has ended"
     return ""
-
-
-def _is_running(pid: int) -> bool:
-    """Whether a process lives; one that nobody has waited for yet (a zombie) does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
