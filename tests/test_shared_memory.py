@@ -412,11 +412,11 @@ def in_a_private_shm(folder, size, script):
 @pytest.mark.fresh
 @pytest.mark.skipif(not may_mount(), reason="needs to mount a file system: unshare -m, as root")
 class TestRow24SharedMemoryFull:
-    def test_too_small_full_and_read_only_are_told_and_enough_is_enough(self, tmp_path):
-        """One process for all of them: each remount is another limit of the same /dev/shm."""
+    def test_a_run_needs_none_of_it(self, tmp_path):
+        """One process for all of them: each remount is another state of the same /dev/shm."""
         lines = in_a_private_shm(
             tmp_path,
-            "size=16k",
+            "size=4k",
             """
             import os
             from labkit import run
@@ -427,32 +427,17 @@ class TestRow24SharedMemoryFull:
                 return fast_ring_all_reduce(comm, torch.ones(10**6)).mean().item()
 
             def attempt():
-                try:
-                    print(run(sums, world_size=2).values, flush=True)
-                except Exception as error:
-                    print(type(error).__name__, error, flush=True)
-                print(os.listdir("/dev/shm"), flush=True)
+                print(run(sums, world_size=2).values, os.listdir("/dev/shm"), flush=True)
 
             if __name__ == "__main__":
                 attempt()
-                os.system("mount -o remount,size=36k /dev/shm")
-                attempt()
-                os.system("dd if=/dev/zero of=/dev/shm/old bs=1k count=12 status=none")
+                os.system("dd if=/dev/zero of=/dev/shm/old bs=1k count=4 status=none")
                 attempt()
                 os.system("mount -o remount,ro /dev/shm")
                 attempt()
             """,
         ).splitlines()
-        too_small, enough, full, read_only = lines[::2]
-        assert too_small.startswith(
-            "WorkerError the ranks could not be started: 2 of them need 36"
-        )
-        assert "it has 16 KiB free of 16 KiB: remove old files" in too_small
-        assert "--shm-size=64m" in too_small
-        assert enough == "[2.0, 2.0]"
-        assert "it has 24 KiB free of 36 KiB" in full
-        assert "it is read-only" in read_only
-        assert lines[1::2] == ["[]", "[]", "['old']", "['old']"]
+        assert lines == ["[2.0, 2.0] []", "[2.0, 2.0] ['old']", "[2.0, 2.0] ['old']"]
 
     def test_nothing_is_left_after_a_kill_of_all_at_once(self, tmp_path):
         """The launcher, the ranks and Python's own resource tracker, with SIGKILL."""
