@@ -246,8 +246,9 @@ def check_shm(name: str) -> Finding:
         if size.free >= ENOUGH_SHM_BYTES:
             return Finding(name, "ok", found)
     advice = (
-        "labkit's ranks do without it, but a DataLoader's workers pass their batches through it. In "
-        "a container: docker run --shm-size=1g; elsewhere, as root: mount -o remount,size=1g /dev/shm"
+        "labkit's ranks do without it, but a DataLoader's workers pass their batches through it. "
+        "In a container: docker run --shm-size=1g; elsewhere, as root: "
+        "mount -o remount,size=1g /dev/shm"
     )
     return Finding(name, "note", found, advice)
 
