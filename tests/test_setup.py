@@ -28,6 +28,7 @@ FLOORS = [
         "errors",
         "files",
         "frozen",
+        "overlap",
         "predict",
         "schedules",
         "sources",
@@ -43,6 +44,7 @@ FLOORS = [
         "local_gradients",
         "models",
         "shared_memory",
+        "transports",
     }
     | {"workload"},
     {
