@@ -205,7 +205,11 @@ class BucketedDDP(NaiveDDP):
 
     def _queue(self, tensor: Tensor, op: str, is_waited_for: bool) -> Task:
         return self._line.add(
-            lambda comm: fast_ring_all_reduce(comm, tensor, op), [tensor], is_waited_for
+            "all_reduce",
+            lambda comm: fast_ring_all_reduce(comm, tensor, op),
+            [tensor],
+            [tensor],
+            is_waited_for,
         )
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
@@ -245,7 +249,8 @@ class Bucket:
 @functools.cache
 def _line_of(comm: Comm) -> Line:
     """One for all replicas on a comm: two of them in one backward must not mix their messages."""
-    line = Line("labkit-ddp", comm)
+    # The run has a deadline of its own.
+    line = Line("labkit-ddp", comm, timeout_s=float("inf"))
     atexit.register(line.end, _LAST_PATIENCE_S)
     return line
 

@@ -9,16 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.errors import PeerLostError
-
-if TYPE_CHECKING:
-    from labkit.shared_memory import Channel
 
 
 @dataclass
@@ -109,11 +105,11 @@ class Transport(ABC):
         """Receive into ``tensor`` from any other rank; returns which."""
         raise NotImplementedError(f"{type(self).__name__} receives from named ranks only")
 
-    def channel_to(self, dst: int) -> "Channel":
-        """The slots in which rank ``dst`` reads what this rank writes."""
+    def channel_to(self, dst: int):
+        """The slots in which ``dst`` reads what this rank writes: ``shared_memory.Channel``."""
         raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
 
-    def channel_from(self, src: int) -> "Channel":
+    def channel_from(self, src: int):
         """The slots that rank ``src`` writes and this rank reads."""
         raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
 
