@@ -205,7 +205,11 @@ class BucketedDDP(NaiveDDP):
 
     def _queue(self, tensor: Tensor, op: str, is_waited_for: bool) -> Task:
         return self._line.add(
-            lambda comm: fast_ring_all_reduce(comm, tensor, op), [tensor], is_waited_for
+            "all_reduce",
+            lambda comm: fast_ring_all_reduce(comm, tensor, op),
+            [tensor],
+            [tensor],
+            is_waited_for,
         )
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
