@@ -14,8 +14,10 @@ What is not served stands in ``labkit.backend_arguments.REFUSED``, with its reas
 """
 
 import atexit
+import inspect
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -409,8 +411,7 @@ class LabkitGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End the threads, after what is queued; PyTorch calls it when the group is destroyed.
 
-        Raises:
-            TimeoutError: an operation took longer than the group's timeout; it is left behind.
+        Warns of an operation that takes longer than the group's timeout, and leaves it behind.
         """
         self._end(None)
 
@@ -435,7 +436,8 @@ class LabkitGroup(dist.ProcessGroup):
         for comm in comms.values():
             comm.leave()
         if left_behind and patience_s is None:
-            raise TimeoutError(f"the group is ended, but not its operations: {left_behind[0]}")
+            # An error here would keep PyTorch from forgetting the group.
+            warnings.warn(f"the group has ended, but not {left_behind[0]}", stacklevel=3)
 
 
 def _refuse(name: str):
@@ -448,6 +450,20 @@ def _refuse(name: str):
 for _name in REFUSED:
     if hasattr(dist.ProcessGroup, _name):
         setattr(LabkitGroup, _name, _refuse(_name))
+
+
+def _keep_compilers_out(*classes: type) -> None:
+    """Let torch.compile run these methods, and what they call, as they are."""
+    frames = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):
+        return
+    as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for method in (method for cls in classes for method in vars(cls).values()):
+        if inspect.isfunction(method):
+            frames.set_code_exec_strategy(method.__code__, as_it_is)
+
+
+_keep_compilers_out(LabkitGroup, Task)
 
 
 def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Comm:

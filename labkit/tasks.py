@@ -6,6 +6,7 @@ PyTorch's C++ side has views on how one may fail.
 
 import collections
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -147,10 +148,10 @@ class Line(threading.Thread):
     Args:
         name: of the thread.
         comm: what the operations work on.
-        timeout_s: the group's: the longest that one operation may take.
+        timeout_s: the process group's: the longest that one operation may take.
     """
 
-    def __init__(self, name: str, comm: Comm, timeout_s: float):
+    def __init__(self, name: str, comm: Comm, timeout_s: float = math.inf):
         super().__init__(name=name, daemon=True)
         self.timeout_s = timeout_s
         self._comm = comm

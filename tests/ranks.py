@@ -2,15 +2,22 @@
 
 import contextlib
 import gc
+import multiprocessing
 import multiprocessing.forkserver as forkserver
 import os
+import pickle
 import sys
 import tempfile
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import cloudpickle
+import torch
+import torch.distributed as dist
+
+import labkit
 
 
 def travel_by_value(module_name: str) -> None:
@@ -98,3 +105,49 @@ def open_descriptors(of: str = "") -> int:
         with contextlib.suppress(OSError):
             found += of in os.readlink(f"/proc/self/fd/{number}")
     return found
+
+
+def plain(folder, function, world_size=2, patience_s=30.0, backend="labkit", timeout_s=1800):
+    """Run ``function(rank)`` in P processes with a default group: [(exit code, outcome)].
+
+    No launcher of ours watches them. The outcome is what it returned or raised, None for a process
+    that could say neither.
+    """
+    context = multiprocessing.get_context("forkserver")
+    settings = str(folder), pickle.dumps(function), world_size, backend, timeout_s
+    processes = [
+        context.Process(target=_plain_rank, args=(rank, *settings)) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    deadline_s = time.monotonic() + patience_s
+    for process in processes:
+        process.join(max(0.0, deadline_s - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in hanging:
+        processes[rank].kill()
+    assert not hanging, f"ranks {hanging} hang"
+    return [
+        (process.exitcode, _outcome_of(folder, rank)) for rank, process in enumerate(processes)
+    ]
+
+
+def _plain_rank(rank, folder, function, world_size, backend, timeout_s):
+    assert labkit  # it registers its backend
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    group = {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **group)
+    dist.barrier()
+    try:
+        outcome = pickle.loads(function)(rank)
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    with open(f"{folder}/{rank}", "wb") as file:
+        pickle.dump(outcome, file)
+    dist.destroy_process_group()
+
+
+def _outcome_of(folder, rank):
+    path = folder / str(rank)
+    return pickle.loads(path.read_bytes()) if path.exists() else None

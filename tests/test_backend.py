@@ -7,9 +7,7 @@ needs fresh ones.
 """
 
 import gc
-import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import open_descriptors, travel_by_value, wait_until
+from ranks import open_descriptors, plain, travel_by_value, wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -195,8 +193,12 @@ def functional(group, rank, size):
     return [reduced + 0, gathered + 0, scattered + 0]
 
 
+REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
 COMPARED = {
-    **{op: reduce_with(getattr(dist.ReduceOp, op)) for op in ("SUM", "AVG", "MAX", "MIN")},
+    **{
+        op: reduce_with(getattr(dist.ReduceOp, op))
+        for op in ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
+    },
     "all_reduce of every dtype": all_reduce_dtypes,
     "all_reduce of shapes": all_reduce_shapes,
     "async_op": with_a_future,
@@ -278,15 +280,15 @@ def test_replicas_of_a_sum_are_equal_to_the_bit_and_near_the_exact_one():
 
 
 def refused(comm):
-    group, x = dist.new_group(backend="labkit"), torch.ones(3)
+    group, x, MAX = dist.new_group(backend="labkit"), torch.ones(3), dist.ReduceOp.MAX
     calls = {
-        "PRODUCT": lambda: dist.all_reduce(x, dist.ReduceOp.PRODUCT, group=group),
-        "BAND": lambda: dist.all_reduce(x, dist.ReduceOp.BAND, group=group),
+        "BAND of floats": lambda: dist.all_reduce(x, dist.ReduceOp.BAND, group=group),
         "integer mean": lambda: dist.all_reduce(x.int(), dist.ReduceOp.AVG, group=group),
-        "sparse": lambda: dist.all_reduce(x.to_sparse(), group=group),
+        "sparse maximum": lambda: dist.all_reduce(x.to_sparse(), MAX, group=group),
+        "sparse rows": lambda: dist.all_reduce(x[None].to_sparse_csr(), group=group),
         "expanded": lambda: dist.all_reduce(torch.ones(1).expand(3), group=group),
-        "any source": lambda: dist.recv(x, group=group),
-        "tag": lambda: dist.send(x, 1 - comm.rank, group=group, tag=7),
+        "scaled sum": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0), group=group),
+        "window": lambda: group.new_window(),
         "outputs too large": lambda: dist.all_gather([torch.zeros(4)] * 2, x, group=group),
         "whole too small": lambda: dist.all_gather_into_tensor(torch.zeros(5), x, group=group),
         "odd length": lambda: dist.all_to_all_single(x, x, group=group),
@@ -305,13 +307,13 @@ def refused(comm):
 
 
 REFUSALS = {
-    "PRODUCT": 'the "labkit" backend does not serve PRODUCT: use SUM, AVG, MAX or MIN',
-    "BAND": 'the "labkit" backend does not serve BAND',
+    "BAND of floats": "cannot take the band of float32 over ranks: only whole numbers and bool",
     "integer mean": "cannot take the mean of int32",
-    "sparse": "use .to_dense()",
+    "sparse maximum": "cannot take the max of a torch.sparse_coo tensor over ranks",
+    "sparse rows": "only the sum of sparse_coo is served; use .to_sparse_coo(), or .to_dense()",
     "expanded": "its elements share memory",
-    "any source": 'the "labkit" backend does not serve recv_anysource: give recv a src',
-    "tag": 'the "labkit" backend does not serve tags, got 7',
+    "scaled sum": 'the "labkit" backend does not serve PREMUL_SUM: it multiplies on the GPU',
+    "window": 'the "labkit" backend does not serve new_window: one-sided access is for GPUs',
     "outputs too large": "sends is float32 [3], but what receives it is float32 [4]",
     "whole too small": "2 parts of float32 [3] do not make float32 [5]",
     "odd length": "float32 [3] cannot be cut into 2 equal parts: give the split sizes",
@@ -669,47 +671,6 @@ def test_a_learners_fault_surfaces_on_every_rank():
 
 
 # Plain processes: no launcher of ours watches them
-
-
-def plain(folder, function, world_size=2, patience_s=30.0):
-    """Run ``function(rank)`` in P processes with a labkit group: [(exit code, outcome)].
-
-    The outcome is what it returned or raised, None for a process that could say neither.
-    """
-    context = multiprocessing.get_context("forkserver")
-    settings = str(folder), pickle.dumps(function), world_size
-    processes = [
-        context.Process(target=plain_rank, args=(rank, *settings)) for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    deadline_s = time.monotonic() + patience_s
-    for process in processes:
-        process.join(max(0.0, deadline_s - time.monotonic()))
-    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for rank in hanging:
-        processes[rank].kill()
-    assert not hanging, f"ranks {hanging} hang"
-    return [(process.exitcode, outcome_of(folder, rank)) for rank, process in enumerate(processes)]
-
-
-def plain_rank(rank, folder, function, world_size):
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("labkit", store=store, rank=rank, world_size=world_size)
-    dist.barrier()
-    try:
-        outcome = pickle.loads(function)(rank)
-    except Exception as error:
-        outcome = f"{type(error).__name__}: {error}"
-    with open(f"{folder}/{rank}", "wb") as file:
-        pickle.dump(outcome, file)
-    dist.destroy_process_group()
-
-
-def outcome_of(folder, rank):
-    path = folder / str(rank)
-    return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 def reduces_until_killed(rank):

@@ -56,17 +56,18 @@ ALL_REDUCES = {
     "ring": ring_all_reduce,
     "fast ring": fast_ring_all_reduce,
 }
-NUMBERS = ["sum", "mean", "max", "min"]
+NUMBERS = ["sum", "mean", "max", "min", "product"]
+BITS = ["sum", "max", "min", "product", "band", "bor", "bxor"]
 OPS = {
-    torch.bool: ["sum", "max", "min"],
-    torch.uint8: ["sum", "max", "min"],
-    torch.int32: ["sum", "max", "min"],
-    torch.int64: ["sum", "max", "min"],
+    torch.bool: BITS,
+    torch.uint8: BITS,
+    torch.int32: BITS,
+    torch.int64: BITS,
     torch.float16: NUMBERS,
     torch.bfloat16: NUMBERS,
     torch.float32: NUMBERS,
     torch.float64: NUMBERS,
-    torch.complex64: ["sum", "mean"],
+    torch.complex64: ["sum", "mean", "product"],
 }
 CASES = [
     (name, op, dtype, size)
@@ -78,7 +79,16 @@ CASES = [
 # Where the dtypes go does not depend on the size: not all of both with each number of ranks.
 OF_EACH_KIND = {torch.float16: "mean", torch.float32: "sum", torch.int64: "max"}
 FEW_CASES = [case for case in CASES if case[3] == 7 or OF_EACH_KIND.get(case[2]) == case[1]]
-ONE_DEVICE = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
+ONE_DEVICE = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 
 
 def values_of(rank, size, dtype=torch.float64):
@@ -180,7 +190,9 @@ def oddities(comm):
 def test_nan_overflow_and_wrap_are_those_of_one_device(transport):  # row 12
     for found in run(oddities, world_size=3, transport=transport).values:
         for name in ALL_REDUCES:
-            assert found[name] == [*[[True, False]] * 4, [float("inf")], [300 % 256]], name
+            assert found[name] == [*[[True, False]] * len(NUMBERS), [float("inf")], [300 % 256]], (
+                name
+            )
 
 
 def in_place_cases(comm):
@@ -450,7 +462,7 @@ WORDS = {
     "complex max": "cannot take the max of complex64",
     "float8": "cannot take the sum of float8_e4m3fn",
     "sparse": "use .to_dense()",
-    "bitwise": "unknown operation 'band': choose one of sum",
+    "bitwise": "cannot take the band of float32 over ranks: only whole numbers and bool have bits",
     "foreign device": "work on cpu, but the tensor is on meta: move it with .to(comm.device)",
     "expanded": "expanded tensor: its elements share memory",
     "no tensor": "a tensor is needed",

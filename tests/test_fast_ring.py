@@ -16,19 +16,20 @@ from labkit.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 travel_by_value(__name__)
 
 WORLD_SIZES = [1, 2, 3, 4]
-NUMBERS = ("sum", "mean", "max", "min")
+NUMBERS = ("sum", "mean", "max", "min", "product")
+BITS = ("sum", "max", "min", "product", "band", "bor", "bxor")
 OPS = {
-    torch.bool: ("sum", "max", "min"),
-    torch.uint8: ("sum", "max", "min"),
-    torch.int16: ("sum", "max", "min"),
-    torch.int32: ("sum", "max", "min"),
-    torch.int64: ("sum", "max", "min"),
+    torch.bool: BITS,
+    torch.uint8: BITS,
+    torch.int16: BITS,
+    torch.int32: BITS,
+    torch.int64: BITS,
     torch.float16: NUMBERS,
     torch.bfloat16: NUMBERS,
     torch.float32: NUMBERS,
     torch.float64: NUMBERS,
-    torch.complex64: ("sum", "mean"),
-    torch.complex128: ("sum", "mean"),
+    torch.complex64: ("sum", "mean", "product"),
+    torch.complex128: ("sum", "mean", "product"),
 }
 LARGE = ((torch.float32, "sum"), (torch.bfloat16, "mean"), (torch.float64, "max"))
 
@@ -165,7 +166,7 @@ def nan_overflow_and_wrap(comm):
 
 
 def test_nan_overflow_and_wrap_are_those_of_one_device():  # row 12
-    expected = [*[[True, False]] * 4, [float("inf")], [60000.0], [300 % 256]]
+    expected = [*[[True, False]] * len(NUMBERS), [float("inf")], [60000.0], [300 % 256]]
     assert run(nan_overflow_and_wrap, world_size=3).values == [expected] * 3
 
 
@@ -238,7 +239,7 @@ WORDS = {
     "integer mean": "cannot take the mean of int32",
     "complex max": "complex numbers have no order",
     "float8": "PyTorch does no arithmetic in it",
-    "bitwise": "only whole numbers and bool have bits",
+    "bitwise": "only whole numbers and bool have bits to combine",
     "sparse": "use .to_dense()",
     "expanded": "its elements share memory",
     "expanded in one direction": "its elements share memory",

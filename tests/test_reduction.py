@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from labkit.collectives.reduction import ADDABLE, WIDE, Reduction
+from labkit.collectives.reduction import ADDABLE, BITWISE, COMBINE, WIDE, Reduction
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 STORAGE_ONLY = ["float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64"]
@@ -30,7 +30,7 @@ def test_what_may_be_summed_can_be_summed(dtype):
 
 
 @pytest.mark.parametrize("name", STORAGE_ONLY)
-@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("op", sorted(COMBINE))
 def test_dtypes_that_only_store_are_refused_by_name(name, op):
     tensor = torch.zeros(3).to(getattr(torch, name))
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -43,8 +43,15 @@ def test_dtypes_that_only_store_are_refused_by_name(name, op):
 def test_an_integer_mean_is_refused_and_the_rest_is_not(dtype):
     with pytest.raises(ValueError, match=r"mean of .*a mean is not a whole number; take the sum"):
         Reduction.of("mean", ones(dtype))
-    for op in ("sum", "max", "min"):
+    for op in COMBINE.keys() - {"mean"}:
         assert Reduction.of(op, ones(dtype)).wide == dtype
+
+
+@pytest.mark.parametrize("op", sorted(BITWISE))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64], ids=str)
+def test_only_whole_numbers_and_bool_have_bits(op, dtype):
+    with pytest.raises(ValueError, match=f"{op} of .*only whole numbers and bool have bits"):
+        Reduction.of(op, ones(dtype))
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -69,7 +76,7 @@ def test_what_is_no_reduction(op, tensor, words):
 
 def test_sixteen_bits_are_added_in_thirty_two_and_compared_as_they_are():
     for dtype in (torch.float16, torch.bfloat16):
-        for op in ("sum", "mean"):
+        for op in ("sum", "mean", "product"):
             assert Reduction.of(op, ones(dtype)).wide == torch.float32
         for op in ("max", "min"):
             assert Reduction.of(op, ones(dtype)).wide == dtype
@@ -79,7 +86,8 @@ def test_sixteen_bits_are_added_in_thirty_two_and_compared_as_they_are():
 
 def test_combine_writes_where_it_is_told_also_over_an_operand():
     mine, incoming = torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])
-    for op, expected in (("sum", [4, 7]), ("mean", [4, 7]), ("max", [3, 5]), ("min", [1, 2])):
+    results = {"sum": [4, 7], "mean": [4, 7], "max": [3, 5], "min": [1, 2], "product": [3, 10]}
+    for op, expected in results.items():
         reduction = Reduction.of(op, mine)
         for target in (0, 1, 2):
             operands = [mine.clone(), incoming.clone(), torch.zeros(2)]

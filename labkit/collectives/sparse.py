@@ -41,8 +41,9 @@ def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torc
     total = _sparse(indices[:, :0], values[:0], tensor.shape)
     for count, others_indices, others_values in zip(counts, all_indices, all_values):
         total = total + _sparse(others_indices[:count].t(), others_values[:count], tensor.shape)
-    tensor.detach().copy_(total.coalesce())
-    return tensor
+    # A detached sparse tensor has entries of its own: what is copied into it stays there.
+    with torch.no_grad():
+        return tensor.copy_(total.coalesce())
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
