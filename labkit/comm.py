@@ -321,7 +321,7 @@ class Comm:
 
     def set_timeout(self, timeout_s: float) -> None:
         """The longest wait for a message from here on."""
-        self._transport.timeout_s = timeout_s
+        self._transport.set_timeout(timeout_s)
 
     def leave(self) -> None:
         """Close, and tell ranks that wait for this one that it has left for good."""

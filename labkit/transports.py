@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -114,6 +115,10 @@ class Transport(ABC):
         raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
 
     @abstractmethod
+    def set_timeout(self, timeout_s: float) -> None:
+        """The longest wait for a message from here on."""
+
+    @abstractmethod
     def abandon(self) -> None:
         """Let what still waits, in any thread, end with an error."""
 
@@ -140,21 +145,23 @@ class TorchTransport(Transport):
         self.staged = backend == "gloo" and device.type == "cuda"
         self.receives_from_any = self.staged or device.type == "cpu"
         self._group = dist.group.WORLD if group is None else group
+        # What each wait is given: nothing, for the group's own timeout.
+        self._patience: tuple[timedelta, ...] = ()
 
     def send(self, tensor: Tensor, dst: int) -> None:
         outgoing = self._outgoing(tensor)
         with _loss_of_a_peer():
-            self._group.send([outgoing], dst, 0).wait()
+            self._group.send([outgoing], dst, 0).wait(*self._patience)
         self.sent.to[dst].count(outgoing.nbytes)
 
     def recv(self, tensor: Tensor, src: int) -> None:
         with self._landing(tensor) as landing:
-            self._group.recv([landing], src, 0).wait()
+            self._group.recv([landing], src, 0).wait(*self._patience)
 
     def recv_any(self, tensor: Tensor) -> int:
         with self._landing(tensor) as landing:
             work = self._group.recv_anysource([landing], 0)
-            work.wait()
+            work.wait(*self._patience)
         return work._source_rank()
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
@@ -173,7 +180,7 @@ class TorchTransport(Transport):
                     self._group.recv([landing], src, 0),
                 ]
             for work in works:
-                work.wait()
+                work.wait(*self._patience)
         self.sent.to[dst].count(outgoing.nbytes)
 
     def barrier(self) -> None:
@@ -182,6 +189,11 @@ class TorchTransport(Transport):
                 dist.barrier(device_ids=[self.device.index])
             else:
                 self._group.barrier().wait()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        # On NCCL a wait with a limit would block the host: there the group's own timeout holds.
+        if self.device.type == "cpu" or self.staged:
+            self._patience = (timedelta(seconds=timeout_s),)
 
     def abandon(self) -> None:
         """Nothing: what waits ends with the group's timeout, or when a peer's process ends."""

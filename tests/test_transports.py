@@ -259,6 +259,25 @@ def under_the_backend(comm, in_shared_memory):
     return tensor.tolist(), counted, backend.sent()
 
 
+def waits_in_vain(comm):
+    comm.set_timeout(1)
+    started_s = time.monotonic()
+    try:
+        if comm.rank == 0:
+            comm.recv(torch.empty(1, device=comm.device), 1)
+    except PeerLostError:
+        pass
+    else:
+        # Longer than the other rank waits.
+        time.sleep(4 * (comm.rank == 1))
+    return time.monotonic() - started_s
+
+
+@pytest.mark.parametrize("transport", [t for t in TRANSPORTS if t.values != ("nccl",)])
+def test_a_wait_ends_with_the_timeout_that_was_set_last(transport):
+    assert 0.8 < on(transport, waits_in_vain, 2)[0] < 3.5
+
+
 @pytest.mark.parametrize("in_shared_memory", [True, False])
 def test_a_learners_ring_runs_under_the_backend_on_one_machine_and_on_several(in_shared_memory):
     for rank, found in enumerate(run(under_the_backend, in_shared_memory, world_size=3).values):
