@@ -1,7 +1,9 @@
 """What the system says of a process that is not ours to wait for."""
 
+import os
 from pathlib import Path
 
+_PROCESSES = Path("/proc")
 _ENDED = "ZX"
 # T: by SIGSTOP, SIGTSTP (Ctrl-Z) or a terminal; t: by a debugger.
 _STOPPED = "Tt"
@@ -19,7 +21,14 @@ def is_stopped(pid: int) -> bool:
 
 def _state(pid: int) -> str:
     """The letter in ``/proc/PID/stat``; X where there is no such process."""
+    if not _PROCESSES.is_dir():
+        # Elsewhere than on Linux only whether it is there can be asked so simply.
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return "X"
+        return "R"
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return (_PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
