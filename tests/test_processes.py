@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ranks import wait_until
@@ -39,8 +40,8 @@ def test_a_name_in_brackets_does_not_confuse():
     code = "import pathlib, time; pathlib.Path('/proc/self/comm').write_text('a) Z (b'); input()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     try:
-        comm = f"/proc/{process.pid}/comm"
-        assert wait_until(lambda: open(comm).read().startswith("a) Z"), 10)
+        comm = Path(f"/proc/{process.pid}/comm")
+        assert wait_until(lambda: comm.read_text().startswith("a) Z"), 10)
         assert is_running(process.pid)
     finally:
         process.communicate(b"\n")
