@@ -7,7 +7,7 @@ from labkit.registration import register_backend
 _EXPORTS = {
     "run": "labkit.launch",
     "RunResult": "labkit.launch",
-    "warm_up": "labkit.launch",
+    "warm_up": "labkit.engine",
     "Trace": "labkit.trace",
     "Span": "labkit.trace",
     "WorkerError": "labkit.errors",

@@ -129,20 +129,20 @@ def _add_train(commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from labkit import launch, strategies
+    from labkit import engine, strategies
 
     config = _config(arguments)
     strategies.check_name(config.strategy)
     limits.check_above_zero("--timeout", arguments.timeout, limits.MOST_SECONDS)
     check_outputs({"--json": arguments.json, "--save": arguments.save}, {})
     # Before torch is imported here: the two take seconds each, and go side by side.
-    launch.warm_up()
+    engine.warm_up()
     from labkit.experiment import train_run
 
     result = train_run(
         config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
     )
-    if not launch.under_torchrun() or os.environ["RANK"] == "0":
+    if not engine.under_torchrun() or os.environ["RANK"] == "0":
         _report(result, arguments)
     return 0
 

@@ -61,7 +61,7 @@ def _no_ranks(monkeypatch):
 
     monkeypatch.setattr(supervisor.Supervisor, "run", started)
     monkeypatch.setattr("labkit.engine.warm_up", started)
-    monkeypatch.setattr("labkit.launch.warm_up", lambda **_: None)
+    monkeypatch.setattr("labkit.engine.warm_up", lambda **_: None)
     monkeypatch.setattr("labkit.compare.warm_up", lambda **_: None)
 
 
