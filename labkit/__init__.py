@@ -2,6 +2,7 @@
 
 import importlib
 
+from labkit.engine import interrupts_later
 from labkit.registration import register_backend
 
 _EXPORTS = {
@@ -27,10 +28,11 @@ __all__ = sorted(_EXPORTS)
 
 def __getattr__(name: str):
     # Lazy: a notebook's first cell should not wait for parts that it does not use.
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(_EXPORTS[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(f"labkit.{_PACKAGES.get(name, name)}")
+    with interrupts_later():
+        if name in _EXPORTS:
+            return getattr(importlib.import_module(_EXPORTS[name]), name)
+        if name in _MODULES:
+            return importlib.import_module(f"labkit.{_PACKAGES.get(name, name)}")
     raise AttributeError(f"module 'labkit' has no attribute {name!r}")
 
 

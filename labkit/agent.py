@@ -30,7 +30,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from labkit.engine import server_fault, start_method
-from labkit.processes import is_running
+from labkit.processes import is_running, kill_group
 
 _LOOPBACK = "127.0.0.1"
 # The longest that the agent goes without looking whether it is to stop.
@@ -126,14 +126,23 @@ class Ranks(SimpleElasticAgent):
         """Whoever is still there has returned, or is to end at once: no other signal is sure."""
         until_s = time.monotonic() + _END_PATIENCE_S
         for rank, process in enumerate(self.processes):
-            # By its number alone: a rank that has lost its server is no child any more.
-            if rank not in self.exit_codes and is_running(process.pid):
-                os.kill(process.pid, signal.SIGKILL)
+            # By its number alone: a rank that has lost its server is no child any more. What it
+            # has started goes with it, also when the rank itself has ended.
+            if rank not in self.exit_codes or self._has_left_a_group(process.pid):
+                kill_group(process.pid)
         for process in self.processes:
             process.join(max(0.0, until_s - time.monotonic()))
             while is_running(process.pid) and time.monotonic() < until_s:
                 time.sleep(_PAUSE_S)
         self._look()
+
+    def _has_left_a_group(self, leader: int) -> bool:
+        # As long as a group has members the system gives its number to no new process.
+        try:
+            os.killpg(leader, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
 
     def _construct_event(self, state: str, source, *args, **kwargs):
         # PyTorch's own asks a name server for this machine's full name.

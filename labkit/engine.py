@@ -5,24 +5,31 @@ context of the caller's cannot break. This module is the one that knows the serv
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.forkserver import _forkserver
 
-from labkit.processes import is_running, is_stopped
+from labkit.processes import is_running, is_stopped, signal_name
 
 # What the forkserver has imported before it forks ranks. The engine's own part of a rank, and what
 # a script's ranks import again when they load it.
-FOR_RANKS = ["labkit.worker", "labkit.launch"]
+FOR_RANKS = ["labkit.detached", "labkit.worker", "labkit.launch"]
 # An optimizer imports torch._dynamo when the first one is made: seconds in every rank.
 FOR_TRAINING = ["labkit.train", "labkit.checks", "torch._dynamo"]
 # Ctrl-Z stops the server and its caller, and fg lets them go on one after the other.
 _STOPPED_PATIENCE_S = 1.0
+# A local socket's path has 107 characters at most, and Python adds some 30 to the folder's.
+_LONGEST_FOLDER = 70
+_SHORT_FOLDER = "/tmp"
 
 
 def under_torchrun() -> bool:
@@ -43,6 +50,8 @@ def warm_up(*, training: bool = True) -> None:
     if under_torchrun() or start_method() != "forkserver":
         return
     end_stopped_server()
+    _open_standard_files()
+    _make_short_folder()
     more = FOR_TRAINING if training else ()
     multiprocessing.forkserver.set_forkserver_preload([*FOR_RANKS, *more, "labkit.frozen"])
     # Ctrl-C and the stop button signal the whole process group; the server would die of it while
@@ -86,7 +95,48 @@ def server_fault() -> str:
         return ""
     if end.si_code == os.CLD_EXITED:
         return f"{name} has ended with exit code {end.si_status}"
-    return f"{name} was killed by {signal.Signals(end.si_status).name}"
+    return f"{name} was killed by {signal_name(end.si_status)}"
+
+
+def _open_standard_files() -> None:
+    """Fill 0 to 2 where they are closed (a service): a rank's pipe must not come to lie there."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number is the one that is closed.
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _make_short_folder() -> None:
+    """Where the temporary folder's path is too long for a socket in it, take another for that."""
+    config = multiprocessing.current_process()._config
+    if "tempdir" in config or len(tempfile.gettempdir()) <= _LONGEST_FOLDER:
+        return
+    chosen, tempfile.tempdir = tempfile.tempdir, _SHORT_FOLDER
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = chosen
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Hold Ctrl-C and the stop button back until the end of the block.
+
+    PyTorch cannot be imported again in a process where its import was broken off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple] = []
+    handler = signal.signal(signal.SIGINT, lambda *interrupt: came.append(interrupt))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):
+        handler(*came[-1])
 
 
 @atexit.register

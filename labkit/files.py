@@ -56,7 +56,8 @@ def check_writable(path: str | Path) -> None:
         old = _find(path)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from None
-    if not str(path) or (stat.S_ISDIR(old.st_mode) if old else not folder.is_dir()):
+    is_folder = str(path).endswith(os.sep) or (old is not None and stat.S_ISDIR(old.st_mode))
+    if not str(path) or is_folder or not (old or folder.is_dir()):
         raise ValueError(
             f"cannot write {str(path) or repr('')}: give a file in a folder that exists"
         )

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.devices import check_world_size, plan
-from labkit.engine import under_torchrun, warm_up
+from labkit.engine import interrupts_later, under_torchrun, warm_up
+from labkit.errors import WorkerError
 from labkit.limits import MOST_SECONDS, check_above_zero, check_whole
+from labkit.messages import Report, described
 from labkit.sources import cell_sources
 from labkit.supervisor import Supervisor
 from labkit.trace import Trace
@@ -83,7 +85,8 @@ def run(
 
     Under ``torchrun`` the ranks exist already: then this process is one of them.
     """
-    from labkit import worker
+    with interrupts_later():
+        from labkit import worker
 
     if worker.inside_a_run or multiprocessing.parent_process() is not None:
         raise ValueError(
@@ -113,7 +116,7 @@ def run(
         supervisor = Supervisor(job, world_size, timeout_s, losable)
         reports, lost = supervisor.run(), supervisor.lost
     return RunResult(
-        values=[report and pickle.loads(report.payload) for report in reports],
+        values=[report and _loaded(report) for report in reports],
         trace=Trace.merge(report.spans for report in reports if report),
         duration_s=max((report.duration_s for report in reports if report), default=0.0),
         messages=[report.messages if report else 0 for report in reports],
@@ -122,16 +125,29 @@ def run(
     )
 
 
+def _loaded(report: Report) -> Any:
+    """What a rank returned. (Making an object anew may run code of its class, which may raise.)"""
+    try:
+        return pickle.loads(report.payload)
+    except Exception as error:
+        raise WorkerError(
+            f"rank {report.rank} returned a value that cannot be made anew here: "
+            f"{type(error).__name__}: {described(error)}. Return tensors, numbers, or containers "
+            "of them",
+            rank=report.rank,
+        ) from error
+
+
 def _check_open_files(world_size: int) -> None:
     """Refuse more ranks than this process can hold pipes to."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = (most - _OPEN_FILES) // _OPEN_FILES_PER_RANK
     if world_size > room:
+        fewer = f"use at most {room} ranks, or " if room > 0 else ""
         raise ValueError(
             f"world_size {world_size} needs about "
             f"{_OPEN_FILES + world_size * _OPEN_FILES_PER_RANK} open files, and this process may "
-            f"have {most}: use at most {room} ranks, or raise the limit (ulimit -n) before Python "
-            "starts"
+            f"have {most}: {fewer}raise the limit (ulimit -n) before Python starts"
         )
 
 

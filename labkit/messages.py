@@ -15,6 +15,8 @@ from labkit.trace import Span
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
 _GO = b"g"
+# Of one text in a report: what a cell shows is read by a person.
+_MOST_CHARS = 20_000
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,22 @@ def may_go(control: Connection) -> bool:
         return os.read(control.fileno(), 1) == _GO
     except OSError:
         return False
+
+
+def described(error: BaseException) -> str:
+    """An error's own text, which its class may fail to make, and not without bound."""
+    try:
+        return shortened(str(error))
+    except Exception as failure:
+        return f"(its text cannot be made: {type(failure).__name__})"
+
+
+def shortened(text: str) -> str:
+    """The beginning and the end of a long text, and how much was cut between them."""
+    if len(text) <= _MOST_CHARS:
+        return text
+    half = _MOST_CHARS // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters cut ...\n{text[-half:]}"
 
 
 class Inbox:

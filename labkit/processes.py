@@ -1,6 +1,8 @@
 """What the system says of a process that is not ours to wait for."""
 
+import contextlib
 import os
+import signal
 from pathlib import Path
 
 _PROCESSES = Path("/proc")
@@ -17,6 +19,21 @@ def is_running(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether a process is suspended by a signal: it does nothing until SIGCONT or its end."""
     return _state(pid) in _STOPPED
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; a real-time signal has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process and whatever it has started, as far as that stayed in its group."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(leader, signal.SIGKILL)
 
 
 def _state(pid: int) -> str:

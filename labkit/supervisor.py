@@ -18,7 +18,7 @@ from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.live import Output, ProgressBar
 from labkit.meeting_file import MeetingFile
 from labkit.messages import Inbox, Report, let_go
-from labkit.processes import is_running, is_stopped
+from labkit.processes import is_running, is_stopped, kill_group, signal_name
 from labkit.shared_memory import Arena
 from labkit.sources import learner_frames, readable
 
@@ -234,7 +234,7 @@ class Supervisor:
         if code >= 0:
             when = when if state == RETURNED else "before its function had returned"
             return f"left early with exit code {code}, {when}"
-        name = signal.Signals(-code).name
+        name = signal_name(-code)
         hint = " (the system does that when memory runs out)" if name == "SIGKILL" else ""
         return f"was killed by {name} {when}{hint}"
 
@@ -362,8 +362,9 @@ class Supervisor:
         self.agent.stop()
         until_s = time.monotonic() + _END_PATIENCE_S
         while self.agent.may_start_ranks() and time.monotonic() < until_s:
-            for rank in self.agent.pids:
-                self._signal(rank, signal.SIGKILL)
+            for rank, pid in self.agent.pids.items():
+                if rank not in self.agent.exit_codes:
+                    kill_group(pid)
             if self.agent.finished.wait(_POLL_S):
                 break
             # A server that is stopped would never say that a rank is gone.

@@ -5,6 +5,7 @@ The launcher starts ``run_rank`` in every process. Under ``torchrun`` there is n
 """
 
 import atexit
+import contextlib
 import faulthandler
 import io
 import os
@@ -34,7 +35,7 @@ from labkit.devices import Plan, num_cores, plan
 from labkit.errors import MismatchError, PeerLostError
 from labkit.meeting import meet, stay_on_loopback
 from labkit.meeting_file import MeetingFile
-from labkit.messages import Report, may_go, send_report
+from labkit.messages import Report, described, may_go, send_report, shortened
 from labkit.shared_memory import Arena, Doorbells, SharedTransport
 from labkit.sources import install_sources, is_internal, is_ours
 from labkit.transports import TorchTransport
@@ -43,6 +44,8 @@ from labkit.units import format_count
 # What the launcher must outlast, so that its explanation comes before gloo's own timeout.
 _PATIENCE_S = 30.0
 _RENDEZVOUS_S = 60.0
+# How far a value that cannot travel is looked into.
+_DEEPEST = 20
 
 inside_a_run = False
 
@@ -69,14 +72,18 @@ def run_rank(
 ) -> None:
     """The body of a rank's process: connect, call the function, report, wait to be let go."""
     os.environ.update(environment)
-    arena.board.ranks[rank]["pid"] = os.getpid()
+    # What this rank starts is ended with it.
+    os.setpgid(0, 0)
+    me = arena.board.ranks[rank]["pid"] = os.getpid()
     let_go = _watch_launcher(control)
     # Ctrl-C and the stop button signal the whole process group; ending ranks is the launcher's.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _capture_output(output)
     report = _call(job, rank, arena, meeting)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
+    if os.getpid() != me:
+        # A process that the function has forked is no rank, and has nothing to report.
+        os._exit(0)
     send_report(control, report)
     if report.kind != "value" and rank in job.may_lose:
         # The others are to find out by themselves, and go on.
@@ -156,6 +163,14 @@ def _join_group(
             "check that rank 0 runs there and that no firewall is between "
             f"({str(error).splitlines()[0]})"
         ) from None
+    except RuntimeError as error:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        raise PeerLostError(
+            f"rank {os.environ['RANK']} could not connect to the other ranks: one of them has "
+            "ended, another program has connected to its port (then run it again), or there is no "
+            f"network interface {interface!r} (GLOO_SOCKET_IFNAME). PyTorch says: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
 
 def _leave_group() -> None:
@@ -195,12 +210,12 @@ def dump_value(value: Any) -> bytes:
     Raises:
         UnpicklableError: names the part that cannot travel.
     """
-    value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
     try:
+        value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
         return cloudpickle.dumps(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnpicklableError(
-            f"{offender('value', value)} cannot be pickled ({error}). "
+            f"{offender('value', value)} cannot be pickled ({described(error)}). "
             "Return tensors, numbers, or containers of them"
         ) from None
 
@@ -209,9 +224,12 @@ class UnpicklableError(ValueError):
     """A function, an argument or a result cannot travel between processes."""
 
 
-def offender(name: str, value: Any) -> str:
+def offender(name: str, value: Any, depth: int = 0) -> str:
     """The path to the first part of ``value`` that does not pickle: ``value['lock'] (lock)``."""
-    if isinstance(value, dict):
+    # What contains itself has no innermost part.
+    if depth == _DEEPEST:
+        parts = []
+    elif isinstance(value, dict):
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, (list, tuple)):
         parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
@@ -220,18 +238,17 @@ def offender(name: str, value: Any) -> str:
     for path, part in parts:
         try:
             cloudpickle.dumps(part)
-        except Exception:
-            return offender(path, part)
+        except (Exception, SystemExit):
+            return offender(path, part, depth + 1)
     return f"{name} ({type(value).__module__}.{type(value).__qualname__})"
 
 
 def _failure(rank: int, error: BaseException) -> Report:
-    kind, summary = "raised", f"raised {type(error).__name__}: {error}"
+    kind, summary = "raised", f"raised {type(error).__name__}: {described(error)}"
     if isinstance(error, SystemExit):
-        kind, summary = (
-            "exited",
-            f"called sys.exit({error.code!r}) before its function had returned",
-        )
+        code = repr(error.code) if isinstance(error.code, int | str | None) else described(error)
+        kind = "exited"
+        summary = f"called sys.exit({shortened(code)}) before its function had returned"
     elif isinstance(error, MismatchError):
         kind, summary = "mismatch", str(error)
     elif isinstance(error, PeerLostError) or "gloo/transport/" in summary:
@@ -244,9 +261,9 @@ def _failure(rank: int, error: BaseException) -> Report:
     location = f'"{own[-1].filename}", line {own[-1].lineno}' if own else ""
     text = "".join(traceback.format_list(_learners_part(frames)))
     text += "".join(traceback.format_exception_only(error))
-    if kind == "raised" and error.__cause__ is not None:
+    if kind == "raised" and (error.__cause__ is not None or isinstance(error, BaseExceptionGroup)):
         text = "".join(traceback.format_exception(error))
-    return Report(rank, kind, summary=summary, location=location, traceback=text)
+    return Report(rank, kind, summary=summary, location=location, traceback=shortened(text))
 
 
 def _learners_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
@@ -349,16 +366,22 @@ def _watch_launcher(control: Connection) -> threading.Event:
         if control in wait([control, launcher]) and may_go(control):
             let_go.set()
             wait([launcher])
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="labkit-launcher-watch", daemon=True).start()
     return let_go
 
 
+def _flush() -> None:
+    """Write out what is printed; a function may have put anything in the place of the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
 def _capture_output(output: Connection) -> None:
     """Send everything written to file descriptors 1 and 2, by Python or C, to the launcher."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()

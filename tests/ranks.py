@@ -59,12 +59,12 @@ def wait_until(condition, seconds: float) -> bool:
     return bool(condition())
 
 
-def group_of(leader: int) -> list[int]:
-    """Process ids of a process group."""
+def session_of(leader: int) -> list[int]:
+    """Process ids of a session: what a program started with ``start_new_session`` has started."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(int(pid)) == leader:
+            if os.getsid(int(pid)) == leader:
                 found.append(int(pid))
     return found
 

@@ -27,7 +27,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
-from ranks import group_of, is_alive, leftovers, running_ranks, travel_by_value, wait_until
+from ranks import is_alive, leftovers, running_ranks, session_of, travel_by_value, wait_until
 
 from labkit import WorkerError, run, supervisor
 from labkit.engine import server_fault
@@ -189,8 +189,13 @@ PROGRAM = """
 """
 
 
-def strike_program(number: signal.Signals, draw: random.Random) -> str:
-    """A program of many runs, hit itself: with it everything that it has started has to go."""
+def strike_program(
+    number: signal.Signals, draw: random.Random, send: Callable[[int, int], None] = os.kill
+) -> str:
+    """A program of many runs, hit itself: with it everything that it has started has to go.
+
+    With ``os.killpg`` for ``send`` its whole group is hit, as by a terminal that closes.
+    """
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
         script, inside = Path(folder) / "program.py", Path(folder) / "t"
         script.write_text(textwrap.dedent(PROGRAM).format(here=str(Path(__file__).parent)))
@@ -207,17 +212,18 @@ def strike_program(number: signal.Signals, draw: random.Random) -> str:
         try:
             assert program.stdout.readline() == "begins\n"
             time.sleep(draw.uniform(0, 8))
-            os.kill(program.pid, number)
+            send(program.pid, number)
             if number == signal.SIGSTOP:
                 _goes_on(program)
                 os.kill(program.pid, signal.SIGKILL)
             program.wait(10)
             # A forkserver that is still importing finds out when it has done so.
-            gone = wait_until(lambda: not any(map(is_alive, group_of(program.pid))), 40)
-            assert gone, f"{number.name} to the program left {group_of(program.pid)}"
+            gone = wait_until(lambda: not any(map(is_alive, session_of(program.pid))), 40)
+            assert gone, f"{number.name} to the program left {session_of(program.pid)}"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(program.pid, signal.SIGKILL)
+            for pid in session_of(program.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             program.wait()
         # PyTorch's cache of compiled code is meant to stay.
         left = [name for name in os.listdir(inside) if not name.startswith("torchinductor_")]

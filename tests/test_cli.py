@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import group_of, is_alive, wait_until
+from ranks import is_alive, session_of, wait_until
 from safetensors.torch import load_file
 
 from labkit import bench, files, plots
@@ -337,7 +337,7 @@ def test_ctrl_c_ends_all_ranks():
     )
     try:
         assert "epoch 1/" in training.stdout.readline()
-        group = group_of(training.pid)
+        group = session_of(training.pid)
         assert len(group) >= 4
         os.killpg(training.pid, 2)
         _, stderr = training.communicate(timeout=20)

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import (
-    group_of,
     is_alive,
     leftovers,
     open_descriptors,
     running_ranks,
+    session_of,
     travel_by_value,
     wait_until,
     write_program_that_never_ends,
@@ -676,7 +676,7 @@ class TestRow17StopButton:
         program = subprocess.Popen(command, start_new_session=True, **pipes)
         try:
             assert program.stdout.readline() == "about to run\n"
-            wait_until(lambda: len(group_of(program.pid)) >= 3, 30)
+            wait_until(lambda: len(session_of(program.pid)) >= 3, 30)
             os.killpg(program.pid, signal.SIGINT)
             out, err = program.communicate(timeout=60)
         finally:

@@ -27,6 +27,7 @@ FLOORS = [
         "buckets",
         "config",
         "costs",
+        "detached",
         "display",
         "errors",
         "files",

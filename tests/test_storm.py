@@ -1,6 +1,8 @@
 """A short storm of signals (see storm.py); the long one is ``make storm``."""
 
+import os
 import random
+import signal
 
 import pytest
 import storm
@@ -20,6 +22,12 @@ def test_every_run_ends_whole_or_with_the_cause_named():
 @pytest.mark.parametrize("number", storm.SIGNALS, ids=lambda number: number.name)
 def test_what_a_program_has_started_ends_with_it(number):
     assert storm.strike_program(number, random.Random(number)) == "gone"
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_what_a_program_has_started_ends_with_its_whole_group(number):
+    assert storm.strike_program(number, random.Random(number), os.killpg) == "gone"
 
 
 def test_a_wrong_cause_would_be_found():
