@@ -211,7 +211,7 @@ def strike_program(
         )
         try:
             assert program.stdout.readline() == "begins\n"
-            time.sleep(draw.uniform(0, 8))
+            time.sleep(draw.uniform(0, 6))
             send(program.pid, number)
             if number == signal.SIGSTOP:
                 _goes_on(program)
