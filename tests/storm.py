@@ -117,6 +117,9 @@ class Strike:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, self.number)
             self.has_hit = True
+            # To abort takes a while: the next run is to find a server that has ended, or lives.
+            if self.number != signal.SIGSTOP:
+                wait_until(lambda: not is_alive(pid), 10)
 
     def __str__(self) -> str:
         return (
