@@ -73,6 +73,7 @@ class Ranks(SimpleElasticAgent):
         self.processes: list[multiprocessing.process.BaseProcess] = []
         # By rank, in the order in which they were seen; None where the code is lost.
         self.exit_codes: dict[int, int | None] = {}
+        self.start_error: BaseException | None = None
         self._target, self._ends, self._args = target, ends, args
         self._stop_asked = stop_asked
 
@@ -88,7 +89,12 @@ class Ranks(SimpleElasticAgent):
                 args=(rank, environment, *ends, *self._args),
                 name=f"labkit-rank-{rank}",
             )
-            process.start()
+            try:
+                process.start()
+            except BaseException as error:
+                # Told before the ranks that have started are ended for it.
+                self.start_error = error
+                raise
             self.processes.append(process)
             # The rank's pipes must end with it: nobody else may hold them open.
             for end in ends:
@@ -215,7 +221,7 @@ class Agent(threading.Thread):
 
     def __init__(self, target: Callable[..., None], ends: list, args: tuple):
         super().__init__(name="labkit-agent", daemon=True)
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
         self.finished = threading.Event()
         self._asked_s: float | None = None
         self._stop_asked = threading.Event()
@@ -227,6 +233,10 @@ class Agent(threading.Thread):
 
     def stop(self) -> None:
         self._stop_asked.set()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._ranks.start_error or self._error
 
     @property
     def exit_codes(self) -> dict[int, int | None]:
@@ -252,6 +262,6 @@ class Agent(threading.Thread):
         try:
             self._ranks.run()
         except BaseException as error:
-            self.error = error
+            self._error = error
         finally:
             self.finished.set()

@@ -29,6 +29,7 @@ _EXIT_CODE_S = 0.6
 _START_PATIENCE_S = 120.0
 # How long a start may take before the server of ranks is looked at.
 _SERVER_PATIENCE_S = 1.0
+_ABORT_PATIENCE_S = 5.0
 # For ranks that have returned to tidy up by themselves, and for killed ones to be gone.
 _LEAVE_PATIENCE_S = 3.0
 _END_PATIENCE_S = 10.0
@@ -62,6 +63,7 @@ class Supervisor:
         self.lost: dict[int, str] = {}
         self.launched_s = time.monotonic()
         self.started_s: float | None = None
+        self._error_s: float | None = None
         self._looked_s = 0.0
         self._ticks: tuple[int, ...] = ()
         self._stuck: list[int] = []
@@ -113,11 +115,13 @@ class Supervisor:
             bad = [r for r in self.reports.values() if r.kind != "value" and r.rank not in lost]
             if not bad and len({*self.reports, *lost}) == self.world_size:
                 return None
-            if self.started_s is None:
-                if self._all_started():
-                    self.started_s = now_s
-                elif why := self._why_not_started(now_s):
-                    return WorkerError(f"the ranks could not be started: {why}")
+            if why := self._why_not_started(now_s):
+                return WorkerError(f"the ranks could not be started: {why}")
+            if self.agent.error is not None:
+                # Whatever else is seen now follows from it.
+                continue
+            if self.started_s is None and self._all_started():
+                self.started_s = now_s
             if bad or self._missing():
                 failed_s = failed_s or now_s
                 if self._settled(bad, now_s - failed_s):
@@ -168,12 +172,15 @@ class Supervisor:
 
     def _why_not_started(self, now_s: float) -> str:
         """Why some rank never will; empty while all may."""
-        if self.agent.error is not None:
-            error = self.agent.error
+        if (error := self.agent.error) is not None:
+            self._error_s = self._error_s or now_s
+            # A server that aborts takes a while to have ended.
+            broke_off = isinstance(error, EOFError | OSError)
+            if broke_off and now_s - self._error_s < _ABORT_PATIENCE_S:
+                return server_fault()
             return server_fault() or f"{type(error).__name__}: {error}"
-        if now_s - self.launched_s > _SERVER_PATIENCE_S and "is stopped" in server_fault():
-            return server_fault()
-        return ""
+        is_late = self.started_s is None and now_s - self.launched_s > _SERVER_PATIENCE_S
+        return fault if is_late and "is stopped" in (fault := server_fault()) else ""
 
     def _settled(self, bad: list, waited_s: float) -> bool:
         kinds = {report.kind for report in bad} - {"peer_lost"}

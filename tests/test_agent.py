@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -233,6 +234,25 @@ class TestForkserver:
         monkeypatch.setattr(agent.Ranks, "_start_workers", killed_first)
         with pytest.raises(WorkerError, match=r"the forkserver, pid \d+\) was killed by SIGKILL"):
             run(rank_of, world_size=2)
+        monkeypatch.undo()
+        assert run(rank_of, world_size=2).values == [0, 1]
+
+    def test_killed_between_two_ranks_it_is_named_and_not_the_rank_that_had_started(
+        self, monkeypatch
+    ):
+        """The second rank is there, and nobody has been told its number."""
+
+        def breaks_off(process):
+            start(process)
+            if process.name == "labkit-rank-1":
+                os.kill(forkserver._forkserver._forkserver_pid, signal.SIGABRT)
+                time.sleep(0.5)
+                raise EOFError
+
+        start = type(multiprocessing.get_context("forkserver").Process()).start
+        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", breaks_off)
+        with pytest.raises(WorkerError, match=r"the forkserver, pid \d+\) was killed by SIGABRT"):
+            run(lambda comm: comm.barrier(), world_size=3)
         monkeypatch.undo()
         assert run(rank_of, world_size=2).values == [0, 1]
 
