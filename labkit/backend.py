@@ -351,6 +351,9 @@ class LabkitGroup(dist.ProcessGroup):
     def _scatter_sums(self, pairs, inputs: list[Tensor], result: list[Tensor], opts) -> Task:
         """Reduce-scatter: each output of ``pairs`` gets its share of the P tensors beside it."""
         op = reduction_of(opts)
+        for output, tensors in pairs:
+            # A copy would convert and broadcast.
+            check_fits(tensors[self.rank()], output, "this rank's share of the inputs")
         return self._together(
             "reduce_scatter",
             lambda comm: [o.copy_(collectives.reduce_scatter(comm, t, op)) for o, t in pairs],

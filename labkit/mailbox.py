@@ -28,6 +28,8 @@ _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_DIMENSIONS = 13
 # Tag, dtype, number of dimensions, sizes.
 _ENVELOPE_LENGTH = 3 + _MOST_DIMENSIONS
+# For all receives together that nobody has waited for when the group is destroyed.
+_LAST_PATIENCE_S = 1.0
 
 
 @dataclass(eq=False)
@@ -63,6 +65,7 @@ class Mailbox:
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Task:
         """Queue a message; to this rank itself it is there at once."""
+        _check_tag(tag)
         envelope = _envelope(tensor, tag)
         if dst == self.rank:
             task = Task("send", [tensor], [tensor], str)
@@ -78,6 +81,7 @@ class Mailbox:
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> Task:
         """Post a receive from ``src``; None takes the first that comes from anywhere."""
+        _check_tag(tag)
         sources = set(range(self.size)) if src is None else {src}
         began_s = time.monotonic()
         name = "recv" if src is not None else "recvAnySource"
@@ -97,9 +101,10 @@ class Mailbox:
         return task
 
     def end(self) -> None:
-        """Wait for the receives that are posted, up to the group's timeout."""
+        """Give the receives that are posted a moment: their messages may be under way."""
+        until_s = time.monotonic() + min(_LAST_PATIENCE_S, self.timeout_s)
         for receive in list(self._posted):
-            receive.task.over.wait(self.timeout_s)
+            receive.task.over.wait(max(0.0, until_s - time.monotonic()))
 
     def _why_late(self, began_s: float) -> str:
         took_s = time.monotonic() - began_s
@@ -204,6 +209,11 @@ class Mailbox:
         if receive.task.has_futures:
             # Its callbacks may wait for a message of the very edge that this thread reads.
             threading.Thread(target=receive.task.complete_futures, daemon=True).start()
+
+
+def _check_tag(tag: int) -> None:
+    if tag < 0:
+        raise ValueError(f"a tag is 0 or more, got {tag}")
 
 
 def _envelope(tensor: Tensor, tag: int) -> Tensor:

@@ -74,6 +74,11 @@ class Task(dist.Work):
             self._record.__exit__(None, None, None)
         self.over.set()
 
+    def grad_mode(self):
+        """What the operation runs under: only inference mode lets inference tensors be changed."""
+        has_inference = any(tensor.is_inference() for tensor in self._result)
+        return torch.inference_mode() if has_inference else contextlib.nullcontext()
+
     @property
     def has_futures(self) -> bool:
         return bool(self._incomplete)
@@ -216,7 +221,8 @@ class Line(threading.Thread):
         work_for(task.location)
         task.began_s = time.monotonic()
         try:
-            operation(self._comm)
+            with task.grad_mode():
+                operation(self._comm)
         except BaseException as raised:
             # Ctrl-C and sys.exit too: they go on from where the operation is waited for, and do
             # not end the thread, or nothing that is queued would ever be over.

@@ -527,3 +527,55 @@ def test_the_profiler_shows_the_operations_that_it_shows_on_gloo_with_their_shap
     for found, expected in zip(*on_both(tmp_path, profiled)):
         assert len(found["events"]) == 14
         assert found == expected
+
+
+def in_inference_mode(rank, size=2):
+    outside = torch.ones(3)
+    with torch.inference_mode():
+        x = torch.ones(3) * (rank + 1)
+        dist.all_reduce(x, async_op=True).wait()
+        y = torch.ones(2)
+        outputs = [torch.zeros(2) for _ in range(size)]
+        dist.all_gather(outputs, y, async_op=True).wait()
+        dist.all_reduce(outside)
+    dist.all_reduce(y)
+    return x.tolist(), [o.tolist() for o in outputs], y.tolist(), outside.tolist()
+
+
+def test_tensors_of_inference_mode_are_worked_on_in_it_and_after_it(tmp_path):
+    expected = [3.0] * 3, [[1.0] * 2] * 2, [2.0] * 2, [2.0] * 3
+    assert plain(tmp_path, in_inference_mode) == [(0, expected)] * 2
+
+
+def misfits(rank, size=2):
+    found = []
+    for output, share in ((torch.zeros(3, 4), torch.ones(4)), (torch.zeros(3), torch.ones(1))):
+        try:
+            dist.reduce_scatter(output, [share] * size)
+        except ValueError as error:
+            found.append("this rank's share of the inputs is" in str(error))
+    for tag in (-1, -7):
+        try:
+            dist.isend(torch.ones(1), 1 - rank, tag=tag)
+        except ValueError as error:
+            found.append("a tag is 0 or more" in str(error))
+    return found
+
+
+def test_an_output_that_does_not_fit_its_share_and_a_negative_tag_are_refused(tmp_path):
+    assert plain(tmp_path, misfits) == [(0, [True] * 4)] * 2
+
+
+def leaves_receives_behind(rank):
+    if rank == 0:
+        for tag in range(4):
+            dist.irecv(torch.zeros(2), 1, tag=tag)
+        started_s = time.monotonic()
+        dist.destroy_process_group()
+        return time.monotonic() - started_s < 3
+    time.sleep(5)
+    return True
+
+
+def test_receives_that_nobody_fills_do_not_keep_a_group_from_being_destroyed(tmp_path):
+    assert [said for _, said in plain(tmp_path, leaves_receives_behind)] == [True, True]
