@@ -71,6 +71,8 @@ def in_a_group(comm, function, args):
     """As the backend does between machines: a process group without a name, and no board."""
     store = dist.PrefixStore("contract", dist.distributed_c10d._get_default_store())
     group = dist.ProcessGroupGloo(store, comm.rank, comm.world_size, timedelta(seconds=60))
+    # A function that sends nothing would return, and drop the group, while others still connect.
+    comm.barrier()
     transport = TorchTransport("gloo", CPU, group)
     return function(Comm(comm.rank, comm.world_size, CPU, transport), *args)
 
