@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 
-from labkit import limits
+from labkit import units
 from labkit.config import AMP, BACKENDS, COMPRESSIONS, DTYPES, RunConfig
 from labkit.errors import OutputError, WorkerError
 from labkit.files import check_outputs, write_each
-from labkit.schedules import PIPELINES
+from labkit.schedules.pipeline import PIPELINES
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,8 +34,8 @@ def _typed(parse: Callable[[str], float], text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-_whole = partial(_typed, limits.parse_whole)
-_number = partial(_typed, limits.parse_number)
+_whole = partial(_typed, units.parse_whole)
+_number = partial(_typed, units.parse_number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,20 +129,21 @@ def _add_train(commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from labkit import engine, strategies
+    from labkit import strategies
+    from labkit.runtime import preload
 
     config = _config(arguments)
     strategies.check_name(config.strategy)
-    limits.check_above_zero("--timeout", arguments.timeout, limits.MOST_SECONDS)
+    units.check_above_zero("--timeout", arguments.timeout, units.MOST_SECONDS)
     check_outputs({"--json": arguments.json, "--save": arguments.save}, {})
     # Before torch is imported here: the two take seconds each, and go side by side.
-    engine.warm_up()
-    from labkit.experiment import train_run
+    preload.warm_up()
+    from labkit.training.train_run import train_run
 
     result = train_run(
         config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
     )
-    if not engine.under_torchrun() or os.environ["RANK"] == "0":
+    if not preload.under_torchrun() or os.environ["RANK"] == "0":
         _report(result, arguments)
     return 0
 
@@ -151,7 +152,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     names = {field.name for field in fields(RunConfig)}
     chosen = {name: getattr(arguments, name) for name in names}
     if chosen["world_size"] is None:
-        chosen["world_size"] = limits.parse_whole(os.environ.get("WORLD_SIZE", "1"))
+        chosen["world_size"] = units.parse_whole(os.environ.get("WORLD_SIZE", "1"))
     return RunConfig(**chosen)
 
 
@@ -192,7 +193,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     names = ("strategies", "world_size", "train_size", "batch_size", "repeats", "epochs")
     names += ("target", "model", "dataset", "device")
     check_outputs({"--json": arguments.json}, {"--from": arguments.from_path})
-    from labkit import compare
+    from labkit.bench import compare
 
     options = {name: getattr(arguments, name) for name in names}
     return compare.main(arguments.json, arguments.figures, arguments.from_path, **options)

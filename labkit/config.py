@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from reprlib import repr as shortened
 from typing import Any
 
-from labkit import limits
-from labkit.schedules import PIPELINES
+from labkit import units
+from labkit.schedules.pipeline import PIPELINES
 from labkit.units import format_count
 
 DTYPES = ("float32", "float64")
@@ -22,7 +22,7 @@ OPTIONS = (
     *("split_points", "micro_batches", "schedule"),
 )
 
-_MOST_MB = limits.MOST_BYTES // 2**20
+_MOST_MB = units.MOST_BYTES // 2**20
 # Repeats count upwards from a seed, and torch's generators take 64 bits.
 _MOST_SEED = 2**32 - 1
 # PyTorch refuses a rate that the parameters' type cannot hold.
@@ -34,10 +34,10 @@ _TEXTS += ("straggler", "devices", "split_points")
 _CHOICES = {"dtype": DTYPES, "backend": BACKENDS, "amp": AMP, "compress": COMPRESSIONS}
 _CHOICES["schedule"] = tuple(PIPELINES)
 _WHOLE = {
-    **dict.fromkeys(("batch_size", "epochs", "train_size"), (1, limits.MOST)),
-    **dict.fromkeys(("accumulate", "servers", "micro_batches"), (1, limits.MOST)),
-    "world_size": (1, limits.MOST_RANKS),
-    "max_staleness": (0, limits.MOST),
+    **dict.fromkeys(("batch_size", "epochs", "train_size"), (1, units.MOST)),
+    **dict.fromkeys(("accumulate", "servers", "micro_batches"), (1, units.MOST)),
+    "world_size": (1, units.MOST_RANKS),
+    "max_staleness": (0, units.MOST),
     "seed": (0, _MOST_SEED),
 }
 # Of a momentum of 1 nothing ever fades.
@@ -54,7 +54,7 @@ class RunConfig:
         batch_size: the global batch, over all ranks together, so that runs with other world sizes
             do the same arithmetic.
         epochs: passes over the training samples.
-        model, dataset: names, see ``labkit.workload``.
+        model, dataset: names, see ``labkit.workload.datasets``.
         device: ``auto``, ``cpu`` or ``cuda``.
         seed: of the parameters and of the order of the samples.
         lr, momentum: of plain SGD.
@@ -147,10 +147,10 @@ class RunConfig:
                 known = ", ".join(_CHOICES[name])
                 raise ValueError(f"unknown {name} {value!r}: choose one of {known}")
             if name in _WHOLE:
-                limits.check_whole(name, value, *_WHOLE[name])
+                units.check_whole(name, value, *_WHOLE[name])
             if name in _NUMBERS:
-                limits.check_number(name, value, *_NUMBERS[name])
-        limits.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
+                units.check_number(name, value, *_NUMBERS[name])
+        units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
 
     def _follow(self, name: str, count: int) -> None:
         """Let the world size be what an option makes it."""
@@ -180,7 +180,7 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
     """
     rank, colon, factor = str(text).partition(":")
     try:
-        parsed = limits.parse_whole(rank), limits.parse_number(factor)
+        parsed = units.parse_whole(rank), units.parse_number(factor)
     except ValueError:
         colon = ""
     if not colon:
@@ -190,7 +190,7 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
             f"straggler {shortened(text)}: with world_size {world_size} the ranks are 0 to "
             f"{world_size - 1}"
         )
-    limits.check_number(f"straggler {shortened(text)}: the factor", parsed[1], 1, _MOST_SLOWDOWN)
+    units.check_number(f"straggler {shortened(text)}: the factor", parsed[1], 1, _MOST_SLOWDOWN)
     return parsed
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from labkit.limits import MOST_RANKS, check_whole
-from labkit.units import format_count
+from labkit.units import MOST_RANKS, check_whole, format_count
 
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "shared", "gloo")

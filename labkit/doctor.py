@@ -69,7 +69,7 @@ class Finding:
 def main() -> int:
     """Print what each check finds, as it comes; return 1 if something stops the course, else 0."""
     with contextlib.suppress(Exception):  # what fails here fails again in check_ranks
-        from labkit.launch import warm_up
+        from labkit.runtime.preload import warm_up
 
         # The process that ranks are forked from imports torch while the checks here go on.
         warm_up(training=False)
@@ -261,7 +261,7 @@ def check_start_method(name: str) -> Finding:
 
 
 def check_digits(name: str) -> Finding:
-    from labkit.workload import load_dataset
+    from labkit.workload.datasets import load_dataset
 
     try:
         data = load_dataset("digits")
@@ -294,7 +294,7 @@ def check_temporary_folder(name: str) -> Finding:
 def check_ranks(name: str) -> Finding:
     started_s = time.perf_counter()
     try:
-        from labkit.launch import run
+        from labkit.runtime.launch import run
 
         values = run(swap_numbers, world_size=2, timeout_s=RANKS_TIMEOUT_S).values
         if values != [1.0, 0.0]:

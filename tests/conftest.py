@@ -43,10 +43,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    from labkit import engine
+    from labkit.runtime import preload
 
     # pytest's asserts are in functions that ranks run: imported once, not by every rank.
-    engine.FOR_RANKS.append("_pytest.assertion.rewrite")
+    preload.FOR_RANKS.append("_pytest.assertion.rewrite")
     # What was imported stays. Tests that collect garbage, to count what is left, are quick then.
     gc.freeze()
     # However this process ends: some libraries call what is still frozen then a leak.

@@ -9,7 +9,8 @@ from unittest import mock
 from ranks import travel_by_value
 
 import labkit
-from labkit.checks import Verdict, runs
+from labkit.check import Verdict
+from labkit.check.grading import runs
 
 travel_by_value(__name__)
 

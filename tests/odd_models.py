@@ -9,8 +9,8 @@ import torch
 from ranks import travel_by_value
 from torch import Tensor, nn
 
-from labkit.train import fit
-from labkit.workload import share
+from labkit.training.loop import fit
+from labkit.workload.sampling import share
 
 travel_by_value(__name__)
 
@@ -108,5 +108,5 @@ def in_turn(comm, function: Callable, calls: dict) -> dict:
 
 
 def fit_in_turn(comm, jobs: dict) -> dict:
-    """What ``labkit.train.fit`` reports of each (config, make_strategy)."""
+    """What ``labkit.training.loop.fit`` reports of each (config, make_strategy)."""
     return {name: fit(comm, *job, False) for name, job in jobs.items()}

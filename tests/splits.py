@@ -1,9 +1,9 @@
 """A toy model in layer costs, and what a run of one of its splits would have measured."""
 
-from labkit.costs import Link
-from labkit.placement import LayerCost, Profile
-from labkit.split_runs import MeasuredSplit
+from labkit.costs.link import Link
+from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.trace import Trace
+from labkit.training.split_run import MeasuredSplit
 
 MIB = 2**20
 # By layer: forward and backward in ms, MiB that leave it.

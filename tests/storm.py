@@ -5,7 +5,7 @@ that runs them, some time between the start of a run and a little after its usua
 hit, the run has to end in time with the right values or with an error that names the cause, and
 nothing may be left: no process, no file, no semaphore.
 
-``make storm`` runs several hundred; tests/test_storm.py a few. To see one again: its seed.
+``make storm`` runs several hundred; tests/runtime/test_storm.py a few. To see one again: its seed.
 """
 
 import argparse
@@ -29,8 +29,9 @@ from pathlib import Path
 import torch
 from ranks import is_alive, leftovers, running_ranks, session_of, travel_by_value, wait_until
 
-from labkit import WorkerError, run, supervisor
-from labkit.engine import server_fault
+from labkit import WorkerError, run
+from labkit.runtime import supervisor
+from labkit.runtime.preload import server_fault
 
 travel_by_value(__name__)
 

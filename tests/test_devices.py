@@ -53,7 +53,7 @@ def test_too_many_ranks_are_warned_of_at_the_caller_s_line(begin, monkeypatch, r
         raise KeyboardInterrupt
 
     monkeypatch.setattr(devices, "num_cores", lambda: 1)
-    monkeypatch.setattr("labkit.supervisor.Supervisor.run", stop)
+    monkeypatch.setattr("labkit.runtime.supervisor.Supervisor.run", stop)
     with contextlib.suppress(KeyboardInterrupt):
         begin()
     (warning,) = recwarn.list

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labkit import doctor, lab, launch, workload
+from labkit import doctor, lab, workload
 from labkit.doctor import CHECKS, WIDTH, Finding, examine, render
 from labkit.errors import WorkerError
+from labkit.runtime import launch
 
 GIB = 2**30
 
@@ -314,7 +315,7 @@ def test_whole_digits_are_counted():
 def test_broken_digits_stop_with_the_file_and_how_to_restore_it(damage, tmp_path, monkeypatch):
     shutil.copytree(Path(__file__).parents[1] / "data" / "digits", tmp_path / "digits")
     damage(tmp_path / "digits" / "t10k-labels-idx1-ubyte")
-    monkeypatch.setattr(workload, "_REPOSITORY_DATA", tmp_path)
+    monkeypatch.setattr(workload.datasets, "REPOSITORY_DATA", tmp_path)
     found = finding_of("digits")
     assert found.status == "stop"
     assert "t10k-labels-idx1-ubyte" in found.advice

@@ -7,12 +7,14 @@ import math
 
 import pytest
 
-from labkit import bench, compare, supervisor, train_with
+from labkit import bench, train_with
 from labkit.__main__ import _parser, main
+from labkit.bench import compare
 from labkit.config import RunConfig
-from labkit.experiment import check
-from labkit.launch import run
-from labkit.limits import (
+from labkit.runtime import supervisor
+from labkit.runtime.launch import run
+from labkit.training.train_run import check
+from labkit.units import (
     MOST,
     MOST_RANKS,
     check_above_zero,
@@ -60,9 +62,9 @@ def _no_ranks(monkeypatch):
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr(supervisor.Supervisor, "run", started)
-    monkeypatch.setattr("labkit.engine.warm_up", started)
-    monkeypatch.setattr("labkit.engine.warm_up", lambda **_: None)
-    monkeypatch.setattr("labkit.compare.warm_up", lambda **_: None)
+    monkeypatch.setattr("labkit.runtime.preload.warm_up", started)
+    monkeypatch.setattr("labkit.runtime.preload.warm_up", lambda **_: None)
+    monkeypatch.setattr("labkit.runtime.preload.warm_up", lambda **_: None)
 
 
 def bad_options():

@@ -26,7 +26,7 @@ from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import Comparison, bench_launch, run_ours, run_spawned
 from labkit.devices import hardware, versions
 from labkit.files import check_writable, write_atomically, write_each
-from labkit.limits import MOST_RANKS, whole_option
+from labkit.units import MOST_RANKS, whole_option
 
 __all__ = [
     "BENCHES",

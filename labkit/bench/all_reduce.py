@@ -21,11 +21,10 @@ from labkit.collectives import (
     ring_all_reduce,
     tree_all_reduce,
 )
-from labkit.comm import Comm
-from labkit.launch import run
-from labkit.limits import MOST_BYTES, check_whole
-from labkit.transports import TorchTransport
-from labkit.units import format_bytes
+from labkit.comm.comm import Comm
+from labkit.comm.transports import TorchTransport
+from labkit.runtime.launch import run
+from labkit.units import MOST_BYTES, check_whole, format_bytes
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
 # Seconds for the repeats of one size.

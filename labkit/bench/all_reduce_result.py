@@ -11,7 +11,8 @@ from pathlib import Path
 from labkit.bench.machine import Memory, fit_links
 from labkit.bench.mpi import Found
 from labkit.bench.turns import Spread, ratios, table
-from labkit.costs import Link, all_reduce_seconds, crossover_bytes
+from labkit.costs.link import Link
+from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
 from labkit.units import format_bytes, format_number, format_seconds
 
 ALGORITHMS = ("naive", "tree", "ring")

@@ -1,7 +1,7 @@
 """``labkit bench ddp``: a step of data parallelism, PyTorch's on several backends beside ours.
 
 The same model on the same samples, trained by PyTorch's DistributedDataParallel, where only what
-is below it changes, and by ``labkit.replicas.BucketedDDP``.
+is below it changes, and by ``labkit.strategies.ddp.bucketed.BucketedDDP``.
 """
 
 import copy
@@ -15,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import devices
 from labkit.bench.turns import Spread, process_groups, ratios, slowest, table, take_turns, timed
-from labkit.comm import Comm
-from labkit.launch import run
-from labkit.limits import check_whole
-from labkit.models import build_model, import_torchvision
-from labkit.replicas import BucketedDDP
-from labkit.units import format_number, format_seconds
+from labkit.comm.comm import Comm
+from labkit.runtime.launch import run
+from labkit.strategies.ddp.bucketed import BucketedDDP
+from labkit.units import check_whole, format_number, format_seconds
+from labkit.workload.models import build_model, import_torchvision
 
 SHAPE = (3, 32, 32)
 NUM_CLASSES = 10

@@ -13,11 +13,10 @@ import torch.multiprocessing
 
 from labkit.bench.turns import ratios
 from labkit.collectives import ring_all_reduce
+from labkit.comm.meeting import loopback
 from labkit.devices import check_world_size
-from labkit.launch import run
-from labkit.limits import check_whole
-from labkit.meeting import loopback
-from labkit.units import format_seconds
+from labkit.runtime.launch import run
+from labkit.units import check_whole, format_seconds
 
 
 @dataclass(frozen=True)

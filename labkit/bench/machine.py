@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from labkit.bench.turns import Turn, take_turns, timed
-from labkit.comm import Comm
-from labkit.costs import Link, fit_link
+from labkit.comm.comm import Comm
+from labkit.costs.link import Link, fit_link
 
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 # Several in a row, as in a collective: the way out of the barrier is shared by all of them.

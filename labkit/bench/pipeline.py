@@ -26,18 +26,18 @@ from labkit.bench.pipeline_result import (
     PipelineResult,
 )
 from labkit.bench.turns import slowest, take_turns, timed
-from labkit.comm import Comm
-from labkit.launch import run
-from labkit.layers import even_split
-from labkit.limits import check_whole
-from labkit.models import build_model
-from labkit.stages import StagedModel
+from labkit.comm.comm import Comm
+from labkit.comm.transports import TorchTransport
+from labkit.placement.profile import even_split
+from labkit.runtime.launch import run
+from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.single import Single
-from labkit.strategies.torch_pipelining import TorchPipeline
-from labkit.train import largest_difference
-from labkit.transports import TorchTransport
+from labkit.strategies.stage import StagedModel
+from labkit.training.state import largest_difference
+from labkit.units import check_whole
+from labkit.workload.models import build_model
 
 SHAPE = (3, 32, 32)
 NUM_CLASSES = 10
@@ -63,7 +63,7 @@ def bench_pipeline(
 
     Args:
         world_sizes: stages, each at least 2.
-        models: of ``labkit.models``, on images of 3x32x32.
+        models: of ``labkit.workload.models``, on images of 3x32x32.
         repeats: steps at most, and pairs of each duel; slow models get fewer, at least 5.
 
     Raises:

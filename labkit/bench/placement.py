@@ -17,14 +17,13 @@ import torch
 
 from labkit.bench.single_cuts import SHAPE, Cuts, measure_cuts
 from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
-from labkit.comm import Comm
-from labkit.costs import Link
-from labkit.launch import run
-from labkit.limits import check_whole
-from labkit.placement import VGG16_PLACEMENTS, predict_split
-from labkit.split_runs import MeasuredSplit, measure_profile, measure_split, stage_link
-from labkit.transports import TorchTransport
-from labkit.units import format_bytes, format_number, format_seconds
+from labkit.comm.comm import Comm
+from labkit.comm.transports import TorchTransport
+from labkit.costs.link import Link
+from labkit.placement.planner import VGG16_PLACEMENTS, predict_split
+from labkit.runtime.launch import run
+from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split, stage_link
+from labkit.units import check_whole, format_bytes, format_number, format_seconds
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)

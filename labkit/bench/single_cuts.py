@@ -28,15 +28,16 @@ from labkit.bench.turns import (
     timed,
 )
 from labkit.collectives import tree_all_reduce
-from labkit.comm import Comm
-from labkit.costs import Link
-from labkit.launch import run
-from labkit.layers import layers_of
-from labkit.models import build_model
-from labkit.placement import Profile, predict_split
+from labkit.comm.comm import Comm
+from labkit.costs.link import Link
+from labkit.placement.planner import predict_split
+from labkit.placement.stage_costs import Profile
+from labkit.runtime.launch import run
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.units import format_count, format_seconds
+from labkit.workload.layers import layers_of
+from labkit.workload.models import build_model
 
 SHAPE, NUM_CLASSES = (3, 32, 32), 10
 RIVALS = 3
@@ -119,7 +120,8 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
     """The steps of all splits into two stages, on the CPU.
 
     Args:
-        profile: of one of ``labkit.models`` with three layers or more, on images of 3x32x32.
+        profile: of one of ``labkit.workload.models`` with three layers or more, on images of
+        3x32x32.
         link: between the stages.
         micro_batches: M; 1 is the split without a pipeline.
         repeats: turns of each cut in the sweep; the play-off has ``PLAY_OFF_SHARE`` times as

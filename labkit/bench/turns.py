@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.collectives import broadcast, tree_all_reduce
-from labkit.comm import Comm
+from labkit.comm.comm import Comm
 
 FEWEST_REPEATS = 5
 

@@ -1,7 +1,8 @@
 """Collectives as readable functions on ``Comm``, one algorithm a file.
 
 Each takes tensors that every rank holds in the same shape and dtype. What changes a tensor does so
-in place and returns it. Steps, messages and bytes stand in each docstring and in ``labkit.costs``.
+in place and returns it. Steps, messages and bytes stand in each docstring and in
+``labkit.costs.traffic``.
 """
 
 from labkit.collectives.barrier import dissemination_barrier

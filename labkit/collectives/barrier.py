@@ -7,8 +7,8 @@ Symbols: P ranks. Source: Hensgen, Finkel and Manber, "Two algorithms for barrie
 import torch
 
 from labkit.collectives.common import transfer
-from labkit.comm import Comm
-from labkit.schedules import dissemination
+from labkit.comm.comm import Comm
+from labkit.schedules.tree import dissemination
 
 
 def dissemination_barrier(comm: Comm) -> None:

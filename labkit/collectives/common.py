@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from labkit.comm import Comm, describe
-from labkit.schedules import Transfer
+from labkit.comm.comm import Comm, describe
+from labkit.schedules.tree import Transfer
 from labkit.units import format_count
 
 

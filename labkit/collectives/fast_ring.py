@@ -22,9 +22,9 @@ from torch import Tensor
 from labkit.collectives.common import in_place
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import ring_all_reduce, split_chunks
-from labkit.comm import Comm
-from labkit.schedules import RingStep
-from labkit.schedules import ring_all_reduce as timetable
+from labkit.comm.comm import Comm
+from labkit.schedules.ring import RingStep
+from labkit.schedules.ring import ring_all_reduce as timetable
 
 
 def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:

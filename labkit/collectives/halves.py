@@ -10,8 +10,8 @@ import torch
 from labkit.collectives.common import check_one_per_rank, new_like
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import share_only, share_reduce
-from labkit.comm import Comm
-from labkit.schedules import owned_chunk
+from labkit.comm.comm import Comm
+from labkit.schedules.ring import owned_chunk
 
 
 def all_gather(comm: Comm, tensor: torch.Tensor) -> list[torch.Tensor]:

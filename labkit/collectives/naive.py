@@ -7,7 +7,7 @@ import torch
 
 from labkit.collectives.common import in_place
 from labkit.collectives.reduction import Reduction
-from labkit.comm import Comm
+from labkit.comm.comm import Comm
 
 
 def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

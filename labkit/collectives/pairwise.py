@@ -7,9 +7,9 @@ Symbols: P ranks, S bytes of one tensor. Source: pairwise exchange, Thakur, Rabe
 import torch
 
 from labkit.collectives.common import check_fits, check_one_per_rank, new_like, transfer
-from labkit.comm import Comm
-from labkit.overlap import check_apart
-from labkit.schedules import pairwise_exchange
+from labkit.comm.comm import Comm
+from labkit.comm.overlap import check_apart
+from labkit.schedules.tree import pairwise_exchange
 
 
 def all_to_all(

@@ -21,9 +21,9 @@ import torch
 
 from labkit.collectives.common import check_one_per_rank, in_place
 from labkit.collectives.reduction import Reduction
-from labkit.comm import Comm
-from labkit.overlap import check_apart
-from labkit.schedules import chunk_bounds, owned_chunk, ring_share_only, ring_share_reduce
+from labkit.comm.comm import Comm
+from labkit.comm.overlap import check_apart
+from labkit.schedules.ring import chunk_bounds, owned_chunk, ring_share_only, ring_share_reduce
 
 
 def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

@@ -20,8 +20,8 @@ from labkit.collectives.common import (
     transfer,
 )
 from labkit.collectives.reduction import Reduction
-from labkit.comm import Comm
-from labkit.schedules import binomial_broadcast, binomial_reduce
+from labkit.comm.comm import Comm
+from labkit.schedules.tree import binomial_broadcast, binomial_reduce
 
 
 def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:

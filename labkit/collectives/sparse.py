@@ -7,7 +7,7 @@ import torch
 
 from labkit.collectives.halves import all_gather
 from labkit.collectives.reduction import Reduction
-from labkit.comm import Comm
+from labkit.comm.comm import Comm
 
 
 def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

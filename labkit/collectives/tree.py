@@ -8,8 +8,8 @@ import torch
 
 from labkit.collectives.common import in_place, transfer
 from labkit.collectives.reduction import Reduction
-from labkit.comm import Comm
-from labkit.schedules import recursive_doubling, recursive_doubling_return
+from labkit.comm.comm import Comm
+from labkit.schedules.tree import recursive_doubling, recursive_doubling_return
 
 
 def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

@@ -26,14 +26,7 @@ from labkit.plots.hops import communication_time, hop_rows
 from labkit.plots.micro_batches import step_by_micro_batches
 from labkit.plots.pipeline import measured_slots, pipeline_timeline, pipeline_timetable
 from labkit.plots.placement import placement
-from labkit.plots.ring import (
-    RingState,
-    ring_grid,
-    ring_states,
-    ring_step,
-    ring_steps,
-    ring_words,
-)
+from labkit.plots.ring import RingState, ring_grid, ring_states, ring_step, ring_steps, ring_words
 from labkit.plots.scatter import split_scatter
 from labkit.plots.spans import phases, timeline
 from labkit.plots.staleness import staleness_histogram, staleness_model

@@ -4,8 +4,8 @@ import math
 
 from matplotlib.figure import Figure
 
-from labkit.buckets import MIB, StepModel, predict_step
-from labkit.costs import Link
+from labkit.costs.ddp_step import StepModel, predict_step
+from labkit.costs.link import Link
 from labkit.plots.figure import (
     BLUE,
     STYLES,
@@ -16,6 +16,7 @@ from labkit.plots.figure import (
     drawn,
     swatch,
 )
+from labkit.schedules.buckets import MIB
 from labkit.units import format_bytes, format_count, format_seconds
 
 # Orders of magnitude, for a picture: a message's start, and the seconds of a byte.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from labkit.placement import SplitModel
+from labkit.placement.planner import SplitModel
 from labkit.plots.figure import (
     DARK,
     GRID,
@@ -24,7 +24,7 @@ from labkit.plots.figure import (
 from labkit.units import as_repeats, format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
-    from labkit.split_runs import MeasuredSplit
+    from labkit.training.split_run import MeasuredSplit
 
 _TITLES = {"activation": "Activations, forward", "gradient": "Gradients, backward"}
 # Of a group of bars: inches of each bar, and between groups.
@@ -49,7 +49,7 @@ def hop_rows(
 
     Args:
         placement: what the split is called.
-        measured: ``labkit.split_runs.measure_split``.
+        measured: ``labkit.training.split_run.measure_split``.
         predicted: of the same split; None leaves the model out.
     """
     rows = []

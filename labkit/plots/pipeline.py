@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
 from labkit.plots.figure import (
     PAGE_DPI,
     WIDTH_IN,
@@ -18,8 +19,7 @@ from labkit.plots.figure import (
     swatch,
 )
 from labkit.plots.spans import draw_spans, label_lanes, trace_of
-from labkit.schedules import Action, in_flight
-from labkit.timetable import Slot, bubble, bubble_formula
+from labkit.schedules.pipeline import Action, in_flight
 from labkit.trace import Span, Trace
 from labkit.units import format_count, format_number, format_seconds, second_unit
 
@@ -33,7 +33,7 @@ def pipeline_timetable(
     """Draw a pipeline's step on paper: a row a stage, a numbered box a forward or a backward.
 
     Args:
-        slots: ``labkit.timetable.timetable``, or ``SplitModel.slots()``.
+        slots: ``labkit.costs.pipeline_timeline.timetable``, or ``SplitModel.slots()``.
         title: above the figure.
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
 
@@ -41,7 +41,9 @@ def pipeline_timetable(
         ValueError: no slots.
     """
     if not slots:
-        raise ValueError("no slots to draw: give labkit.timetable.timetable(...) of a schedule")
+        raise ValueError(
+            "no slots to draw: give labkit.costs.pipeline_timeline.timetable(...) of a schedule"
+        )
     title = f"{title or 'Timetable of a step'} (model)"
     spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
     figure = _draw_rows([*spans, *_idle(slots)], slots, title, unit, model=True)
@@ -89,7 +91,8 @@ def pipeline_timeline(
 
 
 def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:
-    """One step of a real run as a timetable, of which ``labkit.timetable.bubble`` is measured.
+    """One step of a real run as a timetable, of which ``labkit.costs.pipeline_timeline.bubble`` is
+    measured.
 
     A rank's k-th forward span is the k-th forward of its stream, and so on for each step again.
 

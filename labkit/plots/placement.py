@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from matplotlib.ticker import MaxNLocator
 
-from labkit.placement import Profile, SplitModel, stage_bounds
+from labkit.placement.planner import SplitModel
+from labkit.placement.stage_costs import Profile
 from labkit.plots.figure import (
     BLUE,
     DARK,
@@ -21,10 +22,11 @@ from labkit.plots.figure import (
 )
 from labkit.plots.sheet import Box, Panel, Sheet
 from labkit.plots.stacks import Bar, Columns, draw_bars
+from labkit.schedules.stages import stage_bounds
 from labkit.units import byte_unit, format_bytes, format_count, format_seconds, second_unit
 
 if TYPE_CHECKING:
-    from labkit.split_runs import MeasuredSplit
+    from labkit.training.split_run import MeasuredSplit
 
 _HEIGHT_IN = 5.4
 _LOOKS = {kind: STYLES[kind] for kind in ("forward", "backward", "activation", "gradient")}
@@ -89,9 +91,9 @@ def placement(
 
     Args:
         profile: the model's layers, of the same batch size as the split.
-        predicted: ``labkit.placement.predict_split`` of this profile.
-        measured: ``labkit.split_runs.measure_split`` of the same split; its bars stand beside
-            those of the model, which are hatched. None leaves them out.
+        predicted: ``labkit.placement.planner.predict_split`` of this profile.
+        measured: ``labkit.training.split_run.measure_split`` of the same split; its bars stand
+            beside those of the model, which are hatched. None leaves them out.
         title: above the figure.
         reach: how far the axes go at least; None leaves that to the bars.
 

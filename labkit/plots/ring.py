@@ -20,7 +20,7 @@ from labkit.plots.figure import (
     drawn,
     tint,
 )
-from labkit.schedules import ring_all_reduce, ring_contributions
+from labkit.schedules.ring import ring_all_reduce, ring_contributions
 from labkit.units import format_count
 
 _LINES = "#808080"

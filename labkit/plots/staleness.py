@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from labkit.costs.async_run import Timetable, simulate
 from labkit.plots.figure import (
     DARK,
     GRID,
@@ -22,7 +23,6 @@ from labkit.plots.figure import (
     swatch,
 )
 from labkit.plots.spans import draw_spans, label_lanes
-from labkit.staleness import Timetable, simulate
 from labkit.units import format_count
 
 MAX_WORKERS = 6

@@ -4,27 +4,33 @@ import importlib
 from collections.abc import Callable
 
 # name -> (ours, PyTorch's counterpart), each as module.class
-_STRATEGIES = {
+TECHNIQUES = {
     "single": ("single.Single", "single.Single"),
-    "data_parallel": ("data_parallel.DataParallel", "torch_builtin.TorchDataParallel"),
-    "ddp": ("ddp.DDP", "torch_builtin.TorchDDP"),
-    "parameter_server": ("parameter_server.ParameterServer", "torch_rpc.RpcParameterServer"),
+    "data_parallel": ("data_parallel.DataParallel", "builtin.data_parallel.TorchDataParallel"),
+    "ddp": ("ddp.strategy.DDP", "builtin.ddp.TorchDDP"),
+    "parameter_server": (
+        "parameter_server.ParameterServer",
+        "builtin.parameter_server.RpcParameterServer",
+    ),
     "async_parameter_server": (
         "async_parameter_server.AsyncParameterServer",
-        "torch_rpc.RpcAsyncParameterServer",
+        "builtin.async_parameter_server.RpcAsyncParameterServer",
     ),
-    "model_parallel": ("model_parallel.ModelParallel", "torch_pipelining.TorchModelParallel"),
-    "pipeline": ("pipeline.Pipeline", "torch_pipelining.TorchPipeline"),
-    "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "torch_builtin.TorchDDP"),
+    "model_parallel": (
+        "model_parallel.ModelParallel",
+        "builtin.model_parallel.TorchModelParallel",
+    ),
+    "pipeline": ("pipeline.Pipeline", "builtin.pipeline.TorchPipeline"),
+    "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
 }
 # Where devices are named, in one process instead of a rank for each.
-_PLACED = {"model_parallel": "placed.PlacedModel"}
-STRATEGIES = tuple(_STRATEGIES)
+IN_ONE_PROCESS = {"model_parallel": "model_parallel_one_process.PlacedModel"}
+STRATEGIES = tuple(TECHNIQUES)
 
 
 def check_name(name: str) -> None:
     """Raise ValueError, listing the known names, for an unknown one."""
-    if name not in _STRATEGIES:
+    if name not in TECHNIQUES:
         raise ValueError(f"unknown strategy {name!r}: choose one of {', '.join(STRATEGIES)}")
 
 
@@ -40,8 +46,8 @@ def get(name: str, *, builtin: bool = False, placed: bool = False) -> Callable:
         ValueError: unknown name.
     """
     check_name(name)
-    place = _STRATEGIES[name][builtin]
+    place = TECHNIQUES[name][builtin]
     if placed and not builtin:
-        place = _PLACED.get(name, place)
-    module, _, class_name = place.partition(".")
+        place = IN_ONE_PROCESS.get(name, place)
+    module, _, class_name = place.rpartition(".")
     return getattr(importlib.import_module(f"labkit.strategies.{module}"), class_name)

@@ -4,7 +4,7 @@ Rank 0 holds the parameters, the others compute gradients for them. 1. A worker 
 gradient of its share of a batch. 2. It **pushes** it to the server, which makes an update of it at
 once, whoever else is still computing. 3. It **pulls** the parameters as they are then, and goes on
 with its share of the next batch. A worker that is slow holds up nobody; its gradients come late,
-and how late is counted and can be bounded: ``labkit.staleness``.
+and how late is counted and can be bounded: ``labkit.schedules.staleness``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch. So W pushes,
 one a worker, together move the parameters about as far as one synchronous step would.
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.comm import Comm
+from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
-from labkit.flat import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.local_gradients import LocalGradients
-from labkit.models import logits_of, state_of
-from labkit.staleness import Books, check_bound
+from labkit.schedules.staleness import Books, check_bound
+from labkit.strategies.flat import flat_buffers, lay_end_to_end, load_flat_buffers
+from labkit.strategies.local_gradients import LocalGradients
+from labkit.workload.models import logits_of, state_of
 
 _SERVER = 0
 

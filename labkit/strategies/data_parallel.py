@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.comm import Comm
-from labkit.models import logits_of, state_of
+from labkit.comm.comm import Comm
+from labkit.workload.models import logits_of, state_of
 
 
 class DataParallel:

@@ -16,8 +16,8 @@ for each device.
 
 from torch import Tensor
 
-from labkit.schedules import Hop, Message
-from labkit.stages import StagedModel
+from labkit.schedules.pipeline import Hop, Message
+from labkit.strategies.stage import StagedModel
 
 
 class ModelParallel(StagedModel):

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from labkit.collectives import broadcast
-from labkit.comm import Comm
+from labkit.comm.comm import Comm
 from labkit.config import check_servers
-from labkit.flat import average_buffers, lay_end_to_end
-from labkit.local_gradients import LocalGradients
-from labkit.models import logits_of, state_of
-from labkit.schedules import chunk_bounds, server_turns, worker_turns
+from labkit.schedules.ring import chunk_bounds
+from labkit.schedules.servers import server_turns, worker_turns
+from labkit.strategies.flat import average_buffers, lay_end_to_end
+from labkit.strategies.local_gradients import LocalGradients
+from labkit.workload.models import logits_of, state_of
 
 
 class ParameterServer:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from labkit.schedules import PIPELINES, check_micro_batches, with_hops
-from labkit.stages import StagedModel
+from labkit.schedules.pipeline import PIPELINES, check_micro_batches, with_hops
+from labkit.strategies.stage import StagedModel
 
 
 class Pipeline(StagedModel):

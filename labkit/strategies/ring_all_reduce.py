@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from labkit.collectives import ring_all_reduce
-from labkit.comm import Comm
-from labkit.compression import all_reduce_of
-from labkit.local_gradients import LocalGradients
-from labkit.models import logits_of, state_of
+from labkit.collectives.compressed import all_reduce_of
+from labkit.comm.comm import Comm
+from labkit.strategies.local_gradients import LocalGradients
+from labkit.workload.models import logits_of, state_of
 
 
 class RingAllReduce:
@@ -30,8 +30,8 @@ class RingAllReduce:
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
-        compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.compression``: replicas still agree,
-            but the run no longer equals that of one device.
+        compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.collectives.compressed``: replicas
+            still agree, but the run no longer equals that of one device.
     """
 
     def __init__(

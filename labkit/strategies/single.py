@@ -5,9 +5,9 @@ That is for models without layers that draw random numbers (dropout): each rank 
 
 from torch import Tensor, nn
 
-from labkit.comm import Comm
-from labkit.local_gradients import LocalGradients
-from labkit.models import logits_of, state_of
+from labkit.comm.comm import Comm
+from labkit.strategies.local_gradients import LocalGradients
+from labkit.workload.models import logits_of, state_of
 
 
 class Single:

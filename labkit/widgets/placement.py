@@ -11,10 +11,10 @@ from typing import Any
 import ipywidgets
 
 from labkit import plots
-from labkit.costs import Link
-from labkit.placement import Profile
-from labkit.schedules import PIPELINES
-from labkit.split_runs import MeasuredSplit, measure_split
+from labkit.costs.link import Link
+from labkit.placement.stage_costs import Profile
+from labkit.schedules.pipeline import PIPELINES
+from labkit.training.split_run import MeasuredSplit, measure_split
 from labkit.units import format_bytes, format_seconds
 from labkit.widgets.cuts import WIDE, CutSliders
 from labkit.widgets.explorer import Explorer

@@ -7,11 +7,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from labkit import plots
-from labkit.costs import Link
-from labkit.placement import Profile, SplitModel, best_split, predict_split
+from labkit.costs.link import Link
+from labkit.placement.planner import SplitModel, best_split, predict_split
+from labkit.placement.stage_costs import Profile
 from labkit.plots.buckets import LINKS as NETWORKS
 from labkit.plots.placement import Reach, placement_words
-from labkit.split_runs import MeasuredSplit
+from labkit.training.split_run import MeasuredSplit
 
 HERE = "this machine"
 # Bytes a second are those of the standards, one way: 450e9 is half of what an H100's NVLink

@@ -7,7 +7,7 @@ import ipywidgets
 
 from labkit import plots
 from labkit.plots.staleness import MAX_WORKERS, staleness_words
-from labkit.staleness import check_bound
+from labkit.schedules.staleness import check_bound
 from labkit.widgets.explorer import Explorer
 
 MAX_FACTOR = 8

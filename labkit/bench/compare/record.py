@@ -1,0 +1,136 @@
+"""Reading a record of ``labkit compare``, and saying what is wrong with a file that is none.
+
+The schema has what the tables and figures use; what else is in a record is left alone.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from labkit.units import MOST
+
+
+def _object(optional: tuple[str, ...] = (), **properties: dict) -> dict:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _list(items: dict, least: int = 0) -> dict:
+    return {"type": "array", "items": items, "minItems": least}
+
+
+_DEEPEST = 20
+_TEXT, _TRUTH = {"type": "string"}, {"type": "boolean"}
+# Beyond these nothing can be drawn, and a whole number may not even be a float.
+_NUMBER = {"type": "number", "minimum": -1e30, "maximum": 1e30}
+# JSON has no NaN: it is null, of a run whose parameters grew beyond all numbers.
+_NUMBER_OR_NULL = {**_NUMBER, "type": ["number", "null"]}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_INDEX = {"type": "integer", "minimum": 0, "maximum": MOST}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": MOST}
+_SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9}
+
+_SCHEMA = _object(
+    command=_TEXT,
+    config=_object(model=_TEXT, dataset=_TEXT, target=_NUMBER, gpus_used=_INDEX),
+    contenders=_list(
+        _object(
+            name=_TEXT, builtin=_TRUTH, backend=_TEXT, counterpart=_TEXT_OR_NULL, own_pace=_TRUTH
+        )
+    ),
+    settings=_list(
+        _object(world_size=_COUNT, train_size=_COUNT, batch_size=_COUNT, epochs=_COUNT), least=1
+    ),
+    runs=_list(
+        _object(
+            # Where one device takes part; where bytes are counted.
+            optional=("difference_from_single", "bytes_sent"),
+            contender=_TEXT,
+            setting=_INDEX,
+            repeat=_INDEX,
+            epochs=_list(
+                _object(loss=_NUMBER_OR_NULL, test_accuracy=_NUMBER, seconds=_SECONDS), least=1
+            ),
+            phases_s={
+                "type": "object",
+                "additionalProperties": {"type": "object", "additionalProperties": _NUMBER},
+            },
+            bytes_sent={"type": ["array", "null"], "items": _INDEX},
+            replicas_agree=_TRUTH,
+            note=_TEXT_OR_NULL,
+            difference_from_single=_NUMBER_OR_NULL,
+        )
+    ),
+    skipped=_list(_object(contender=_TEXT, world_size=_COUNT, reason=_TEXT, failed=_TRUTH)),
+    hardware=_object(cpu=_TEXT, cores=_COUNT, gpus=_list(_TEXT)),
+    versions=_object(),
+)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read a record.
+
+    Raises:
+        ValueError: not one; the message names the file, and a place that is wrong.
+        OSError: the file cannot be read.
+    """
+    try:
+        record = json.loads(_read(Path(path)), parse_float=_finite, parse_constant=_finite)
+        _check(record)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is no record of labkit compare: {reason}; give a file that its --json wrote"
+        ) from None
+    return record
+
+
+def _read(path: Path) -> str:
+    # Of a pipe that nobody writes to the reading would never begin.
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise ValueError("it is a pipe or a device")
+    return path.read_text(encoding="utf-8")
+
+
+def _finite(text: str) -> float:
+    """A number, where Python would also read NaN and Infinity, which JSON has not."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def _check_depth(record: Any) -> None:
+    level = [record]
+    for _ in range(_DEEPEST):
+        level = [part for thing in level for part in _parts(thing)]
+    if level:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, dict):
+        return thing.values()
+    return thing if isinstance(thing, list) else ()
+
+
+def _check(record: Any) -> None:
+    # What a record may hold beside the schema is written again, too: by recursion.
+    _check_depth(record)
+    # It takes seconds to import.
+    import jsonschema
+
+    error = jsonschema.exceptions.best_match(
+        jsonschema.Draft202012Validator(_SCHEMA).iter_errors(record)
+    )
+    if error is not None:
+        raise ValueError(f"{error.json_path}: {error.message[:200]}")
+    names = {contender["name"] for contender in record["contenders"]}
+    for index, run in enumerate(record["runs"]):
+        if run["contender"] not in names:
+            raise ValueError(f"$.runs[{index}] is of {run['contender']}, who is no contender")
+        if run["setting"] >= len(record["settings"]):
+            count = len(record["settings"])
+            raise ValueError(f"$.runs[{index}] is in setting {run['setting']} of {count}")

@@ -1,0 +1,274 @@
+"""What a record says: pure functions from the recorded dict to numbers, and the table.
+
+Epoch time: of each run the median of its epochs without the first, which is warm-up (of a run of
+one epoch that one). Time to accuracy counts every epoch, the first too: it has to be trained.
+Neither contains launch or evaluation.
+"""
+
+import statistics
+from collections.abc import Callable
+
+from labkit.bench.compare.contenders import SINGLE
+from labkit.bench.turns import Spread, ratios, table
+from labkit.units import format_bytes, format_count, format_number, format_seconds
+
+Record = dict
+
+
+def epoch_seconds(run: dict) -> float:
+    """The median epoch of a run, warm-up left out."""
+    seconds = [epoch["seconds"] for epoch in run["epochs"]]
+    return statistics.median(seconds[1:] or seconds)
+
+
+def runs_of(record: Record, contender: str, setting: int = 0) -> list[dict]:
+    """The runs of a contender in a setting, by repeat; setting 0 is the main one."""
+    found = [
+        run
+        for run in record["runs"]
+        if run["contender"] == contender and run["setting"] == setting
+    ]
+    return sorted(found, key=lambda run: run["repeat"])
+
+
+def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]:
+    """Seconds of an epoch, one number a repeat."""
+    return [epoch_seconds(run) for run in runs_of(record, contender, setting)]
+
+
+def present(record: Record, setting: int = 0) -> list[str]:
+    """The names of the contenders that ran in a setting, in the record's order."""
+    ran = {run["contender"] for run in record["runs"] if run["setting"] == setting}
+    return [one["name"] for one in record["contenders"] if one["name"] in ran]
+
+
+def to_target(run: dict, target: float) -> tuple[int, float] | None:
+    """(epochs, seconds) until the held-out accuracy is first ``target``; None if it never is."""
+    seconds = 0.0
+    for number, epoch in enumerate(run["epochs"], start=1):
+        seconds += epoch["seconds"]
+        if epoch["test_accuracy"] >= target:
+            return number, seconds
+    return None
+
+
+def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
+    """(epochs, seconds) to the target by repeat; None where a repeat never reached it."""
+    target = record["config"]["target"]
+    found = [to_target(run, target) for run in runs_of(record, contender)]
+    return None if None in found or not found else found
+
+
+def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
+    """Epoch times by ``world_size``, ``train_size`` or ``batch_size``, all else as in the main
+    setting. One device has no number of ranks, so by world size it has one value, at 1."""
+    main = record["settings"][0]
+    others = [name for name in ("world_size", "train_size", "batch_size") if name != field]
+    found = {}
+    for index, setting in enumerate(record["settings"]):
+        times = epoch_times(record, contender, index)
+        if times and all(setting[name] == main[name] for name in others):
+            found[1 if _no_ranks(contender, field) else setting[field]] = times
+    return dict(sorted(found.items()))
+
+
+def _no_ranks(contender: str, field: str) -> bool:
+    return contender == SINGLE and field == "world_size"
+
+
+def efficiency(record: Record, contender: str) -> dict[int, list[float]]:
+    """By world size: epoch time of one device / (epoch time x devices used), by repeat.
+
+    Ranks on CPUs share the cores, and one device computes on all of them: they are one device,
+    however many ranks there are. Of GPUs as many are used as there are ranks, or as there are.
+    """
+    one = {run["repeat"]: epoch_seconds(run) for run in runs_of(record, SINGLE)}
+    main = record["settings"][0]
+    found = {}
+    for index, setting in enumerate(record["settings"]):
+        if any(setting[name] != main[name] for name in ("train_size", "batch_size")):
+            continue
+        used = max(1, min(setting["world_size"], record["config"]["gpus_used"]))
+        values = [
+            one[run["repeat"]] / (epoch_seconds(run) * used)
+            for run in runs_of(record, contender, index)
+            if run["repeat"] in one
+        ]
+        if values and contender != SINGLE:
+            found[setting["world_size"]] = values
+    return dict(sorted(found.items()))
+
+
+def against_pytorch(record: Record, contender: dict, setting: int = 0) -> list[float]:
+    """PyTorch's epoch / ours, repeat by repeat: above 1 ours is faster."""
+    if contender["counterpart"] is None:
+        return []
+    ours = {r["repeat"]: epoch_seconds(r) for r in runs_of(record, contender["name"], setting)}
+    theirs = runs_of(record, contender["counterpart"], setting)
+    pairs = [(epoch_seconds(r), ours[r["repeat"]]) for r in theirs if r["repeat"] in ours]
+    return ratios(*zip(*pairs)) if pairs else []
+
+
+def phases(record: Record) -> dict[str, dict[str, float]]:
+    """By bar, by kind: seconds of an epoch in the main setting, medians of the repeats.
+
+    A bar is as long as the epoch. What lies outside any span is ``other``. Where several threads
+    of a rank record spans, these are scaled to fit.
+    """
+    bars = {}
+    for name in present(record):
+        runs = runs_of(record, name)
+        whole = statistics.median(map(epoch_seconds, runs))
+        roles = runs[0]["phases_s"]
+        for role in roles:
+            rows = [run["phases_s"].get(role, {}) for run in runs]
+            kinds = sorted({kind for row in rows for kind in row} - {"evaluate"})
+            row = {k: statistics.median(one.get(k, 0.0) for one in rows) for k in kinds}
+            label = name if len(roles) == 1 else f"{name}: {role}"
+            bars[label] = _filled(row, whole)
+    return bars
+
+
+def _filled(row: dict[str, float], whole: float) -> dict[str, float]:
+    total = sum(row.values())
+    if total > whole:
+        return {kind: seconds * whole / total for kind, seconds in row.items()}
+    return row | {"other": whole - total}
+
+
+def report(record: Record) -> str:
+    """The tables that the command prints."""
+    parts = [_headline(record), _main_table(record)]
+    if len({setting["world_size"] for setting in record["settings"]}) > 1:
+        parts.append(_by(record, "world_size", "P = {}", efficiency))
+    for field, head in (("train_size", "{} samples"), ("batch_size", "batches of {}")):
+        if len({setting[field] for setting in record["settings"]}) > 1:
+            parts.append(_by(record, field, head))
+    return "\n\n".join([*parts, *_remarks(record)])
+
+
+def _headline(record: Record) -> str:
+    config, main = record["config"], record["settings"][0]
+    hardware = record["hardware"]
+    cores = format_count(hardware["cores"], "core")
+    machine = ", ".join(hardware["gpus"]) or f"{cores} of {hardware['cpu']}"
+    return (
+        f"{config['model']} on {config['dataset']}: {main['train_size']} samples, global batch "
+        f"{main['batch_size']}, {main['epochs']} epochs, world size {main['world_size']}; "
+        f"{machine}\nmedians of repeats (quartiles), contenders in turns; an epoch's time leaves "
+        "out the first epoch (warm-up), evaluation and launch"
+    )
+
+
+def _main_table(record: Record) -> str:
+    target = f"{record['config']['target']:.0%}"
+    header = ["contender", "epoch", "PyTorch's / ours", f"epochs to {target}", f"time to {target}"]
+    header += ["accuracy", "from one device", "replicas", "sent by a rank"]
+    by_name = {one["name"]: one for one in record["contenders"]}
+    rows = [_main_row(record, by_name[name]) for name in present(record)]
+    return table(header, rows)
+
+
+def _main_row(record: Record, contender: dict) -> list[str]:
+    name = contender["name"]
+    runs = runs_of(record, name)
+    paired = against_pytorch(record, contender)
+    times = reached(record, name)
+    far = [run["difference_from_single"] for run in runs if "difference_from_single" in run]
+    accuracy = statistics.median(run["epochs"][-1]["test_accuracy"] for run in runs)
+    return [
+        name,
+        _spread(epoch_times(record, name), format_seconds),
+        _spread(paired, format_number),
+        _middle(times, 0, format_number),
+        _middle(times, 1, format_seconds),
+        f"{accuracy:.1%}",
+        "own pace" if contender["own_pace"] else _farthest(far),
+        "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
+        _most_sent(runs),
+    ]
+
+
+def _farthest(differences: list[float | None]) -> str:
+    if None in differences:
+        return "not finite"
+    return f"{max(differences):.1g}" if differences else "-"
+
+
+def _most_sent(runs: list[dict]) -> str:
+    """Bytes of the rank that sends most; "-" where nobody counts."""
+    most = [max(run["bytes_sent"]) for run in runs if run.get("bytes_sent")]
+    return format_bytes(statistics.median(most)) if most else "-"
+
+
+def _spread(repeats: list[float], text: Callable[[float], str]) -> str:
+    if not repeats:
+        return "-"
+    return Spread.of(repeats).text(text) if len(repeats) > 1 else text(repeats[0])
+
+
+def _middle(times: list[tuple] | None, place: int, text: Callable[[float], str]) -> str:
+    if times is None:
+        return "not reached"
+    return text(statistics.median(pair[place] for pair in times))
+
+
+def _by(record: Record, field: str, head: str, second: Callable | None = None) -> str:
+    times = {name: series(record, name, field) for name in present(record)}
+    values = sorted({value for by_value in times.values() for value in by_value})
+    rows = []
+    for name, by_value in times.items():
+        extra = second(record, name) if second else {}
+        rows.append([name, *(_cell(by_value.get(value), extra.get(value)) for value in values)])
+    return table([f"epoch by {field}", *map(head.format, values)], rows)
+
+
+def _cell(times: list[float] | None, parts: list[float] | None) -> str:
+    if not times:
+        return "-"
+    text = format_seconds(statistics.median(times))
+    return f"{text}, {statistics.median(parts):.0%}" if parts else text
+
+
+def _remarks(record: Record) -> list[str]:
+    lines = [efficiency_rule(record)] if len(record["settings"]) > 1 else []
+    lines += [rule] if (rule := ranks_rule(record)) else []
+    for row in record["skipped"]:
+        what = "failed" if row["failed"] else "not run"
+        ranks = format_count(row["world_size"], "rank")
+        lines.append(f"{what}: {row['contender']} on {ranks}: {row['reason']}")
+    notes = {run["contender"]: run["note"] for run in record["runs"] if run["note"]}
+    lines += [f"{name}: {note}" for name, note in notes.items()]
+    return ["\n".join(lines)] if lines else []
+
+
+def ranks_rule(record: Record) -> str:
+    """What ranks are where they are not all workers; empty where they are."""
+    roles: dict[str, set[str]] = {}
+    for run in record["runs"]:
+        roles.setdefault(run["contender"], set()).update(run["phases_s"])
+    serving = [name for name, its in roles.items() if {"worker", "server"} <= its]
+    staged = [name for name, its in roles.items() if "stage" in its]
+    parts = []
+    if serving:
+        names = ", ".join(serving)
+        parts.append(f"Of the ranks of {names} one only serves: N ranks are N - 1 workers.")
+    if staged:
+        names = ", ".join(staged)
+        parts.append(
+            f"The ranks of {names} share the layers, not the batch: N ranks are N stages."
+        )
+    return " ".join(parts)
+
+
+def efficiency_rule(record: Record) -> str:
+    """What the percentages by ranks mean on this machine, in a sentence or two."""
+    gpus, cores = record["config"]["gpus_used"], record["hardware"]["cores"]
+    start = "Efficiency is the epoch time of one device / (epoch time x devices used)"
+    if gpus:
+        return f"{start}; this machine has {gpus} GPUs, and more ranks than that share them."
+    return (
+        f"{start}. Here all ranks share {cores} cores, on which one device computes already, so "
+        "they count as one device: at 100% they do as much with the cores as it does. More ranks "
+        f"bring no more cores, and more than {cores} take turns on them."
+    )

@@ -1,0 +1,73 @@
+"""Exercises graded on real processes, by what the ranks end with and by what they send.
+
+``labkit.check`` is this package. The named checks take a learner's function with the signature of
+its counterpart in ``labkit.collectives``:
+
+    check.ring.share_reduce   check.ring.share_only   check.ring.all_reduce
+    check.naive.all_reduce    check.tree.all_reduce
+    check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
+    check.one_device.accumulate   .loss_scaling   .top_k
+    check.data_parallel.scatter   .parallel_apply   .reduce
+    check.ddp.buckets   .sampler   .average   .accumulate
+    check.parameter_server.server   .worker   .shards
+    check.staleness.bookkeeping   .admission   .server
+    check.hops.forward   .backward
+    check.placement.best_cuts
+    check.pipeline.bubble   .one_f_one_b   .hop
+
+Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
+
+A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
+whatever else can be graded is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs
+no ranks is graded with ``answers(fn, {arguments: result})``.
+
+Each check prints one table, returns it as a ``Verdict`` and never raises: an open exercise stops
+no notebook.
+"""
+
+from labkit.check import (
+    collectives,
+    data_parallel,
+    ddp,
+    fairness,
+    hops,
+    naive,
+    one_device,
+    parameter_server,
+    pipeline,
+    placement,
+    ring,
+    staleness,
+    tree,
+)
+from labkit.check.grading.core import grade, returns
+from labkit.check.grading.exercise import Case, Exercise, Target
+from labkit.check.grading.plain import answers
+from labkit.check.grading.report import Verdict
+from labkit.runtime.preload import FOR_RANKS
+
+__all__ = [
+    "Case",
+    "Exercise",
+    "Target",
+    "Verdict",
+    "answers",
+    "collectives",
+    "data_parallel",
+    "ddp",
+    "fairness",
+    "grade",
+    "hops",
+    "naive",
+    "one_device",
+    "parameter_server",
+    "pipeline",
+    "placement",
+    "returns",
+    "ring",
+    "staleness",
+    "tree",
+]
+
+# Every check runs in ranks, and each of them would import it anew.
+FOR_RANKS.append(__name__)

@@ -1,0 +1,194 @@
+"""Checks of the collectives with a root, and of a barrier.
+
+Symbols: P ranks, S bytes of a rank's tensor.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from labkit.check.grading.core import WORLD_SIZES, grade
+from labkit.check.grading.exercise import Case, Exercise, Target, tensor_and_root
+from labkit.check.grading.report import Verdict
+from labkit.comm.comm import Comm
+from labkit.costs.traffic import Cost, broadcast_cost, gather_cost, reduce_cost, scatter_cost
+
+_LATE_S = 0.03
+
+
+def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, tensor, root)``: the root's values on all ranks, in place.
+
+    Target: P - 1 messages of S bytes by all ranks together; which ones send is left open.
+    """
+    exercise = Exercise(
+        "collectives.broadcast",
+        signature="comm, tensor, root",
+        inputs=tensor_and_root,
+        expected=lambda rank, case: case.tensor(case.root),
+        total=partial(_of_all_ranks, broadcast_cost),
+        rooted="root",
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, tensor, root)``: the sum over the ranks on the root, in place.
+
+    What the other ranks' tensors hold is left open. Target: P - 1 messages of S bytes by all ranks
+    together.
+    """
+    exercise = Exercise(
+        "collectives.reduce",
+        signature="comm, tensor, root",
+        inputs=tensor_and_root,
+        expected=lambda rank, case: case.total() if rank == case.root else None,
+        total=partial(_of_all_ranks, reduce_cost),
+        rooted="root",
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, tensor, root)``: returns all ranks' tensors on the root, else None.
+
+    The list is in the order of the ranks. Target: every rank but the root sends its tensor to the
+    root, once; the root sends nothing.
+    """
+    exercise = Exercise(
+        "collectives.gather",
+        signature="comm, tensor, root",
+        inputs=tensor_and_root,
+        expected=_gathered,
+        written=None,
+        target=_gather_target,
+        mistakes={
+            "every entry of another rank holds the last one's values: is it one buffer, received "
+            "into again and again": _one_buffer,
+            "the entries are in another order than the ranks": _root_first,
+        },
+        rooted="root",
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, tensors, out, root)``: entry r of the root's list in ``out`` of rank r.
+
+    ``tensors`` is a list of P tensors on the root, None elsewhere. Target: the root sends P - 1
+    messages of S bytes, one to each; the others send nothing.
+    """
+    exercise = Exercise(
+        "collectives.scatter",
+        signature="comm, tensors, out, root",
+        inputs=_shares_and_out,
+        expected=_share,
+        written=1,
+        target=_scatter_target,
+        mistakes={
+            "unchanged: nothing was written into out": lambda rank, case: _out(rank, case),
+            "it holds the share of the first rank": lambda rank, case: _share(0, case),
+            "it holds the root's own share": lambda rank, case: _share(case.root, case),
+            "it holds the share of the next rank": lambda rank, case: _share(rank + 1, case),
+            "it holds the share of the rank before": lambda rank, case: _share(rank - 1, case),
+            "the shares are in reverse order": lambda rank, case: _share(-1 - rank, case),
+        },
+        rooted="root",
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm)``: no rank leaves it before every rank has entered it.
+
+    Every rank comes late once, and the others have to wait for it. It has to be made of messages;
+    how many is left open.
+    """
+    exercise = Exercise(
+        "collectives.barrier",
+        signature="comm",
+        inputs=lambda rank, case: (case.root,),
+        written=None,
+        call=_come_late,
+        judge=_left_too_early,
+        sizes=(),
+        rooted="late rank",
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def _of_all_ranks(cost_of: Callable[..., Cost], case: Case) -> Target:
+    ranks = range(case.world_size)
+    costs = [cost_of(case.size, 4, case.world_size, rank, case.root) for rank in ranks]
+    return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
+
+
+def _gathered(rank: int, case: Case) -> list[torch.Tensor] | None:
+    ranks = range(case.world_size)
+    return [case.tensor(r) for r in ranks] if rank == case.root else None
+
+
+def _gather_target(rank: int, case: Case) -> Target:
+    cost = gather_cost(case.size, 4, case.world_size, rank, case.root)
+    peers = frozenset({case.root}) - {rank}
+    return Target(cost.messages, cost.num_bytes, cost.steps, peers)
+
+
+def _one_buffer(rank: int, case: Case) -> list[torch.Tensor] | None:
+    last = max(set(range(case.world_size)) - {case.root})
+    ranks = [r if r == case.root else last for r in range(case.world_size)]
+    return [case.tensor(r) for r in ranks] if rank == case.root else None
+
+
+def _root_first(rank: int, case: Case) -> list[torch.Tensor] | None:
+    ranks = sorted(range(case.world_size), key=lambda r: (r != case.root, r))
+    return [case.tensor(r) for r in ranks] if rank == case.root else None
+
+
+def _share(rank: int, case: Case) -> torch.Tensor:
+    """What the root has for ``rank`` (mod P)."""
+    return case.tensor(100 + rank % case.world_size)
+
+
+def _out(rank: int, case: Case) -> torch.Tensor:
+    return case.tensor(rank)
+
+
+def _shares_and_out(rank: int, case: Case) -> tuple:
+    shares = [_share(r, case) for r in range(case.world_size)]
+    return shares if rank == case.root else None, _out(rank, case), case.root
+
+
+def _scatter_target(rank: int, case: Case) -> Target:
+    cost = scatter_cost(case.size, 4, case.world_size, rank, case.root)
+    peers = frozenset(range(case.world_size) if rank == case.root else ()) - {rank}
+    return Target(cost.messages, cost.num_bytes, cost.steps, peers)
+
+
+def _come_late(fn: Callable, comm: Comm, late: int) -> tuple[float, float, int]:
+    """(entered_s, left_s, messages) on the clock that the processes of one machine share."""
+    before = comm.messages
+    if comm.rank == late:
+        time.sleep(_LATE_S)
+    entered_s = time.monotonic()
+    fn(comm)
+    return entered_s, time.monotonic(), comm.messages - before
+
+
+def _left_too_early(case: Case, values: list[tuple[float, float, int]]) -> str | None:
+    entered_s, left_s, messages = zip(*values)
+    last_entered_s = max(entered_s)
+    early = [rank for rank, s in enumerate(left_s) if s < last_entered_s]
+    if early:
+        absent = entered_s.index(last_entered_s)
+        return f"rank {early[0]} left before rank {absent} had come ({_how_many(early, case)})"
+    if not any(messages):
+        return "no message was sent: comm.barrier did the waiting; build it of send and recv"
+    return None
+
+
+def _how_many(early: list[int], case: Case) -> str:
+    everyone = len(early) >= case.world_size - 1
+    return "nobody waits for it" if everyone else f"{len(early)} of the ranks did not wait"

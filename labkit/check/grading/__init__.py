@@ -1,0 +1,1 @@
+"""What all checks share: run a learner's function, judge values and traffic, say what is wrong."""

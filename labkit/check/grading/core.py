@@ -1,0 +1,157 @@
+"""The core of every check: run a learner's function on real ranks, and judge what it did.
+
+``grade`` runs it on each world size (one ``labkit.run`` each, all sizes of tensor inside it),
+looks at values and at traffic, prints one short table, and never raises.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem
+from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_function, told
+from labkit.check.grading.runs import DidNotFinish, outcomes_of
+from labkit.check.grading.traffic import ROWS, counts, traffic_problems
+from labkit.check.grading.values import value_problems
+from labkit.units import format_count
+
+WORLD_SIZES = (2, 3, 4)
+
+
+def grade(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Run ``fn`` on real ranks, print how it went, and return the same as an object.
+
+    Args:
+        fn: the learner's function, called as ``exercise.signature`` says.
+        exercise: what it has to do.
+        world_sizes: the P to try, in this order.
+
+    Raises nothing: whatever happens is told in the verdict.
+    """
+
+    def judge() -> Verdict:
+        misuse = _misuse(fn, exercise.signature)
+        if misuse:
+            return Verdict(exercise.name, NOT_YET, notes=[misuse])
+        return _graded(fn, exercise, world_sizes)
+
+    return told(exercise.name, judge)
+
+
+def returns(
+    fn: Callable,
+    expected: Callable[[int, Case], Any],
+    *,
+    inputs: Callable[[int, Case], tuple] = lambda rank, case: (),
+    signature: str = "comm",
+    world_sizes: tuple[int, ...] = WORLD_SIZES,
+    **more: Any,
+) -> Verdict:
+    """Grade a page's own exercise by what each rank returns: an ``Exercise`` in one call.
+
+    Args:
+        fn: the learner's function, called as ``signature`` says.
+        expected: (rank, case) -> what the rank must return.
+        inputs: (rank, case) -> the arguments after ``comm``.
+        world_sizes: the P to try, in this order.
+        more: other fields of ``Exercise``: ``target=``, ``mistakes=``, ``sizes=``.
+
+    Raises nothing, prints and returns as ``grade`` does.
+    """
+    exercise = Exercise(
+        getattr(fn, "__name__", type(fn).__name__),
+        expected,
+        inputs,
+        signature,
+        written=None,
+        **{"sizes": (), **more},
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def _misuse(fn: Callable, signature: str) -> str:
+    """Why ``fn`` cannot even be called on a rank; empty where it can."""
+    if not callable(fn):
+        return no_function(fn)
+    try:
+        takes = inspect.signature(fn)
+        takes.bind(*signature.split(", "))
+    except ValueError:
+        pass  # a builtin that does not tell: the call will
+    except TypeError:
+        return f"it takes {takes}, and is called with ({signature})"
+    try:
+        cloudpickle.dumps(fn)
+    except Exception as error:
+        return (
+            "it cannot be sent to other processes, because of something that it uses from "
+            f"outside ({error}): make that inside the function"
+        )
+    return ""
+
+
+def _graded(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...]) -> Verdict:
+    columns: dict[int, dict[str, str]] = {}
+    problems: dict[str, Problem] = {}
+    for world_size in world_sizes:
+        cases = exercise.cases(world_size)
+        try:
+            outcomes = outcomes_of(fn, exercise, cases)
+        except DidNotFinish as failure:
+            if failure.not_attempted:
+                return Verdict(exercise.name, NOT_ATTEMPTED)
+            columns[world_size] = {"finished": failure.ending}
+            problems = {"finished": Problem(failure.ending, failure.ending, str(failure))}
+            break
+        found = value_problems(exercise, cases, outcomes)
+        found += traffic_problems(exercise, cases, outcomes)
+        # Of two world sizes that go wrong alike, the larger one shows more of the mistake.
+        problems |= {problem.row: problem for problem in found}
+        columns[world_size] = _column(exercise, cases[0], outcomes[0])
+        for problem in found:
+            columns[world_size] |= {problem.row: problem.cell, **_not_looked_at(problem, exercise)}
+    return _verdict(exercise, columns, list(problems.values()))
+
+
+def _not_looked_at(problem: Problem, exercise: Exercise) -> dict[str, str]:
+    """The cells of what is compared only where nothing before it is wrong."""
+    rows = ["shape", "value", *(["same bits"] if exercise.same_bits else [])]
+    return dict.fromkeys(rows[rows.index(problem.row) + 1 :] if problem.row in rows else [], "-")
+
+
+def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[str, str]:
+    """The cells of one world size, as they stand where nothing is wrong."""
+    cells = {"finished": "yes", "value": "right"}
+    if exercise.judge is None:
+        cells = {"finished": "yes", "shape": "right", "value": "right"}
+    if exercise.same_bits:
+        cells["same bits"] = "yes"
+    if exercise.total is not None:
+        messages = sum(outcome.messages for outcome in ranks)
+        num_bytes = sum(outcome.num_bytes for outcome in ranks)
+        cells |= {"messages": str(messages), "bytes": str(num_bytes)}
+    if exercise.target is not None:
+        spent = [(o.messages, o.num_bytes, o.operations) for o in ranks]
+        messages, num_bytes, rounds = (counts(list(numbers)) for numbers in zip(*spent))
+        target = exercise.target(0, case)
+        looked_at = target.messages, target.num_bytes, target.peers, target.operations
+        written = dict(zip(ROWS, (messages, num_bytes, "right", rounds)))
+        cells |= {row: written[row] for row, due in zip(ROWS, looked_at) if due is not None}
+    return cells
+
+
+def _verdict(
+    exercise: Exercise, columns: dict[int, dict[str, str]], problems: list[Problem]
+) -> Verdict:
+    names = max(columns.values(), key=len)
+    verdict = Verdict(exercise.name, NOT_YET if problems else PASSED)
+    verdict.columns = [format_count(count, "rank") for count in columns]
+    verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
+    verdict.notes = [f"{p.row}: {p.sentence}" for p in problems if p.sentence]
+    if "messages" in names:
+        whose = "each rank" if exercise.target is not None else "all ranks together"
+        size = f", for {exercise.sizes[0]} elements" if exercise.sizes else ""
+        verdict.caption = f"Messages and bytes sent, and rounds, are those of {whose}{size}."
+    return verdict

@@ -1,0 +1,33 @@
+"""The check of all-reduce through rank 0.
+
+Symbols: P ranks, S bytes of a rank's tensor.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from labkit.check.grading.core import WORLD_SIZES, grade
+from labkit.check.grading.exercise import Case, Exercise, Target
+from labkit.check.grading.report import Verdict
+from labkit.check.ring import reduced
+from labkit.costs.traffic import naive_all_reduce_cost
+
+
+def all_reduce(
+    fn: Callable, *, op: str = "sum", world_sizes: tuple[int, ...] = WORLD_SIZES
+) -> Verdict:
+    """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
+
+    Target: each rank sends its tensor to rank 0, once; rank 0 sends P - 1 messages of S bytes.
+    """
+    exercise = Exercise(
+        "naive.all_reduce", expected=partial(reduced, op), target=_target, same_bits=True
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def _target(rank: int, case: Case) -> Target:
+    cost = naive_all_reduce_cost(case.size, 4, case.world_size, rank)
+    others = frozenset(range(1, case.world_size))
+    peers = frozenset({0}) if rank else others
+    return Target(cost.messages, cost.num_bytes, cost.steps, peers)

@@ -1,0 +1,228 @@
+"""Checks of the parameter server's parts: the server, a worker, and ranks that are both.
+
+Where only one part is the learner's, the other ranks run this module's.
+
+Symbols: P ranks, K servers (the first ranks), v the parameters [N], g_r the sum of the gradients
+of rank r's samples [N], B the samples of all workers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from labkit.check.grading.core import WORLD_SIZES, grade
+from labkit.check.grading.exercise import Case, Exercise, Target
+from labkit.check.grading.report import Verdict
+from labkit.collectives.ring import split_chunks
+from labkit.comm.comm import Comm
+from labkit.costs.traffic import parameter_server_cost, ring_all_reduce_cost
+from labkit.schedules.ring import chunk_bounds, owned_chunk
+
+LR = 0.1
+# No number of ranks that is tried divides it, so that no wrong divisor comes out right.
+BATCH_SIZE = 7
+
+
+def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, values, batch_size)``, one step of rank 0, which serves all other ranks.
+
+    It must receive a gradient [N] from each worker, make the update ``values -= 0.1 * sum /
+    batch_size`` in place, once, and send ``values`` to each worker.
+    """
+    exercise = Exercise(
+        "parameter_server.server",
+        lambda rank, case: _updated(case, range(1, case.world_size)),
+        inputs=lambda rank, case: (_start(case), case.tensor(rank)),
+        signature="comm, values, batch_size",
+        call=_with_workers,
+        target=lambda rank, case: _target(rank, case, servers=1),
+        mistakes=_SERVER,
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def worker(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, gradient, values, servers)``, one step of the ranks from ``servers`` on.
+
+    It must send slice k of ``gradient`` to server k, which is rank k, and receive into slice k of
+    ``values`` what comes back from there. The slices are ``chunk_bounds(N, servers)``.
+    """
+    exercise = Exercise(
+        "parameter_server.worker",
+        lambda rank, case: _updated(case, _workers(case)) if rank in _workers(case) else None,
+        inputs=lambda rank, case: (_start(case), case.tensor(rank)),
+        signature="comm, gradient, values, servers",
+        call=_with_servers,
+        target=lambda rank, case: _target(rank, case, _servers(case.world_size)),
+        mistakes=_WORKER,
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def shards(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, gradient, values, batch_size)``: every rank is server and worker.
+
+    All ranks must end with ``values - 0.1 * (sum of all gradients) / batch_size``, in place and to
+    the bit alike, and none may send more than in a ring.
+    """
+    exercise = Exercise(
+        "parameter_server.shards",
+        lambda rank, case: _updated(case, range(case.world_size)),
+        inputs=lambda rank, case: (case.tensor(rank), _start(case), BATCH_SIZE),
+        signature="comm, gradient, values, batch_size",
+        written=1,
+        chunked=True,
+        target=lambda rank, case: Target(
+            ring_all_reduce_cost(case.size, 4, case.world_size, rank).messages,
+            ring_all_reduce_cost(case.size, 4, case.world_size, rank).num_bytes,
+        ),
+        same_bits=True,
+        mistakes=_SHARDS,
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def _with_workers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> None:
+    if comm.rank == 0:
+        fn(comm, values, BATCH_SIZE)
+    else:
+        comm.send(gradient, 0)
+        comm.recv(values, 0)
+
+
+def _with_servers(fn: Callable, comm: Comm, values: Tensor, gradient: Tensor) -> None:
+    servers = _servers(comm.world_size)
+    if comm.rank >= servers:
+        fn(comm, gradient, values, servers)
+        return
+    start, end = chunk_bounds(len(values), servers)[comm.rank]
+    mine, total = values[start:end], torch.zeros(end - start)
+    for worker in range(servers, comm.world_size):
+        comm.recv_add(total, worker)
+    mine -= LR * total / BATCH_SIZE
+    for worker in range(servers, comm.world_size):
+        comm.send(mine, worker)
+
+
+def _servers(world_size: int) -> int:
+    return world_size - world_size // 2
+
+
+def _workers(case: Case) -> range:
+    return range(_servers(case.world_size), case.world_size)
+
+
+def _target(rank: int, case: Case, servers: int) -> Target:
+    cost = parameter_server_cost(case.size, 4, case.world_size, rank, servers)
+    return Target(cost.messages, cost.num_bytes)
+
+
+def _start(case: Case) -> Tensor:
+    """v: the same on all ranks."""
+    return case.tensor(case.world_size)
+
+
+def _sum(case: Case, ranks: range) -> Tensor:
+    return sum((case.tensor(rank) for rank in ranks), torch.zeros(case.size))
+
+
+def _updated(case: Case, workers: range, factor: float = 1 / BATCH_SIZE) -> Tensor:
+    return _start(case) - LR * factor * _sum(case, workers)
+
+
+def _all_but_0(case: Case) -> range:
+    return range(1, case.world_size)
+
+
+def _server_right(rank: int, case: Case, workers_value: Tensor) -> Tensor:
+    """A mistake that only the workers see."""
+    return workers_value if rank else _updated(case, _all_but_0(case))
+
+
+def _sum_of_sums(case: Case) -> Tensor:
+    """Of the first push, of the first two, and so on."""
+    return sum(_sum(case, range(1, last + 1)) for last in _all_but_0(case))
+
+
+def _own_chunk_alone(rank: int, case: Case) -> Tensor:
+    values, new = _start(case), _updated(case, range(case.world_size))
+    chunk = owned_chunk(rank, case.world_size)
+    split_chunks(values, case.world_size)[chunk].copy_(split_chunks(new, case.world_size)[chunk])
+    return values
+
+
+# Sentence -> what this mistake leaves on rank r. c is the case.
+
+_SERVER = {
+    "only the last push counts: each was received over the one before, and never added": (
+        lambda r, c: _updated(c, range(c.world_size - 1, c.world_size))
+    ),
+    "the sum of the gradients is not divided by batch_size": (
+        lambda r, c: _updated(c, _all_but_0(c), 1)
+    ),
+    "the sum is divided by the number of workers, where batch_size samples are in it": (
+        lambda r, c: _updated(c, _all_but_0(c), 1 / (c.world_size - 1))
+    ),
+    "the update goes uphill: it is added, where it must be subtracted": (
+        lambda r, c: _updated(c, _all_but_0(c), -1 / BATCH_SIZE)
+    ),
+    "the workers get the parameters from before the update": (
+        lambda r, c: _server_right(r, c, _start(c))
+    ),
+    "a worker gets what the pushes so far have made of the parameters, as from an asynchronous "
+    "server: wait for the last push, then update": (
+        lambda r, c: _server_right(r, c, _updated(c, range(1, r + 1)))
+    ),
+    "the workers get the sum of the gradients, where the new parameters are due": (
+        lambda r, c: _server_right(r, c, _sum(c, _all_but_0(c)))
+    ),
+    "the parameters are in the sum: it has to start from zeros, or from the first push": (
+        lambda r, c: _updated(c, _all_but_0(c)) - LR / BATCH_SIZE * _start(c)
+    ),
+    "every push makes an update with the sum so far: add all of them up, then update once": (
+        lambda r, c: _start(c) - LR / BATCH_SIZE * _sum_of_sums(c)
+    ),
+    "the workers have the new parameters, and the server the old: update values in place": (
+        lambda r, c: _updated(c, _all_but_0(c)) if r else _start(c)
+    ),
+}
+
+_WORKER = {
+    "values is unchanged: what is pulled must land in slices of it (recv writes in place)": (
+        lambda r, c: _start(c)
+    ),
+    "what is pulled is added to the old values, where it must take their place": (
+        lambda r, c: _start(c) + _updated(c, _workers(c))
+    ),
+    "the parameters were pushed, where the gradient is due": (
+        lambda r, c: (1 - LR * len(_workers(c)) / BATCH_SIZE) * _start(c)
+    ),
+    "the gradient was scaled before the push: learning rate and division are the server's": (
+        lambda r, c: _updated(c, _workers(c), LR / BATCH_SIZE)
+    ),
+    "values is updated once more after the pull: the server has done it": (
+        lambda r, c: _updated(c, _workers(c)) - LR * c.tensor(r)
+    ),
+}
+
+_SHARDS = {
+    "the sum of the gradients is not divided by batch_size": (
+        lambda r, c: _updated(c, range(c.world_size), 1)
+    ),
+    "the sum is divided by the number of ranks, where batch_size samples are in it": (
+        lambda r, c: _updated(c, range(c.world_size), 1 / c.world_size)
+    ),
+    "each rank has updated with its own gradient alone: no server has added them up": (
+        lambda r, c: _updated(c, range(r, r + 1))
+    ),
+    "each rank has only the slice that it serves: nobody has pulled the others": _own_chunk_alone,
+    "nothing has changed: share_reduce leaves chunk (rank + 1) mod P complete, was another one "
+    "updated?": lambda r, c: _start(c),
+    "the update goes uphill: it is added, where it must be subtracted": (
+        lambda r, c: _updated(c, range(c.world_size), -1 / BATCH_SIZE)
+    ),
+    "the ranks have the sum of the gradients, where the new parameters are due": (
+        lambda r, c: _sum(c, range(c.world_size))
+    ),
+}

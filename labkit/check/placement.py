@@ -1,0 +1,242 @@
+"""The check of page 08 without ranks: the best cuts of a profile, as good as the planner's.
+
+Symbols: L layers, P stages, a device each.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from labkit.check.grading.plain import from_a_stub
+from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_function, told
+from labkit.costs.link import Link
+from labkit.placement.planner import SplitModel, best_split, predict_split
+from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.schedules.stages import check_split_points, stage_bounds
+from labkit.units import format_bytes, format_count, format_seconds
+
+_NAME = "placement.best_cuts"
+_KIB, _MS = 1024, 1e-3
+# A learner adds up in another order than the planner.
+_SAME = 1 + 1e-9
+
+Points = tuple[int, ...]
+
+
+def best_cuts(fn: Callable) -> Verdict:
+    """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
+
+    At most ``max_stages`` devices, one micro-batch, everything trained: a step is the compute of
+    all layers, and over each cut an activation and its gradient. Every stage has to keep within
+    ``cap_bytes``. Any split is right that is as quick as the planner's. Runs in this process.
+    """
+    return told(_NAME, lambda: _judge(fn))
+
+
+class _Case(NamedTuple):
+    """The arguments of a call."""
+
+    profile: Profile
+    max_stages: int
+    link: Link
+    cap_bytes: float
+
+    def __str__(self) -> str:
+        cap = "no cap"
+        if math.isfinite(self.cap_bytes):
+            cap = f"a cap of {format_bytes(self.cap_bytes)}"
+        return f"the {self.profile.model}, up to {self.max_stages} stages, {cap}"
+
+    def split(self, points: Points) -> SplitModel:
+        return predict_split(self.profile, points, self.link)
+
+    def best_s(self) -> float:
+        """The planner's step, over all numbers of stages."""
+        found = []
+        for stages in range(1, self.max_stages + 1):
+            try:
+                args = self.profile, stages, self.link
+                found.append(best_split(*args, memory_cap_bytes=self.cap_bytes).step_s)
+            except ValueError:  # so few stages cannot keep the cap
+                continue
+        return min(found)
+
+
+def _profile(name: str, *layers: tuple[int, int, int, int]) -> Profile:
+    """By layer: ms forward (backward takes twice as long), KiB of output, parameters, held."""
+    costs = (
+        LayerCost(f"layer {i}", ms * _MS, 2 * ms * _MS, out * _KIB, own * _KIB, held * _KIB)
+        for i, (ms, out, own, held) in enumerate(layers)
+    )
+    return Profile(name, 8, 16 * _KIB, tuple(costs))
+
+
+# As in a network for images: activations shrink, parameters grow.
+_FUNNEL = _profile(
+    *("funnel", (4, 156, 2, 180), (2, 136, 6, 172), (2, 100, 10, 136), (1, 44, 14, 68)),
+    *((3, 76, 18, 76), (4, 20, 28, 40), (3, 16, 34, 28), (4, 4, 50, 24), (1, 1, 96, 41)),
+)
+# Two narrow places, and wide ones between them.
+_DUMBBELL = _profile(
+    *("dumbbell", (2, 90, 12, 60), (1, 16, 8, 80), (3, 200, 12, 70), (4, 180, 8, 90)),
+    *((3, 220, 12, 60), (1, 12, 8, 70), (2, 70, 16, 50), (1, 8, 4, 60), (1, 2, 8, 60)),
+)
+_NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
+# No two mistakes below find the same splits for all of these.
+_CASES = (
+    _Case(_FUNNEL, 2, _NEAR, 887 * _KIB),
+    _Case(_FUNNEL, 3, _NEAR, 640 * _KIB),
+    _Case(_DUMBBELL, 4, _NEAR, 460 * _KIB),
+    _Case(_DUMBBELL, 4, _FAR, 460 * _KIB),
+    _Case(_DUMBBELL, 3, _NEAR, math.inf),
+)
+
+
+def _judge(fn: Callable) -> Verdict:
+    if not callable(fn):
+        return Verdict(_NAME, NOT_YET, notes=[no_function(fn)])
+    answers = []
+    for case in _CASES:
+        try:
+            answers.append(fn(*case))
+        except Exception as error:
+            if from_a_stub(error):
+                return Verdict(_NAME, NOT_ATTEMPTED)
+            note = f"{case}: it raised {type(error).__name__}: {error}"
+            return Verdict(_NAME, NOT_YET, notes=[note])
+    found = ((case, _problem(case, answer)) for case, answer in zip(_CASES, answers))
+    case, problem = next((pair for pair in found if pair[1]), (None, ""))
+    if not problem:
+        note = f"all {len(_CASES)} splits are as quick as the planner's, and keep their caps"
+        return Verdict(_NAME, PASSED, notes=[note])
+    mistake = next((said for said, rules in _MISTAKES.items() if _fits(rules, answers)), "")
+    return Verdict(_NAME, NOT_YET, notes=[": ".join(filter(None, (str(case), problem, mistake)))])
+
+
+def _problem(case: _Case, answer: Any) -> str:
+    """What is wrong with one answer; empty where it is as good as the planner's."""
+    if not isinstance(answer, (tuple, list)):
+        return f"it returns {answer!r}, where split points are due, as in (3, 5)"
+    try:
+        points = check_split_points(answer, len(case.profile.layers))
+    except ValueError as error:
+        return str(error)
+    if len(points) >= case.max_stages:
+        stages = format_count(len(points) + 1, "stage")
+        return f"{points} makes {stages}: there are {format_count(case.max_stages, 'device')}"
+    split, best_s = case.split(points), case.best_s()
+    for stage, needed in enumerate(split.memory_bytes):
+        if needed > case.cap_bytes:
+            return f"with {points} stage {stage} needs {format_bytes(needed)}"
+    if split.step_s <= best_s * _SAME:
+        return ""
+    yours, best = format_seconds(split.step_s), format_seconds(best_s)
+    return f"with {points} a step takes {yours}, and {best} is possible"
+
+
+# The search that is wanted, and what it finds with a mistake in it.
+
+Cost = Callable[[_Case, Points], float]
+
+
+def _hops_s(case: _Case, points: Points) -> float:
+    return sum(case.split(points).hop_s)
+
+
+def _needed(case: _Case, points: Points) -> float:
+    return max(case.split(points).memory_bytes)
+
+
+def _search(
+    case: _Case, cost: Cost = _hops_s, needed: Cost = _needed, cuts: str = "up to all"
+) -> Points | None:
+    """The cheapest of all splits that keep the cap; None if there is none."""
+    layers, most = range(1, len(case.profile.layers)), case.max_stages - 1
+    fitting = [
+        points
+        for count in range(most if cuts == "all" else 0, most + 1)
+        for points in combinations(layers, count)
+        if needed(case, points) <= case.cap_bytes
+    ]
+    if cuts == "fewest":
+        fitting = [points for points in fitting if len(points) == len(fitting[0])]
+    return min(fitting, key=lambda points: (cost(case, points), points), default=None)
+
+
+def _of_stages(case: _Case, points: Points, of: Callable[[LayerCost], float]) -> float:
+    """The largest stage's sum."""
+    layers = case.profile.layers
+    bounds = stage_bounds(points, len(layers))
+    return max(sum(map(of, layers[start:end])) for start, end in bounds)
+
+
+def _compute_s(case: _Case, points: Points) -> float:
+    return _of_stages(case, points, lambda layer: layer.forward_s + layer.backward_s)
+
+
+def _num_layers(case: _Case, points: Points) -> float:
+    return _of_stages(case, points, lambda layer: 1)
+
+
+def _values_alone(case: _Case, points: Points) -> float:
+    return _of_stages(case, points, lambda layer: layer.parameter_bytes + layer.held_bytes)
+
+
+def _parameters_alone(case: _Case, points: Points) -> float:
+    return _of_stages(case, points, lambda layer: 3 * layer.parameter_bytes)
+
+
+def _bytes_behind(case: _Case, points: Points) -> float:
+    layers = case.profile.layers
+    return sum(case.link.message_seconds(layers[point].output_bytes) for point in points)
+
+
+def _nothing(case: _Case, points: Points) -> float:
+    return 0.0
+
+
+def _fits(rules: Sequence[dict], answers: list) -> bool:
+    given = [tuple(answer) if isinstance(answer, list) else answer for answer in answers]
+    return any([_search(case, **rule) for case in _CASES] == given for rule in rules)
+
+
+# Sentence -> the searches with this mistake.
+_MISTAKES: dict[str, list[dict]] = {
+    "stages have equally many layers, and layers differ in bytes and in what they need": [
+        {"cost": _num_layers, "cuts": "all"},
+        {"cost": _num_layers, "cuts": "all", "needed": _nothing},
+    ],
+    "stages are made equally long; without a pipeline one works at a time, and what a cut adds "
+    "to the step are its hops": [
+        {"cost": _compute_s, "cuts": "all"},
+        {"cost": _compute_s, "cuts": "all", "needed": _nothing},
+    ],
+    "the cap is forgotten: every stage has to keep it": [
+        {"needed": _nothing},
+        {"needed": _nothing, "cuts": "all"},
+    ],
+    "a stage may need all that the cap allows": [
+        {"needed": lambda case, points: _needed(case, points) + 1}
+    ],
+    "over the cut before layer k goes the output of layer k - 1, not that of layer k": [
+        {"cost": _bytes_behind},
+        {"cost": _bytes_behind, "cuts": "all"},
+    ],
+    "not all devices have to be used: a cut more is two messages more": [{"cuts": "all"}],
+    "the fewest cuts are not always best: two cheap ones may cost less than a dear one": [
+        {"cuts": "fewest"}
+    ],
+    "bytes alone are counted: a message costs alpha, however short it is": [
+        {"cost": lambda case, points: sum(case.split(points).hop_bytes)}
+    ],
+    "the dearest hop alone is counted: hops come one after the other, and add up": [
+        {"cost": lambda case, points: max(case.split(points).hop_s, default=0.0)}
+    ],
+    "training holds a parameter three times: its value, its gradient, its momentum": [
+        {"needed": _values_alone}
+    ],
+    "a stage holds its activations until backward, and they need memory as well": [
+        {"needed": _parameters_alone}
+    ],
+}

@@ -1,0 +1,111 @@
+"""Checks of ring all-reduce and its halves.
+
+Symbols: P ranks, S bytes of a rank's tensor.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from labkit.check.grading.core import WORLD_SIZES, grade
+from labkit.check.grading.exercise import Case, Exercise, Target
+from labkit.check.grading.report import Verdict
+from labkit.collectives.ring import split_chunks
+from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
+from labkit.schedules.ring import chunk_bounds, owned_chunk
+
+
+def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, chunks)``, the first half of the ring, to the right.
+
+    At the end chunk (rank + 1) mod P holds the sum over the ranks, written in place. Target of a
+    rank: P - 1 messages of one chunk each, in P - 1 exchanges, all to its right neighbour.
+    """
+    exercise = Exercise(
+        "ring.share_reduce",
+        signature="comm, chunks",
+        inputs=_own_chunks,
+        expected=_owned_sum,
+        chunked=True,
+        target=partial(_target, share_reduce_cost, "right"),
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def share_only(
+    fn: Callable, *, to: str = "right", world_sizes: tuple[int, ...] = WORLD_SIZES
+) -> Verdict:
+    """Grade ``fn(comm, chunks)``, the second half of the ring.
+
+    It starts where share-reduce ends: chunk (rank + 1) mod P is complete, the others hold the
+    rank's own values. At the end all are complete. Target of a rank: P - 1 messages of one chunk
+    each, in P - 1 exchanges, all to its right (or ``to="left"``) neighbour.
+    """
+    exercise = Exercise(
+        "ring.share_only",
+        signature="comm, chunks",
+        inputs=_one_complete_chunk,
+        expected=_all_sums,
+        chunked=True,
+        target=partial(_target, share_only_cost if to == "right" else _leftward_cost, to),
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def all_reduce(
+    fn: Callable, *, op: str = "sum", world_sizes: tuple[int, ...] = WORLD_SIZES
+) -> Verdict:
+    """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
+
+    Target of a rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
+    2 (P - 1) exchanges, all to its right neighbour; the same result to the bit on every rank.
+    """
+    exercise = Exercise(
+        "ring.all_reduce",
+        expected=partial(reduced, op),
+        chunked=True,
+        target=partial(_target, ring_all_reduce_cost, "right"),
+        same_bits=True,
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def reduced(op: str, rank: int, case: Case) -> torch.Tensor:
+    """What an all-reduce leaves on every rank: float32 [size]."""
+    return case.total() / case.world_size if op == "mean" else case.total()
+
+
+def _target(cost_of: Callable[..., Cost], to: str, rank: int, case: Case) -> Target:
+    cost = cost_of(case.size, 4, case.world_size, rank)
+    peer = (rank + (1 if to == "right" else -1)) % case.world_size
+    return Target(cost.messages, cost.num_bytes, cost.steps, frozenset({peer}))
+
+
+def _own_chunks(rank: int, case: Case) -> tuple:
+    """One argument: P chunks, views of one tensor."""
+    return (split_chunks(case.tensor(rank), case.world_size),)
+
+
+def _owned_sum(rank: int, case: Case) -> list:
+    owned = owned_chunk(rank, case.world_size)
+    sums = _all_sums(rank, case)
+    return [chunk if index == owned else None for index, chunk in enumerate(sums)]
+
+
+def _all_sums(rank: int, case: Case) -> list[torch.Tensor]:
+    return split_chunks(case.total(), case.world_size)
+
+
+def _one_complete_chunk(rank: int, case: Case) -> tuple:
+    chunks = split_chunks(case.tensor(rank), case.world_size)
+    owned = owned_chunk(rank, case.world_size)
+    chunks[owned].copy_(_all_sums(rank, case)[owned])
+    return (chunks,)
+
+
+def _leftward_cost(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
+    """Share-only to the left: a rank passes on every chunk but number ``rank``, its last one."""
+    start, end = chunk_bounds(num_elements, world_size)[rank]
+    steps = world_size - 1
+    return Cost(steps, steps, (num_elements - (end - start)) * element_bytes)

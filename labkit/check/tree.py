@@ -1,0 +1,39 @@
+"""The check of all-reduce by recursive doubling.
+
+Symbols: P ranks, S bytes of a rank's tensor.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from labkit.check.grading.core import grade
+from labkit.check.grading.exercise import Case, Exercise, Target
+from labkit.check.grading.report import Verdict
+from labkit.check.ring import reduced
+from labkit.costs.traffic import tree_all_reduce_cost
+
+# On two and four ranks, going through the distances 1, 2, 3, ... looks like doubling them.
+_WORLD_SIZES = (2, 8)
+
+
+def all_reduce(
+    fn: Callable, *, op: str = "sum", world_sizes: tuple[int, ...] = _WORLD_SIZES
+) -> Verdict:
+    """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
+
+    Target of a rank, where P is a power of two: log2 P exchanges of S bytes, each with the rank
+    whose number differs in one bit. For another P only the result is looked at.
+    """
+    exercise = Exercise(
+        "tree.all_reduce", expected=partial(reduced, op), target=_target, same_bits=True
+    )
+    return grade(fn, exercise, world_sizes)
+
+
+def _target(rank: int, case: Case) -> Target:
+    rounds = case.world_size.bit_length() - 1
+    if 2**rounds != case.world_size:
+        return Target()
+    peers = frozenset(rank ^ 2**k for k in range(rounds))
+    cost = tree_all_reduce_cost(case.size, 4, case.world_size, rank)
+    return Target(cost.messages, cost.num_bytes, cost.steps, peers)

@@ -1,0 +1,151 @@
+"""Shared memory on the GPU: ranks that share a device, or neighbour one, read each other's slots.
+
+The host side is ``labkit.comm.shared_memory``: its semaphores say which slot is whose. Here the
+slots lie in the sender's GPU memory, opened by the receiver through CUDA IPC, and since a copy is
+only queued when the host goes on, each slot has two interprocess events: ``filled`` orders the
+receiver's reading behind the sender's writing, ``free`` the next writing behind that reading.
+
+Source: CUDA Runtime API, "Interprocess Communication" (an event opened from a handle may be
+recorded and waited for in either process).
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from labkit.comm.channels import Channel
+from labkit.comm.shared_memory import NUM_SLOTS, Arena, Semaphore
+from labkit.comm.shared_transport import SharedTransport
+
+# A copy of less would take shorter than its launch.
+CUDA_SEGMENT_BYTES = 4 * 1024 * 1024
+
+
+class CudaChannel(Channel):
+    """A channel whose slots are in the memory of the source's GPU.
+
+    The source makes slots and events and leaves their handles in the edge's slot in host memory;
+    the destination opens them before its first segment.
+    """
+
+    segment_bytes = CUDA_SEGMENT_BYTES
+
+    def __init__(self, device: torch.device, arena: Arena, source: int, destination: int, *rest):
+        super().__init__(arena, source, destination, *rest)
+        self._device = device
+        self._letter = self._slots[0]
+        # Only the receiving end has a source as its peer.
+        self._is_open = self._peer == destination
+        if self._is_open:
+            self._make()
+
+    def _make(self) -> None:
+        size = (NUM_SLOTS, CUDA_SEGMENT_BYTES)
+        slots = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._slots = list(slots)
+        self._filled_events, self._free_events = (
+            [torch.cuda.Event(interprocess=True) for _ in range(NUM_SLOTS)] for _ in range(2)
+        )
+        events = [*self._filled_events, *self._free_events]
+        _write(self._letter, [export(slots), [event.ipc_handle() for event in events]])
+        self.filled.post()
+
+    def _open(self) -> None:
+        memory, handles = _read(self._letter)
+        self._slots = list(imported(memory, (NUM_SLOTS, CUDA_SEGMENT_BYTES)))
+        events = [torch.cuda.Event.from_ipc_handle(self._device, handle) for handle in handles]
+        self._filled_events, self._free_events = events[:NUM_SLOTS], events[NUM_SLOTS:]
+        self._is_open = True
+
+    def opening(self) -> Iterator[Semaphore]:
+        if not self._is_open:
+            yield self.filled
+            self._open()
+
+    def arrive(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        for semaphore in self.opening():
+            self._wait(semaphore, self._peer)
+        return super().arrive(num_elements, dtype)
+
+    def writable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        self._stream().wait_event(self._free_events[self._next])
+        return self.slot(num_elements, dtype)
+
+    def commit(self, begins_message: bool = True) -> None:
+        self._filled_events[self._next].record(self._stream())
+        super().commit(begins_message)
+
+    def readable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        self._stream().wait_event(self._filled_events[self._next])
+        # Arithmetic wants its operands on one device: a neighbour's slot is copied over first.
+        return self.slot(num_elements, dtype).to(self._device, non_blocking=True)
+
+    def release(self) -> None:
+        self._free_events[self._next].record(self._stream())
+        super().release()
+
+    def _stream(self):
+        return torch.cuda.current_stream(self._device)
+
+
+class CudaTransport(SharedTransport):
+    """``SharedTransport`` for tensors on the GPUs of one machine.
+
+    Returns when a transfer is queued on the current stream, as NCCL does.
+    """
+
+    # A peer may still have to read this rank's slots: they must outlast its queue.
+    ends_together = True
+
+    def __init__(self, arena: Arena, rank: int, device: torch.device, **settings):
+        super().__init__(arena, rank, **settings)
+        self.device = device
+
+    def _new_channel(self, *edge) -> Channel:
+        return CudaChannel(self.device, *edge)
+
+    def barrier(self) -> None:
+        torch.cuda.synchronize(self.device)
+        super().barrier()
+
+
+# Of the arguments with which PyTorch rebuilds a tensor, those before are known at both ends: its
+# type, shape, strides, offset, its storage's type, and its dtype.
+_FIRST_HANDLE = 6
+
+
+def export(tensor: Tensor) -> list:
+    """What another process needs to open ``tensor``'s memory: numbers, and handles in bytes."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(tensor)
+    return list(arguments[_FIRST_HANDLE:])
+
+
+def imported(handles: list, shape: tuple[int, int]) -> Tensor:
+    """The exported memory, as uint8 of ``shape``."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    storage_type = torch.storage.TypedStorage
+    known = Tensor, torch.Size(shape), (shape[1], 1), 0, storage_type, torch.uint8
+    return rebuild_cuda_tensor(*known, *handles)
+
+
+def _write(slot: Tensor, letter: list[list]) -> None:
+    """Handles are written in hexadecimal, so that what is read is text and numbers, no objects."""
+    data = json.dumps(letter, default=bytes.hex).encode("ascii")
+    framed = struct.pack("q", len(data)) + data
+    slot[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+
+
+def _read(slot: Tensor) -> list[list]:
+    (length,) = struct.unpack("q", bytes(slot[:8].numpy()))
+    assert 0 < length <= len(slot) - 8
+    letter = json.loads(bytes(slot[8 : 8 + length].numpy()))
+    return [
+        [bytes.fromhex(part) if isinstance(part, str) else part for part in parts]
+        for parts in letter
+    ]

@@ -1,0 +1,153 @@
+"""How ranks that nobody has launched together come to map one arena.
+
+All they have in common is a ``torch.distributed`` store, and under torchrun that listens on every
+interface without a password: whoever reaches it may write into it. So a note in the store is plain
+numbers of one length, and only a hint where to look. What is found there is mapped when it is what
+a meeting makes and nothing else: memory of this user's own, sealed, of the right size. That all
+ranks have come is then read in that memory, which nobody else can open, and not in the store.
+
+Source: memfd_create(2) and fcntl(2) for seals; proc(5), /proc/PID/fd, for who may open what.
+"""
+
+import contextlib
+import fcntl
+import os
+import stat
+import struct
+import sys
+from pathlib import Path
+
+from labkit.comm.board import LEFT
+from labkit.comm.shared_memory import Arena
+
+# Mark, process, descriptor, inode, and the machine's boot.
+_NOTE = struct.Struct("!8sqqQ36s")
+_MARK = b"labkit-1"
+_HIGHEST = 2**31 - 1
+_OPEN, _NOT_OPEN = b"open", b"not open"
+_SUSPICION = (
+    "Somebody else writes to this run's store. It has no password: let it listen where only your "
+    "own processes reach it (SECURITY.md)"
+)
+
+
+def meet(store, rank: int, world_size: int) -> Arena | None:
+    """Let all ranks map one arena: rank 0 makes it, the others open it.
+
+    Args:
+        store: the ``torch.distributed`` store of these ranks.
+
+    Returns None, on all ranks, when one of them cannot (another machine, another container).
+
+    Raises:
+        ConnectionError: the store holds what no rank has written.
+    """
+    # A store may outlive a group: the next one must not read what this one has written.
+    place = f"labkit/arena/{store.add(f'labkit/arenas/{rank}', 1)}"
+    if rank == 0:
+        arena = Arena(world_size)
+        store.set(place, _note(arena.descriptor))
+    else:
+        try:
+            arena = _open(world_size, *_read_note(store.get(place)))
+        except ConnectionError:
+            # The others must not wait for this rank.
+            store.set(f"{place}/{rank}", "refused")
+            raise
+    if arena is not None:
+        arena.board.ranks[rank]["pid"] = os.getpid()
+    store.set(f"{place}/{rank}", _OPEN if arena else _NOT_OPEN)
+    # The file must not be closed before all have opened it.
+    answers = [store.get(f"{place}/{other}") for other in range(world_size)]
+    return _agree(answers, arena, rank)
+
+
+def _agree(answers: list[bytes], arena: Arena | None, rank: int) -> Arena | None:
+    """The arena when all have it, None when one has not."""
+    for other, answer in enumerate(answers):
+        if answer not in (_OPEN, _NOT_OPEN):
+            raise ConnectionError(f"the answer of rank {other} is {answer[:20]!r}. {_SUSPICION}")
+    if arena is None:
+        return None
+    arena.close_file()
+    if _NOT_OPEN in answers:
+        # Whoever has been told something else, and waits here, finds that nobody will come.
+        arena.board.ranks[rank]["state"] = LEFT
+        return None
+    for other, pid in enumerate(arena.board.ranks["pid"]):
+        if not pid:
+            raise ConnectionError(
+                f"the store says that rank {other} has opened the ranks' shared memory, and it "
+                f"never came there. {_SUSPICION}"
+            )
+    return arena
+
+
+def _note(descriptor: int) -> bytes:
+    """Where this process's arena is. From here on it is a meeting's: no other carries seals."""
+    with contextlib.suppress(AttributeError, OSError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+    inode = os.fstat(descriptor).st_ino
+    return _NOTE.pack(_MARK, os.getpid(), descriptor, inode, _boot())
+
+
+def _read_note(note: bytes) -> tuple[int, int, int, bytes]:
+    if len(note) == _NOTE.size:
+        mark, pid, descriptor, inode, boot = _NOTE.unpack(note)
+        if mark == _MARK and 0 < pid <= _HIGHEST and 0 <= descriptor <= _HIGHEST:
+            return pid, descriptor, inode, boot
+    raise ConnectionError(
+        f"rank 0's note in the store is {len(note)} bytes that labkit does not write (is it the "
+        f"same labkit on all machines?). {_SUSPICION}"
+    )
+
+
+def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -> Arena | None:
+    """Map that arena; None when it is not there, or not what a meeting of this user's makes."""
+    if boot != _boot() or not boot.strip(b"\0"):
+        return None
+    with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
+        # O_PATH opens nothing yet: a device would notice, and a pipe would wait.
+        found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
+        stack.callback(os.close, found)
+        status = os.fstat(found)
+        if _is_own_memory(status) and status.st_ino == inode:
+            opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
+            stack.callback(os.close, opened)
+            # In another container the same path is another file. Sealed memory cannot shrink,
+            # which would end whoever touches it.
+            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == _seals():
+                return _mapped(world_size, opened, status.st_size)
+    return None
+
+
+def _mapped(world_size: int, opened: int, num_bytes: int) -> Arena | None:
+    arena = Arena(world_size, os.dup(opened))
+    return arena if arena.num_bytes == num_bytes else None
+
+
+def _is_own_memory(status: os.stat_result) -> bool:
+    is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
+    return is_file and status.st_uid == os.geteuid()
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _boot() -> bytes:
+    """What tells this machine, since it was switched on, from any other; empty if unknown."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_bytes().strip() if path.exists() else b""
+
+
+def stay_on_loopback() -> None:
+    """Where torchrun has started all ranks on this machine, let gloo listen on loopback alone."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if local is not None and local == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+
+
+def loopback() -> str:
+    """The interface that only this machine's own processes reach."""
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -1,0 +1,168 @@
+"""Memory that the ranks of one machine share: the arena, and semaphores in it.
+
+An arena is one piece of memory that all ranks map: the status board, and for every edge (source ->
+destination) a channel of a few slots. Counting semaphores, a few per edge, say who may go on.
+
+The arena has no name in any file system, so nothing is left behind however its processes end.
+
+Symbols: P ranks; an edge is an ordered pair (source, destination).
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import tempfile
+import time
+from multiprocessing.reduction import DupFd
+
+import torch
+from torch import Tensor
+
+from labkit.comm.board import Board
+
+SEGMENT_BYTES = 512 * 1024
+
+
+NUM_SLOTS = 4
+
+
+# More than any sem_t, and a cache line of its own, so that two ranks never write to one line.
+_SEMAPHORE_BYTES = 64
+
+
+_KINDS = ("ready", "filled", "free", "met")
+
+
+_PAGE_BYTES = 4096
+
+
+class Arena:
+    """The memory that P ranks of one machine share.
+
+    Args:
+        world_size: P.
+        descriptor: an open file that holds the arena; None makes a new one.
+    """
+
+    def __init__(self, world_size: int, descriptor: int | None = None):
+        self.world_size = world_size
+        board_bytes = Board.num_bytes(world_size)
+        # Those of the edges, then a doorbell a rank.
+        self.has_semaphores = sys.platform.startswith("linux")
+        num_edge_semaphores = len(_KINDS) * world_size**2 if self.has_semaphores else 0
+        num_semaphores = num_edge_semaphores + (world_size if self.has_semaphores else 0)
+        self._semaphores_at = _round_up(board_bytes, _SEMAPHORE_BYTES)
+        self._slots_at = _round_up(
+            self._semaphores_at + num_semaphores * _SEMAPHORE_BYTES, _PAGE_BYTES
+        )
+        # Pages that no rank touches take no memory: only the edges in use do.
+        self.num_bytes = self._slots_at + world_size**2 * NUM_SLOTS * SEGMENT_BYTES
+        self.descriptor = _unnamed_file(self.num_bytes) if descriptor is None else descriptor
+        self._map = mmap.mmap(self.descriptor, self.num_bytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.board = Board(world_size, memoryview(self._map)[:board_bytes])
+        if descriptor is None:
+            for number in range(num_semaphores):
+                is_free = number % len(_KINDS) == _KINDS.index("free")
+                initial = NUM_SLOTS if is_free and number < num_edge_semaphores else 0
+                Semaphore(self._semaphore_address(number)).initialise(initial)
+
+    def __reduce__(self):
+        # To a process that is being started, an open file travels as a duplicate.
+        return _from_duplicate, (self.world_size, DupFd(self.descriptor))
+
+    def __del__(self):
+        with contextlib.suppress(AttributeError):
+            self.close_file()
+
+    def close_file(self) -> None:
+        """The memory stays; nobody else can open it any more."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody here looks at the board any more."""
+        self.close_file()
+        del self.board, self._bytes, self._map
+
+    def semaphores(self, source: int, destination: int) -> list["Semaphore"]:
+        """Those of an edge: ready (to receive), filled, free (slots), met (at a barrier)."""
+        first = len(_KINDS) * (source * self.world_size + destination)
+        return [Semaphore(self._semaphore_address(first + n)) for n in range(len(_KINDS))]
+
+    def doorbell(self, rank: int) -> "Semaphore":
+        """What senders ring before they wait for ``rank`` to receive."""
+        return Semaphore(self._semaphore_address(len(_KINDS) * self.world_size**2 + rank))
+
+    def slots(self, source: int, destination: int) -> list[Tensor]:
+        """The slots of an edge, each [SEGMENT_BYTES] bytes."""
+        edge = source * self.world_size + destination
+        start = self._slots_at + edge * NUM_SLOTS * SEGMENT_BYTES
+        end = start + NUM_SLOTS * SEGMENT_BYTES
+        return list(self._bytes[start:end].split(SEGMENT_BYTES))
+
+    def _semaphore_address(self, number: int) -> int:
+        return self._address + self._semaphores_at + number * _SEMAPHORE_BYTES
+
+
+def _from_duplicate(world_size: int, duplicate) -> Arena:
+    arena = Arena(world_size, duplicate.detach())
+    arena.close_file()
+    return arena
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _unnamed_file(num_bytes: int) -> int:
+    """A file in memory that no folder lists. Neither the size of /dev/shm limits it."""
+    if hasattr(os, "memfd_create"):
+        # The system gives such a file to all who reach it, and may let it grow and shrink.
+        descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(descriptor, 0o600)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Semaphore:
+    """A POSIX semaphore in shared memory: a counter that a process can sleep on.
+
+    Source: POSIX.1-2017, sem_init (process-shared), sem_post, sem_trywait, sem_timedwait.
+    """
+
+    _libc: ctypes.CDLL | None = None
+
+    def __init__(self, address: int):
+        if Semaphore._libc is None:
+            Semaphore._libc = ctypes.CDLL(None)
+        self._address = ctypes.c_void_p(address)
+        self._post, self._trywait = self._libc.sem_post, self._libc.sem_trywait
+
+    def initialise(self, value: int) -> None:
+        shared_between_processes = 1
+        failed = self._libc.sem_init(self._address, shared_between_processes, value)
+        assert not failed
+
+    def post(self) -> None:
+        self._post(self._address)
+
+    def try_wait(self) -> bool:
+        return not self._trywait(self._address)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until the counter is above 0, and take one; False when the time is over."""
+        until_s = time.time() + timeout_s
+        timespec = _Timespec(int(until_s), int(until_s % 1 * 1e9))
+        return not self._libc.sem_timedwait(self._address, ctypes.byref(timespec))

@@ -1,0 +1,95 @@
+"""Naming the learner's own line: in a worker, in a traceback, in a notebook cell.
+
+A location travels as Python writes it in a traceback, ``"FILE", line N``, so that one pattern
+finds it in tracebacks, stack dumps and our own sentences alike.
+"""
+
+import contextlib
+import linecache
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+# Generated code ("<string>") and the frames between a learner's call and ours.
+_BETWEEN = (_PACKAGE, contextlib.__file__, "<")
+_LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}multiprocessing{os.sep}")
+_asked = threading.local()
+_LOCATION = re.compile(r'(?:File )?"([^"\n]+)", line (\d+)')
+
+
+def caller_location() -> str:
+    """The innermost frame that is neither labkit's nor PyTorch's, as ``"FILE", line N``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame.f_code.co_filename == threading.__file__:
+        # A thread of ours, with no learner's function in it.
+        return getattr(_asked, "location", "a thread")
+    return f'"{frame.f_code.co_filename}", line {frame.f_lineno}'
+
+
+def work_for(location: str) -> None:
+    """Let what this thread does from here on be ascribed to the line that asked for it."""
+    _asked.location = location
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a frame of this file is labkit's own."""
+    return filename.startswith(_BETWEEN)
+
+
+def is_internal(filename: str) -> bool:
+    """Whether a frame of this file is labkit's own or a library's, not the learner's."""
+    return is_ours(filename) or any(part in filename for part in _LIBRARIES)
+
+
+def learner_frames(stack: str) -> str:
+    """The lines of a stack dump that are in the learner's code; all of them when none is."""
+    found = [
+        line
+        for line in stack.splitlines()
+        if (match := _LOCATION.search(line)) and not is_internal(match[1])
+    ]
+    return "\n".join(found) or stack
+
+
+def cell_sources() -> dict[str, list[str]]:
+    """The sources that exist only in this process (notebook cells), by their file name."""
+    # linecache marks an entry that no file on disk backs with a modification time of None.
+    return {
+        name: entry[2]
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and entry[1] is None
+    }
+
+
+def install_sources(sources: dict[str, list[str]]) -> None:
+    """Make another process's cell sources known here, so that tracebacks can quote them."""
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+
+
+def _cell_names() -> dict[str, int]:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return dict(getattr(getattr(shell, "compile", None), "_filename_map", {}))
+
+
+def readable(text: str, *, quote: bool = True) -> str:
+    """Rewrite each location in ``text`` for a reader: ``Cell In[3], line 4: comm.recv(x, 1)``.
+
+    Args:
+        text: any text with locations in it.
+        quote: append the source line (a traceback has it already: pass False).
+    """
+    cells = _cell_names()
+
+    def rewrite(match: re.Match) -> str:
+        name, number = match[1], int(match[2])
+        where = f"Cell In[{cells[name]}]" if name in cells else name
+        source = linecache.getline(name, number).strip() if quote else ""
+        return f"{where}, line {number}" + (f": {source}" if source else "")
+
+    return _LOCATION.sub(rewrite, text)

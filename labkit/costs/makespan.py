@@ -1,0 +1,73 @@
+"""How long a step of a pipeline takes, without its timetable: a search asks thousands of times.
+
+The dependencies of a schedule do not change with the seconds. So they are put in order once, by
+``labkit.costs.pipeline_timeline``, and a step is then one pass over them; the seconds that come
+out are the timetable's to the bit. Symbols: P stages, M micro-batches.
+"""
+
+import functools
+from collections.abc import Sequence
+
+from labkit.costs.pipeline_timeline import timetable
+from labkit.schedules.pipeline import PIPELINES, Action
+
+
+def pipeline_streams(
+    schedule: str, num_stages: int, micro_batches: int, first_trained: int = 0
+) -> list[list[Action]]:
+    """By stage, its actions; stages before ``first_trained`` have no backward."""
+    streams = [
+        list(PIPELINES[schedule](stage, num_stages, micro_batches)) for stage in range(num_stages)
+    ]
+    for stage in range(first_trained):
+        streams[stage] = [action for action in streams[stage] if action.kind == "forward"]
+    return streams
+
+
+def makespan_s(
+    schedule: str,
+    micro_batches: int,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    hop_s: Sequence[float],
+    first_trained: int = 0,
+) -> float:
+    """When the last action of a step ends; the first begins at second 0.
+
+    Args:
+        schedule: a name out of ``schedules.PIPELINES``.
+        micro_batches: M.
+        forward_s, backward_s: by stage, seconds for one micro-batch.
+        hop_s: by cut, seconds from a stage to the next one, and back.
+        first_trained: stages before it have no backward.
+    """
+    seconds, hop_s = (forward_s, backward_s), (*hop_s, 0.0)
+    free_s, ended_s = [0.0] * len(forward_s), [0.0]
+    for stage, kind, source, cut in _order(schedule, len(forward_s), micro_batches, first_trained):
+        ready_s = ended_s[source] + hop_s[cut]
+        start_s = ready_s if ready_s > free_s[stage] else free_s[stage]
+        free_s[stage] = start_s + seconds[kind][stage]
+        ended_s.append(free_s[stage])
+    return max(free_s)
+
+
+@functools.lru_cache(maxsize=256)
+def _order(
+    schedule: str, num_stages: int, micro_batches: int, first_trained: int
+) -> list[tuple[int, int, int, int]]:
+    """Each action after those it needs.
+
+    By action: its stage, 1 if it is a backward, the place of its input, the cut that this comes
+    over. Places count from 1; place 0 and cut -1 stand for an input that is there from the start.
+    """
+    streams = pipeline_streams(schedule, num_stages, micro_batches, first_trained)
+    slots = timetable(streams, [1.0] * num_stages, [1.0] * num_stages)
+    slots.sort(key=lambda slot: slot.start_s)
+    places = {slot[:3]: place for place, slot in enumerate(slots, 1)}
+    order = []
+    for stage, kind, micro_batch, *_ in slots:
+        backward = kind == "backward"
+        neighbour = stage + 1 if backward else stage - 1
+        source = places.get((neighbour, kind, micro_batch), 0)
+        order.append((stage, int(backward), source, min(stage, neighbour) if source else -1))
+    return order

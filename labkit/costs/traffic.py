@@ -1,0 +1,389 @@
+"""What each technique sends: steps, messages and bytes, exact, so tests hold them to the byte.
+
+Symbols: P ranks, S bytes of one rank's tensor (S = N elements x the size of one).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from labkit.schedules.pipeline import PIPELINES, Hop, check_micro_batches, with_hops
+from labkit.schedules.ring import chunk_bounds, ring_share_only, ring_share_reduce
+from labkit.schedules.sparse import top_k_elements
+from labkit.schedules.tree import (
+    Transfer,
+    binomial_broadcast,
+    binomial_reduce,
+    dissemination,
+    pairwise_exchange,
+    recursive_doubling,
+    recursive_doubling_return,
+)
+from labkit.units import format_count
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank pays for one collective.
+
+    Attributes:
+        steps: rounds in which the rank sends, receives, or both at once.
+        messages: messages this rank sends.
+        num_bytes: payload bytes this rank sends.
+    """
+
+    steps: int
+    messages: int
+    num_bytes: int
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.steps + other.steps,
+            self.messages + other.messages,
+            self.num_bytes + other.num_bytes,
+        )
+
+
+NOTHING = Cost(0, 0, 0)
+
+
+def ring_all_reduce_cost(
+    num_elements: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    partial_bytes: int | None = None,
+) -> Cost:
+    """Ring all-reduce: 2 (P - 1) steps and messages, 2 (P - 1) / P x S bytes sent by each rank.
+
+    The fraction is exact when P divides the number of elements; otherwise chunks differ by one
+    element, and so do the ranks: the sum over the schedule's chunks is exact always.
+
+    Args:
+        num_elements: elements of the tensor.
+        element_bytes: bytes of one.
+        world_size: P.
+        rank: whose cost.
+        partial_bytes: bytes of one element of a partial sum, where it is not ``element_bytes``:
+            4 for float16 and bfloat16, whose sums travel as float32 (``Reduction.wide``).
+    """
+    counts = num_elements, element_bytes, world_size, rank
+    return share_reduce_cost(*counts, partial_bytes) + share_only_cost(*counts)
+
+
+def share_reduce_cost(
+    num_elements: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    partial_bytes: int | None = None,
+) -> Cost:
+    """Half a ring: P - 1 steps and messages, (P - 1) / P x S bytes (of partial sums)."""
+    steps = ring_share_reduce(rank, world_size)
+    return _chunks_cost(steps, num_elements, partial_bytes or element_bytes, world_size)
+
+
+def share_only_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
+    """The other half: P - 1 steps and messages, (P - 1) / P x S bytes."""
+    steps = ring_share_only(rank, world_size)
+    return _chunks_cost(steps, num_elements, element_bytes, world_size)
+
+
+def naive_all_reduce_cost(
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
+) -> Cost:
+    """All-to-one and back: rank 0 receives P - 1 tensors of S bytes, then sends P - 1.
+
+    Rank 0 needs 2 (P - 1) steps and sends (P - 1) S bytes; each other rank sends S bytes, once.
+    """
+    size = num_elements * element_bytes
+    if world_size == 1:
+        return NOTHING
+    if rank == 0:
+        return Cost(2 * (world_size - 1), world_size - 1, (world_size - 1) * size)
+    return Cost(2, 1, size)
+
+
+def tree_all_reduce_cost(
+    num_elements: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    partial_bytes: int | None = None,
+) -> Cost:
+    """Recursive doubling: log2 P steps and messages of S bytes if P is a power of two.
+
+    Otherwise two steps more: Q is the largest power of two below P, ranks Q and up only send once
+    and receive once, and each of the first P - Q ranks receives one tensor more and sends one
+    more. ``partial_bytes`` as in ``ring_all_reduce_cost``.
+    """
+    partial = num_elements * (partial_bytes or element_bytes)
+    doubling = _transfers_cost(recursive_doubling(rank, world_size), partial)
+    back = recursive_doubling_return(rank, world_size)
+    return doubling + _transfers_cost(back, num_elements * element_bytes)
+
+
+def broadcast_cost(
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
+) -> Cost:
+    """Binomial tree: the root sends ceil(log2 P) messages of S bytes, all ranks P - 1."""
+    steps = binomial_broadcast(rank, world_size, root)
+    return _transfers_cost(steps, num_elements * element_bytes)
+
+
+def reduce_cost(
+    num_elements: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    root: int = 0,
+    partial_bytes: int | None = None,
+) -> Cost:
+    """Binomial tree: the root receives ceil(log2 P) messages, every other rank sends one.
+
+    ``partial_bytes`` as in ``ring_all_reduce_cost``.
+    """
+    steps = binomial_reduce(rank, world_size, root)
+    return _transfers_cost(steps, num_elements * (partial_bytes or element_bytes))
+
+
+def gather_cost(
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
+) -> Cost:
+    """The root receives P - 1 messages in as many steps; every other rank sends S bytes, once."""
+    if world_size == 1:
+        return NOTHING
+    if rank == root:
+        return Cost(world_size - 1, 0, 0)
+    return Cost(1, 1, num_elements * element_bytes)
+
+
+def scatter_cost(
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
+) -> Cost:
+    """The root sends P - 1 messages of S bytes (one rank's share); every other receives one."""
+    if world_size == 1:
+        return NOTHING
+    if rank == root:
+        messages = world_size - 1
+        return Cost(messages, messages, messages * num_elements * element_bytes)
+    return Cost(1, 0, 0)
+
+
+def all_gather_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
+    """Share-only of one tensor a rank: P - 1 steps and messages, (P - 1) S bytes."""
+    return share_only_cost(num_elements * world_size, element_bytes, world_size, rank)
+
+
+def reduce_scatter_cost(
+    num_elements: int,
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    partial_bytes: int | None = None,
+) -> Cost:
+    """Share-reduce of P tensors a rank, S bytes each: P - 1 steps and messages, (P - 1) S bytes.
+
+    ``partial_bytes`` as in ``ring_all_reduce_cost``.
+    """
+    total = num_elements * world_size
+    return share_reduce_cost(total, element_bytes, world_size, rank, partial_bytes)
+
+
+def all_to_all_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
+    """Pairwise exchange of P tensors a rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
+    return _transfers_cost(pairwise_exchange(rank, world_size), num_elements * element_bytes)
+
+
+def barrier_cost(world_size: int, rank: int = 0) -> Cost:
+    """Dissemination: ceil(log2 P) steps and messages of one byte."""
+    return _transfers_cost(dissemination(rank, world_size), 1)
+
+
+def parameter_server_cost(
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, servers: int = 1
+) -> Cost:
+    """One step of a parameter server with K = ``servers`` and W = P - K workers.
+
+    A worker pushes one slice to each server and pulls one back: 2 K steps, K messages, S bytes.
+    A server receives W slices of S / K bytes and sends as many: 2 W steps, W messages, W / K x S
+    bytes. With P = 1 the one rank is server and worker, and nothing is sent.
+
+    Args:
+        num_elements: trained parameters; slices differ by one element at most.
+        element_bytes: bytes of one.
+        world_size: P.
+        rank: whose cost; ranks 0 to K - 1 serve.
+        servers: K.
+    """
+    if world_size == 1:
+        return NOTHING
+    workers = world_size - servers
+    if rank >= servers:
+        return Cost(2 * servers, servers, num_elements * element_bytes)
+    start, end = chunk_bounds(num_elements, servers)[rank]
+    return Cost(2 * workers, workers, workers * (end - start) * element_bytes)
+
+
+def async_parameter_server_cost(
+    num_elements: int, num_buffers: int, element_bytes: int, pushes: int, serves: bool
+) -> Cost:
+    """``pushes`` times to the asynchronous parameter server and back, of one side.
+
+    A push is a gradient, and a short message with 2 numbers and the model's buffers; the answer is
+    the parameters, and a short message with 1 number and the buffers. A run of E epochs of b
+    batches on W workers takes E b W pushes, and W - 1 more that are under way when it ends.
+
+    Args:
+        num_elements: trained parameters.
+        num_buffers: elements of the model's buffers.
+        element_bytes: bytes of one of either.
+        pushes: of one worker, or of all together.
+        serves: the server's side; otherwise the workers'.
+    """
+    short = (1 if serves else 2) + num_buffers
+    return Cost(4 * pushes, 2 * pushes, pushes * (num_elements + short) * element_bytes)
+
+
+def compressed_cost(
+    compress: str, num_elements: int, element_bytes: int, world_size: int, rank: int = 0
+) -> Cost:
+    """All-reduce of gradients by ``labkit.collectives.compressed``.
+
+    ``fp16`` and ``bf16``: the ring's messages in two bytes an element, (P - 1) / P x 4 N bytes.
+    ``topk``: P - 1 messages of k values and k places, 2 (P - 1) k elements. Unlike the ring's its
+    bytes grow with P: from P = 100 on nothing is saved where k is 1 % of N.
+    """
+    if compress == "topk":
+        kept = top_k_elements(num_elements)
+        return all_gather_cost(2 * kept, element_bytes, world_size, rank)
+    return ring_all_reduce_cost(num_elements, 2, world_size, rank)
+
+
+def data_parallel_cost(
+    batch_size: int,
+    world_size: int,
+    *,
+    input_bytes: int,
+    output_bytes: int,
+    state_bytes: int,
+    gradient_bytes: int,
+) -> dict[str, int]:
+    """Bytes that one step of data parallelism in one process moves between P devices, by phase.
+
+    Device 0 keeps the first ceil(B / P) of the B samples; a batch of fewer than P samples uses B
+    devices. All of it passes through device 0, whose links are the bottleneck.
+
+    Args:
+        batch_size: B, samples of the global batch.
+        world_size: P, devices.
+        input_bytes, output_bytes: of one sample.
+        state_bytes: parameters and buffers, S.
+        gradient_bytes: of the parameters that are trained.
+
+    Returns:
+        ``scatter``: inputs out. ``replicate``: (P - 1) S. ``gather``: outputs in, and their
+        gradients out. ``reduce``: (P - 1) times the gradients.
+    """
+    used = min(batch_size, world_size)
+    elsewhere = batch_size - math.ceil(batch_size / used)
+    return {
+        "scatter": elsewhere * input_bytes,
+        "replicate": (used - 1) * state_bytes,
+        "gather": 2 * elsewhere * output_bytes,
+        "reduce": (used - 1) * gradient_bytes,
+    }
+
+
+def ddp_update_cost(
+    bucket_elements: Sequence[int],
+    element_bytes: int,
+    world_size: int,
+    rank: int = 0,
+    buffer_bytes: Sequence[int] = (),
+) -> Cost:
+    """One update of ``BucketedDDP``: a ring a bucket, and a broadcast of rank 0's buffers.
+
+    Args:
+        bucket_elements: gradients of each bucket. In how many buckets they go changes the
+            messages, 2 (P - 1) a bucket, and hardly the bytes.
+        element_bytes: bytes of one gradient.
+        world_size: P.
+        rank: whose cost.
+        buffer_bytes: of the module's buffers, a figure for each dtype.
+    """
+    total = NOTHING
+    for elements in bucket_elements:
+        total += ring_all_reduce_cost(elements, element_bytes, world_size, rank)
+    for num_bytes in buffer_bytes:
+        total += broadcast_cost(num_bytes, 1, world_size, rank)
+    return total
+
+
+def model_parallel_cost(
+    cut_bytes_per_sample: Sequence[int],
+    batch_size: int,
+    rank: int,
+    num_stages: int,
+    micro_batches: int = 1,
+    first_trained: int = 0,
+    schedule: str | None = None,
+) -> Cost:
+    """One training step of a model that is cut into stages, of one rank.
+
+    A cut of S bytes a sample carries M messages and B x S bytes forward, and as much backward,
+    unless nothing before it is trained. Into how many micro-batches the batch is cut changes the
+    messages, and not the bytes. What tied parameters on several stages add is left out.
+
+    Args:
+        cut_bytes_per_sample: by cut, what a layer hands on for one sample.
+        batch_size: B, samples.
+        rank: whose cost, 0 to P - 1.
+        num_stages: P, one a rank.
+        micro_batches: M; a batch of fewer samples makes as many.
+        first_trained: the first stage that trains anything; P if none does.
+        schedule: of ``Pipeline``, a name out of ``schedules.PIPELINES``. It decides how often a
+            send and a receive are one exchange (``schedules.with_hops``), that is the steps. None
+            is ``ModelParallel``: one micro-batch, and each message a step of its own.
+
+    Raises:
+        ValueError: not one figure for each of the P - 1 cuts, no such rank or schedule, no
+            micro-batch, or several of them without a schedule.
+    """
+    if len(cut_bytes_per_sample) != num_stages - 1:
+        raise ValueError(
+            f"bytes for {format_count(len(cut_bytes_per_sample), 'cut')} of "
+            f"{format_count(num_stages, 'stage')}: give {num_stages - 1}"
+        )
+    if not 0 <= rank < num_stages:
+        stages = format_count(num_stages, "stage")
+        raise ValueError(f"no rank {rank}: with {stages} the ranks are 0 to {num_stages - 1}")
+    count = min(check_micro_batches(micro_batches), batch_size)
+    known = ", ".join(PIPELINES)
+    if schedule not in (None, *PIPELINES):
+        raise ValueError(f"unknown schedule {schedule!r}: choose one of {known}")
+    if schedule is None and micro_batches > 1:
+        raise ValueError(f"{micro_batches} micro-batches need a schedule: choose one of {known}")
+    actions = PIPELINES[schedule or "gpipe"](rank, num_stages, count)
+    stream = with_hops(actions, rank, num_stages, first_trained)
+    hops = [step for step in stream if isinstance(step, Hop)]
+    sent = [hop.send for hop in hops if hop.send]
+    steps = len(hops) if schedule else len(sent) + sum(hop.recv is not None for hop in hops)
+    # Each micro-batch is sent once to each peer, so what a peer gets is the batch.
+    cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
+    num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
+    return Cost(steps, len(sent), num_bytes)
+
+
+def _chunks_cost(steps: Iterable, num_elements: int, element_bytes: int, world_size: int) -> Cost:
+    """Each step of a ring sends one chunk."""
+    sizes = [end - start for start, end in chunk_bounds(num_elements, world_size)]
+    sent = [sizes[step.send_chunk] for step in steps]
+    return Cost(len(sent), len(sent), sum(sent) * element_bytes)
+
+
+def _transfers_cost(steps: Iterable[Transfer], size_bytes: int) -> Cost:
+    """Each step that has somewhere to send to sends ``size_bytes``."""
+    steps = list(steps)
+    messages = sum(step.dst is not None for step in steps)
+    return Cost(len(steps), messages, messages * size_bytes)

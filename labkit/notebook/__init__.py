@@ -1,0 +1,1 @@
+"""What notebook cells use besides figures: predictions, and the library's source."""

@@ -1,0 +1,18 @@
+"""Where to cut a model into stages: what layers cost, what a split costs, and the best one."""
+
+from labkit.placement.planner import (
+    VGG16_PLACEMENTS,
+    SplitModel,
+    best_split,
+    predict_split,
+)
+from labkit.placement.stage_costs import LayerCost, Profile
+
+__all__ = [
+    "VGG16_PLACEMENTS",
+    "LayerCost",
+    "Profile",
+    "SplitModel",
+    "best_split",
+    "predict_split",
+]

@@ -1,0 +1,222 @@
+"""Where to cut a model into stages: what a split costs on paper, and the best one. No torch.
+
+What crosses a cut is the output of the layer before it, forward, and a gradient of the same size,
+backward, unless nothing before the cut is trained.
+
+The model leaves out that stages share a memory bus or a core, and that a small micro-batch costs
+more a sample than a large one: times of a micro-batch are those of the batch divided by M.
+
+Symbols: L layers, P stages, M micro-batches. Times and bytes are those of one batch, if nothing
+else is said.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from labkit.costs.link import Link
+from labkit.costs.makespan import pipeline_streams
+from labkit.costs.pipeline_timeline import Slot, timetable
+from labkit.placement.search import StageCost, cheapest_cuts, cheapest_rest, search_cuts
+from labkit.placement.stage_costs import LayerCost, Profile, StageCosts
+from labkit.schedules.stages import check_split_points, stage_bounds
+from labkit.units import format_bytes, format_count
+
+__all__ = [
+    "VGG16_PLACEMENTS",
+    "LayerCost",
+    "Profile",
+    "SplitModel",
+    "best_split",
+    "check_split_points",
+    "predict_split",
+    "stage_bounds",
+]
+
+# Split points of labkit's vgg16: layers 0 to 30 are its features (pools are layers 4, 9, 16, 23
+# and 30), 31 averages, 32 flattens, 33 classifies. The first four are those of the experiment
+# that the course corrects, whose cuts nobody chose for the bytes that cross them; the others use
+# as many devices and cut elsewhere.
+VGG16_PLACEMENTS: dict[str, tuple[int, ...]] = {
+    "1 device": (),
+    "2 devices": (31,),
+    "3 devices": (31, 33),
+    "4 devices": (15, 31, 33),
+    "2 devices, after pool 1": (5,),
+    "2 devices, after pool 2": (10,),
+    "2 devices, after pool 3": (17,),
+    "2 devices, after pool 4": (24,),
+    "3 devices, after pools 2 and 3": (10, 17),
+    "4 devices, after pools 2, 3 and 4": (10, 17, 24),
+    "4 devices, even compute": (7, 14, 21),
+}
+OBJECTIVES = ("step", "largest_stage")
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A training step of a split model on paper.
+
+    Attributes:
+        split_points: where stages 1 to P - 1 begin.
+        schedule: "gpipe" or "1f1b"; with one micro-batch they are the same.
+        micro_batches: M.
+        forward_s, backward_s: by stage, seconds of the whole batch.
+        hop_bytes: by cut, what a whole batch sends in one direction.
+        hop_s: by cut, seconds of these bytes in M messages, one direction.
+        memory_bytes: by stage, parameters with what training adds, and activations held.
+        step_s: from the first forward to the last backward.
+        bubble: share of stages x step in which a stage does not compute.
+        first_trained: the first stage with a backward; P if there is none. A cut carries
+            gradients if a stage before it has one.
+    """
+
+    split_points: tuple[int, ...]
+    schedule: str
+    micro_batches: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    hop_bytes: tuple[int, ...]
+    hop_s: tuple[float, ...]
+    memory_bytes: tuple[int, ...]
+    step_s: float
+    bubble: float
+    first_trained: int = 0
+
+    @property
+    def backward_hop_s(self) -> tuple[float, ...]:
+        """By cut, seconds of the gradients: ``hop_s``, or 0 where none crosses."""
+        return tuple(s if cut >= self.first_trained else 0.0 for cut, s in enumerate(self.hop_s))
+
+    def slots(self) -> list[Slot]:
+        """The step as a timetable, to be drawn; its last slot ends at ``step_s``."""
+        stages, micro_batches = len(self.forward_s), self.micro_batches
+        streams = pipeline_streams(self.schedule, stages, micro_batches, self.first_trained)
+        times = [self.forward_s, self.backward_s, self.hop_s]
+        return timetable(streams, *([s / micro_batches for s in by_part] for by_part in times))
+
+
+def predict_split(
+    profile: Profile,
+    split_points: Sequence[int],
+    link: Link,
+    *,
+    micro_batches: int = 1,
+    schedule: str = "gpipe",
+    frozen: int = 0,
+) -> SplitModel:
+    """One training step of a split model, by the alpha-beta model of its hops.
+
+    One micro-batch: the stages' compute and all hops, one after the other. More of them: the
+    schedule's timetable, in which a transfer occupies no stage.
+
+    Args:
+        profile: costs of the layers.
+        split_points: layers that begin a stage; none of them for one stage.
+        link: between two stages.
+        micro_batches: M; a batch of fewer samples makes as many.
+        schedule: "gpipe" or "1f1b".
+        frozen: so many layers from the first on are not trained. What comes before the first
+            trained parameter has no backward, and a cut before it carries no gradient.
+
+    Raises:
+        ValueError: impossible split points or settings, with the possible ones.
+    """
+    points = check_split_points(split_points, len(profile.layers))
+    costs = StageCosts(profile, len(points) + 1, link, micro_batches, schedule, frozen)
+    return _predict(costs, points)
+
+
+def best_split(
+    profile: Profile,
+    num_stages: int,
+    link: Link,
+    *,
+    objective: str = "step",
+    micro_batches: int = 1,
+    schedule: str = "gpipe",
+    memory_cap_bytes: float | None = None,
+    frozen: int = 0,
+) -> SplitModel:
+    """The split that ``predict_split`` finds best, of all there are; of equal ones the earliest.
+
+    Exact. "largest_stage", and "step" with one micro-batch (all hops, since the sum of compute is
+    the same for every split), are dynamic programmes. The step of a pipeline is no sum over its
+    stages: it is found by branch and bound, quick for 4 stages, with many more perhaps not.
+
+    Args:
+        profile, link, micro_batches, schedule, frozen: as in ``predict_split``.
+        num_stages: P.
+        objective: "step" has the shortest step, "largest_stage" the least compute on the stage
+            that has most of it, which is what a long pipeline waits for.
+        memory_cap_bytes: of every stage; None for no limit.
+
+    Raises:
+        ValueError: more stages than layers, impossible settings, or a cap that no split keeps
+            (with the smallest that one does).
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    costs = StageCosts(profile, num_stages, link, micro_batches, schedule, frozen)
+    if memory_cap_bytes is not None:
+        _check_cap(costs, memory_cap_bytes)
+    compute_s = _capped(costs.compute_s, costs, memory_cap_bytes)
+    if objective == "largest_stage":
+        points = _cheapest(costs, compute_s, max)
+    elif micro_batches == 1:
+        hops_s = _capped(costs.hops_before_s, costs, memory_cap_bytes)
+        points = _cheapest(costs, hops_s, operator.add)
+    else:
+        through_s = functools.cache(costs.through_s)
+        sizes = costs.num_layers, costs.num_stages
+        points = search_cuts(compute_s, through_s, costs.step_s, *sizes)
+    return _predict(costs, points)
+
+
+def _predict(costs: StageCosts, points: tuple[int, ...]) -> SplitModel:
+    bounds = stage_bounds(points, costs.num_layers)
+    step_s = costs.step_s(points)
+    busy_s = sum(costs.compute_s(stage, *bound) for stage, bound in enumerate(bounds))
+    return SplitModel(
+        points,
+        costs.schedule,
+        costs.micro_batches,
+        forward_s=tuple(costs.forward_s(*bound) for bound in bounds),
+        backward_s=tuple(costs.backward_s(*bound) for bound in bounds),
+        hop_bytes=tuple(costs.hop_bytes(cut) for cut in points),
+        hop_s=tuple(costs.micro_batches * costs.message_s(cut) for cut in points),
+        memory_bytes=tuple(costs.memory_bytes(s, *bound) for s, bound in enumerate(bounds)),
+        step_s=step_s,
+        bubble=1 - busy_s / (len(bounds) * step_s) if step_s else 0.0,
+        first_trained=costs.first_trained_stage(points),
+    )
+
+
+def _capped(cost: StageCost, costs: StageCosts, cap_bytes: float | None) -> StageCost:
+    """``cost``, infinite for a stage that needs more memory than there is."""
+
+    def capped(stage: int, start: int, end: int) -> float:
+        fits = costs.memory_bytes(stage, start, end) <= cap_bytes
+        return cost(stage, start, end) if fits else math.inf
+
+    return functools.cache(cost if cap_bytes is None else capped)
+
+
+def _cheapest(costs: StageCosts, cost: StageCost, combine: Callable) -> tuple[int, ...]:
+    rest = cheapest_rest(cost, costs.num_layers, costs.num_stages, combine)
+    return cheapest_cuts(cost, rest, combine)
+
+
+def _check_cap(costs: StageCosts, cap_bytes: float) -> None:
+    """Raise ValueError if no split keeps it."""
+    rest = cheapest_rest(costs.memory_bytes, costs.num_layers, costs.num_stages, max)
+    least = rest[0][0]
+    if least > cap_bytes:
+        raise ValueError(
+            f"no split into {format_count(costs.num_stages, 'stage')} keeps every stage within "
+            f"{cap_bytes:,.0f} bytes ({format_bytes(cap_bytes)}): the least that the largest "
+            f"stage can need is {least:,} ({format_bytes(least)}). Raise the cap, or take more "
+            "stages or a smaller batch"
+        )

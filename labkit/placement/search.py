@@ -1,0 +1,111 @@
+"""The cheapest way to cut a row of layers into stages, by dynamic programming.
+
+What is best is exact: ``cheapest_rest`` and ``cheapest_cuts`` for costs that are the sum or the
+largest of the stages' costs, ``search_cuts`` for any other. Symbols: L layers, P stages.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+
+from labkit.schedules.stages import stage_ends
+
+# (stage, start, end) -> what it costs to give that stage the layers start to end - 1.
+StageCost = Callable[[int, int, int], float]
+
+
+Combine = Callable[[float, float], float]
+
+
+# A bound and a total add up in different orders, so equal ones may differ in their last bits.
+_SAME = 1 + 1e-9
+
+
+def cheapest_rest(
+    cost: StageCost, num_layers: int, num_stages: int, combine: Combine
+) -> list[list[float]]:
+    """Dynamic programme over cuts, from the last stage to the first.
+
+    rest[s][i] = min over k of combine(cost(s, i, k), rest[s + 1][k]): what is best for the layers
+    from i on does not depend on how those before them are cut. That holds for costs that add up
+    (``operator.add``) and for the largest one (``max``). P L^2 / 2 costs are looked at.
+
+    Args:
+        cost: of one stage, from 0 up; ``math.inf`` where it is not allowed.
+        num_layers: L, at least P.
+        num_stages: P.
+        combine: of the cost of a stage and of those after it.
+
+    Returns:
+        [stage][start] -> the least combined cost of stages ``stage`` to P - 1 on the layers from
+        ``start`` on; ``math.inf`` where there is no such split.
+    """
+    last = num_stages - 1
+    rest = [[math.inf] * num_layers for _ in range(num_stages)]
+    rest[last] = [cost(last, start, num_layers) for start in range(num_layers)]
+    for stage in reversed(range(last)):
+        for start in range(stage, num_layers - (last - stage)):
+            rest[stage][start] = min(
+                combine(cost(stage, start, end), rest[stage + 1][end])
+                for end in stage_ends(stage, start, num_layers, num_stages)
+            )
+    return rest
+
+
+def cheapest_cuts(cost: StageCost, rest: list[list[float]], combine: Combine) -> tuple[int, ...]:
+    """The split points that reach ``rest[0][0]``; of several, those that cut earliest.
+
+    Args:
+        cost, combine: as ``cheapest_rest`` was given them.
+        rest: what it returned.
+    """
+    num_stages, num_layers = len(rest), len(rest[0])
+    points: list[int] = []
+    start, spent = 0, 0.0
+    for stage in range(num_stages - 1):
+        choices = []
+        for end in stage_ends(stage, start, num_layers, num_stages):
+            so_far = combine(spent, cost(stage, start, end))
+            choices.append((combine(so_far, rest[stage + 1][end]), end, so_far))
+        _, start, spent = min(choices)
+        points.append(start)
+    return tuple(points)
+
+
+def search_cuts(
+    cost: StageCost,
+    through: StageCost,
+    total: Callable[[tuple[int, ...]], float],
+    num_layers: int,
+    num_stages: int,
+) -> tuple[int, ...]:
+    """Branch and bound: the split with the least ``total``; of several, the earliest cuts.
+
+    A stage cannot be done before its own cost and ``through`` of all stages before it. With the
+    layers before a cut given, the stages behind it cost ``cheapest_rest`` at least. Splits are
+    opened in the order of this lower bound, and when it is above the best total, the rest is not
+    looked at: it may be most of the (L - 1 choose P - 1) splits, or little.
+
+    Args:
+        cost: of one stage; ``math.inf`` where it is not allowed.
+        through: what a stage adds to the start of all stages behind it.
+        total: of a whole split, given its split points; the lower bound holds for it.
+        num_layers: L, at least P.
+        num_stages: P.
+    """
+    rest = cheapest_rest(cost, num_layers, num_stages, max)
+    best: tuple[float, tuple[int, ...]] = (math.inf, ())
+    opened = [(rest[0][0], (), 0.0)]
+    while opened and opened[0][0] <= best[0] * _SAME:
+        bound, points, before = heapq.heappop(opened)
+        stage, start = len(points), points[-1] if points else 0
+        if stage == num_stages - 1:
+            best = min(best, (total(points), points))
+            continue
+        for end in stage_ends(stage, start, num_layers, num_stages):
+            after = before + through(stage, start, end)
+            own, behind = before + cost(stage, start, end), after + rest[stage + 1][end]
+            longer = max(bound, own, behind)
+            if longer <= best[0] * _SAME:
+                heapq.heappush(opened, (longer, (*points, end), after))
+    return best[1]

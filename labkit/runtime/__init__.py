@@ -1,0 +1,1 @@
+"""From a function to P processes and back: launch, supervise, gather, end whole."""

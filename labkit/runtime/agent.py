@@ -1,0 +1,267 @@
+"""The engine under ``labkit.run``: PyTorch's elastic agent in a thread, one machine, no socket.
+
+In a thread the agent leaves the calling process's signal handlers alone, and the caller can watch,
+print, and be stopped. PyTorch's ``SimpleElasticAgent`` is made to be extended: it brings the
+numbering of the ranks and the loop; how processes are started, watched and ended is here.
+(PyTorch's ``LocalElasticAgent`` waits without bound for a rank that was killed at its end, makes
+semaphores that a kill leaves in /dev/shm, and looks up names.)
+
+Source: ``torch.distributed.elastic.agent.server``, "Extending the Agent".
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch.distributed import HashStore
+from torch.distributed.elastic import events, rendezvous
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerSpec,
+    WorkerState,
+)
+
+from labkit.comm.processes import is_running, kill_group
+from labkit.runtime.preload import server_fault, start_method
+
+_LOOPBACK = "127.0.0.1"
+# The longest that the agent goes without looking whether it is to stop.
+_LOOK_S = 0.1
+# Between two looks; PyTorch sleeps so long, and then waits for what happens anyway.
+_PAUSE_S = 0.001
+_THREAD_START_S = 1.0
+# For ranks that were killed to be gone; longer only in the kernel's own uninterruptible sleep.
+_END_PATIENCE_S = 5.0
+# What Python says of a child whose end the forkserver could not report.
+_UNKNOWN_CODE = 255
+
+
+class Ranks(SimpleElasticAgent):
+    """The ranks of one run: started once, never restarted.
+
+    Args:
+        target: a rank's body, ``target(rank, environment, control, output, *args)``.
+        ends: ``(control, output)``, a rank's ends of its two pipes to the launcher, by rank.
+        args: further arguments, the same for all ranks.
+        stop_asked: set when the ranks are to be ended.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        ends: list[tuple[Connection, Connection]],
+        args: tuple,
+        stop_asked: threading.Event,
+    ):
+        spec = WorkerSpec(
+            role="labkit",
+            local_world_size=len(ends),
+            entrypoint=target,
+            rdzv_handler=OneMachine(),
+            max_restarts=0,
+            monitor_interval=_PAUSE_S,
+        )
+        super().__init__(spec)
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        # By rank, in the order in which they were seen; None where the code is lost.
+        self.exit_codes: dict[int, int | None] = {}
+        self.start_error: BaseException | None = None
+        self._target, self._ends, self._args = target, ends, args
+        self._stop_asked = stop_asked
+
+    def _start_workers(self, worker_group) -> dict[int, Any]:
+        context = multiprocessing.get_context(start_method())
+        for worker, ends in zip(worker_group.workers, self._ends):
+            if self._stop_asked.is_set():
+                break
+            rank = worker.local_rank
+            environment = _environment(worker, worker_group, self._worker_group.spec)
+            process = context.Process(
+                target=self._target,
+                args=(rank, environment, *ends, *self._args),
+                name=f"labkit-rank-{rank}",
+            )
+            try:
+                process.start()
+            except BaseException as error:
+                # Told before the ranks that have started are ended for it.
+                self.start_error = error
+                raise
+            self.processes.append(process)
+            # The rank's pipes must end with it: nobody else may hold them open.
+            for end in ends:
+                end.close()
+        return {rank: process.pid for rank, process in enumerate(self.processes)}
+
+    def _monitor_workers(self, worker_group) -> RunResult:
+        running = [p for r, p in enumerate(self.processes) if r not in self.exit_codes]
+        if any(process.exitcode == _UNKNOWN_CODE for process in running):
+            # Their sentinels are of no use then.
+            time.sleep(_LOOK_S / 5)
+        else:
+            wait([process.sentinel for process in running], _LOOK_S)
+        self._look()
+        if self._stop_asked.is_set():
+            return RunResult(state=WorkerState.FAILED)
+        if len(self.exit_codes) < len(self.processes):
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict(self.exit_codes))
+
+    def _look(self) -> None:
+        for rank, process in enumerate(self.processes):
+            code = process.exitcode
+            if rank in self.exit_codes or code is None:
+                continue
+            if code == _UNKNOWN_CODE and is_running(process.pid):
+                # Without its server a rank lives on, and only the system knows when it ends.
+                continue
+            self.exit_codes[rank] = None if code == _UNKNOWN_CODE and server_fault() else code
+
+    def _stop_workers(self, worker_group) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
+        """Whoever is still there has returned, or is to end at once: no other signal is sure."""
+        until_s = time.monotonic() + _END_PATIENCE_S
+        for rank, process in enumerate(self.processes):
+            # By its number alone: a rank that has lost its server is no child any more. What it
+            # has started goes with it, also when the rank itself has ended.
+            if rank not in self.exit_codes or self._has_left_a_group(process.pid):
+                kill_group(process.pid)
+        for process in self.processes:
+            process.join(max(0.0, until_s - time.monotonic()))
+            while is_running(process.pid) and time.monotonic() < until_s:
+                time.sleep(_PAUSE_S)
+        self._look()
+
+    def _has_left_a_group(self, leader: int) -> bool:
+        # As long as a group has members the system gives its number to no new process.
+        try:
+            os.killpg(leader, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def _construct_event(self, state: str, source, *args, **kwargs):
+        # PyTorch's own asks a name server for this machine's full name.
+        return events.Event(state, source)
+
+
+class OneMachine(rendezvous.RendezvousHandler):
+    """A rendezvous of one agent with itself: nobody to meet, and nothing to listen on.
+
+    PyTorch's own (``c10d``) waits and polls for other machines: 0.1 to 0.3 s of each launch.
+    """
+
+    use_agent_store = False
+
+    def __init__(self):
+        self.run_id = uuid.uuid4().hex
+
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        # For programs that read MASTER_PORT; the ranks themselves meet elsewhere.
+        with socket.socket() as probe:
+            probe.bind((_LOOPBACK, 0))
+            where = rendezvous.RendezvousStoreInfo(_LOOPBACK, probe.getsockname()[1])
+        return rendezvous.RendezvousInfo(HashStore(), 0, 1, where)
+
+    def get_backend(self) -> str:
+        return "one-machine"
+
+    def get_run_id(self) -> str:
+        return self.run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _environment(worker, group, spec: WorkerSpec) -> dict[str, str]:
+    """What torchrun sets for a rank, and what must reach it from a server started long ago."""
+    passed_on = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    return {name: os.environ[name] for name in passed_on if name in os.environ} | {
+        "RANK": str(worker.global_rank),
+        "LOCAL_RANK": str(worker.local_rank),
+        "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "GROUP_RANK": str(group.group_rank),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "ROLE_NAME": spec.role,
+        "ROLE_RANK": str(worker.role_rank),
+        "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": str(group.master_port),
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+    }
+
+
+class Agent(threading.Thread):
+    """The agent in a thread of its own, which can be told to stop.
+
+    Attributes:
+        error: why the ranks could not be started; None while they could.
+        finished: set once no rank is left and none will be started.
+    """
+
+    def __init__(self, target: Callable[..., None], ends: list, args: tuple):
+        super().__init__(name="labkit-agent", daemon=True)
+        self._error: BaseException | None = None
+        self.finished = threading.Event()
+        self._asked_s: float | None = None
+        self._stop_asked = threading.Event()
+        self._ranks = Ranks(target, ends, args, self._stop_asked)
+
+    def start(self) -> None:
+        self._asked_s = time.monotonic()
+        super().start()
+
+    def stop(self) -> None:
+        self._stop_asked.set()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._ranks.start_error or self._error
+
+    @property
+    def exit_codes(self) -> dict[int, int | None]:
+        """Of the ranks that have ended, in the order in which they did; None: nobody knows."""
+        return dict(self._ranks.exit_codes)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the ranks that were started, by rank."""
+        return {rank: process.pid for rank, process in enumerate(list(self._ranks.processes))}
+
+    def may_start_ranks(self) -> bool:
+        """Whether it still has, or may get, running ranks.
+
+        An interrupt of ``start`` can leave a thread that runs, or is about to, and yet has not
+        said so: ``is_alive`` would be False.
+        """
+        if self._asked_s is None or self.finished.is_set():
+            return False
+        return self.ident is not None or time.monotonic() - self._asked_s < _THREAD_START_S
+
+    def run(self) -> None:
+        try:
+            self._ranks.run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.finished.set()

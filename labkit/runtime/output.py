@@ -1,0 +1,113 @@
+"""What the ranks print and how far they are, shown by the calling process while a run goes on."""
+
+import os
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+
+MAX_CHARS = 200_000
+
+
+# Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
+# terminal and under test. A rank's lines wait for the ranks below it, but not for long.
+_HOLD_S = 2.0
+
+
+def is_live() -> bool:
+    """Off under test (LABKIT_LIVE=0): what a cell shows must not depend on how long it took."""
+    return os.environ.get("LABKIT_LIVE", "1") != "0"
+
+
+class Output:
+    """Collects the ranks' output and shows it by line, the rank in front, bounded in size."""
+
+    def __init__(self, connections: list[Connection]):
+        self._open = {connection: rank for rank, connection in enumerate(connections)}
+        self._pending = [b""] * len(connections)
+        self._lines: list[deque[str]] = [deque() for _ in connections]
+        self._kept = [0] * len(connections)
+        self._cut = [0] * len(connections)
+        self._held_since_s: float | None = None
+
+    @property
+    def connections(self) -> list[Connection]:
+        return list(self._open)
+
+    def read(self, connection: Connection) -> bool:
+        """Take what has come in; False when the rank has closed its end."""
+        rank = self._open[connection]
+        try:
+            data = os.read(connection.fileno(), 1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            del self._open[connection]
+            connection.close()
+            self._add(rank, self._pending[rank])
+            self._pending[rank] = b""
+            return False
+        *whole, self._pending[rank] = (self._pending[rank] + data).split(b"\n")
+        for line in whole:
+            self._add(rank, line, ended=True)
+        if len(self._pending[rank]) > MAX_CHARS:
+            self._add(rank, self._pending[rank])
+            self._pending[rank] = b""
+        return True
+
+    def _add(self, rank: int, line: bytes, ended: bool = False) -> None:
+        text = line.decode("utf-8", errors="backslashreplace").rstrip("\r")
+        if not text and not ended:
+            return
+        if self._kept[rank] >= MAX_CHARS:
+            self._cut[rank] += len(text) + 1
+            return
+        room = MAX_CHARS - self._kept[rank]
+        self._kept[rank] += len(text) + 1
+        self._cut[rank] += max(0, len(text) - room)
+        self._lines[rank].append(f"[rank {rank}] {text[:room]}")
+        if self._held_since_s is None:
+            self._held_since_s = time.monotonic()
+
+    def show(self, finished: set[int]) -> None:
+        """Print what is due: rank 0's lines at once, others' when those below have finished."""
+        if self._held_since_s is None or not is_live():
+            return
+        overdue = time.monotonic() - self._held_since_s > _HOLD_S
+        due = []
+        for rank, lines in enumerate(self._lines):
+            due += lines
+            lines.clear()
+            if rank not in finished and not overdue:
+                break
+        if not any(self._lines):
+            self._held_since_s = None
+        self._print(due)
+
+    def flush(self) -> None:
+        """Print everything that is left, and how much was cut."""
+        due = []
+        for rank, lines in enumerate(self._lines):
+            due += lines
+            lines.clear()
+            if self._cut[rank]:
+                due.append(
+                    f"[rank {rank}] ... {self._cut[rank]:,} more characters cut "
+                    f"(a rank may print {MAX_CHARS:,})"
+                )
+                self._cut[rank] = 0
+        self._print(due)
+
+    def _print(self, lines: list[str]) -> None:
+        if lines:
+            print("\n".join(lines), flush=True)
+
+    def take_pending(self, rank: int) -> str:
+        """The rank's unshown lines, for a message that quotes them (its stack dump)."""
+        lines = [line.removeprefix(f"[rank {rank}] ") for line in self._lines[rank]]
+        self._lines[rank].clear()
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        for connection in self._open:
+            connection.close()
+        self._open.clear()

@@ -1,0 +1,148 @@
+"""Pipeline schedules: the stream of forwards, backwards and hops that each stage executes.
+
+Symbols: P stages, M micro-batches. Sources: Huang et al., "GPipe" (2019); Narayanan et al.,
+"PipeDream" (2019), for 1F1B.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from labkit.units import check_whole
+
+
+class Action(NamedTuple):
+    """One stage's work on one micro-batch: ``forward`` or ``backward``. Reads as F3 or B3."""
+
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind[0].upper()}{self.micro_batch}"
+
+
+class Message(NamedTuple):
+    """What one stage has for its neighbour: an ``activation``, or the ``gradient`` of one."""
+
+    kind: str
+    micro_batch: int
+    peer: int
+
+
+class Hop(NamedTuple):
+    """Messages between two actions. Both at once are one exchange: neither waits for the other."""
+
+    send: Message | None
+    recv: Message | None
+
+
+def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
+    """Fill and drain: all micro-batches forward, then all backward. P = 3 stages, M = 3:
+
+        stage 0   F0 F1 F2 .  .  .  .  B0 B1 B2
+        stage 1   .  F0 F1 F2 .  .  B0 B1 B2 .
+        stage 2   .  .  F0 F1 F2 B0 B1 B2 .  .
+
+    Each stage holds the activations of all M micro-batches when backward begins. The order is the
+    same on every stage; the gaps are waiting (``labkit.costs.pipeline_timeline``).
+
+    Source: Huang et al., "GPipe: Efficient training of giant neural networks using pipeline
+    parallelism" (2019), figure 2c; backward in the order of PyTorch's ``ScheduleGPipe``.
+    """
+    for kind in ("forward", "backward"):
+        for micro_batch in range(num_micro_batches):
+            yield Action(kind, micro_batch)
+
+
+def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
+    """One forward, one backward: as soon as a micro-batch is through, its backward comes first.
+
+        stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3       P = 3, M = 4; backward takes as long
+        stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .        as forward
+        stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
+    Stage s runs P - 1 - s forwards ahead, then takes turns. So it holds the activations of P - s
+    micro-batches at most, however many there are; the bubble is that of ``gpipe``.
+
+    Source: Narayanan et al., "PipeDream" (2019), section 3.2, without its weight versions: the
+    update waits for all micro-batches, as in Narayanan et al., "Efficient large-scale language
+    model training on GPU clusters using Megatron-LM" (2021), figure 4.
+    """
+    ahead = min(num_stages - 1 - stage, num_micro_batches)
+    for micro_batch in range(ahead):
+        yield Action("forward", micro_batch)
+    for micro_batch in range(num_micro_batches):
+        if micro_batch + ahead < num_micro_batches:
+            yield Action("forward", micro_batch + ahead)
+        yield Action("backward", micro_batch)
+
+
+PIPELINES: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}
+
+
+def check_micro_batches(count: int) -> int:
+    """``count``, if it is a number of micro-batches.
+
+    Raises:
+        ValueError: not a whole number from 1, or one that is too large.
+    """
+    check_whole("micro_batches", count)
+    return count
+
+
+def in_flight(actions: Iterable[Action]) -> int:
+    """The most micro-batches whose activations a stage holds at once: forward, not yet back."""
+    held = most = 0
+    for action in actions:
+        held += 1 if action.kind == "forward" else -1
+        most = max(most, held)
+    return most
+
+
+def with_hops(
+    actions: Iterable[Action], stage: int, num_stages: int, first_trained: int = 0
+) -> Iterator[Action | Hop]:
+    """A stage's actions, and between them the messages that they need: what a stage executes.
+
+    After a forward its activation goes to the next stage, before one it comes from the stage
+    before; gradients go the other way. A send ends only when its receive has begun, so what a
+    stage sends to a neighbour and what it needs from the same one next are a single ``Hop``: if
+    stage 0 sends F1 to stage 1 while that one sends B0's gradient to stage 0, no one waits.
+
+    Args:
+        actions: of this stage, in order.
+        stage: 0 to P - 1.
+        num_stages: P.
+        first_trained: stages before it hold nothing that is trained. No gradient goes there, and
+            they have no backward.
+    """
+    send = None
+    for action in actions:
+        if action.kind == "backward" and stage < first_trained:
+            continue
+        recv = _needed(action, stage, num_stages)
+        if send and recv and send.peer != recv.peer:
+            yield Hop(send, None)
+            send = None
+        if send or recv:
+            yield Hop(send, recv)
+        yield action
+        send = _made(action, stage, num_stages, first_trained)
+    if send:
+        yield Hop(send, None)
+
+
+def _needed(action: Action, stage: int, num_stages: int) -> Message | None:
+    kind, micro_batch = action
+    if kind == "forward":
+        return Message("activation", micro_batch, stage - 1) if stage > 0 else None
+    return Message("gradient", micro_batch, stage + 1) if stage + 1 < num_stages else None
+
+
+def _made(action: Action, stage: int, num_stages: int, first_trained: int) -> Message | None:
+    kind, micro_batch = action
+    if kind == "forward":
+        return Message("activation", micro_batch, stage + 1) if stage + 1 < num_stages else None
+    return Message("gradient", micro_batch, stage - 1) if stage > first_trained else None

@@ -1,0 +1,79 @@
+"""Split points: where a row of layers is cut into stages.
+
+A **split point** k means that a stage begins with layer k; P - 1 of them make P stages.
+Symbols: L layers, P stages.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from labkit.units import format_count
+
+
+def points_of(split_points: Sequence[int]) -> tuple[int, ...]:
+    """Split points as a tuple.
+
+    Raises:
+        ValueError: one number, or a text, where a sequence is due.
+    """
+    if isinstance(split_points, str) or not isinstance(split_points, Iterable):
+        raise ValueError(
+            f"split points are a sequence, one for each cut, got {split_points!r}: write "
+            f"({split_points},)"
+        )
+    return tuple(split_points)
+
+
+def check_split_points(
+    split_points: Sequence[int], num_layers: int, num_stages: int | None = None
+) -> tuple[int, ...]:
+    """Split points as a tuple, if they cut ``num_layers`` layers into stages of 1 or more.
+
+    Args:
+        split_points: layers that begin a stage, in order; none of them for one stage.
+        num_layers: L; split points go from 1 to L - 1.
+        num_stages: P, where it is given by the number of ranks or devices.
+
+    Raises:
+        ValueError: out of range, out of order, twice, no whole number, not P - 1 of them, or no
+            sequence.
+    """
+    points = points_of(split_points)
+    shown = ", ".join(map(str, points))
+    for point in points:
+        if isinstance(point, bool) or not isinstance(point, int):
+            raise ValueError(f"split point {point!r} is no whole number: it counts layers from 0")
+        if not 1 <= point < num_layers:
+            raise ValueError(
+                f"split point {point} leaves a stage without layers: with "
+                f"{format_count(num_layers, 'layer')} "
+                + (f"it is 1 to {num_layers - 1}" if num_layers > 1 else "there is nothing to cut")
+            )
+    for before, after in itertools.pairwise(points):
+        if before == after:
+            raise ValueError(f"split point {before} comes twice in {shown}: give each once")
+        if before > after:
+            raise ValueError(f"split points {shown} are out of order: {after} follows {before}")
+    if num_stages is not None and len(points) != num_stages - 1:
+        raise ValueError(
+            f"{format_count(len(points), 'split point')} ({shown or 'none'}) for "
+            f"{format_count(num_stages, 'stage')}: give {num_stages - 1}"
+        )
+    return points
+
+
+def stage_bounds(split_points: Sequence[int], num_layers: int) -> list[tuple[int, int]]:
+    """By stage, its layers as (start, end), end excluded.
+
+    Raises:
+        ValueError: as ``check_split_points``.
+    """
+    points = check_split_points(split_points, num_layers)
+    return list(zip((0, *points), (*points, num_layers)))
+
+
+def stage_ends(stage: int, start: int, num_layers: int, num_stages: int) -> range:
+    """Where a stage that begins with layer ``start`` may end: every later one gets a layer too."""
+    if stage == num_stages - 1:
+        return range(num_layers, num_layers + 1)
+    return range(start + 1, num_layers - num_stages + stage + 2)

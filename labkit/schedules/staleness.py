@@ -1,0 +1,113 @@
+"""Staleness: by how many updates a gradient is late, and how a server bounds that.
+
+The server's parameters have a version: the number of updates so far. A worker pulls version v,
+computes a gradient from it, and pushes it. By then other workers have moved the parameters on to
+version V: the update has **staleness** V - v. ``Books`` keeps count of it and holds a push back
+where a bound asks for it; the server of ``strategies.async_parameter_server`` and the model below
+ask the same object.
+
+Why a bound has to look ahead: worker 1 may be let in only if every other gradient that is under
+way can still come in time, in the worst case one after another. It is enough to look at the order
+of their age, oldest first: if that one works, the server can always fall back on it.
+
+Symbols: W workers, V the version, v_j the version that worker j has pulled.
+Sources: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
+server" (2013), the bound; Dijkstra's banker's algorithm (1965), the looking ahead.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Update(NamedTuple):
+    """One gradient that the server has applied: whose, and how many updates too late."""
+
+    worker: int
+    staleness: int
+
+
+class Books:
+    """Who has pulled which version, whose push waits, and who may come next.
+
+    All workers start with version 0.
+
+    Attributes:
+        version: V, the updates so far.
+        updates: each of them.
+
+    Args:
+        workers: their ranks.
+        bound: the largest staleness to allow, W - 1 or more; None allows any.
+
+    Raises:
+        ValueError: no workers, or a bound that W workers cannot keep.
+    """
+
+    def __init__(self, workers: Iterable[int], bound: int | None = None):
+        self.pulled = dict.fromkeys(workers, 0)
+        check_bound(len(self.pulled), bound)
+        self.bound = bound
+        self.version = 0
+        self.updates: list[Update] = []
+        # In the order in which they came.
+        self.held: list[int] = []
+
+    def push(self, worker: int) -> None:
+        """A gradient of ``worker`` has come."""
+        self.held.append(worker)
+
+    def next(self) -> int | None:
+        """The worker whose push may be applied now; None if none may be yet.
+
+        Of those that wait the one with the oldest version: if it may not, no other may.
+        """
+        oldest = min(self.held, key=self.pulled.get, default=None)
+        return oldest if oldest is not None and self._may_apply(oldest) else None
+
+    def apply(self, worker: int) -> None:
+        """The gradient of ``worker`` has become an update."""
+        self.held.remove(worker)
+        self.updates.append(Update(worker, self.version - self.pulled[worker]))
+        self.version += 1
+
+    def pull(self, worker: int) -> None:
+        """``worker`` gets the latest parameters, and computes from them next."""
+        if worker in self.held:
+            self.held.remove(worker)
+        self.pulled[worker] = self.version
+
+    def drop(self, worker: int) -> None:
+        """Nothing more comes from ``worker``, and nobody has to wait for it."""
+        if worker in self.held:
+            self.held.remove(worker)
+        del self.pulled[worker]
+
+    def _may_apply(self, worker: int) -> bool:
+        others = [version for other, version in self.pulled.items() if other != worker]
+        return self.bound is None or in_time(others, self.version + 1, self.bound)
+
+
+def in_time(pulled: Iterable[int], version: int, bound: int) -> bool:
+    """Whether gradients from these versions can all still be applied, each within the bound.
+
+    The oldest first: the k-th of them (from 0) meets version V + k, so its staleness is
+    V + k - v_k.
+    """
+    oldest_first = enumerate(sorted(pulled))
+    return all(version + place - pulled_at <= bound for place, pulled_at in oldest_first)
+
+
+def check_bound(workers: int, bound: int | None) -> None:
+    """Refuse a bound that cannot be kept.
+
+    Raises:
+        ValueError: with the smallest that can.
+    """
+    if workers < 1:
+        raise ValueError("staleness needs workers: start at least one")
+    if bound is not None and bound < workers - 1:
+        raise ValueError(
+            f"a staleness of at most {bound} cannot be kept with {workers} workers: all start "
+            f"from version 0, so one of their first updates is {workers - 1} late. Use "
+            f"{workers - 1} (every worker once a round) or more, or fewer workers"
+        )

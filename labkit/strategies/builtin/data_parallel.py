@@ -1,0 +1,75 @@
+"""PyTorch's DataParallel, on the same loop, data and batches as ours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.comm.comm import Comm
+from labkit.strategies.local_gradients import LocalGradients
+from labkit.units import format_count
+from labkit.workload.models import logits_of, state_of
+
+
+class TorchDataParallel:
+    """``torch.nn.DataParallel``, the counterpart of ``data_parallel``.
+
+    On a machine without GPUs nn.DataParallel calls the module as it is: on the CPU, whole batch,
+    no replicas, no threads, whatever the number of devices asked for. Its result is right, and its
+    time is that of one device. ``notes`` say so.
+    Batch statistics as in ``DataParallel``. What it moves is not counted.
+
+    Args:
+        devices: different GPUs, or ``cpu`` any number of times.
+    """
+
+    in_one_process = True
+
+    def __init__(self, devices: Sequence[str]):
+        self.devices = [torch.device(name) for name in devices]
+        kinds = {device.type for device in self.devices}
+        if "cuda" in kinds and (len(kinds) > 1 or len(set(devices)) < len(devices)):
+            raise ValueError(
+                f"nn.DataParallel takes each GPU once and nothing else, got {', '.join(devices)}: "
+                "give devices that differ, or run our own (without builtin)"
+            )
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+        self.module = model.to(self.devices[0]).train()
+        gpus = [device.index for device in self.devices if device.type == "cuda"]
+        # Beside GPUs it would refuse a module on the CPU; without any it calls the module.
+        as_it_is = not gpus and torch.cuda.is_available()
+        self.model = self.module if as_it_is else nn.DataParallel(self.module, gpus or None)
+        self.comm = comm
+        self.num_replicas = max(1, len(gpus))
+        self.gradients = LocalGradients(comm, self.model)
+        self.optimizer = make_optimizer(self.module.parameters())
+
+    def share(self) -> tuple[int, int]:
+        return 0, 1
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        self.optimizer.zero_grad()
+        inputs, targets = inputs.to(self.devices[0]), targets.to(self.devices[0])
+        loss = self.gradients.add(inputs, targets, divisor=batch_size)
+        self.gradients.update(self.optimizer)
+        return loss.to(self.comm.device)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return logits_of(self.module, inputs.to(self.devices[0])).to(self.comm.device)
+
+    def end_epoch(self) -> None:
+        pass
+
+    def full_state(self) -> dict[str, Tensor]:
+        return state_of(self.module)
+
+    def notes(self) -> dict[str, Any]:
+        if self.num_replicas == len(self.devices):
+            return {"replicas": self.num_replicas}
+        told = (
+            f"nn.DataParallel found no GPU among {format_count(len(self.devices), 'device')} and "
+            "called the module itself on the CPU: no replicas, no threads, the time of one device"
+        )
+        return {"replicas": 1, "note": told}

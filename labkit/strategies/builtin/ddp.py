@@ -1,0 +1,81 @@
+"""PyTorch's DistributedDataParallel, on the same loop, data and batches as ours."""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit import backend
+from labkit.comm.comm import Comm
+from labkit.strategies.local_gradients import LocalGradients
+from labkit.workload.models import logits_of, state_of
+
+
+class TorchDDP:
+    """``torch.nn.parallel.DistributedDataParallel``, the counterpart of ring all-reduce and DDP.
+
+    DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
+    rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
+    Batch statistics (BatchNorm): each rank normalises with its own share's, and all take over the
+    running averages of rank 0, at every forward pass and here at the end of an epoch.
+    Its traffic goes past ``Comm``: it is counted on our backend (``sent``), and nowhere else.
+
+    Args:
+        backend: of a process group of its own, ``gloo``, ``nccl`` or ``labkit``; ``auto`` takes
+            the one that the ranks have met in.
+        bucket_mb: DDP's ``bucket_cap_mb``.
+        accumulate, amp, straggler: see ``LocalGradients``.
+    """
+
+    def __init__(
+        self,
+        backend: str = "auto",
+        bucket_mb: float = 25,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
+    ):
+        self.backend = backend
+        self.bucket_mb = bucket_mb
+        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+        self.comm = comm
+        devices = [comm.device] if comm.device.type == "cuda" else None
+        self.group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
+        self.model = DistributedDataParallel(
+            model.to(comm.device).train(),
+            device_ids=devices,
+            process_group=self.group,
+            bucket_cap_mb=self.bucket_mb,
+        )
+        self.gradients = LocalGradients(comm, self.model, **self.settings)
+        self.optimizer = make_optimizer(self.model.parameters())
+
+    def share(self) -> tuple[int, int]:
+        return self.comm.rank, self.comm.world_size
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.gradients.add(
+            inputs,
+            targets,
+            divisor=batch_size / self.comm.world_size,
+            no_sync=self.model.no_sync,
+            even_if_empty=True,
+        )
+        self.gradients.update(self.optimizer)
+        return loss
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return logits_of(self.model.module, inputs)
+
+    def end_epoch(self) -> None:
+        # DDP would do it in the next forward pass; behind the last step there is none.
+        for buffer in self.model.module.buffers():
+            dist.broadcast(buffer, 0, group=self.group)
+
+    def full_state(self) -> dict[str, Tensor]:
+        return state_of(self.model.module)
+
+    def sent(self) -> tuple[int, int] | None:
+        return backend.sent() if dist.get_backend(self.group) == "labkit" else None

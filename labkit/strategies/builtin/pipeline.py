@@ -1,0 +1,211 @@
+"""PyTorch's own pipelines, ``torch.distributed.pipelining``, on the same stages as ours.
+
+A ``PipelineStage`` wraps a rank's layers, a schedule sends micro-batches through it, and all
+messages are ``isend`` and ``irecv`` of the process group that the ranks have met in. Each stage
+keeps receive buffers of one shape, so all micro-batches of a step have to be equally large. Where
+a batch does not divide, the smaller ones travel with empty rows at their end; layers and loss
+leave these out, so that nothing is computed that one device would not compute.
+
+Symbols: P stages, M micro-batches, n samples of a micro-batch.
+
+Sound over gloo from PyTorch 2.8 on: before, the schedules kept one handle of a batch of messages
+(NCCL makes it one), so that on gloo nobody waited for the others (issue 132644, fixed by 152938).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from labkit.comm.comm import Comm
+from labkit.schedules.pipeline import check_micro_batches
+from labkit.strategies.stage import StagedModel
+from labkit.workload.activations import NoLeaf
+from labkit.workload.layers import output_shapes
+
+_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+# Of a row without a sample; the loss passes over it.
+_NO_TARGET = -100
+
+
+class TorchPipeline(StagedModel):
+    """``ScheduleGPipe`` or ``Schedule1F1B``, the counterpart of ``Pipeline``, with its contract.
+
+    PyTorch leaves tied parameters to the user: their gradients are summed as in ``Pipeline``.
+    Held-out samples go through our own hops. What PyTorch sends is not counted; in the trace
+    ``communicate`` is whatever of a step is not forward, backward or update, waiting included.
+
+    Args:
+        split_points: layers that begin a stage, one less than there are ranks.
+        micro_batches: M; a batch of fewer samples makes as many, and fewer than P of them go by
+            ``gpipe``, because PyTorch's 1F1B wants P or more.
+        schedule: ``gpipe`` or ``1f1b``.
+
+    Raises:
+        ValueError: no such schedule, or no micro-batch; in ``check_ranks``, ``1f1b`` with M < P;
+            in ``setup``, ranks that share a GPU; in the first step, whole numbers at a cut that
+            a gradient has to cross.
+    """
+
+    def __init__(
+        self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
+    ):
+        super().__init__(split_points)
+        if schedule not in _SCHEDULES:
+            raise ValueError(
+                f"unknown schedule {schedule!r}: choose one of {', '.join(_SCHEDULES)}"
+            )
+        self.micro_batches = check_micro_batches(micro_batches)
+        self.schedule = schedule
+
+    def check_ranks(self, world_size: int) -> None:
+        super().check_ranks(world_size)
+        if self.schedule == "1f1b" and self.micro_batches < world_size:
+            raise ValueError(
+                f"PyTorch's 1F1B takes no fewer micro-batches than stages, got "
+                f"{self.micro_batches} for {world_size}: use {world_size} or more, schedule "
+                "gpipe, or our own (without builtin)"
+            )
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+        if comm.world_size > 1 and comm.device.type == "cuda" and dist.get_backend() == "gloo":
+            raise ValueError(
+                "PyTorch's pipelines send from GPU to GPU, and gloo, which ranks that share a GPU "
+                "meet in, sends host memory only: use device cpu, or our own (without builtin)"
+            )
+        super().setup(comm, model, make_optimizer)
+        self.layers = _OnSamples(self.stage.module)
+        self._prepared: dict[tuple, Any] = {}
+
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        stage = self.stage
+        stage.module.zero_grad()
+        self._loss_sum = targets.new_zeros((), dtype=torch.float64)
+        self._divisor = batch_size
+        with stage.comm.span("communicate"):
+            self._forward_backward(inputs, targets)
+        stage.update()
+        return self._loss_sum
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> None:
+        count = min(self.micro_batches, len(targets))
+        rows = math.ceil(len(targets) / count)
+        schedule, options = self._schedule(count, rows, inputs), {}
+        if count * rows > len(targets):
+            options["samples"] = torch.tensor([len(part) for part in targets.tensor_split(count)])
+            inputs = _equal_parts(inputs, count, 0)
+            targets = _equal_parts(targets, count, _NO_TARGET)
+        entering = [inputs] if self.stage.is_first else []
+        expected = targets if self.stage.is_last else None
+        schedule.step(*entering, target=expected, return_outputs=False, **options)
+
+    def _schedule(self, count: int, rows: int, inputs: Tensor):
+        """Of ``count`` micro-batches of ``rows`` rows; made once for each of these shapes."""
+        key = count, rows, inputs.shape[1:], inputs.dtype
+        if key not in self._prepared:
+            name = self.schedule if count >= self.stage.count else "gpipe"
+            stage = self._pipeline_stage(rows, inputs)
+            # The loss is a sum over samples already, so nothing is divided by the number of parts.
+            self._prepared[key] = _SCHEDULES[name](stage, count, self._loss, scale_grads=False)
+        return self._prepared[key]
+
+    def _pipeline_stage(self, rows: int, inputs: Tensor) -> PipelineStage:
+        """This rank's, for micro-batches of ``rows`` rows.
+
+        PyTorch is told the shapes: else it finds them by a pass through the layers, which
+        BatchNorm's averages would take in (up to 2.11).
+        """
+        stage, sample = self.stage, tuple(inputs.shape[1:])
+        outputs = output_shapes(stage.ghost, sample, rows, inputs.dtype)
+        shapes = [((rows, *sample), inputs.dtype), *outputs]
+        self._check_dtypes([dtype for _, dtype in shapes])
+        entering, leaving = (shapes[layer] for layer in stage.bounds[stage.index])
+        return _TracedStage(
+            self.layers,
+            stage.index,
+            stage.count,
+            stage.comm.device,
+            input_args=_ghost(*entering, stage.index > stage.first_trained),
+            output_args=_ghost(*leaving, stage.index >= stage.first_trained),
+        ).traced_by(stage.comm)
+
+    def _check_dtypes(self, entering: list[torch.dtype]) -> None:
+        """Raise ValueError, on all ranks alike, if a gradient would have to be one of integers.
+
+        Args:
+            entering: by layer.
+        """
+        # No gradient crosses the cuts before this one.
+        first = self.stage.first_trained
+        for point in self.split_points[first:]:
+            dtype = entering[point]
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise ValueError(
+                    f"what crosses the cut at split point {point} is {dtype}, and PyTorch's "
+                    "pipelines want a gradient of it: move this split point, or use our own "
+                    "(without builtin), which sends zeros back"
+                )
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=_NO_TARGET)
+        self._loss_sum += loss.detach()
+        return loss / self._divisor
+
+    def notes(self) -> dict[str, Any]:
+        """Where the model was cut."""
+        return {"split_points": list(self.split_points)}
+
+
+class _OnSamples(nn.Module):
+    """A stage's layers, applied to the first ``samples`` of the rows [n, ...] alone, if given.
+
+    Nothing is empty in a batch that divides. The output has as many rows as the input, and is
+    contiguous, as gloo's messages have to be.
+    """
+
+    def __init__(self, layers: nn.Module):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, rows: Tensor, samples: Tensor | None = None) -> Tensor:
+        # Another tensor: if layers hand on the very one that they get, PyTorch up to 2.11 detaches
+        # the buffer that it will receive the next one in.
+        entering = NoLeaf.apply(rows)
+        if samples is None:
+            return self.layers(entering).contiguous()
+        leaving = self.layers(entering[:samples])
+        empty = (0, 0) * (leaving.dim() - 1) + (0, len(rows) - len(leaving))
+        return functional.pad(leaving, empty).contiguous()
+
+
+class _TracedStage(PipelineStage):
+    """A stage whose forwards and backwards appear in the trace, one span a micro-batch."""
+
+    def traced_by(self, comm: Comm) -> "_TracedStage":
+        self.comm = comm
+        return self
+
+    def forward_one_chunk(self, *args, **kwargs):
+        with self.comm.span("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args, **kwargs):
+        with self.comm.span("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+
+def _equal_parts(tensor: Tensor, count: int, value: float) -> Tensor:
+    """``count`` parts of ``tensor``, as even as it goes, each filled up with rows of ``value``."""
+    return pad_sequence(tensor.tensor_split(count), True, value).flatten(0, 1)
+
+
+def _ghost(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)

@@ -1,0 +1,124 @@
+"""PyTorch's RPC beside the ranks' own process group: begin, call rank 0, end.
+
+A rank calls a function on another one and waits for its result; threads of RPC's own carry it out.
+Functions and arguments travel as pickles, and RPC asks nobody who they are: see SECURITY.md.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from labkit.comm.comm import Comm
+from labkit.errors import PeerLostError
+
+# Waiting for a straggler is no error; the run has a deadline of its own.
+_PATIENCE_S = 24 * 3600.0
+# Set to 1, it says that everybody on this machine may run code as this user.
+TRUST = "LABKIT_TRUST_LOCAL_USERS"
+# By login.defs(5) people's ids begin here, and a directory service gives them far higher ones.
+_FIRST_PERSON = 1000
+# systemd's dynamic users: services.
+_SERVICES = range(61_184, 65_520)
+
+
+def async_execution(function: Callable) -> Callable:
+    """``rpc.functions.async_execution``, where RPC exists: the function returns a ``Future``."""
+    return rpc.functions.async_execution(function) if rpc.is_available() else function
+
+
+def check_available(technique: str) -> None:
+    """ValueError where this PyTorch is built without RPC, or where strangers could call it too."""
+    if not rpc.is_available():
+        raise ValueError(
+            f"PyTorch {torch.__version__} on this system has no torch.distributed.rpc: run "
+            f"{technique} without builtin, which is the same technique over labkit's own messages"
+        )
+    people = _other_people()
+    if people and os.environ.get(TRUST) != "1":
+        raise ValueError(
+            f"PyTorch's RPC does what it is asked to by any process of this machine, and other "
+            f"people work here (user {', '.join(map(str, people))}): run {technique} without "
+            f"builtin, or start Python with {TRUST}=1 if they may run code as you"
+        )
+
+
+def _other_people() -> list[int]:
+    """Ids of the users, save this one, who have processes here and are no system's services."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.add(process.stat().st_uid)
+    others = found - {os.geteuid()}
+    return sorted(uid for uid in others if uid >= _FIRST_PERSON and uid not in _SERVICES)
+
+
+def call_server(function: Callable, *arguments: Any) -> Any:
+    """Call a function on rank 0 and wait for its result.
+
+    Raises:
+        PeerLostError: the server has ended.
+        Whatever the function raises there.
+    """
+    try:
+        return rpc.rpc_sync(name_of(0), function, args=arguments)
+    except RuntimeError as error:
+        if "originated at tensorpipe" not in str(error):
+            raise
+        raise PeerLostError(f"a remote call of rank 0 broke off: {error}", rank=0) from error
+
+
+def name_of(rank: int) -> str:
+    """What RPC calls a rank."""
+    return f"rank{rank}"
+
+
+def join_rpc(comm: Comm) -> None:
+    """Start RPC beside the ranks' own process group; they find each other through its store.
+
+    So there is no second port to be free, and no second address to be wrong.
+    """
+    if loopback_or_chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback_or_chosen)
+    # RPC sets the store's timeout: not on the one that others use.
+    store = dist.distributed_c10d._get_default_store().clone()
+    meetings = store.add(f"labkit/rpc/{comm.rank}", 1)
+
+    def handler(url: str, timeout: timedelta = timedelta(), **_):
+        yield dist.PrefixStore(f"labkit/rpc/{meetings}", store), comm.rank, comm.world_size
+
+    scheme = f"labkit{meetings}"
+    register_rendezvous_handler(scheme, handler)
+    with warnings.catch_warnings():
+        # Of PyTorch's own code, which gathers the devices through a deprecated kind of group.
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+        rpc.init_rpc(
+            name_of(comm.rank),
+            rank=comm.rank,
+            world_size=comm.world_size,
+            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+                init_method=f"{scheme}://", rpc_timeout=_PATIENCE_S
+            ),
+        )
+
+
+def leave_rpc() -> None:
+    """Wait until no rank calls any more, then end RPC on all of them."""
+    rpc.shutdown()
+
+
+def check_straggler(straggler: tuple[int, float] | None) -> None:
+    """ValueError if it would be the server."""
+    if straggler and straggler[0] == 0:
+        raise ValueError(
+            "straggler 0: this rank serves and computes nothing to be slow at, choose a worker, "
+            "rank 1 or above"
+        )

@@ -1,0 +1,1 @@
+"""Distributed data parallelism: ``naive`` synchronises after backward, ``bucketed`` beside it."""

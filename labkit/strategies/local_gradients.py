@@ -1,0 +1,116 @@
+"""The half of a training step that needs no other rank: forward and backward of a share.
+
+It may go in micro-batches (gradient accumulation: activations of one micro-batch at a time, the
+gradients of all of them), in mixed precision (Micikevicius et al. 2018), and slowed down, to play
+a straggler.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn import functional
+
+from labkit.comm.comm import Comm
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LocalGradients:
+    """Forward and backward of one rank's share of a batch, and the update that suits them.
+
+    Args:
+        comm: this rank's Comm.
+        model: on ``comm.device``, in training mode; parameters stay in their own dtype.
+        accumulate: micro-batches that a share is cut into, as evenly as it goes. The gradient is
+            that of the whole share, unless layers look across samples: BatchNorm normalises each
+            micro-batch by itself.
+        amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
+            loss is scaled up so that small gradients do not vanish, and an update whose gradients
+            overflow is left out. Looking at them after they were summed over the ranks, all ranks
+            decide alike.
+        straggler: (rank, factor): that rank takes ``factor`` times as long to compute.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        model: nn.Module,
+        *,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
+    ):
+        self.comm = comm
+        self.model = model
+        self.accumulate = accumulate
+        self.half = _HALVES[amp] if amp else None
+        self.scaler = torch.amp.GradScaler(comm.device.type, enabled=amp == "fp16")
+        # It begins when it first scales, and this rank's first share may have no sample.
+        self.scaler.scale(torch.zeros((), device=comm.device))
+        slow, factor = straggler or (None, 1.0)
+        self.slowdown = factor if comm.rank == slow else 1.0
+
+    def add(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        divisor: float = 1,
+        no_sync: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        even_if_empty: bool = False,
+    ) -> Tensor:
+        """Add the gradient of (sum of losses) / ``divisor`` to the parameters' ``grad``.
+
+        Args:
+            inputs, targets: [n, ...] and [n], this rank's share; n may be 0.
+            divisor: the samples of the global batch, for the gradient of their mean.
+            no_sync: every micro-batch but the last runs inside it.
+            even_if_empty: go through the model without a sample, too, for hooks that count on it.
+
+        Returns:
+            The sum of the losses, a scalar, detached and not scaled.
+        """
+        parts = self._micro_batches(inputs, targets, even_if_empty)
+        total = targets.new_zeros((), dtype=torch.float64)
+        for number, part in enumerate(parts, start=1):
+            quietly = no_sync if number < len(parts) else contextlib.nullcontext
+            with self.comm.span("compute"), quietly():
+                total += self._forward_backward(*part, divisor)
+        return total
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of ``optimizer``; with fp16, unless a gradient has overflowed."""
+        with self.comm.span("update"):
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def _micro_batches(self, inputs: Tensor, targets: Tensor, even_if_empty: bool) -> list:
+        if not len(targets):
+            return [(inputs, targets)] if even_if_empty else []
+        count = min(self.accumulate, len(targets))
+        return list(zip(inputs.tensor_split(count), targets.tensor_split(count)))
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, divisor: float) -> Tensor:
+        start_s = time.perf_counter()
+        with torch.autocast(self.comm.device.type, self.half, enabled=self.half is not None):
+            logits = self.model(inputs)
+        if self.half is not None:
+            # A sum of many losses does not fit 8 bits.
+            logits = logits.float()
+        if self.slowdown > 1:
+            # DDP waits for other ranks at the end of backward, which is not computing: queued when
+            # backward begins, this comes before.
+            queue = Variable._execution_engine.queue_callback
+            logits.register_hook(lambda _: queue(lambda: self._fall_behind(start_s)))
+        loss = functional.cross_entropy(logits, targets, reduction="sum")
+        self.scaler.scale(loss / divisor).backward()
+        return loss.detach()
+
+    def _fall_behind(self, start_s: float) -> None:
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+        time.sleep((self.slowdown - 1) * (time.perf_counter() - start_s))

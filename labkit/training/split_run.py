@@ -1,0 +1,262 @@
+"""A split model on real processes, measured stage by stage and hop by hop.
+
+What ``placement.predict_split`` says on paper, run: the same model, split points, schedule and
+batch, random samples, steps from barrier to barrier. Times of hops are those of the transfers
+alone: the trace tells them from waiting for the other stage.
+
+Symbols: P stages and ranks, M micro-batches.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from labkit.comm.comm import Comm
+from labkit.costs.link import Link, fit_link
+from labkit.devices import num_cores
+from labkit.placement.profile import profile
+from labkit.placement.stage_costs import Profile
+from labkit.runtime.launch import run
+from labkit.schedules.stages import check_split_points
+from labkit.strategies.model_parallel import ModelParallel
+from labkit.strategies.pipeline import Pipeline
+from labkit.strategies.stage import StagedModel
+from labkit.trace import Span, Trace
+from labkit.units import format_count
+from labkit.workload.layers import layers_of
+from labkit.workload.models import build_model
+
+NUM_CLASSES = 10
+_LEARNING_RATE = 1e-3
+_TIMEOUT_S = 600
+_WARM_UP = 1
+# A span of no length to speak of, where a step begins.
+_MARK = "data"
+
+
+@dataclass(frozen=True)
+class MeasuredSplit:
+    """What the steps of a split model took.
+
+    Attributes:
+        split_points, batch_size, micro_batches, schedule: what was run.
+        forward_s, backward_s: by stage, seconds of a whole batch, the median over the steps.
+        forward_hop_s, backward_hop_s: by cut and step, seconds of all transfers over the cut in
+            that direction; empty where nothing crosses.
+        hop_bytes: by cut, of one step in one direction.
+        step_s: of each step, from the first rank's start to the last one's end.
+        memory_bytes: by stage, parameters, gradients and momentum, and activations held.
+        held_bytes: by stage, activations held at most.
+        trace: of the counted steps.
+    """
+
+    split_points: tuple[int, ...]
+    batch_size: int
+    micro_batches: int
+    schedule: str
+    forward_s: list[float]
+    backward_s: list[float]
+    forward_hop_s: list[list[float]]
+    backward_hop_s: list[list[float]]
+    hop_bytes: list[int]
+    step_s: list[float]
+    memory_bytes: list[int]
+    held_bytes: list[int]
+    trace: Trace = field(repr=False)
+
+
+def measure_split(
+    model: str = "vgg16",
+    split_points: Sequence[int] = (31,),
+    *,
+    batch_size: int = 16,
+    input_shape: tuple[int, int, int] = (3, 32, 32),
+    micro_batches: int = 1,
+    schedule: str = "gpipe",
+    frozen: int = 0,
+    steps: int = 7,
+    transport: str = "auto",
+    device: str = "auto",
+) -> MeasuredSplit:
+    """Train ``model`` for some steps with a process for each stage, and measure.
+
+    Args:
+        model: one of ``labkit.workload.models.MODELS``.
+        split_points: layers that begin a stage; P - 1 of them for P ranks.
+        batch_size: random samples a step.
+        input_shape: of one sample.
+        micro_batches: M, or as many as there are samples; 1 is the placement without a pipeline.
+        schedule: ``gpipe`` or ``1f1b``.
+        frozen: layers at the beginning that are not trained, as in a frozen backbone.
+        steps: counted, after one that warms up.
+        transport, device: as for ``labkit.run``.
+
+    Raises:
+        ValueError: an unknown model or schedule, split points or frozen layers that the model has
+            not, no steps, no micro-batch.
+        WorkerError: a stage failed.
+    """
+    built = _build(model, input_shape)
+    points = check_split_points(split_points, len(layers_of(built)))
+    if not 0 <= frozen < len(layers_of(built)):
+        raise ValueError(
+            f"{frozen} frozen layers of {len(layers_of(built))}: at least one has to be trained"
+        )
+    _strategy(points, micro_batches, schedule)  # refuses here what it would refuse on the ranks
+    if steps < 1 or batch_size < 1:
+        what = f"{format_count(steps, 'step')} of {format_count(batch_size, 'sample')}"
+        raise ValueError(f"nothing to measure in {what}: give 1 or more of each")
+    result = run(
+        _steps,
+        (model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps),
+        world_size=len(points) + 1,
+        transport=transport,
+        device=device,
+        timeout_s=_TIMEOUT_S,
+    )
+    held, kept = zip(*result.values)
+    traces = _by_step(result.trace)[_WARM_UP:]
+    stages, cuts = range(len(points) + 1), range(len(points))
+    return MeasuredSplit(
+        split_points=points,
+        batch_size=batch_size,
+        micro_batches=min(micro_batches, batch_size),
+        schedule=schedule,
+        forward_s=[_median(traces, stage, "forward") for stage in stages],
+        backward_s=[_median(traces, stage, "backward") for stage in stages],
+        forward_hop_s=[_seconds_of_hops(traces, cut, cut + 1) for cut in cuts],
+        backward_hop_s=[_seconds_of_hops(traces, cut + 1, cut) for cut in cuts],
+        hop_bytes=[sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
+        step_s=[_duration(trace) for trace in traces],
+        memory_bytes=[one + other for one, other in zip(held, kept)],
+        held_bytes=list(held),
+        trace=Trace.merge(trace.spans for trace in traces),
+    )
+
+
+def measure_profile(
+    model: str = "vgg16",
+    *,
+    batch_size: int = 16,
+    input_shape: tuple[int, int, int] = (3, 32, 32),
+    num_stages: int = 2,
+    repeats: int = 5,
+    device: str = "auto",
+) -> Profile:
+    """``layers.profile`` in a process that has the cores of one of ``num_stages`` stages."""
+    result = run(
+        _profile,
+        (model, input_shape, batch_size, num_stages, repeats),
+        world_size=1,
+        device=device,
+        timeout_s=_TIMEOUT_S,
+    )
+    return result.values[0]
+
+
+def stage_link(
+    sizes_bytes: Sequence[int] = tuple(2**k for k in (10, 14, 18, 20, 22, 24)),
+    *,
+    repeats: int = 7,
+    transport: str = "auto",
+    device: str = "auto",
+) -> Link:
+    """alpha and beta of a hop between two ranks of this machine, both directions measured.
+
+    A line through the medians of the transfers alone, without waiting for the other rank.
+    """
+    result = run(_to_and_fro, tuple(sizes_bytes), repeats, world_size=2, transport=transport,
+                 device=device)  # fmt: skip
+    hops = [span for span in result.trace.of(kind="communicate") if span.num_bytes]
+    # The first messages of all warm up.
+    hops = hops[2 * len(sizes_bytes) :]
+    return fit_link([hop.num_bytes for hop in hops], [hop.duration_s for hop in hops])
+
+
+def _build(model: str, input_shape: tuple[int, int, int]) -> nn.Sequential:
+    return build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
+
+
+def _strategy(points: tuple[int, ...], micro_batches: int, schedule: str) -> StagedModel:
+    pipeline = Pipeline(points, micro_batches, schedule)
+    return ModelParallel(points) if micro_batches == 1 else pipeline
+
+
+def _steps(comm: Comm, settings: tuple) -> tuple[int, int]:
+    """Take the steps on this rank; bytes of activations held, and of what is there anyway."""
+    model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps = settings
+    built = _build(model, input_shape)
+    for layer in layers_of(built)[:frozen]:
+        layer.requires_grad_(False)
+    strategy = _strategy(points, micro_batches, schedule)
+    strategy.setup(comm, built, partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
+    del built
+    torch.manual_seed(0)
+    inputs = torch.randn(batch_size, *input_shape, device=comm.device)
+    targets = torch.randint(NUM_CLASSES, (batch_size,), device=comm.device)
+    for _ in range(_WARM_UP + steps):
+        comm.barrier()
+        with comm.span(_MARK):
+            pass
+        strategy.step(inputs, targets, batch_size)
+    stage = strategy.stage.module
+    trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
+    kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
+    return strategy.stage.held_bytes, kept + 2 * trained
+
+
+def _profile(comm: Comm, settings: tuple) -> Profile:
+    model, input_shape, batch_size, num_stages, repeats = settings
+    torch.set_num_threads(max(1, num_cores() // num_stages))
+    built = _build(model, input_shape)
+    options = {"repeats": repeats, "device": comm.device, "name": model}
+    return profile(built, batch_size, input_shape, **options)
+
+
+def _to_and_fro(comm: Comm, sizes_bytes: tuple[int, ...], repeats: int) -> None:
+    peer = 1 - comm.rank
+    tensors = [torch.ones(size, dtype=torch.uint8, device=comm.device) for size in sizes_bytes]
+    for _ in range(repeats + 1):
+        for tensor in tensors:
+            first, second = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
+            first(tensor, peer)
+            second(tensor, peer)
+
+
+def _by_step(trace: Trace) -> list[Trace]:
+    """The trace cut at the marks: a step's spans go from its mark to the update that ends it."""
+    steps: list[list[Span]] = []
+    for rank in trace.ranks:
+        number = -1
+        for span in trace.of(rank):
+            if span.kind == _MARK:
+                number += 1
+                steps += [[] for _ in range(number + 1 - len(steps))]
+            # Before the first mark, and from a step's end to the next mark, ranks meet.
+            is_meeting = span.kind == "wait" and span.peer is None
+            if number >= 0 and not is_meeting:
+                steps[number].append(span)
+    return [Trace.merge([spans]) for spans in steps]
+
+
+def _duration(trace: Trace) -> float:
+    return max(s.end_s for s in trace.spans) - min(s.start_s for s in trace.spans)
+
+
+def _median(traces: list[Trace], rank: int, kind: str) -> float:
+    return statistics.median(trace.seconds_by_kind(rank).get(kind, 0.0) for trace in traces)
+
+
+def _hops(trace: Trace, source: int, destination: int) -> list[Span]:
+    sent = trace.of(source, "communicate")
+    return [span for span in sent if span.peer == destination and span.num_bytes]
+
+
+def _seconds_of_hops(traces: list[Trace], source: int, destination: int) -> list[float]:
+    """By step, the seconds of all transfers from one stage to another; empty if there are none."""
+    seconds = [[span.duration_s for span in _hops(t, source, destination)] for t in traces]
+    return [sum(one) for one in seconds if one]

@@ -1,0 +1,256 @@
+"""The models of the course, each a flat `nn.Sequential` of layers.
+
+Flat, so that every technique can work on the same object: a split point is an index into it, a
+stage is a slice of it, and a placement maps its layers to devices. Nothing in here draws random
+numbers in the forward pass (no dropout) and no activation works in place (the first layer of a
+stage gets a tensor that is a leaf and requires grad, which PyTorch refuses to overwrite).
+
+Three of the models were published for larger images than the course's 8x8 digits. On small images
+their stems keep every pixel, and the layers that would shrink a map too far lose their stride or
+pooling; all other layers stay as published.
+
+Shapes: N samples, C channels, H x W pixels, K classes. Inputs are [N, C, H, W], outputs [N, K].
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+# Up to here an image counts as small: ImageNet's stems would throw most of its pixels away.
+SMALL_IMAGE_PIXELS = 64
+# Four values a channel: batch normalisation then still works on a rank's share of one sample.
+SMALLEST_NORMALISED_MAP = 2
+
+# Configuration D, Simonyan and Zisserman (2015), table 1: channels of the 3x3 convolutions.
+VGG16_CHANNELS = (
+    *(64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool"),
+    *(512, 512, 512, "pool", 512, 512, 512, "pool"),
+)
+
+
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    input_shape: tuple[int, int, int],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Sequential:
+    """Build model `name` for inputs [N, *input_shape] and outputs [N, num_classes], on the CPU.
+
+    The same seed gives the same parameters in every process, and the random numbers of the
+    caller go on as if nothing had happened. The numbers are drawn in float32 and then
+    converted, so a float64 model starts where the float32 one does.
+
+    Raises:
+        ValueError: unknown name, or a shape that the model cannot take.
+        ImportError: mobilenet and resnet18 need torchvision and it does not load.
+    """
+    if name not in _BUILDERS:
+        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
+    if len(input_shape) != 3 or min(input_shape) < 1:
+        raise ValueError(f"input_shape is (channels, height, width), got {tuple(input_shape)}")
+    if num_classes < 1:
+        raise ValueError(f"num_classes is at least 1, got {num_classes}")
+    # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
+    # workers must never initialise.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        layers = list(_BUILDERS[name](tuple(input_shape), num_classes))
+    return _without_in_place(nn.Sequential(*layers)).to(dtype)
+
+
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """[n, classes] in evaluation mode, without gradients; the model is left in training mode."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(inputs)
+    model.train()
+    return logits
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's parameters and buffers, on the CPU."""
+    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+
+def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """Two hidden layers of 64: 9,000 parameters on digits, for tests that want to be quick."""
+    num_inputs = math.prod(input_shape)
+    yield nn.Flatten()
+    yield from (nn.Linear(num_inputs, 64), nn.Tanh())
+    yield from (nn.Linear(64, 64), nn.Tanh())
+    yield nn.Linear(64, num_classes)
+
+
+def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """Two convolutions and a linear layer: 29,066 parameters on digits, the course's default.
+
+    Made to be compared across devices: no batch statistics, and smooth everywhere (SiLU, average
+    pooling), because a kink turns a rounding difference between runs into a different path.
+    The second pooling brings larger images to about 4x4; digits are there after the first.
+    """
+    channels, height, width = input_shape
+    if min(height, width) < 2:
+        raise ValueError(f"small_cnn takes images of 2x2 pixels or more, got {input_shape}")
+    yield from (_conv3x3(channels, 32, min(height, width)), nn.SiLU(), nn.AvgPool2d(2))
+    height, width = height // 2, width // 2
+    yield from (_conv3x3(32, 64, min(height, width)), nn.SiLU())
+    kernel = max(1, min(height, width) // 4)
+    if kernel > 1:
+        yield nn.AvgPool2d(kernel)
+    yield nn.Flatten()
+    yield nn.Linear(64 * (height // kernel) * (width // kernel), num_classes)
+
+
+def mobilenet(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """MobileNetV2 (Sandler et al. 2018), torchvision's: 158 tensors, 2.24 million parameters.
+
+    On small images the stem has stride 1.
+    """
+    channels, height, width = input_shape
+    model = import_torchvision().models.mobilenet_v2(num_classes=num_classes)
+    stem = model.features[0]
+    if channels != 3 or _is_small(input_shape):
+        stem[0] = _he(nn.Conv2d(channels, 32, 3, _stem_stride(input_shape), 1, bias=False))
+    _limit_strides(model.features, min(height, width))
+    yield from model.features
+    yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.classifier[-1])
+
+
+def resnet18(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """ResNet-18 (He et al. 2016), torchvision's: 11.2 million parameters with 10 classes.
+
+    On small images the stem is a 3x3 convolution with stride 1 and no pooling, as in the
+    paper's own CIFAR-10 networks (section 4.2).
+    """
+    channels, height, width = input_shape
+    model = import_torchvision().models.resnet18(num_classes=num_classes)
+    if _is_small(input_shape):
+        model.conv1 = _he(nn.Conv2d(channels, 64, 3, 1, 1, bias=False))
+    elif channels != 3:
+        model.conv1 = _he(nn.Conv2d(channels, 64, 7, 2, 3, bias=False))
+    stem = [model.conv1, model.bn1, model.relu]
+    layers = stem if _is_small(input_shape) else [*stem, model.maxpool]
+    layers += [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
+    _limit_strides(layers, min(height, width))
+    yield from layers
+    yield from (model.avgpool, nn.Flatten(), model.fc)
+
+
+def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """The 31 feature layers of VGG16 and one linear layer: 14.7 million parameters.
+
+    The indices of the feature layers are torchvision's at every image size: a pooling layer that
+    would leave no pixel (the last two of the five on 8x8) becomes an identity. The published
+    classifier, 120 million parameters for 224x224 images, is replaced by average and linear.
+    As there is no normalisation in it, it wants a small learning rate: with momentum 0.9 it
+    learns digits at 0.005 and fails at 0.02.
+    """
+    channels, height, width = input_shape
+    size = min(height, width)
+    for entry in VGG16_CHANNELS:
+        if entry == "pool":
+            yield nn.MaxPool2d(2) if size >= 2 else nn.Identity()
+            size = max(size // 2, 1)
+        else:
+            yield from (_conv3x3(channels, entry, size), nn.ReLU())
+            channels = entry
+    yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, num_classes))
+
+
+def published_vgg16(num_classes: int = 10) -> nn.Sequential:
+    """VGG16 as published, with its classifier of 120 million parameters: shapes, no memory.
+
+    Layers 0 to 30 are the features, as in labkit's ``vgg16``; then come the average to 7x7, the
+    flattening, and seven layers of classifier, dropout as an identity (it has no shape of its
+    own). Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
+    """
+    with torch.device("meta"):
+        layers: list[nn.Module] = []
+        channels = 3
+        for entry in VGG16_CHANNELS:
+            if entry == "pool":
+                layers.append(nn.MaxPool2d(2))
+                continue
+            layers += [nn.Conv2d(channels, entry, 3, padding=1), nn.ReLU()]
+            channels = entry
+        layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU()]
+        layers += [nn.Identity(), nn.Linear(4096, 4096), nn.ReLU(), nn.Identity()]
+        return nn.Sequential(*layers, nn.Linear(4096, num_classes))
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision only where it is needed: it takes a second, in every worker again.
+
+    Raises:
+        ImportError: it is absent, or was built for another torch than the one installed.
+    """
+    try:
+        import torchvision
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"torchvision does not load beside torch {torch.__version__}: {error}. Install the "
+            "pair that requirements.txt names; a CUDA build of one needs a CUDA build of the other"
+        ) from error
+    return torchvision
+
+
+def _is_small(input_shape: tuple[int, int, int]) -> bool:
+    return min(input_shape[1:]) <= SMALL_IMAGE_PIXELS
+
+
+def _stem_stride(input_shape: tuple[int, int, int]) -> int:
+    return 1 if _is_small(input_shape) else 2
+
+
+def _he(conv: nn.Conv2d) -> nn.Conv2d:
+    """Initialise a stem without bias as torchvision does (He et al. 2015, backward case)."""
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    return conv
+
+
+def _conv3x3(in_channels: int, out_channels: int, size: int) -> nn.Conv2d:
+    """Make a padded 3x3 convolution that keeps the variance of a map `size` pixels wide.
+
+    He et al. (2015), forward case, counting only the taps that meet a pixel: on average
+    3 - 2 / size of 3 along each axis. On VGG16's last maps, one pixel wide, eight of nine taps
+    meet padding, and counting them too would let the signal die out layer by layer.
+    """
+    conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+    nn.init.normal_(conv.weight, std=math.sqrt(2 / in_channels) / (3 - 2 / size))
+    nn.init.zeros_(conv.bias)
+    return conv
+
+
+def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
+    """Take the stride out of each layer that would shrink a map of `size` pixels too far.
+
+    Layer by layer, not convolution by convolution: a residual block and its short cut have to
+    keep the same stride.
+    """
+    for layer in layers:
+        strided = [m for m in layer.modules() if getattr(m, "stride", 1) in (2, (2, 2))]
+        if not strided:
+            continue
+        if math.ceil(size / 2) >= SMALLEST_NORMALISED_MAP:
+            size = math.ceil(size / 2)
+        else:
+            for module in strided:
+                module.stride = (1, 1)
+
+
+def _without_in_place(model: nn.Sequential) -> nn.Sequential:
+    for module in model.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = False
+    return model
+
+
+_BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Iterable[nn.Module]]] = {
+    builder.__name__: builder for builder in (small_cnn, mlp, mobilenet, resnet18, vgg16)
+}
+MODELS = tuple(_BUILDERS)

@@ -1,0 +1,544 @@
+"""Collectives on real ranks: one device's result, the same everywhere, for the formula's price."""
+
+import functools
+import time
+
+import pytest
+import torch
+from ranks import travel_by_value
+
+from labkit import run
+from labkit.collectives import (
+    Reduction,
+    all_gather,
+    all_to_all,
+    broadcast,
+    dissemination_barrier,
+    fast_ring_all_reduce,
+    gather,
+    naive_all_reduce,
+    reduce,
+    reduce_scatter,
+    ring_all_reduce,
+    scatter,
+    share_only,
+    share_reduce,
+    tree_all_reduce,
+)
+from labkit.collectives.ring import split_chunks
+from labkit.costs.traffic import (
+    Cost,
+    all_gather_cost,
+    all_to_all_cost,
+    barrier_cost,
+    broadcast_cost,
+    gather_cost,
+    naive_all_reduce_cost,
+    reduce_cost,
+    reduce_scatter_cost,
+    ring_all_reduce_cost,
+    scatter_cost,
+    share_only_cost,
+    share_reduce_cost,
+    tree_all_reduce_cost,
+)
+from labkit.errors import WorkerError
+from labkit.schedules.ring import owned_chunk
+
+travel_by_value(__name__)
+
+WORLD_SIZES = [1, 2, 3, 4]
+TRANSPORTS = ["shared", "gloo"]
+SIZES = (0, 1, 3, 7, 1000)
+ALL_REDUCES = {
+    "naive": naive_all_reduce,
+    "tree": tree_all_reduce,
+    "ring": ring_all_reduce,
+    "fast ring": fast_ring_all_reduce,
+}
+NUMBERS = ["sum", "mean", "max", "min", "product"]
+BITS = ["sum", "max", "min", "product", "band", "bor", "bxor"]
+OPS = {
+    torch.bool: BITS,
+    torch.uint8: BITS,
+    torch.int32: BITS,
+    torch.int64: BITS,
+    torch.float16: NUMBERS,
+    torch.bfloat16: NUMBERS,
+    torch.float32: NUMBERS,
+    torch.float64: NUMBERS,
+    torch.complex64: ["sum", "mean", "product"],
+}
+CASES = [
+    (name, op, dtype, size)
+    for name in ALL_REDUCES
+    for dtype, ops in OPS.items()
+    for op in ops
+    for size in SIZES
+]
+# Where the dtypes go does not depend on the size: not all of both with each number of ranks.
+OF_EACH_KIND = {torch.float16: "mean", torch.float32: "sum", torch.int64: "max"}
+FEW_CASES = [case for case in CASES if case[3] == 7 or OF_EACH_KIND.get(case[2]) == case[1]]
+ONE_DEVICE = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def values_of(rank, size, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 * rank + size)
+    if dtype.is_floating_point or dtype.is_complex:
+        drawn = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(size, generator=generator, dtype=drawn).to(dtype)
+    highest = 2 if dtype == torch.bool else 256
+    return torch.randint(highest, (size,), generator=generator).to(dtype)
+
+
+def on_one_device(op, tensors):
+    """The tensors reduced where they all are: in float32 if they have 16 bits."""
+    dtype = tensors[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = functools.reduce(ONE_DEVICE[op], [tensor.to(wide) for tensor in tensors])
+    return (total / len(tensors) if op == "mean" else total).to(dtype)
+
+
+@functools.cache
+def expected_of(op, dtype, size, world_size):
+    return on_one_device(op, [values_of(rank, size, dtype) for rank in range(world_size)])
+
+
+def paid(comm, collective, *args, **options):
+    """(what it returns, the Cost that this rank's counters show)."""
+    before = comm.operations, comm.messages, comm.bytes_sent
+    result = collective(comm, *args, **options)
+    after = comm.operations, comm.messages, comm.bytes_sent
+    return result, Cost(*[b - a for a, b in zip(before, after)])
+
+
+def partial_bytes(op, dtype):
+    return Reduction.of(op, torch.empty(0, dtype=dtype)).wide.itemsize
+
+
+def price(name, op, dtype, size, world_size, rank):
+    counts = size, dtype.itemsize, world_size, rank
+    if name == "naive":
+        return naive_all_reduce_cost(*counts)
+    cost = tree_all_reduce_cost if name == "tree" else ring_all_reduce_cost
+    return cost(*counts, partial_bytes(op, dtype))
+
+
+def reduce_cases(comm, cases):
+    return [
+        paid(comm, ALL_REDUCES[name], values_of(comm.rank, size, dtype), op)
+        for name, op, dtype, size in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "transport"), [*((size, "shared") for size in WORLD_SIZES), (3, "gloo")]
+)
+def test_all_reduce_of_any_dtype_operation_and_size(world_size, transport):  # rows 10, 12
+    """Equal to one device, to the bit on all ranks, for the formula's price."""
+    cases = CASES if (world_size, transport) == (3, "shared") else FEW_CASES
+    by_rank = run(reduce_cases, cases, world_size=world_size, transport=transport).values
+    for case, *found in zip(cases, *by_rank, strict=True):
+        first, _ = found[0]
+        torch.testing.assert_close(first, expected_of(*case[1:], world_size))
+        for rank, (value, cost) in enumerate(found):
+            assert value.dtype == first.dtype
+            assert torch.equal(value, first), f"replicas differ: {case}"
+            assert cost == price(*case, world_size, rank), (case, rank)
+
+
+def sixteen_bits(comm):
+    found = []
+    for dtype, large in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
+        for all_reduce in ALL_REDUCES.values():
+            mine = torch.full((5,), large if comm.rank == 0 else 1.0, dtype=dtype)
+            found.append(all_reduce(comm, mine).unique().tolist() == [large + 2])
+            # The sum is beyond float16; the mean is not.
+            mine = torch.full((2,), 60000.0, dtype=dtype)
+            found.append(all_reduce(comm, mine, "mean").isfinite().all().item())
+    return found
+
+
+def test_sixteen_bit_floats_do_not_lose_the_small_ones():
+    """2048 + 1 is 2048 in float16, however often 1 is added."""
+    for found in run(sixteen_bits, world_size=3).values:
+        assert found == [True] * 4 * len(ALL_REDUCES)
+
+
+def oddities(comm):
+    found = {}
+    for name, all_reduce in ALL_REDUCES.items():
+        nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, 1.0])
+        found[name] = [
+            *(all_reduce(comm, nan.clone(), op).isnan().tolist() for op in NUMBERS),
+            all_reduce(comm, torch.tensor([60000.0], dtype=torch.float16)).tolist(),
+            all_reduce(comm, torch.tensor([100], dtype=torch.uint8)).tolist(),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nan_overflow_and_wrap_are_those_of_one_device(transport):  # row 12
+    for found in run(oddities, world_size=3, transport=transport).values:
+        for name in ALL_REDUCES:
+            assert found[name] == [*[[True, False]] * len(NUMBERS), [float("inf")], [300 % 256]], (
+                name
+            )
+
+
+def in_place_cases(comm):
+    found = []
+    for all_reduce in ALL_REDUCES.values():
+        for op in ("sum", "max"):
+            matrix = torch.full((3, 4), comm.rank + 1.0)
+            every_second = torch.full((6,), comm.rank + 1)
+            leaf = torch.full((2,), comm.rank + 1.0, requires_grad=True)
+            scalar = torch.tensor(comm.rank + 1)
+            conjugate = torch.full((2,), complex(comm.rank + 1, comm.rank + 1))
+            views = [matrix.t()[1:], every_second[::2], leaf, scalar, matrix[:0]]
+            if op == "sum":
+                views.append(conjugate.conj())
+            for view in views:
+                assert all_reduce(comm, view, op) is view
+            assert leaf.is_leaf
+            assert leaf.requires_grad
+            found.append((matrix, every_second, leaf.detach(), scalar, conjugate))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_views_scalars_and_leaves_are_reduced_in_place(transport):  # row 11
+    total = {"sum": 1 + 2 + 3, "max": 3}
+    by_rank = run(in_place_cases, world_size=3, transport=transport).values
+    for rank, found in enumerate(by_rank):
+        mine = rank + 1
+        assert len(found) == 2 * len(ALL_REDUCES)
+        for number, (matrix, every_second, leaf, scalar, conjugate) in enumerate(found):
+            op = ["sum", "max"][number % 2]
+            assert matrix.tolist() == [[mine, *[total[op]] * 3]] * 3
+            assert every_second.tolist() == [total[op], mine] * 3
+            assert leaf.tolist() == [total[op]] * 2
+            assert scalar.item() == total[op]
+            summed = total["sum"] if op == "sum" else mine
+            assert conjugate.tolist() == [complex(summed, summed)] * 2
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(world_size):
+    cases = [("mean", torch.float64), ("sum", torch.int64), ("sum", torch.float16)]
+
+    def halves(comm):
+        found = []
+        for op, dtype in cases:
+            chunks = split_chunks(values_of(comm.rank, 10, dtype), comm.world_size)
+            _, first = paid(comm, share_reduce, chunks, op)
+            owned = chunks[owned_chunk(comm.rank, comm.world_size)].clone()
+            _, second = paid(comm, share_only, chunks)
+            found.append((owned, torch.cat(chunks), first, second))
+        return found
+
+    for rank, found in enumerate(run(halves, world_size=world_size).values):
+        for (op, dtype), (owned, whole, first, second) in zip(cases, found, strict=True):
+            expected = expected_of(op, dtype, 10, world_size)
+            pieces = split_chunks(expected, world_size)
+            torch.testing.assert_close(owned, pieces[owned_chunk(rank, world_size)])
+            torch.testing.assert_close(whole, expected)
+            partial = partial_bytes(op, dtype)
+            assert first == share_reduce_cost(10, dtype.itemsize, world_size, rank, partial)
+            assert second == share_only_cost(10, dtype.itemsize, world_size, rank)
+
+
+def equal(one, other):
+    """To the bit, and None where None is due."""
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one is other if one is None else one.dtype == other.dtype and torch.equal(one, other)
+
+
+def rooted_cases(comm, cases):
+    found = []
+    for root, size, dtype in cases:
+        mine = values_of(comm.rank, size, dtype)
+        all_of_them = [values_of(7 * dst + 1, size, dtype) for dst in range(comm.world_size)]
+        shares = all_of_them if comm.rank == root else None
+        found.append(
+            {
+                "broadcast": paid(comm, broadcast, mine.clone(), root),
+                "reduce": paid(comm, reduce, mine.clone(), root, "max"),
+                "gather": paid(comm, gather, mine, root),
+                "scatter": paid(comm, scatter, shares, torch.empty_like(mine), root),
+            }
+        )
+        assert torch.equal(mine, values_of(comm.rank, size, dtype))
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_collectives_with_a_root(world_size):
+    ranks, kinds = range(world_size), (torch.float32, torch.uint8, torch.bfloat16)
+    cases = [(root, size, dtype) for root in ranks for size in SIZES for dtype in kinds]
+    for rank, found in enumerate(run(rooted_cases, cases, world_size=world_size).values):
+        for (root, size, dtype), case in zip(cases, found, strict=True):
+            everyones = [values_of(r, size, dtype) for r in ranks]
+            at_root = rank == root
+            highest = on_one_device("max", everyones)
+            expected = {
+                "broadcast": everyones[root],
+                "reduce": highest if at_root else everyones[rank],
+                "gather": everyones if at_root else None,
+                "scatter": values_of(7 * rank + 1, size, dtype),
+            }
+            counts = size, dtype.itemsize, world_size, rank, root
+            prices = {
+                "broadcast": broadcast_cost(*counts),
+                "reduce": reduce_cost(*counts),
+                "gather": gather_cost(*counts),
+                "scatter": scatter_cost(*counts),
+            }
+            for name, (value, cost) in case.items():
+                assert equal(value, expected[name]), (name, root, size, rank)
+                assert cost == prices[name], (name, root, size, rank)
+
+
+def test_reduce_sums_sixteen_bits_in_thirty_two_and_leaves_the_others_alone():
+    def to_the_last(comm):
+        mine = torch.full((3,), 2048.0 if comm.rank == 0 else 1.0, dtype=torch.float16)
+        return paid(comm, reduce, mine, 2, "sum")
+
+    values, costs = zip(*run(to_the_last, world_size=3).values)
+    assert [value.unique().tolist() for value in values] == [[2048], [1], [2050]]
+    assert list(costs) == [reduce_cost(3, 2, 3, rank, 2, partial_bytes=4) for rank in range(3)]
+
+
+def exchange_cases(comm, cases):
+    found = []
+    for size, dtype in cases:
+        mine = values_of(comm.rank, size, dtype)
+        for_all = [values_of(10 * comm.rank + dst, size, dtype) for dst in range(comm.world_size)]
+        before = [tensor.clone() for tensor in for_all]
+        found.append(
+            {
+                "all_gather": paid(comm, all_gather, mine),
+                "reduce_scatter": paid(comm, reduce_scatter, for_all, "sum"),
+                "all_to_all": paid(comm, all_to_all, for_all),
+            }
+        )
+        assert all(map(torch.equal, before, for_all))
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_collectives_from_everyone_to_everyone(world_size):
+    ranks = range(world_size)
+    cases = [(size, dtype) for size in SIZES for dtype in (torch.float32, torch.float16)]
+    for rank, found in enumerate(run(exchange_cases, cases, world_size=world_size).values):
+        for (size, dtype), case in zip(cases, found, strict=True):
+            for_me = [values_of(10 * src + rank, size, dtype) for src in ranks]
+            expected = {
+                "all_gather": [values_of(r, size, dtype) for r in ranks],
+                "reduce_scatter": on_one_device("sum", for_me),
+                "all_to_all": for_me,
+            }
+            counts = size, dtype.itemsize, world_size, rank
+            prices = {
+                "all_gather": all_gather_cost(*counts),
+                "reduce_scatter": reduce_scatter_cost(*counts, partial_bytes("sum", dtype)),
+                "all_to_all": all_to_all_cost(*counts),
+            }
+            for name, (value, cost) in case.items():
+                torch.testing.assert_close(value, expected[name])
+                assert cost == prices[name], (name, size, rank)
+
+
+def test_all_to_all_of_different_shapes_into_given_tensors():
+    def uneven(comm):
+        outgoing = [torch.full((dst,), float(comm.rank)) for dst in range(comm.world_size)]
+        out = [torch.empty(comm.rank) for _ in range(comm.world_size)]
+        assert all_to_all(comm, outgoing, out) is out
+        return [tensor.tolist() for tensor in out]
+
+    for rank, found in enumerate(run(uneven, world_size=3).values):
+        assert found == [[float(src)] * rank for src in range(3)]
+
+
+def test_shapes_strides_and_gradients_of_the_ones_that_return_new_tensors():  # rows 10, 11
+    def shapes(comm):
+        leaf = torch.arange(6.0).reshape(2, 3).requires_grad_()
+        matrix, scalar = (leaf + comm.rank).t(), torch.tensor(comm.rank)
+        wide = leaf[:, :1].expand(2, 4)
+        found = [*all_gather(comm, matrix), reduce_scatter(comm, [matrix] * 2), *gathered(comm)]
+        found += all_to_all(comm, [matrix] * 2) + all_gather(comm, wide)
+        assert not any(tensor.requires_grad for tensor in found)
+        return [tensor.tolist() for tensor in found], [s.item() for s in all_gather(comm, scalar)]
+
+    def gathered(comm):
+        return gather(comm, torch.ones(1, requires_grad=True)) or []
+
+    matrix = torch.arange(6.0).reshape(2, 3).t()
+    both = [matrix.tolist(), (matrix + 1).tolist()]
+    for rank, (found, scalars) in enumerate(run(shapes, world_size=2).values):
+        ones = [[1.0]] * 2 if rank == 0 else []
+        wide = [[[0.0] * 4, [3.0] * 4]] * 2
+        assert found == [*both, (2 * matrix + 1).tolist(), *ones, *both, *wide]
+        assert scalars == [0, 1]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_nobody_leaves_the_barrier_before_the_last_has_come(world_size):
+    def meet(comm):
+        found = []
+        for late in range(comm.world_size):
+            if comm.rank == late:
+                time.sleep(0.03)
+            came_s = time.monotonic()
+            _, cost = paid(comm, dissemination_barrier)
+            found.append((came_s, time.monotonic(), cost))
+        return found
+
+    by_rank = run(meet, world_size=world_size).values
+    for rank, found in enumerate(by_rank):
+        assert {cost for *_, cost in found} == {barrier_cost(world_size, rank)}
+    for turn in zip(*by_rank):
+        came_s, left_s, _ = zip(*turn)
+        # One clock serves all processes of a machine.
+        assert max(came_s) <= min(left_s)
+
+
+def refusals(comm, world_size):
+    one, many = torch.ones(3), [torch.ones(3)] * world_size
+    expanded = torch.ones(1).expand(3)
+    calls = {
+        "integer mean": lambda f: f(comm, torch.ones(3).int(), "mean"),
+        "complex max": lambda f: f(comm, one * 1j, "max"),
+        "float8": lambda f: f(comm, one.to(torch.float8_e4m3fn)),
+        "sparse": lambda f: f(comm, one.to_sparse()),
+        "bitwise": lambda f: f(comm, one, "band"),
+        "foreign device": lambda f: f(comm, one.to("meta")),
+        "expanded": lambda f: f(comm, expanded),
+        "no tensor": lambda f: f(comm, [1.0, 2.0]),
+    }
+    found = {}
+    for fault, call in calls.items():
+        for name, all_reduce in ALL_REDUCES.items():
+            found[f"{name}, {fault}"] = text_of(call, all_reduce)
+    others = {
+        "reduce, integer mean": lambda: reduce(comm, one.int(), 0, "mean"),
+        "reduce_scatter, integer mean": lambda: reduce_scatter(
+            comm, [t.int() for t in many], "mean"
+        ),
+        "share_reduce, complex max": lambda: share_reduce(comm, [t * 1j for t in many], "max"),
+        "broadcast, expanded": lambda: broadcast(comm, expanded),
+        "scatter, expanded": lambda: scatter(comm, None, expanded),
+        "root": lambda: gather(comm, one, world_size),
+        "root of another kind": lambda: broadcast(comm, one, True),
+        "too few chunks": lambda: share_only(comm, many[1:]),
+        "too many": lambda: all_to_all(comm, [*many, one]),
+    }
+    found |= {fault: text_of(lambda call: call(), call) for fault, call in others.items()}
+    assert (comm.messages, comm.operations) == (0, 0)
+    # The next collective works.
+    return found, ring_all_reduce(comm, one).tolist()
+
+
+def text_of(call, argument):
+    try:
+        call(argument)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+WORDS = {
+    "integer mean": "cannot take the mean of int32 over ranks",
+    "complex max": "cannot take the max of complex64",
+    "float8": "cannot take the sum of float8_e4m3fn",
+    "sparse": "use .to_dense()",
+    "bitwise": "cannot take the band of float32 over ranks: only whole numbers and bool have bits",
+    "foreign device": "work on cpu, but the tensor is on meta: move it with .to(comm.device)",
+    "expanded": "expanded tensor: its elements share memory",
+    "no tensor": "a tensor is needed",
+    "root": "is not a rank: with world size",
+    "root of another kind": "root True is not a rank",
+    "too few chunks": "chunks for",
+    "too many": "tensors to send for",
+}
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (3, "shared"), (3, "gloo")])
+def test_what_cannot_be_done_is_refused_alike_on_every_rank_before_any_message(
+    world_size, transport
+):  # rows 11, 13
+    by_rank = run(refusals, world_size, world_size=world_size, transport=transport).values
+    found, totals = zip(*by_rank)
+    assert totals == ([world_size] * 3,) * world_size
+    for fault, text in found[0].items():
+        assert WORDS[fault.split(", ")[-1]] in text, fault
+        assert {other[fault] for other in found} == {text}, fault
+
+
+def shared_memory_faults(comm):
+    whole = torch.arange(6.0).view(2, 3)
+    rows, columns, one = whole.unbind(0), whole[:, :2].unbind(1), torch.ones(3)
+    faults = {
+        "all_to_all in place": lambda: all_to_all(comm, rows, rows),
+        "all_to_all between transposed views": lambda: all_to_all(comm, whole[:, :2], columns),
+        "all_to_all into one place": lambda: all_to_all(comm, rows, [one, one]),
+        "share_only": lambda: share_only(comm, [rows[0], whole.view(-1)[2:5]]),
+        "share_reduce": lambda: share_reduce(comm, [one, one]),
+    }
+    texts = {name: text_of(lambda fault: fault(), fault) for name, fault in faults.items()}
+    assert (comm.messages, whole.flatten().tolist()) == (0, [0, 1, 2, 3, 4, 5])
+    # Parts of one tensor are normal use, and one tensor may be sent to all.
+    share_only(comm, columns)
+    sent = all_to_all(comm, [rows[0], rows[0]], [rows[1], one])
+    return texts, whole.tolist(), [tensor.tolist() for tensor in sent]
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_what_is_received_and_what_is_sent_share_no_memory(transport):
+    for texts, _, _ in run(shared_memory_faults, world_size=2, transport=transport).values:
+        for name, text in texts.items():
+            assert "share memory, and one would be overwritten before it is sent" in text, name
+
+
+def test_shares_that_do_not_fit_are_refused_and_not_stretched():
+    def uneven_shares(comm):
+        return scatter(comm, [torch.ones(3), torch.ones(1)], torch.empty(3))
+
+    with pytest.raises(WorkerError, match=r"share of rank 1 is float32 \[1\].*float32 \[3\]"):
+        run(uneven_shares, world_size=2)
+    with pytest.raises(WorkerError, match="0 tensors to scatter for 2 ranks"):
+        run(lambda comm: scatter(comm, None, torch.empty(3)), world_size=2)
+
+
+def test_ranks_that_disagree_on_the_operation_learn_it():  # row 8
+    def disagree(comm):
+        tree_all_reduce(comm, torch.ones(3), ["sum", "max"][comm.rank])
+
+    with pytest.raises(WorkerError, match=r"(?s)call different collectives.*\[3\] max"):
+        run(disagree, world_size=2)
+
+
+def test_the_trace_names_the_phases():
+    def collectives(comm):
+        tensor = torch.ones(100)
+        ring_all_reduce(comm, tensor)
+        tree_all_reduce(comm, tensor)
+        broadcast(comm, tensor)
+        all_to_all(comm, [tensor, tensor])
+
+    trace = run(collectives, world_size=2).trace
+    phases = {"share_reduce": 200, "share_only": 200, "all_reduce": 400, "all_to_all": 400}
+    assert set(trace.kinds) <= {*phases, "broadcast", "wait"}
+    for phase, num_bytes in phases.items():
+        assert sum(span.num_bytes for span in trace.of(0, phase)) == num_bytes
+    assert sum(span.num_bytes for span in trace.of(0, "broadcast")) == 400

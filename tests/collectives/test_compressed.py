@@ -1,0 +1,119 @@
+"""Compressed all-reduce: what it loses is bounded, what it moves is counted, replicas agree."""
+
+import pytest
+import torch
+from ranks import travel_by_value
+
+from labkit import RunConfig, run, train_with
+from labkit.collectives.compressed import TopK, all_reduce_of
+from labkit.costs.traffic import compressed_cost, ring_all_reduce_cost
+from labkit.schedules.sparse import top_k_elements
+from labkit.training.train_run import check
+
+travel_by_value(__name__)
+
+SIZES = (1000, 7, 2, 1, 0)
+DTYPES = (torch.float32, torch.float64)
+EXACT_BITS = {"fp16": 11, "bf16": 8}
+
+
+def numbers(rank, size, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
+def every_sum(comm):
+    """By compression, dtype and size: the sum and what it cost."""
+    found = {}
+    for compress in ("fp16", "bf16", "topk"):
+        for dtype in DTYPES:
+            for size in SIZES:
+                before = comm.messages, comm.bytes_sent
+                total = all_reduce_of(compress)(comm, numbers(comm.rank, size, dtype))
+                spent = comm.messages - before[0], comm.bytes_sent - before[1]
+                found[compress, dtype, size] = total, spent
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_end_with_the_same_bits_at_the_cost_of_the_formula(world_size):
+    ranks = run(every_sum, world_size=world_size, device="cpu").values
+    for case, (first, _) in ranks[0].items():
+        compress, dtype, size = case
+        for rank, found in enumerate(ranks):
+            total, spent = found[case]
+            assert total.dtype == dtype
+            assert torch.equal(total, first)
+            cost = compressed_cost(compress, size, dtype.itemsize, world_size, rank)
+            assert spent == (cost.messages, cost.num_bytes), case
+        if compress != "topk":
+            inputs = torch.stack([numbers(rank, size, dtype) for rank in range(world_size)])
+            bound = world_size * 2.0 ** -EXACT_BITS[compress] * inputs.abs().sum(dim=0)
+            assert bool(((first - inputs.sum(dim=0)).abs() <= bound).all())
+
+
+def test_half_precision_halves_the_bytes_of_the_ring():
+    exact = ring_all_reduce_cost(1200, 4, 4)
+    assert 2 * compressed_cost("fp16", 1200, 4, 4).num_bytes == exact.num_bytes
+    assert compressed_cost("topk", 1200, 4, 4).num_bytes == 3 * 12 * 8
+    assert [top_k_elements(n) for n in (0, 1, 99, 199, 200)] == [0, 1, 1, 1, 2]
+
+
+def large_and_small(comm):
+    numbers = torch.tensor([60000.0, 3e-9])
+    return [all_reduce_of(half)(comm, numbers.clone()).tolist() for half in ("fp16", "bf16")]
+
+
+def test_bf16_has_the_range_that_fp16_lacks():
+    for fp16, bf16 in run(large_and_small, world_size=2, device="cpu").values:
+        assert fp16 == [float("inf"), 0.0]
+        assert bf16 == pytest.approx([120000.0, 6e-9], rel=0.01)
+
+
+def many_rounds(comm, rounds):
+    """Sum of the results, this rank's sum of inputs, its residual, and what each round moved."""
+    top_k, got, given, touched = TopK(), torch.zeros(300), torch.zeros(300), []
+    for number in range(rounds):
+        gradient = numbers(10 * number + comm.rank, 300)
+        given += gradient
+        result = top_k(comm, gradient.clone())
+        touched.append(int(result.count_nonzero()))
+        got += result
+    return got, given, top_k.residual, touched
+
+
+def test_top_k_sends_late_what_it_does_not_send_at_once():
+    ranks = run(many_rounds, 40, world_size=2, device="cpu").values
+    got, _, _, touched = ranks[0]
+    given = sum(given for _, given, _, _ in ranks)
+    held_back = sum(residual for _, _, residual, _ in ranks)
+    torch.testing.assert_close(got + held_back, given, rtol=1e-4, atol=1e-4)
+    assert max(touched) <= 2 * 3
+    assert min(touched) >= 3
+    # Three elements a round: without memory the same few would come again and again.
+    assert got.count_nonzero() > 100
+
+
+@pytest.mark.parametrize("compress", ["fp16", "bf16", "topk"])
+def test_training_learns_and_replicas_agree(compress):
+    result = train_with("ring_all_reduce", world_size=2, compress=compress, epochs=4, model="mlp")
+    assert result.replicas_agree
+    assert result.test_accuracy > 0.85
+    parameters = sum(tensor.numel() for tensor in result.state.values())
+    costs = [compressed_cost(compress, parameters, 4, 2, rank) for rank in range(2)]
+    steps = 4 * 23
+    assert result.bytes_sent == [steps * cost.num_bytes for cost in costs]
+    assert result.messages == [steps * cost.messages for cost in costs]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compress": "topk", "amp": "fp16"}, "choose amp bf16, or compress fp16"),
+        ({"compress": "fp16", "strategy": "single", "world_size": 1}, "takes no option compress"),
+        ({"compress": "fp16", "builtin": True}, "takes no option compress"),
+    ],
+)
+def test_what_compression_does_not_go_with(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(RunConfig(**{"strategy": "ring_all_reduce", "world_size": 2, **settings}))

@@ -1,0 +1,303 @@
+"""The fast ring against the readable one: the same bits, for the same price."""
+
+import random
+import time
+
+import pytest
+import torch
+from ranks import travel_by_value
+
+from labkit import WorkerError, run
+from labkit.collectives import Reduction, fast_ring_all_reduce, ring_all_reduce
+from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
+from labkit.costs.traffic import Cost, ring_all_reduce_cost
+from labkit.errors import PeerLostError
+
+travel_by_value(__name__)
+
+WORLD_SIZES = [1, 2, 3, 4]
+NUMBERS = ("sum", "mean", "max", "min", "product")
+BITS = ("sum", "max", "min", "product", "band", "bor", "bxor")
+OPS = {
+    torch.bool: BITS,
+    torch.uint8: BITS,
+    torch.int16: BITS,
+    torch.int32: BITS,
+    torch.int64: BITS,
+    torch.float16: NUMBERS,
+    torch.bfloat16: NUMBERS,
+    torch.float32: NUMBERS,
+    torch.float64: NUMBERS,
+    torch.complex64: ("sum", "mean", "product"),
+    torch.complex128: ("sum", "mean", "product"),
+}
+LARGE = ((torch.float32, "sum"), (torch.bfloat16, "mean"), (torch.float64, "max"))
+
+
+def cases(world_size):
+    """(dtype, op, number of elements): every dtype small, a few at the limits of segments."""
+    # Where the dtypes go does not depend on the size: not all of both with each number of ranks.
+    small = (0, 1, 3, 1000) if world_size == 3 else (3,)
+    found = [(dtype, op, size) for dtype, ops in OPS.items() for op in ops for size in small]
+    for dtype, op in LARGE:
+        found += [(dtype, op, size) for size in (0, 1, world_size - 1, 1000)]
+        one = world_size * segment(dtype, op)
+        sizes = (one + 1, (NUM_SLOTS + 2) * one + 7)
+        if dtype == torch.float32:
+            sizes += (one - 1, one, one + world_size)
+        found += [(dtype, op, size) for size in sizes]
+    return found
+
+
+def segment(dtype, op):
+    """Elements of one chunk that travel at once."""
+    return SEGMENT_BYTES // Reduction.of(op, torch.empty(0, dtype=dtype)).wide.itemsize
+
+
+def values_of(rank, size, dtype):
+    generator = torch.Generator().manual_seed(1000 * rank + size % 997)
+    if dtype.is_floating_point or dtype.is_complex:
+        drawn = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(size, generator=generator, dtype=drawn).to(dtype)
+    return torch.randint(2 if dtype == torch.bool else 256, (size,), generator=generator).to(dtype)
+
+
+def paid(comm, all_reduce, tensor, op):
+    before = comm.operations, comm.messages, comm.bytes_sent
+    assert all_reduce(comm, tensor, op) is tensor
+    after = comm.operations, comm.messages, comm.bytes_sent
+    return Cost(*[b - a for a, b in zip(before, after)])
+
+
+def both_rings(comm, cases):
+    """What differs from the readable ring, from the formula and from rank to rank: nothing."""
+    wrong = []
+    for dtype, op, size in cases:
+        fast, readable = (values_of(comm.rank, size, dtype) for _ in range(2))
+        counts = size, dtype.itemsize, comm.world_size, comm.rank
+        price = ring_all_reduce_cost(*counts, Reduction.of(op, fast).wide.itemsize)
+        rings = (fast_ring_all_reduce, fast), (ring_all_reduce, readable)
+        costs = [paid(comm, ring, tensor, op) for ring, tensor in rings]
+        if costs != [price, price]:
+            wrong.append((dtype, op, size, "cost", costs, price))
+        if not torch.equal(fast.view(torch.uint8), readable.view(torch.uint8)):
+            wrong.append((dtype, op, size, "bits"))
+    return wrong, dict(comm.bytes_to)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bits_and_price_are_those_of_the_readable_ring(world_size):  # rows 10, 12
+    by_rank = run(both_rings, cases(world_size), world_size=world_size).values
+    for rank, (wrong, bytes_to) in enumerate(by_rank):
+        assert wrong == []
+        assert set(bytes_to) == ({(rank + 1) % world_size} if world_size > 1 else set())
+
+
+def breaks_its_ring(comm, fault, size):
+    """What one all-reduce counts on a ring that all ranks run wrong in the same way."""
+    from labkit.collectives import fast_ring
+
+    class Broken(fast_ring.Ring):
+        extra = True
+
+        def put(self, segment, dtype):
+            super().put(segment, dtype)
+            if fault == "sends a segment twice" and self.extra:
+                super().put(segment, dtype)
+
+        def reduce_column(self, segments, following):
+            if fault == "skips a segment" and following is None:
+                # The last hop of the last column is neither sent nor waited for.
+                self.steps = [*self.steps[:-2], (self.steps[-2][0], None)]
+            if fault == "sends a segment twice" and self.extra:
+                self.extra = False
+                self.left.arrive(segments[self.steps[0][0].recv_chunk].numel(), torch.float32)
+                self.left.release()
+            if fault == "runs the timetable twice":
+                super().reduce_column(segments, None)
+                self.begin(segments)
+            super().reduce_column(segments, following)
+
+    fast_ring.Ring = Broken
+    return paid(comm, fast_ring_all_reduce, torch.ones(size), "sum")
+
+
+@pytest.mark.parametrize(
+    ("fault", "messages", "segments"),
+    [
+        ("none", 4, 8),
+        ("skips a segment", 4, 7),
+        ("sends a segment twice", 5, 9),
+        ("runs the timetable twice", 8, 16),
+    ],
+)
+def test_what_a_broken_ring_moves_is_what_is_counted(fault, messages, segments):
+    """Two columns on three ranks: 4 messages of 2 segments each, if nothing is broken."""
+    size = 2 * 3 * SEGMENT_BYTES // 4
+    price = ring_all_reduce_cost(size, 4, 3)
+    assert (price.messages, price.num_bytes) == (4, 8 * SEGMENT_BYTES)
+    for counted in run(breaks_its_ring, fault, size, world_size=3).values:
+        assert counted == Cost(messages, messages, segments * SEGMENT_BYTES)
+        assert (counted == price) == (fault == "none")
+
+
+def test_over_gloo_it_is_the_readable_ring():
+    few = [case for case in cases(2) if case[2] <= 3 and case[0] in (torch.float16, torch.int64)]
+
+    def named(comm):
+        fast_ring_all_reduce(comm, torch.ones(1))
+        return comm._board.sequence(comm.rank)
+
+    names = {t: run(named, world_size=2, transport=t).values for t in ("shared", "gloo", "auto")}
+    assert names["gloo"] == ["1. ring_all_reduce float32 [1] sum"] * 2
+    assert names["shared"] == names["auto"] == ["1. fast_ring_all_reduce float32 [1] sum"] * 2
+    for wrong, _ in run(both_rings, few, world_size=2, transport="gloo").values:
+        assert wrong == []
+
+
+def nan_overflow_and_wrap(comm):
+    nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, 1.0])
+    return [
+        *(fast_ring_all_reduce(comm, nan.clone(), op).isnan().tolist() for op in NUMBERS),
+        fast_ring_all_reduce(comm, torch.tensor([60000.0], dtype=torch.float16)).tolist(),
+        fast_ring_all_reduce(comm, torch.tensor([60000.0], dtype=torch.float16), "mean").tolist(),
+        fast_ring_all_reduce(comm, torch.tensor([100], dtype=torch.uint8)).tolist(),
+    ]
+
+
+def test_nan_overflow_and_wrap_are_those_of_one_device():  # row 12
+    expected = [*[[True, False]] * len(NUMBERS), [float("inf")], [60000.0], [300 % 256]]
+    assert run(nan_overflow_and_wrap, world_size=3).values == [expected] * 3
+
+
+def views(comm):
+    """Reduced in place, and nothing beside them is touched."""
+    mine = comm.rank + 1.0
+    matrix, every_second = torch.full((3, 4), mine), torch.full((6,), mine)
+    leaf, scalar = torch.full((2,), mine, requires_grad=True), torch.tensor(mine)
+    conjugate = torch.full((2,), complex(mine, mine))
+    large = torch.full((300_000, 2), mine)
+    tensors = [matrix.t()[1:], every_second[::2], leaf, scalar, conjugate.conj(), large[:, 1]]
+    for tensor in tensors:
+        assert fast_ring_all_reduce(comm, tensor) is tensor
+    assert leaf.is_leaf
+    assert leaf.requires_grad
+    assert leaf.grad is None
+    # What holds a gradient elsewhere in the graph may be reduced as well.
+    hidden = leaf * 2
+    fast_ring_all_reduce(comm, hidden)
+    return {
+        "matrix": matrix.tolist(),
+        "every second": every_second.tolist(),
+        "leaf": leaf.tolist(),
+        "scalar": scalar.item(),
+        "conjugate": conjugate.tolist(),
+        "large": [large[:, column].unique().tolist() for column in (0, 1)],
+        "hidden": hidden.tolist(),
+    }
+
+
+def test_views_scalars_and_leaves_are_reduced_in_place():  # row 11
+    for rank, found in enumerate(run(views, world_size=3).values):
+        mine = rank + 1.0
+        assert found == {
+            "matrix": [[mine, 6.0, 6.0, 6.0]] * 3,
+            "every second": [6.0, mine] * 3,
+            "leaf": [6.0, 6.0],
+            "scalar": 6.0,
+            "conjugate": [complex(6, 6)] * 2,
+            "large": [[mine], [6.0]],
+            "hidden": [36.0, 36.0],
+        }
+
+
+def refusals(comm):
+    one = torch.ones(3)
+    faults = {
+        "integer mean": (one.int(), "mean"),
+        "complex max": (one * 1j, "max"),
+        "float8": (one.to(torch.float8_e4m3fn),),
+        "bitwise": (one, "band"),
+        "sparse": (one.to_sparse(),),
+        "expanded": (torch.ones(1).expand(3),),
+        "expanded in one direction": (torch.ones(3, 1).expand(3, 2),),
+        "foreign device": (torch.ones(3, device="meta"),),
+        "no tensor": ([1.0],),
+    }
+    texts = {}
+    for name, all_reduce in (("fast", fast_ring_all_reduce), ("readable", ring_all_reduce)):
+        for fault, arguments in faults.items():
+            try:
+                all_reduce(comm, *arguments)
+            except ValueError as error:
+                texts[name, fault] = str(error)
+    assert (comm.messages, comm.operations) == (0, 0)
+    return texts, fast_ring_all_reduce(comm, one).tolist()
+
+
+WORDS = {
+    "integer mean": "cannot take the mean of int32",
+    "complex max": "complex numbers have no order",
+    "float8": "PyTorch does no arithmetic in it",
+    "bitwise": "only whole numbers and bool have bits to combine",
+    "sparse": "use .to_dense()",
+    "expanded": "its elements share memory",
+    "expanded in one direction": "its elements share memory",
+    "foreign device": "the tensor is on meta: move it with .to(comm.device)",
+    "no tensor": "a tensor is needed",
+}
+
+
+def test_what_cannot_be_done_is_refused_as_the_readable_ring_does():  # rows 11, 13
+    by_rank = run(refusals, world_size=2).values
+    assert by_rank[0] == by_rank[1]
+    texts, total = by_rank[0]
+    assert total == [2.0] * 3
+    for fault, words in WORDS.items():
+        assert words in texts["fast", fault], fault
+        assert words in texts["readable", fault], fault
+
+
+def test_many_in_a_row_of_ranks_at_different_speeds_between_other_messages():
+    """A rank may be a few segments and even a whole all-reduce ahead of its neighbour."""
+
+    def in_a_row(comm):
+        pace = random.Random(comm.rank)
+        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+        found = []
+        for number in range(60):
+            size = [1, 5, 70_000, 300_000][number % 4]
+            mine = torch.full((size,), float(comm.rank + number))
+            found.append(fast_ring_all_reduce(comm, mine).unique().tolist())
+            if number % 3 == 0:
+                theirs = torch.empty(size)
+                comm.exchange(torch.full((size,), float(comm.rank)), right, theirs, left)
+                found.append(theirs.unique().tolist())
+            if pace.random() < 0.2:
+                time.sleep(0.005)
+        return found
+
+    for rank, found in enumerate(run(in_a_row, world_size=3).values):
+        expected = []
+        for number in range(60):
+            expected.append([3.0 + 3 * number])
+            if number % 3 == 0:
+                expected.append([float((rank - 1) % 3)])
+        assert found == expected
+
+
+def test_a_fault_inside_is_not_taken_for_a_lost_peer():
+    """Over gloo a RuntimeError means that a peer has gone; here it is what it says."""
+
+    def breaks(comm):
+        def combine(*_):
+            raise RuntimeError("out of something")
+
+        Reduction.combine = combine
+        try:
+            fast_ring_all_reduce(comm, torch.ones(4))
+        except PeerLostError:
+            return "lost"
+
+    with pytest.raises(WorkerError, match="RuntimeError: out of something"):
+        run(breaks, world_size=2)

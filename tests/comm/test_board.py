@@ -1,0 +1,264 @@
+"""The status board: who waits for whom, worked out from what each rank has posted."""
+
+import pytest
+
+from labkit.comm.board import _DEPTH, _HISTORY, LOST, NOT_STARTED, RETURNED, RUNNING, SEND, Board
+from labkit.comm.deadlock import cycle_among, explain
+from labkit.errors import MismatchError
+
+WHAT = "float32 [2]"
+
+
+def board_of(world_size):
+    board = Board(world_size)
+    board.ranks["state"] = RUNNING
+    return board
+
+
+def send(board, rank, dst, what=WHAT):
+    board.enter(rank, "send", 0.0, '"a.py", line 1', sent=(dst, what))
+
+
+def recv(board, rank, src, what=WHAT):
+    board.enter(rank, "recv", 0.0, '"b.py", line 2', expected=(src, what))
+
+
+def test_a_send_waits_until_its_receive_is_posted():
+    board = board_of(2)
+    send(board, 0, 1)
+    assert [wait.peer for wait in board.waits(0)] == [1]
+    assert board.stuck() == []
+    recv(board, 1, 0)
+    assert board.waits(0) == board.waits(1) == []
+
+
+def test_messages_of_one_edge_are_matched_in_order():
+    board = board_of(2)
+    for _ in range(5):
+        send(board, 0, 1)
+        recv(board, 1, 0)
+        board.leave(0)
+        board.leave(1)
+    send(board, 0, 1)
+    assert board.waits(0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_a_ring_of_receives_is_a_cycle(world_size):
+    board = board_of(world_size)
+    for rank in range(world_size):
+        recv(board, rank, (rank + 1) % world_size)
+    stuck = board.stuck()
+    assert stuck == list(range(world_size))
+    cycle = cycle_among({rank: board.waits(rank) for rank in stuck})
+    assert sorted(cycle) == stuck
+    assert "deadlock: rank 0 -> rank 1" in explain(board, stuck)
+
+
+def test_a_rank_that_computes_may_still_come():
+    board = board_of(3)
+    recv(board, 0, 1)
+    recv(board, 1, 2)
+    assert board.stuck() == []
+
+
+def test_a_rank_that_has_returned_never_comes_and_the_chain_behind_it_is_stuck():
+    board = board_of(3)
+    recv(board, 0, 1)
+    recv(board, 1, 2)
+    board.ranks[2]["state"] = RETURNED
+    assert board.stuck() == [0, 1]
+    text = explain(board, [0, 1])
+    assert "rank 2 has returned and never came: rank 1 waits for it" in text
+    assert '"b.py", line 2' in text
+
+
+def test_a_rank_that_has_not_started_is_waited_for():
+    board = board_of(2)
+    board.ranks[1]["state"] = NOT_STARTED
+    recv(board, 0, 1)
+    assert board.stuck() == []
+
+
+def test_an_exchange_needs_both_ends():
+    board = board_of(3)
+    board.enter(0, "exchange", 0.0, "", sent=(1, WHAT), expected=(2, WHAT))
+    assert {wait.peer for wait in board.waits(0)} == {1, 2}
+    recv(board, 1, 0)
+    assert {wait.peer for wait in board.waits(0)} == {2}
+    board.ranks[2]["state"] = RETURNED
+    assert board.stuck() == [0]
+
+
+def test_a_barrier_waits_for_those_who_have_not_come():
+    board = board_of(3)
+    board.enter_meeting(0, "barrier", 0.0)
+    board.enter_meeting(2, "barrier", 0.0)
+    assert [wait.peer for wait in board.waits(0)] == [1]
+    board.enter_meeting(1, "barrier", 0.0)
+    assert board.waits(0) == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_misfit_is_refused_by_whoever_comes_second(first):
+    board = board_of(2)
+    ends = [lambda: send(board, 0, 1, "float32 [3]"), lambda: recv(board, 1, 0, "int32 [3]")]
+    ends[first]()
+    with pytest.raises(MismatchError, match=r"(?s)rank 0 sends float32 \[3\].*int32 \[3\]"):
+        ends[1 - first]()
+
+
+@pytest.mark.parametrize("ahead", range(1, _DEPTH + 1))
+def test_a_peer_that_runs_ahead_may_be_writing_over_what_is_read(ahead):
+    """A send that only queues: the next description is half written, and not yet counted."""
+    board = board_of(2)
+    for _ in range(ahead):
+        send(board, 0, 1)
+    board.edges["what"][SEND, 0, 1][ahead % _DEPTH] = b"another"
+    recv(board, 1, 0)
+
+
+@pytest.mark.parametrize("ahead", range(1, _DEPTH))
+def test_a_misfit_is_seen_while_its_description_stands(ahead):
+    board = board_of(2)
+    for number in range(ahead):
+        send(board, 0, 1, WHAT if number else "float32 [3]")
+    with pytest.raises(MismatchError, match=r"rank 0 sends float32 \[3\]"):
+        recv(board, 1, 0)
+
+
+def test_a_collective_that_is_being_written_over_is_not_compared():
+    board = board_of(2)
+    for number in range(_HISTORY):
+        board.announce(0, f"broadcast float32 [{number}]", "a line")
+    board.ranks[0]["announced"][0] = b"broadcast float32 [8]"
+    board.announce(1, "broadcast float32 [0]", "a line")
+    with pytest.raises(MismatchError, match="different collectives"):
+        board.announce(1, "broadcast float32 [9]", "a line")
+
+
+class Interrupted:
+    """Parts of a board whose n-th reading comes just after another rank has posted."""
+
+    def __init__(self, board, names, n, post):
+        self.left, self.post = n, post
+        for name in names:
+            setattr(board, name, self.Part(self, getattr(board, name)))
+
+    class Part:
+        def __init__(self, whole, array):
+            self.whole, self.array = whole, array
+
+        def __getitem__(self, key):
+            self.whole.left -= 1
+            if self.whole.left == 0:
+                self.whole.post()
+            return self.array[key]
+
+        def __setitem__(self, key, value):
+            self.array[key] = value
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_a_rank_that_posts_while_another_compares_agrees_with_it(n):
+    board = board_of(2)
+    other = Board(2, board._memory)
+
+    def post():
+        other.announce(0, "broadcast float32 [2]", "a line")
+        send(other, 0, 1)
+
+    # What stood in the places before.
+    other.edges["what"][SEND, 0, 1] = other.ranks[0]["announced"] = b"older"
+    meddler = Interrupted(board, ("ranks", "_count", "_what"), n, post)
+    board.announce(1, "broadcast float32 [2]", "a line")
+    recv(board, 1, 0)
+    assert meddler.left <= 0
+
+
+def test_a_forgotten_send_before_a_barrier_is_advised_as_well():
+    board = board_of(2)
+    recv(board, 0, 1)
+    board.announce(1, "barrier", '"a.py", line 3')
+    board.enter_meeting(1, "barrier", 0.0)
+    text = explain(board, board.stuck())
+    assert "rank 1: 1. barrier" in text
+    assert "Next step: give every send a receive, and let all ranks call the same" in text
+
+
+def test_when_the_peer_arrived():
+    board = board_of(2)
+    board.enter(0, "send", 5.0, "", sent=(1, WHAT))
+    board.enter(1, "recv", 7.0, "", expected=(0, WHAT))
+    assert board.arrived_s(0, 1, None) == 7.0
+    assert board.arrived_s(1, None, 0) == 5.0
+    # The peer may be at its next operation already: the right one is still meant.
+    board.leave(0)
+    board.enter(0, "send", 9.0, "", sent=(1, WHAT))
+    assert board.arrived_s(1, None, 0) == 5.0
+
+
+def test_a_copy_does_not_change_with_the_original():
+    board = board_of(2)
+    recv(board, 0, 1)
+    copy = board.copy()
+    send(board, 1, 0)
+    assert copy.waits(0)
+    assert not board.waits(0)
+
+
+def test_two_boards_on_one_memory_see_each_other():
+    memory = bytearray(Board.num_bytes(2))
+    one, other = Board(2, memory), Board(2, memory)
+    one.progress(1, 3, 9, "steps")
+    assert (other.ranks[1]["done"], other.ranks[1]["total"]) == (3, 9)
+
+
+def recv_any(board, rank, sources, what=WHAT):
+    board.enter_any(rank, sources, what, '"c.py", line 3')
+
+
+def test_whoever_receives_from_any_needs_one_of_its_sources():
+    board = board_of(4)
+    recv_any(board, 0, [1, 2])
+    assert [wait.peer for wait in board.waits(0)] == [1, 2]
+    assert [board.waits_for(0, peer) for peer in range(4)] == [False, True, True, False]
+    recv(board, 1, 0)
+    assert board.stuck() == [], "rank 2 may still send"
+    send(board, 3, 0)
+    assert board.first_sender(0, [1, 2]) is None, "rank 3 was not asked"
+    send(board, 2, 0)
+    assert board.waits(0) == []
+    assert board.first_sender(0, [1, 2]) == 2
+
+
+def test_of_two_senders_the_one_that_came_first_is_received_first():
+    board = board_of(3)
+    for source, now_s in ((2, 1.0), (1, 2.0)):
+        board.enter(source, "send", now_s, "", sent=(0, WHAT))
+    assert board.first_sender(0, [1, 2]) == 2
+    recv(board, 0, 2)
+    assert board.first_sender(0, [1, 2]) == 1
+
+
+def test_none_of_the_sources_will_come():
+    board = board_of(3)
+    recv_any(board, 0, [1, 2])
+    recv(board, 1, 0)
+    board.ranks["state"][2] = RETURNED
+    assert board.stuck() == [0, 1]
+    text = explain(board, board.stuck())
+    assert "deadlock: rank 0 -> rank 1 -> rank 0" in text
+    assert "rank 2 has returned and never came: rank 0 waits for it" in text
+    wanted = "rank 1 to send float32 [2] or rank 2 to send float32 [2]"
+    assert f'rank 0 is in recv_any, waiting for {wanted}, at "c.py", line 3' in text
+
+
+def test_who_waits_for_a_lost_rank_is_told_and_not_stuck():
+    board = board_of(3)
+    recv_any(board, 0, [1, 2])
+    recv(board, 1, 0)
+    recv(board, 2, 0)
+    assert board.stuck() == [0, 1, 2]
+    board.ranks["state"][2] = LOST
+    assert board.stuck() == []

@@ -1,0 +1,56 @@
+"""Whether a process lives, and whether it is stopped, as the system says."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import wait_until
+
+from labkit.comm import processes
+from labkit.comm.processes import is_running, is_stopped
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_one_that_lives_is_stopped_goes_on_and_ends(child):
+    assert is_running(child.pid)
+    assert not is_stopped(child.pid)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert wait_until(lambda: is_stopped(child.pid), 5)
+    assert is_running(child.pid)
+    os.kill(child.pid, signal.SIGCONT)
+    assert wait_until(lambda: not is_stopped(child.pid), 5)
+    child.kill()
+    # Nobody has waited for it yet.
+    assert wait_until(lambda: not is_running(child.pid), 5)
+    child.wait()
+    assert not is_running(child.pid)
+
+
+def test_a_name_in_brackets_does_not_confuse():
+    code = "import pathlib, time; pathlib.Path('/proc/self/comm').write_text('a) Z (b'); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    try:
+        comm = Path(f"/proc/{process.pid}/comm")
+        assert wait_until(lambda: comm.read_text().startswith("a) Z"), 10)
+        assert is_running(process.pid)
+    finally:
+        process.communicate(b"\n")
+
+
+def test_without_proc_it_is_asked_by_a_signal(child, monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "_PROCESSES", tmp_path / "none")
+    assert is_running(child.pid)
+    assert not is_stopped(child.pid)
+    child.kill()
+    child.wait()
+    assert not is_running(child.pid)

@@ -1,0 +1,462 @@
+"""The shared-memory transport: what arrives, who waits, what a lost peer and a killed run leave.
+
+Much of it is tested between threads of this process, which may hold the two ends of a channel as
+well as two processes may. What concerns processes (a kill, waiting without work, what is left) is
+tested on real ranks, on both transports where they must agree.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from ranks import (
+    leftovers,
+    open_descriptors,
+    running_ranks,
+    travel_by_value,
+    wait_until,
+    write_program_that_never_ends,
+)
+
+from labkit import DeadlockError, WorkerError, run
+from labkit.collectives import fast_ring_all_reduce
+from labkit.comm import shared_memory
+from labkit.comm.board import LEFT
+from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena
+from labkit.comm.shared_transport import SharedTransport
+from labkit.errors import PeerLostError
+
+travel_by_value(__name__)
+
+TRANSPORTS = ["shared", "gloo"]
+ALL_SLOTS = NUM_SLOTS * SEGMENT_BYTES
+
+
+def threads_as_ranks(world_size, function, timeout_s=20.0):
+    """[function(transport, rank)] of P threads that share one arena."""
+    arena = Arena(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        ranks = range(world_size)
+        transports = [SharedTransport(arena, rank, timeout_s) for rank in ranks]
+        return list(pool.map(function, transports, ranks))
+
+
+def numbered(num_bytes, start=0):
+    return (torch.arange(num_bytes) + start).to(torch.uint8)
+
+
+class TestMessages:
+    SIZES = (0, 1, SEGMENT_BYTES - 1, SEGMENT_BYTES, SEGMENT_BYTES + 1, 3 * ALL_SLOTS + 5)
+
+    def test_any_length_one_way(self):
+        def one_way(transport, rank):
+            found = []
+            for size in self.SIZES:
+                if rank == 0:
+                    transport.send(numbered(size, start=size), 1)
+                else:
+                    transport.recv(target := torch.zeros(size, dtype=torch.uint8), 0)
+                    found.append(torch.equal(target, numbered(size, start=size)))
+            return found
+
+        assert threads_as_ranks(2, one_way)[1] == [True] * len(self.SIZES)
+
+    def test_an_exchange_with_one_side_much_larger(self):
+        sizes = [(1, 3 * ALL_SLOTS), (3 * ALL_SLOTS, 0), (5, 5)]
+
+        def unequal(transport, rank):
+            found = []
+            for both in sizes:
+                mine, theirs = numbered(both[rank], rank), numbered(both[1 - rank], 1 - rank)
+                target = torch.zeros_like(theirs)
+                transport.exchange(mine, 1 - rank, target, 1 - rank)
+                found.append(torch.equal(target, theirs))
+            return found
+
+        assert threads_as_ranks(2, unequal) == [[True] * 3] * 2
+
+    @pytest.mark.parametrize("size", [1, 3 * ALL_SLOTS])
+    def test_neither_side_of_an_exchange_waits_for_the_other(self, size):
+        """Rank 1 serves rank 0 only after rank 2 has been served by rank 0: a send and then a
+        receive would never end."""
+
+        def chain(transport, rank):
+            mine, target = numbered(size, rank), torch.zeros(size, dtype=torch.uint8)
+            if rank == 0:
+                transport.exchange(mine, 1, target, 2)
+            elif rank == 1:
+                transport.recv(torch.zeros(size, dtype=torch.uint8), 2)
+                transport.recv(target, 0)
+            else:
+                transport.send(mine, 0)
+                transport.send(mine, 1)
+                return True
+            return torch.equal(target, numbered(size, [2, 0][rank]))
+
+        assert threads_as_ranks(3, chain) == [True] * 3
+
+    def test_a_send_ends_only_when_its_receive_has_begun(self):
+        sent = threading.Event()
+
+        def late(transport, rank):
+            if rank == 0:
+                transport.send(numbered(1), 1)
+                sent.set()
+                return None
+            time.sleep(0.1)
+            before = sent.is_set()
+            transport.recv(torch.zeros(1, dtype=torch.uint8), 0)
+            return before, sent.wait(10)
+
+        assert threads_as_ranks(2, late)[1] == (False, True)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+    def test_nobody_leaves_the_barrier_before_the_last_has_come(self, world_size):
+        def meets(transport, rank):
+            found = []
+            for late in range(world_size):
+                time.sleep(0.01 * (rank == late))
+                came_s = time.monotonic()
+                transport.barrier()
+                found.append((came_s, time.monotonic()))
+            return found
+
+        for turn in zip(*threads_as_ranks(world_size, meets)):
+            came_s, left_s = zip(*turn)
+            assert max(came_s) <= min(left_s)
+
+
+class TestLostPeers:
+    """Each waits as rank 0 for rank 1, which is in no thread."""
+
+    def waiting(self, timeout_s=20.0):
+        arena = Arena(2)
+        arena.board.ranks[1]["pid"] = os.getpid()
+        return SharedTransport(arena, 0, timeout_s), arena.board
+
+    def assert_lost(self, transport, why):
+        nothing = torch.zeros(4)
+        for call in (
+            lambda: transport.send(nothing, 1),
+            lambda: transport.recv(nothing, 1),
+            lambda: transport.exchange(nothing, 1, torch.zeros(4), 1),
+            transport.barrier,
+            lambda: transport.channel_from(1).arrive(4, torch.float32),
+        ):
+            started_s = time.monotonic()
+            with pytest.raises(PeerLostError, match=why):
+                call()
+            assert time.monotonic() - started_s < 5
+
+    def test_its_process_has_ended(self):
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        transport, board = self.waiting()
+        board.ranks[1]["pid"] = ended.pid
+        # Nobody has waited for it yet: a zombie is no peer either.
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        self.assert_lost(transport, f"the process of rank 1 .pid {ended.pid}. has ended")
+        ended.wait()
+        self.assert_lost(transport, "the process of rank 1")
+
+    def test_it_gave_up(self):
+        transport, board = self.waiting()
+        board.give_up(1, "ValueError: of that")
+        board.give_up(0, "PeerLostError: rank 1 gave up")
+        self.assert_lost(transport, r"^rank 1 gave up \(ValueError: of that\)")
+
+    def test_it_has_left(self):
+        transport, board = self.waiting()
+        board.ranks[1]["state"] = LEFT
+        self.assert_lost(transport, "^rank 1 has left")
+
+    def test_it_does_not_come_in_time(self):
+        self.assert_lost(self.waiting(timeout_s=0.05)[0], "nothing from rank 1 in 0.05 s")
+
+    def test_the_program_is_at_its_end(self):
+        transport, _ = self.waiting()
+        transport.abandon()
+        self.assert_lost(transport, "this rank is at its end")
+
+    def test_the_sequences_are_shown_where_they_part(self):
+        transport, board = self.waiting()
+        board.announce(0, "barrier", "here")
+        board.ranks[1]["state"] = LEFT
+        self.assert_lost(transport, r"(?s)has left.*rank 0: 1\. barrier.*rank 1: none")
+
+    def test_what_it_sent_before_its_end_still_arrives(self):
+        def sends_and_leaves(transport, rank):
+            if rank == 0:
+                transport.send(numbered(5), 1)
+                transport.arena.board.ranks[0]["state"] = LEFT
+                return None
+            transport.channel_from(0).ready.post()
+            assert wait_until(lambda: transport.arena.board.ranks[0]["state"] == LEFT, 10)
+            return transport.channel_from(0).arrive(5, torch.uint8).tolist()
+
+        assert threads_as_ranks(2, sends_and_leaves)[1] == [0, 1, 2, 3, 4]
+
+    def test_nor_is_it_missed_between_the_last_wait_and_the_look(self, monkeypatch):
+        transport, board = self.waiting()
+        filled = transport.channel_from(1).filled
+        board.ranks[1]["state"] = LEFT
+        really_wait = shared_memory.Semaphore.wait
+
+        def comes_just_too_late(semaphore, timeout_s):
+            assert not really_wait(semaphore, 0.001)
+            semaphore.post()
+            return False
+
+        monkeypatch.setattr(shared_memory.Semaphore, "wait", comes_just_too_late)
+        transport.wait(filled, 1)
+        assert not filled.try_wait()
+
+
+# On real ranks
+
+
+@pytest.fixture(scope="module")
+def warm():
+    run(lambda comm: None, world_size=1)
+
+
+@pytest.fixture
+def nothing_is_left(warm):
+    before, descriptors = leftovers(), open_descriptors()
+    yield
+    assert wait_until(lambda: not running_ranks(), 2)
+    assert leftovers() <= before
+    assert wait_until(lambda: open_descriptors() <= descriptors, 2)
+
+
+def test_a_wait_ends_even_where_no_launcher_watches(warm):
+    def longest_wait_s(comm):
+        return comm._transport.timeout_s
+
+    (found,) = run(longest_wait_s, world_size=1, timeout_s=50, transport="shared").values
+    assert 50 < found < 100
+
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn),
+)
+
+
+def messages_of(rank):
+    """One of every kind."""
+    base = torch.arange(-3.0, 4.0) + rank
+    # A negative number in an unsigned dtype is whatever the processor makes of it.
+    return [
+        *(base.abs().to(dtype) for dtype in DTYPES),
+        torch.empty(0),
+        torch.empty(0, 3, dtype=torch.int16),
+        torch.tensor(rank),
+        torch.full((1,), rank, dtype=torch.bool),
+        numbered(ALL_SLOTS + 1, rank).view(-1, 3)[:, :2],
+        torch.complex(base, base).conj(),
+        torch.complex(base, base).conj().imag,
+        base.view(1, -1).expand(4, -1),
+        base.clone().requires_grad_(),
+    ]
+
+
+def traffic(comm):
+    """Whether each has arrived, by an exchange and by a send, and what was counted."""
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    arrived = []
+    for tensor, expected in zip(messages_of(comm.rank), messages_of(left)):
+        one, other = (torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(2))
+        comm.exchange(tensor, right, one, left)
+        if comm.rank == 0:
+            comm.send(tensor, right)
+        comm.recv(other, left)
+        if comm.rank != 0:
+            comm.send(tensor, right)
+        comm.barrier()
+        arrived += [as_numbers(got).equal(as_numbers(expected)) for got in (one, other)]
+    return arrived, (comm.messages, comm.bytes_sent, dict(comm.bytes_to), comm.operations)
+
+
+def as_numbers(tensor):
+    """PyTorch does not compare every dtype."""
+    tensor = tensor.detach().resolve_conj()
+    return tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_both_transports_carry_and_count_the_same(nothing_is_left, world_size):
+    shared, gloo = (
+        run(traffic, world_size=world_size, transport=transport).values for transport in TRANSPORTS
+    )
+    for rank in range(world_size):
+        kinds = 2 * len(messages_of(0))
+        assert shared[rank][0] == gloo[rank][0] == [True] * kinds
+        assert shared[rank][1] == gloo[rank][1]
+        assert shared[rank][1][0] == kinds
+
+
+def test_both_transports_explain_a_deadlock_alike(nothing_is_left):
+    def both_send_first(comm):
+        comm.send(torch.ones(1), 1 - comm.rank)
+
+    texts = []
+    for transport in TRANSPORTS:
+        with pytest.raises(DeadlockError, match="all of them send first") as caught:
+            run(both_send_first, world_size=2, transport=transport)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+def waits_for_rank_0(comm):
+    """The share of a core that a rank uses while it waits, by operation."""
+    one, peer = torch.ones(1), 1 - comm.rank
+    operations = {
+        "recv": lambda: comm.recv(one, 0) if comm.rank else send_to_all(comm, one),
+        "exchange": lambda: comm.rank > 1 or comm.exchange(one, peer, torch.ones(1), peer),
+        "barrier": comm.barrier,
+        "fast ring": lambda: fast_ring_all_reduce(comm, one),
+    }
+    shares = {}
+    for name, operation in operations.items():
+        comm.barrier()
+        busy_s, started_s = time.process_time(), time.perf_counter()
+        if comm.rank == 0:
+            time.sleep(1.0)
+        operation()
+        waited_s = max(1.0, time.perf_counter() - started_s)
+        shares[name] = (time.process_time() - busy_s) / waited_s
+    return shares
+
+
+def send_to_all(comm, tensor):
+    for dst in range(1, comm.world_size):
+        comm.send(tensor, dst)
+
+
+def test_a_rank_that_waits_uses_no_core(nothing_is_left):
+    more_than_cores = min(len(os.sched_getaffinity(0)) + 1, 6)
+    for shares in run(waits_for_rank_0, world_size=max(3, more_than_cores)).values:
+        assert max(shares.values()) < 0.15, shares
+
+
+def killed_inside(comm, operation):
+    """Rank 1 is killed while it is inside the operation, which rank 0 comes to later."""
+    x = torch.ones(ALL_SLOTS)
+    peer = 1 - comm.rank
+    if comm.rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        time.sleep(0.6)
+    {
+        "send": lambda: (comm.send, comm.recv)[comm.rank](x, peer),
+        "recv": lambda: (comm.recv, comm.send)[comm.rank](x, peer),
+        "exchange": lambda: comm.exchange(x, peer, torch.empty_like(x), peer),
+        "barrier": comm.barrier,
+        "fast ring": lambda: fast_ring_all_reduce(comm, x),
+    }[operation]()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("operation", ["send", "recv", "exchange", "barrier", "fast ring"])
+def test_a_kill_inside_an_operation_ends_the_run(nothing_is_left, operation, transport):
+    started_s = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        run(killed_inside, operation, world_size=2, transport=transport)
+    assert time.monotonic() - started_s < 10
+
+
+def test_what_a_run_leaves_after_an_error_a_success_and_a_deadline(nothing_is_left):
+    def ends(comm, how):
+        comm.exchange(
+            x := torch.ones(ALL_SLOTS), 1 - comm.rank, torch.empty_like(x), 1 - comm.rank
+        )
+        if how == "error":
+            raise ValueError(how)
+        if how == "deadline":
+            time.sleep(60)
+
+    run(ends, "success", world_size=2)
+    for how in ("error", "deadline"):
+        with pytest.raises(WorkerError, match=how):
+            run(ends, how, world_size=2, timeout_s=1.5)
+
+
+def may_mount():
+    """Whether this process may have a /dev/shm of its own."""
+    probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    return bool(shutil.which("unshare")) and not subprocess.call(probe, stderr=subprocess.DEVNULL)
+
+
+def in_a_private_shm(folder, size, script):
+    """What a script prints where /dev/shm is another file system, of its own."""
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(script))
+    mount = f"mount -t tmpfs -o {size} tmpfs /dev/shm && exec {sys.executable} {program} {folder}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    return done.stdout
+
+
+@pytest.mark.fresh
+@pytest.mark.skipif(not may_mount(), reason="needs to mount a file system: unshare -m, as root")
+class TestRow24SharedMemoryFull:
+    def test_a_run_needs_none_of_it(self, tmp_path):
+        """One process for all of them: each remount is another state of the same /dev/shm."""
+        lines = in_a_private_shm(
+            tmp_path,
+            "size=4k",
+            """
+            import os
+            from labkit import run
+            from labkit.collectives import fast_ring_all_reduce
+
+            def sums(comm):
+                import torch
+                return fast_ring_all_reduce(comm, torch.ones(10**6)).mean().item()
+
+            def attempt():
+                print(run(sums, world_size=2).values, os.listdir("/dev/shm"), flush=True)
+
+            if __name__ == "__main__":
+                attempt()
+                os.system("dd if=/dev/zero of=/dev/shm/old bs=1k count=4 status=none")
+                attempt()
+                os.system("mount -o remount,ro /dev/shm")
+                attempt()
+            """,
+        ).splitlines()
+        assert lines == ["[2.0, 2.0] []", "[2.0, 2.0] ['old']", "[2.0, 2.0] ['old']"]
+
+    def test_nothing_is_left_after_a_kill_of_all_at_once(self, tmp_path):
+        """The launcher, the ranks and Python's own resource tracker, with SIGKILL."""
+        write_program_that_never_ends(tmp_path)
+        script = """
+            import os, subprocess, sys, time
+
+            folder = sys.argv[1]
+            command = [sys.executable, f"{folder}/kernel.py", folder]
+            kernel = subprocess.Popen(command, start_new_session=True)
+            started = lambda: sum(name.endswith(".pid") for name in os.listdir(folder))
+            while started() < 2 and kernel.poll() is None:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            print("running" if kernel.poll() is None else "ended")
+            os.killpg(kernel.pid, 9)
+            kernel.wait()
+            print(os.listdir("/dev/shm"))
+            """
+        assert in_a_private_shm(tmp_path, "size=64m", script).splitlines() == ["running", "[]"]

@@ -1,0 +1,383 @@
+"""One contract for every transport: what arrives, what is counted, how a lost peer is told.
+
+Each test runs on all transports, through a Comm, as everybody uses them. The rules of counting
+stand below: nothing that counts asks a formula; a message or segment too few or too many shows.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import travel_by_value
+from test_cuda_ipc import ends  # noqa: F401  (a fixture)
+
+from labkit import run
+from labkit.collectives import (
+    fast_ring_all_reduce,
+    naive_all_reduce,
+    ring_all_reduce,
+    tree_all_reduce,
+)
+from labkit.comm import shared_transport
+from labkit.comm.comm import Comm
+from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
+from labkit.comm.transports import TorchTransport, Transport
+from labkit.costs.traffic import naive_all_reduce_cost, ring_all_reduce_cost, tree_all_reduce_cost
+from labkit.errors import PeerLostError
+
+travel_by_value(__name__)
+
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+TRANSPORTS = [
+    pytest.param("shared"),
+    pytest.param("gloo"),
+    pytest.param("group", id="gloo, a group of its own"),
+    pytest.param("staged", id="gloo, staged through host memory", marks=needs_gpu),
+    pytest.param("cuda", id="CUDA IPC", marks=needs_gpu),
+    pytest.param("nccl", id="NCCL", marks=needs_two_gpus),
+]
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+def on(transport: str, function: Callable, world_size: int, *args, **settings) -> list:
+    """What ``function(comm, *args)`` returns on each rank, with a Comm on that transport."""
+    known = {"group": "gloo", "staged": "gloo", "cuda": "shared", "nccl": "auto"}
+    device = "cuda" if transport in ("staged", "cuda", "nccl") else "cpu"
+    asked = known.get(transport, transport)
+    settings |= {"world_size": world_size, "device": device, "transport": asked}
+    if transport != "group":
+        return run(function, *args, **settings).values
+    return run(in_a_group, function, args, **settings).values
+
+
+def in_a_group(comm, function, args):
+    """As the backend does between machines: a process group without a name, and no board."""
+    store = dist.PrefixStore("contract", dist.distributed_c10d._get_default_store())
+    group = dist.ProcessGroupGloo(store, comm.rank, comm.world_size, timedelta(seconds=60))
+    # A function that sends nothing would return, and drop the group, while others still connect.
+    comm.barrier()
+    transport = TorchTransport("gloo", CPU, group)
+    return function(Comm(comm.rank, comm.world_size, CPU, transport), *args)
+
+
+# What arrives
+
+
+def contents(rank: int, device) -> list[torch.Tensor]:
+    """Every dtype, every kind of shape, several segments."""
+    base = torch.arange(-3.0, 4.0) + rank
+    large = torch.arange(3 * NUM_SLOTS * SEGMENT_BYTES + 5).add(rank).to(torch.uint8)
+    tensors = [
+        *(base.abs().to(dtype) for dtype in DTYPES),
+        torch.empty(0),
+        torch.empty(0, 3, dtype=torch.int16),
+        torch.tensor(rank),
+        torch.tensor(rank > 0),
+        torch.full((2, 3, 4), rank + 1j),
+        large[:SEGMENT_BYTES],
+        large[: SEGMENT_BYTES + 1],
+        large,
+    ]
+    return [tensor.to(device) for tensor in tensors]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def every_operation(comm) -> tuple[list, dict]:
+    """What has not arrived, and the counts: messages, bytes, bytes by peer."""
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    wrong = []
+    for mine, due in zip(contents(comm.rank, comm.device), contents(left, comm.device)):
+        for name in ("exchange", "send", "recv_add"):
+            landing = torch.zeros_like(due)
+            if name == "exchange":
+                comm.exchange(mine, right, landing, left)
+            else:
+                receive = comm.recv if name == "send" or not can_add(due) else comm.recv_add
+                if comm.rank == 0:
+                    comm.send(mine, right)
+                receive(landing, left)
+                if comm.rank != 0:
+                    comm.send(mine, right)
+            if not same_bits(landing, due):
+                wrong.append((name, due.dtype, tuple(due.shape)))
+        comm.barrier()
+    return wrong, {"all": (comm.messages, comm.bytes_sent), "to": dict(comm.bytes_to)}
+
+
+def can_add(tensor: torch.Tensor) -> bool:
+    return not str(tensor.dtype).startswith("torch.float8")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_dtype_shape_and_size_arrives_by_every_operation_and_is_counted(
+    transport, world_size
+):
+    for rank, (wrong, counts) in enumerate(on(transport, every_operation, world_size)):
+        sent = contents(rank, "cpu")
+        num_bytes = 3 * sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        assert wrong == []
+        assert counts["all"] == (3 * len(sent), num_bytes)
+        assert counts["to"] == {(rank + 1) % world_size: num_bytes}
+
+
+def test_cuda_ipc_with_stand_ins_for_the_gpu_keeps_the_contract_too(ends):  # noqa: F811
+    comms = [Comm(rank, 2, CPU, end, end.arena.board) for rank, end in enumerate(ends)]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(every_operation, comms))
+    for rank, (wrong, counts) in enumerate(results):
+        num_bytes = 3 * sum(tensor.nbytes for tensor in contents(rank, "cpu"))
+        assert wrong == []
+        assert counts["to"] == {1 - rank: num_bytes}
+        assert counts["all"] == (3 * len(contents(rank, "cpu")), num_bytes)
+
+
+def alone(comm):
+    comm.barrier()
+    return comm.messages, comm.bytes_sent, dict(comm.bytes_to)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_alone_passes_its_barrier_and_has_sent_nothing(transport):
+    assert on(transport, alone, 1) == [(0, 0, {})]
+
+
+def first_come(comm):
+    """Rank 0 takes one from each other, whoever is first; the others send their number."""
+    if comm.rank:
+        comm.send(torch.full((3,), comm.rank, device=comm.device), 0)
+        return comm.messages, comm.bytes_sent
+    landing, others = torch.zeros(3, dtype=torch.int64, device=comm.device), [1, 2]
+    found = {}
+    for _ in others:
+        src = comm.recv_any(landing, others)
+        found[src] = landing.tolist()
+    return found, comm.messages, comm.bytes_sent
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_comes_first_is_received_from_any(transport):
+    found, *others = on(transport, first_come, 3)
+    assert found == ({1: [1] * 3, 2: [2] * 3}, 0, 0)
+    assert others == [(1, 24)] * 2
+
+
+def what_it_states(comm):
+    transport = comm._transport
+    refusals = []
+    for call in (lambda: transport.channel_to(1 - comm.rank), lambda: transport.recv_any(None)):
+        try:
+            call()
+        except (NotImplementedError, AttributeError, TypeError) as error:
+            refusals.append(type(error).__name__)
+    stated = transport.shares_memory, transport.receives_from_any
+    return isinstance(transport, Transport), stated, refusals
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_it_cannot_do_it_states_and_refuses(transport):
+    is_one, (shares_memory, from_any), refusals = on(transport, what_it_states, 2)[0]
+    assert is_one
+    assert shares_memory == (transport in ("shared", "cuda"))
+    assert from_any == (transport in ("gloo", "group", "staged"))
+    assert refusals.count("NotImplementedError") == (not shares_memory) + (not from_any)
+
+
+def leaves_while_the_other(comm, operation):
+    """Rank 1 ends; the error that rank 0 sees in the operation."""
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(3)
+    mine, theirs = (torch.ones(NUM_SLOTS * SEGMENT_BYTES, device=comm.device) for _ in range(2))
+    calls = {
+        "send": lambda: [comm.send(mine, 1) for _ in range(50)],
+        "recv": lambda: comm.recv(theirs, 1),
+        "recv_add": lambda: comm.recv_add(theirs, 1),
+        "exchange": lambda: comm.exchange(mine, 1, theirs, 1),
+        "barrier": comm.barrier,
+    }
+    started_s = time.monotonic()
+    try:
+        calls[operation]()
+    except PeerLostError as error:
+        return type(error).__name__, time.monotonic() - started_s, str(error)
+    return "no error", 0.0, ""
+
+
+@pytest.mark.parametrize("operation", ["send", "recv", "recv_add", "exchange", "barrier"])
+@pytest.mark.parametrize("transport", [p for p in TRANSPORTS if p.values != ("nccl",)])
+def test_a_peer_that_has_ended_is_a_lost_peer_in_every_operation(transport, operation):
+    found = on(transport, leaves_while_the_other, 2, operation, may_lose=[1])
+    kind, seconds, text = found[0]
+    assert kind == "PeerLostError", text
+    assert seconds < 20
+    assert "Exception raised from" not in text  # PyTorch's C++ stack
+
+
+def sums_by_adding_what_comes(comm, tensor):
+    """A learner's all-reduce: rank 0 adds up what all send, in the slots or after landing."""
+    if comm.rank == 0:
+        for src in range(1, comm.world_size):
+            comm.recv_add(tensor, src)
+        for dst in range(1, comm.world_size):
+            comm.send(tensor, dst)
+    else:
+        comm.send(tensor, 0)
+        comm.recv(tensor, 0)
+
+
+def under_the_backend(comm, in_shared_memory):
+    """The sum, and what the backend counted."""
+    from labkit import backend
+
+    if not in_shared_memory:
+        backend.meet = lambda *_: None  # as on several machines
+    group = dist.new_group(backend="labkit")
+    backend.use(sums_by_adding_what_comes)
+    tensor = torch.full((5,), comm.rank + 1.0)
+    dist.all_reduce(tensor, group=group)
+    counted = backend.sent()
+    dist.destroy_process_group(group)
+    return tensor.tolist(), counted, backend.sent()
+
+
+def waits_in_vain(comm):
+    comm.set_timeout(1)
+    started_s = time.monotonic()
+    try:
+        if comm.rank == 0:
+            comm.recv(torch.empty(1, device=comm.device), 1)
+    except PeerLostError:
+        pass
+    else:
+        # Longer than the other rank waits.
+        time.sleep(4 * (comm.rank == 1))
+    return time.monotonic() - started_s
+
+
+@pytest.mark.parametrize("transport", [t for t in TRANSPORTS if t.values != ("nccl",)])
+def test_a_wait_ends_with_the_timeout_that_was_set_last(transport):
+    assert 0.8 < on(transport, waits_in_vain, 2)[0] < 3.5
+
+
+@pytest.mark.parametrize("in_shared_memory", [True, False])
+def test_a_learners_ring_runs_under_the_backend_on_one_machine_and_on_several(in_shared_memory):
+    for rank, found in enumerate(run(under_the_backend, in_shared_memory, world_size=3).values):
+        sent = (1, 20) if rank else (2, 40)
+        # What a group has sent outlives it.
+        assert found == ([6.0] * 5, sent, sent)
+
+
+# What is counted
+
+FORMULAS = {
+    fast_ring_all_reduce: ring_all_reduce_cost,
+    ring_all_reduce: ring_all_reduce_cost,
+    tree_all_reduce: tree_all_reduce_cost,
+    naive_all_reduce: naive_all_reduce_cost,
+}
+
+
+def with_wrong_formulas(comm, all_reduces, num_elements):
+    """Counts of each all-reduce where every formula of ``labkit.costs.traffic``, wherever it was
+    imported,
+    says 7 messages of 7 bytes."""
+    import sys
+
+    from labkit import costs
+
+    formulas = {name: f for name, f in vars(costs).items() if name.endswith("_cost")}
+    for module in [m for n, m in sys.modules.items() if n.startswith("labkit")]:
+        for name, value in list(vars(module).items()):
+            if value in formulas.values():
+                setattr(module, name, lambda *_, **__: costs.Cost(7, 7, 7))
+    assert costs.ring_all_reduce_cost(1, 1, 1).num_bytes == 7
+    found = []
+    for all_reduce in all_reduces:
+        before = comm.messages, comm.bytes_sent
+        all_reduce(comm, torch.ones(num_elements))
+        found.append((comm.messages - before[0], comm.bytes_sent - before[1]))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo", "group"])
+def test_what_is_booked_is_what_moved_whatever_the_formulas_say(transport):
+    num_elements = 3 * SEGMENT_BYTES // 4 + 5
+    values = on(transport, with_wrong_formulas, 3, list(FORMULAS), num_elements)
+    for rank, found in enumerate(values):
+        prices = [formula(num_elements, 4, 3, rank) for formula in FORMULAS.values()]
+        assert found == [(price.messages, price.num_bytes) for price in prices]
+
+
+def breaks_its_transport(comm, fault):
+    """Counts of one message of three segments, on a transport that does it wrong on both ends."""
+    transport, cut = comm._transport, shared_transport._segments
+    really_send, really_receive = transport.send, transport.recv
+
+    def twice(really):
+        return lambda *arguments: [really(*arguments), really(*arguments)]
+
+    if fault == "sends twice":
+        transport.send, transport.recv = twice(really_send), twice(really_receive)
+    elif fault == "skips a segment":
+        shared_transport._segments = lambda *arguments: cut(*arguments)[:-1]
+    elif fault == "sends a segment twice":
+        shared_transport._segments = lambda *arguments: [*cut(*arguments), cut(*arguments)[-1]]
+    tensor = torch.ones(5 * SEGMENT_BYTES // 2, dtype=torch.uint8)
+    if comm.rank == 0:
+        comm.send(tensor, 1)
+    else:
+        comm.recv(tensor, 0)
+    return comm.messages, comm.bytes_sent / SEGMENT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("transport", "fault", "counted"),
+    [
+        ("shared", "none", (1, 2.5)),
+        ("shared", "sends twice", (2, 5.0)),
+        ("gloo", "sends twice", (2, 5.0)),
+        ("group", "sends twice", (2, 5.0)),
+        ("shared", "skips a segment", (1, 2.0)),
+        ("shared", "sends a segment twice", (1, 3.0)),
+    ],
+)
+def test_what_a_broken_transport_moves_is_what_is_counted(transport, fault, counted):
+    assert on(transport, breaks_its_transport, 2, fault) == [counted, (0, 0.0)]
+
+
+def sends_from_many_threads(comm):
+    """Rank 0 sends to each other from a thread of its own, as a backend's pairs do."""
+    transport, count = comm._transport, 300
+    if comm.rank:
+        landing = torch.zeros(2)
+        for _ in range(count):
+            transport.recv(landing, 0)
+        return comm.messages
+    with ThreadPoolExecutor(comm.world_size) as pool:
+        others = range(1, comm.world_size)
+        list(
+            pool.map(
+                lambda dst: [transport.send(torch.ones(2), dst) for _ in range(count)], others
+            )
+        )
+    return comm.messages, comm.bytes_sent
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_no_count_is_lost_between_threads(transport):
+    assert on(transport, sends_from_many_threads, 3) == [(600, 4800), 0, 0]

@@ -1,0 +1,65 @@
+"""One table says which pages there are; what shows it, and every link, agrees with the folder."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LINK = re.compile(r"\]\((?:notebooks/)?(\d\d_\w+)\.ipynb(?:#([^)]*))?\)")
+
+
+@pytest.fixture(scope="module")
+def tool():
+    path = ROOT / "tools" / "course_map.py"
+    spec = importlib.util.spec_from_file_location("course_map", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def markdown(path):
+    cells = nbformat.read(path, as_version=4).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+def test_the_table_has_every_page_in_the_folder_in_reading_order(tool):
+    assert [path.stem for path in NOTEBOOKS] == tool.existing()
+    assert list(tool.PAGES) == sorted(tool.PAGES)
+
+
+def test_readme_page_00_and_every_page_s_neighbours_are_made_from_it(tool):
+    for path, text in tool.files().items():
+        assert path.read_text() == text, f"{path.name}: python tools/course_map.py"
+
+
+def test_a_new_page_is_linked_from_the_maps_and_from_its_neighbours(tool):
+    there = tool.existing()
+    more = sorted([*there, "10_tensor_parallel"])
+    before = tool.course_map(there, folder="notebooks/")
+    assert "| 10 tensor parallel | And a layer that is too large? | coming |" in before
+    after = tool.course_map(more, folder="notebooks/")
+    assert "| [10 tensor parallel](notebooks/10_tensor_parallel.ipynb) |" in after
+    assert tool.neighbours(more, "10_tensor_parallel") == (
+        "| Previous | [09 pipeline](09_pipeline.ipynb) |\n"
+        "| Next | [15 seventy times](15_seventy_times.ipynb) |\n"
+    )
+    head = "# A\n\n|---|---|\n| Last run on | a machine |\n| Next | [old](old.ipynb) |\n\nText."
+    changed = tool.with_neighbours(head, "| Next | new |\n")
+    assert changed == head.replace("[old](old.ipynb)", "new")
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *NOTEBOOKS], ids=lambda path: path.stem)
+def test_links_lead_to_pages_and_sections_that_are_there(path):
+    text = path.read_text() if path.suffix == ".md" else markdown(path)
+    here = [(path.stem, anchor) for anchor in re.findall(r"\]\(#([^)]*)\)", text)]
+    for stem, anchor in LINK.findall(text) + here:
+        target = ROOT / "notebooks" / f"{stem}.ipynb"
+        assert target.is_file(), f"{path.name} links to {stem}"
+        # Jupyter makes a heading's address from its text, with a dash for each blank.
+        headings = re.findall(r"^#+ (.*)$", markdown(target), flags=re.MULTILINE)
+        found = {heading.strip().replace("`", "").replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in found, f"{path.name} links to {stem}#{anchor}"

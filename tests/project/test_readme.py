@@ -1,0 +1,147 @@
+"""What the texts say of records, pages and settings is what these hold."""
+
+import ast
+import html
+import json
+import re
+import shlex
+import statistics
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit import run
+from labkit.__main__ import _config, _parser
+from labkit.bench import compare
+from labkit.bench.compare import figures, summary
+from labkit.bench.turns import Spread
+from labkit.training.train_run import check
+from labkit.units import format_bytes, format_number
+from labkit.workload.datasets import load_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "data" / "results"
+TEXT = (ROOT / "README.md").read_text()
+# Without line breaks: a sentence may go over several.
+README = " ".join(TEXT.split())
+COMMANDS = [
+    line.partition("#")[0]
+    for block in re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)
+    for line in block.splitlines()
+    if "-m labkit train" in line
+]
+
+
+def record(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def all_reduce_times(world_size):
+    """By size, by contender: the median, as the figure draws it."""
+    found = {}
+    for row in record("all_reduce")["rows"]:
+        if row["world_size"] == world_size:
+            times = found.setdefault(row["size_bytes"], {})
+            times[row["contender"]] = statistics.median(row["seconds"])
+    return found
+
+
+def test_the_ring_beside_gloo_and_mpi():
+    times = all_reduce_times(2)
+    ratios = {size: by["gloo"] / by["fast ring"] for size, by in times.items()}
+    least, most = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
+    assert ratios[least] > 1
+    said = f"from {ratios[least]:.2g} times at {format_bytes(least)} to "
+    said += f"{ratios[most]:.2g} times at {format_bytes(most)}"
+    assert f"the fast ring is ahead of gloo at every size, {said};" in README
+    ahead = [size for size, by in times.items() if by["MPI"] < min(by["fast ring"], by["gloo"])]
+    assert ahead == sorted(times)[: len(ahead)]
+    assert f"MPI is ahead of both up to {format_bytes(max(ahead))}." in README
+
+
+def test_the_machine_of_the_records():
+    numbers = {1: "one", 2: "two", 4: "four", 8: "eight"}
+    cores = numbers[record("all_reduce")["hardware"]["cores"]]
+    assert f"This is one machine with {cores} cores, named in [data/results/all_reduce" in README
+    machines = [json.loads(path.read_text())["hardware"] for path in RESULTS.glob("*.json")]
+    assert not any(machine["gpus"] for machine in machines)
+    assert "So far the course has been run on CPU machines only." in README
+
+
+def test_the_step_in_the_picture():
+    config = record("ring_step")["config"]
+    assert (config["strategy"], config["model"]) == ("ring_all_reduce", "small_cnn")
+    assert config["world_size"] == 4
+    assert "One training step of the small CNN on four ranks, as measured" in README
+
+
+def test_the_minutes_of_a_page():
+    reading, exercises = [], []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        head = nbformat.read(path, as_version=4).cells[0].source
+        told = re.search(r"\| Time \| about (\d+) minutes; .* take (\d+) more", head)
+        reading.append(int(told[1]))
+        exercises.append(int(told[2]))
+    assert f"A page takes {min(reading)} to {max(reading)} minutes" in README
+    assert 0.7 < sum(exercises) / sum(reading) < 1.5, "its exercises about as long again"
+
+
+def test_the_oldest_torch():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (one for one in project["dependencies"] if re.match(r"torch\W", one))
+    assert f"PyTorch {torch.partition('>=')[2]} or newer." in README
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_training_command_is_one_that_runs(command, monkeypatch):
+    words = shlex.split(command)
+    if words[0] == "torchrun":
+        monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
+    config = _config(_parser().parse_args(words[words.index("train") :]))
+    check(config)
+    if config.split_points:
+        assert config.world_size == 3, "# three stages"
+
+
+def test_the_example_gives_what_its_comment_says():
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "around" in b)
+    names = {"__name__": "example"}
+    exec(compile(block, "README.md", "exec"), names)
+    said = ast.literal_eval(re.search(r"world_size=4\).values\)  # (.*)", block)[1])
+    assert run(names["around"], world_size=4).values == said
+
+
+@pytest.mark.parametrize("path", ["README.md", "data/README.md"])
+def test_links_lead_to_files_that_are_there(path):
+    links = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / path).read_text())
+    for link in links:
+        assert "://" in link or ((ROOT / path).parent / link).exists(), link
+
+
+def test_the_digits_as_described():
+    text = " ".join((ROOT / "data" / "README.md").read_text().split())
+    digits = load_dataset("digits")
+    train, test = len(digits.train_targets), len(digits.test_targets)
+    assert f"holds {train + test:,} handwritten digits" in text
+    assert f"| {train:,} x 8 x 8 |" in text
+    per_class = digits.test_targets.bincount().tolist()
+    assert len(set(per_class)) == 1
+    assert f"the test set: {test} samples, {per_class[0]} of each class" in text
+
+
+def test_page_15_says_of_the_record_what_it_holds():
+    cells = nbformat.read(ROOT / "notebooks" / "15_seventy_times.ipynb", as_version=4).cells
+    found = compare.load(RESULTS / "compare.json")
+    shown = [output for cell in cells for output in cell.get("outputs", []) if "data" in output]
+    stored = "".join(html.unescape(output.data.get("text/html", "")) for output in shown)
+    for figure in (figures.by_ranks(found), figures.time_to_accuracy(found)):
+        assert figure.caption in stored
+    ring, ddp = summary.reached(found, "ring_all_reduce"), summary.reached(found, "TorchDDP")
+    assert [epochs for epochs, _ in ring] == [epochs for epochs, _ in ddp], "equally many epochs"
+    ours, theirs = (Spread.of([seconds for _, seconds in one]) for one in (ring, ddp))
+    assert 1 / 1.5 < ours.median / theirs.median < 1.5, "differ by a small factor"
+    gap = max(ours.low, theirs.low) / min(ours.high, theirs.high)
+    assert gap < 1.15, f"whiskers that overlap or nearly do: {format_number(gap)}"

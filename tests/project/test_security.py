@@ -1,0 +1,331 @@
+"""SECURITY.md says what the code does, and what a run opens to others is what it says.
+
+The meeting of ranks in a hostile store: tests/comm/test_meeting.py.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import urllib.error
+import urllib.request
+from multiprocessing import parent_process
+from pathlib import Path
+
+import browser
+import pytest
+import torch
+import torch.distributed as dist
+from inventory import ROOT, dangerous_calls
+from ranks import travel_by_value, wait_until
+
+from labkit import run
+from labkit.strategies.builtin import rpc as remote
+
+travel_by_value(__name__)
+
+SECURITY = (ROOT / "SECURITY.md").read_text()
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
+
+
+class TestInventory:
+    def listed(self):
+        """The rows of the table: a file, a function in it, a call."""
+        rows = re.findall(
+            r"^\| `([\w/.]+)` \| `([\w()]+)` \| `([\w.]+)` \|", SECURITY, re.MULTILINE
+        )
+        assert len(rows) == len(set(rows))
+        return set(rows)
+
+    def test_every_place_in_the_code_is_listed(self):
+        assert not dangerous_calls() - self.listed(), "say in SECURITY.md whom that trusts"
+
+    def test_every_listed_place_is_in_the_code(self):
+        assert not self.listed() - dangerous_calls(), "gone: take it out of SECURITY.md"
+
+    def test_a_call_is_found_however_it_is_imported(self, tmp_path):
+        import inventory
+
+        source = "import pickle\ndef f(x):\n    return pickle.loads(x)\nfrom pickle import loads"
+        found = set(inventory._calls(inventory.ast.parse(source), ""))
+        assert found == {("f", "pickle.loads"), ("(module)", "pickle.loads")}
+        harmless = inventory.ast.parse("model.eval()\njson.loads(x)\nsignature.bind(1)")
+        assert not set(inventory._calls(harmless, ""))
+
+
+# Listening
+
+
+def heard_outside(pids) -> list[str]:
+    """Where these processes listen for TCP, or take UDP, beyond loopback."""
+    found = []
+    for pid in pids:
+        try:
+            inodes = {_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        except FileNotFoundError:
+            continue  # it has ended
+        for kind in ("tcp", "tcp6", "udp", "udp6"):
+            for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+                fields = line.split()
+                address, is_open = fields[1], fields[3] in ("0A", "07")
+                if is_open and f"socket:[{fields[9]}]" in inodes and not _is_loopback(address):
+                    found.append(f"{kind} {address} of {pid}")
+    return found
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""  # closed since
+
+
+def _is_loopback(address: str) -> bool:
+    """Of /proc/net: hexadecimal, each 4 bytes in the processor's order."""
+    host = address.split(":")[0]
+    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+    *before, last = words
+    if not before or before == [bytes(4), bytes(4), b"\0\0\xff\xff"]:
+        return last[0] == 127
+    return b"".join(words) == bytes(15) + b"\1"
+
+
+def descendants(pid: int) -> list[int]:
+    """This process and all below it."""
+    parents = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = Path(f"/proc/{entry}/stat").read_text()
+            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = [pid]
+    for parent in found:
+        found += [child for child, above in parents.items() if above == parent]
+    return found
+
+
+def may_unshare() -> bool:
+    """Whether this process may have a network and a host name of its own."""
+    if not all(map(shutil.which, ("unshare", "ip", "hostname"))):
+        return False
+    probe = ["unshare", "--uts", "--net", "true"]
+    return not subprocess.call(probe, stderr=subprocess.DEVNULL)
+
+
+def listens_in_a_run(comm, during):
+    """(of the ranks, of their launcher) where they can be heard while ``during`` is open."""
+    if during == "rpc":
+        remote.join_rpc(comm)
+    elif during != "nothing":
+        dist.barrier(dist.new_group(backend=during))
+    pids = torch.zeros(comm.world_size, dtype=torch.int64)
+    pids[comm.rank] = os.getpid()
+    dist.all_reduce(pids)
+    found = heard_outside(pids.tolist()), heard_outside([parent_process().pid])
+    comm.barrier()
+    if during == "rpc":
+        remote.leave_rpc()
+    return found
+
+
+@linux_only
+class TestListening:
+    def test_a_listener_beyond_loopback_would_be_seen(self):
+        before = heard_outside([os.getpid()])
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        assert len(heard_outside([os.getpid()])) == len(before) + 1
+        del store
+        assert heard_outside([os.getpid()]) == before
+
+    @pytest.mark.parametrize("transport", ["shared", "gloo"])
+    @pytest.mark.parametrize("during", ["nothing", "gloo", "labkit", "rpc"])
+    def test_ranks_are_heard_on_loopback_alone(self, during, transport):
+        if during == "rpc" and not dist.rpc.is_available():
+            pytest.skip("this PyTorch has no RPC")
+        result = run(listens_in_a_run, during, world_size=2, transport=transport)
+        assert [ranks for ranks, _ in result.values] == [[], []]
+
+    def test_so_is_their_launcher_during_a_run(self):
+        result = run(listens_in_a_run, "nothing", world_size=2)
+        assert [launcher for _, launcher in result.values] == [[], []]
+
+    def test_after_a_run_nothing_listens(self):
+        before = heard_outside([os.getpid()])
+        run(listens_in_a_run, "nothing", world_size=2)
+        assert wait_until(lambda: heard_outside(descendants(os.getpid())) == before, 5)
+
+    @pytest.mark.fresh
+    @pytest.mark.skipif(not may_unshare(), reason="needs a network of its own: unshare, as root")
+    @pytest.mark.parametrize("way", ["a run", "plain ranks", "torchrun's ranks over gloo"])
+    def test_where_the_hosts_name_is_an_outside_address(self, tmp_path, way):
+        """gloo listens there unless it is told otherwise."""
+        script = {"a run": A_RUN}.get(way, PLAIN_RANKS)
+        said = output_in_a_network(tmp_path, script, str(way != "plain ranks"))
+        assert [line for line in said.splitlines() if "found" in line] == ["found []"] * 2
+
+
+A_RUN = """
+    import test_security
+    from labkit import run
+
+    if __name__ == "__main__":
+        for during in ("gloo", "rpc"):
+            values = run(test_security.listens_in_a_run, during, world_size=2).values
+            print("found", [place for ranks, _ in values for place in ranks])
+    """
+
+PLAIN_RANKS = """
+    import os, sys
+    import torch, torch.distributed as dist
+    import labkit.backend.group
+    from test_security import heard_outside
+
+    def rank(number, over_gloo):
+        if over_gloo:
+            os.environ.update(LOCAL_WORLD_SIZE="2", WORLD_SIZE="2")
+            labkit.comm.meeting.meet = lambda *_: None
+        store = dist.FileStore("store", 2)
+        dist.init_process_group("labkit", store=store, rank=number, world_size=2)
+        dist.all_reduce(x := torch.ones(1))
+        found = heard_outside([os.getpid()])
+        dist.barrier()
+        sys.stdout.write(f"found {found}\\n")
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        torch.multiprocessing.spawn(rank, (sys.argv[1] == "True",), 2)
+    """
+
+
+def output_in_a_network(folder, script, *arguments):
+    """What a program prints in a network of its own, whose host's name is an outside address."""
+    (folder / "program.py").write_text(textwrap.dedent(script))
+    setting = "ip link set lo up && ip addr add 10.9.8.7/32 dev lo && hostname 10.9.8.7"
+    program = f"exec {sys.executable} program.py {' '.join(arguments)}"
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("SOCKET_IFNAME")}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    done = subprocess.run(
+        ["unshare", "--uts", "--net", "sh", "-c", f"{setting} && {program}"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=folder,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.fresh
+@linux_only
+def command_of(pid):
+    """What a process was called with; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_jupyterlab_is_heard_on_loopback_and_asks_for_its_token(tmp_path):
+    (tmp_path / "workbook" / "notebooks").mkdir(parents=True)
+    with browser.serve(tmp_path, tmp_path / "workbook") as address:
+        base, token = re.fullmatch(r"(.*?)/lab.*token=(\w+)", address).groups()
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(f"{base}/api/contents", timeout=20)
+        headers = {"Authorization": f"token {token}"}
+        asked = urllib.request.Request(f"{base}/api/kernels", b"{}", headers)
+        kernel = json.loads(urllib.request.urlopen(asked, timeout=40).read())["id"]
+        (note,) = (tmp_path / "runtime").glob(f"kernel-{kernel}.json")
+        assert note.stat().st_mode & 0o077 == 0
+        below = [pid for pid in descendants(os.getpid()) if pid != os.getpid()]
+        assert len(below) > 1
+        assert heard_outside(below) == []
+        assert not any(token.encode() in command for command in map(command_of, below))
+        assert any(map(command_of, below))
+
+
+# Reports under torchrun
+
+TORCHRUN_RANK = """
+    import sys
+    import torch.distributed as dist
+    import labkit, labkit.runtime.worker
+
+    def refuses(*_):
+        raise RuntimeError("pickles through gloo's sockets")
+
+    def work(comm, transport):
+        return transport, "x" * 10 ** (1 + 5 * comm.rank)
+
+    dist.all_gather_object = refuses
+    for transport in ("auto", "gloo"):
+        values = labkit.run(work, transport, world_size=2, transport=transport).values
+        sys.stdout.write(f"{[(name, len(text)) for name, text in values]}\\n")
+    labkit.comm.meeting.meet = lambda *_: None
+    try:
+        labkit.run(work, "auto", world_size=2)
+    except ConnectionError as error:
+        sys.stdout.write(f"{error}\\n")
+    """
+
+
+@pytest.mark.fresh
+@linux_only
+def test_torchruns_ranks_of_one_machine_take_no_pickle_from_a_socket(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(TORCHRUN_RANK))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
+    done = subprocess.run(
+        launch, capture_output=True, text=True, timeout=90, env=os.environ | {"PYTHONPATH": ROOT}
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    values = {str([(name, 10), (name, 10**6)]) for name in ("auto", "gloo")}
+    assert set(lines) - values == {line for line in lines if "takes pickled results" in line}
+    assert len(lines) == 6
+
+
+# RPC
+
+
+class TestRpcAmongStrangers:
+    def people(self, monkeypatch, *uids):
+        monkeypatch.delenv(remote.TRUST, raising=False)
+        monkeypatch.setattr(remote, "_other_people", lambda: list(uids))
+
+    def test_among_other_people_it_is_refused_unless_they_are_trusted(self, monkeypatch):
+        self.people(monkeypatch, 1001, 1004)
+        with pytest.raises(ValueError, match=r"user 1001, 1004.*without builtin"):
+            remote.check_available("parameter_server")
+        monkeypatch.setenv(remote.TRUST, "1")
+        remote.check_available("parameter_server")
+
+    def test_alone_it_runs(self, monkeypatch):
+        self.people(monkeypatch)
+        remote.check_available("parameter_server")
+
+    @linux_only
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+    @pytest.mark.parametrize(
+        ("uid", "counts"),
+        [(4242, True), (65534, True), (10**6, True), (61_500, False), (33, False)],
+    )
+    def test_people_are_told_from_services(self, uid, counts):
+        wait, end = os.pipe()
+        other = os.fork()
+        if other == 0:
+            os.setuid(uid)
+            os.close(end)
+            os.read(wait, 1)
+            os._exit(0)
+        found = wait_until(lambda: os.stat(f"/proc/{other}").st_uid == uid, 5)
+        people = remote._other_people()
+        os.close(wait)
+        os.close(end)
+        os.waitpid(other, 0)
+        assert found
+        assert (uid in people) == counts

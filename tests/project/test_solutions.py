@@ -1,0 +1,133 @@
+"""The exercises' solutions: each one in a fold, put in the place of its stub, passes its check."""
+
+import ast
+import contextlib
+import io
+import re
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import nbformat
+import pytest
+from graded import in_shared_runs
+
+from labkit.check import Verdict
+from labkit.check.grading import core
+from labkit.check.grading.report import PASSED
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+
+
+def sections(cells):
+    """The notebook as lists of cells, each beginning with a heading."""
+    found = [[]]
+    for cell in cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("#"):
+            found.append([])
+        found[-1].append(cell)
+    return found
+
+
+def is_exercise(section):
+    return bool(section) and section[0].source.startswith("### Exercise")
+
+
+def defines_only(source):
+    """Whether a cell defines names that an exercise may use, and runs nothing."""
+    for node in ast.parse(source).body:
+        pinned = isinstance(node, ast.Assign) and ast.unparse(node).startswith("run = ")
+        if not isinstance(node, DEFINITIONS) and not pinned:
+            return False
+    return True
+
+
+def exercises():
+    for path in NOTEBOOKS:
+        parts = sections(nbformat.read(path, as_version=4).cells)
+        for number, section in enumerate(filter(is_exercise, parts), start=1):
+            yield pytest.param(parts, section, id=f"{path.stem}-{number}")
+
+
+def namespace_for(parts):
+    """What the cells before the exercises define; a cell that runs something is left out."""
+    # No module of this name exists: functions travel to the ranks by value, as a notebook's do.
+    names = {"__name__": "cells_of_a_notebook"}
+    for section in parts:
+        for cell in section:
+            code = cell.cell_type == "code" and not is_exercise(section)
+            source = cell.source.replace("labkit.warm_up()\n", "").removesuffix("labkit.warm_up()")
+            if code and defines_only(source):
+                exec(source, names)
+    return names
+
+
+class Solved:
+    """An exercise's cells, run with the solution in the place of the stub.
+
+    Attributes:
+        said: what they printed.
+        asked: (function, exercise, world sizes) of what is to be graded on ranks, which passes
+            for the time being.
+        error: what was raised instead.
+    """
+
+    def __init__(self, parts, section):
+        self.asked, self.error = [], None
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                with mock.patch.object(core, "_graded", self.note):
+                    self.run(parts, section)
+            except Exception as error:
+                self.error = error
+        self.said = out.getvalue()
+
+    def note(self, *asked):
+        self.asked.append(asked)
+        return Verdict(asked[1].name, PASSED)
+
+    def run(self, parts, section):
+        (solution,) = SOLUTION.findall("\n".join(cell.source for cell in section))
+        names = namespace_for(parts)
+        stub, *rest = [cell.source for cell in section if cell.cell_type == "code"]
+        solved = next(node.name for node in ast.parse(solution).body)
+        assert solved in [getattr(node, "name", "") for node in ast.parse(stub).body]
+        for source in (stub, solution, *rest):
+            exec(source, names)
+
+
+@pytest.fixture(scope="module")
+def solved(request):
+    """By exercise, of those that are to be tested: the cells' run, and the ranks' verdicts."""
+    found, gradings = {}, {}
+    for item in request.session.items:
+        if item.fspath == request.fspath and "section" in getattr(item, "fixturenames", ()):
+            one = found[item.callspec.id] = Solved(*item.callspec.params.values())
+            for number, (fn, exercise, world_sizes) in enumerate(one.asked):
+                for size in world_sizes:
+                    key = item.callspec.id, number, size
+                    gradings[key] = partial(core._graded, fn, exercise, (size,))
+    verdicts = in_shared_runs(gradings)
+    return {
+        name: (one, [verdict for key, verdict in verdicts.items() if key[0] == name])
+        for name, one in found.items()
+    }
+
+
+@pytest.mark.parametrize(("parts", "section"), list(exercises()))
+def test_the_solution_passes_its_check(parts, section, solved, request):
+    one, verdicts = solved[request.node.callspec.id]
+    if one.error:
+        raise one.error
+    assert one.said.startswith(("solved", "passed")), one.said
+    assert len(verdicts) == sum(len(world_sizes) for *_, world_sizes in one.asked)
+    for verdict in verdicts:
+        assert verdict.passed, verdict
+
+
+def test_every_notebook_has_exercises():
+    for path in NOTEBOOKS:
+        parts = sections(nbformat.read(path, as_version=4).cells)
+        assert sum(map(is_exercise, parts)) >= 3, path.name

@@ -1,0 +1,384 @@
+"""The seam to PyTorch's elastic agent and Python's forkserver: what of theirs labkit relies on."""
+
+import contextlib
+import inspect
+import multiprocessing.process
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from multiprocessing import forkserver
+
+import pytest
+import torch
+from ranks import is_alive, leftovers, running_ranks, travel_by_value, wait_until
+from torch.distributed.elastic import events, rendezvous
+from torch.distributed.elastic.agent.server import api
+
+from labkit import DeadlineError, WorkerError, run
+from labkit.comm.processes import is_stopped
+from labkit.runtime import agent, preload, supervisor
+
+travel_by_value(__name__)
+
+
+def rank_of(comm):
+    return comm.rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    run(rank_of, world_size=1)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The agents of the runs that a test starts."""
+    agents = []
+
+    class Seen(agent.Agent):
+        def start(self):
+            agents.append(self)
+            super().start()
+
+    monkeypatch.setattr(supervisor, "Agent", Seen)
+    return agents
+
+
+class TestSeam:
+    """A failure here names what a new PyTorch or Python has changed: agent.py has to follow."""
+
+    def test_what_an_agent_has_to_bring(self):
+        assert api.SimpleElasticAgent.__abstractmethods__ == {
+            "_start_workers",
+            "_stop_workers",
+            "_monitor_workers",
+            "_shutdown",
+        }
+        assert not agent.Ranks.__abstractmethods__
+
+    def test_what_a_rendezvous_has_to_bring(self):
+        assert not agent.OneMachine.__abstractmethods__
+        assert rendezvous.RendezvousHandler.use_agent_store.fget is not None
+
+    def test_the_agent_makes_its_events_where_we_do_not_look_names_up(self):
+        calls = inspect.getsource(api.SimpleElasticAgent)
+        assert "self._construct_event(" in calls
+        outside = calls.replace(inspect.getsource(api.SimpleElasticAgent._construct_event), "")
+        assert "getfqdn" not in outside
+        assert "_get_fq_hostname" not in outside
+        assert list(inspect.signature(events.Event).parameters)[:2] == ["name", "source"]
+
+    def test_the_forkserver_has_the_names_that_we_use(self):
+        server = forkserver._forkserver
+        assert {"_forkserver_pid", "_forkserver_address"} <= vars(server).keys()
+        assert is_alive(server._forkserver_pid)
+        assert os.path.exists(server._forkserver_address)
+
+    def test_what_a_lost_exit_code_looks_like(self):
+        source = inspect.getsource(sys.modules["multiprocessing.popen_forkserver"].Popen.poll)
+        assert f"self.returncode = {agent._UNKNOWN_CODE}" in source
+
+
+class TestEndsOfRanks:
+    def test_a_rank_that_dies_when_its_function_has_returned_hangs_nothing(self, seen):
+        outcomes = set()
+        for number in range(30):
+            timer = threading.Timer(number / 600, _kill_one, (seen,))
+            timer.start()
+            started_s = time.monotonic()
+            outcomes.add(_whole_or_named())
+            timer.join()
+            assert time.monotonic() - started_s < 10
+        assert outcomes <= {"whole", "named"}
+        assert "named" in outcomes
+
+    def test_killed_after_all_have_returned_the_values_are_there(self, monkeypatch):
+        def kills_before_they_may_go(self):
+            for pid in self.agent.pids.values():
+                os.kill(pid, signal.SIGKILL)
+            let_go(self)
+
+        let_go = supervisor.Supervisor._let_go
+        monkeypatch.setattr(supervisor.Supervisor, "_let_go", kills_before_they_may_go)
+        assert run(rank_of, world_size=3).values == [0, 1, 2]
+
+    def test_a_rank_that_is_stopped_in_the_middle_of_its_report_is_named(self, monkeypatch):
+        def stops_a_sender(self):
+            if not stopped and len(self._data) > 1 << 20:
+                stopped.append(os.kill(seen_pids[0], signal.SIGSTOP))
+            return read(self)
+
+        stopped, seen_pids, read = [], [], supervisor.Inbox.read
+
+        def much(comm):
+            return torch.zeros(10_000_000)
+
+        class Seen(agent.Agent):
+            @property
+            def pids(self):
+                seen_pids[:] = super().pids.values()
+                return super().pids
+
+        monkeypatch.setattr(supervisor.Inbox, "read", stops_a_sender)
+        monkeypatch.setattr(supervisor, "Agent", Seen)
+        with pytest.raises(DeadlineError, match=r"rank 0 is stopped by a signal.*kill -CONT"):
+            run(much, world_size=1, timeout_s=1)
+        assert stopped
+
+    def test_a_stopped_rank_is_named_at_the_deadline_and_ended(self):
+        def one_stops(comm):
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            comm.barrier()
+
+        with pytest.raises(DeadlineError) as caught:
+            run(one_stops, world_size=2, timeout_s=1)
+        assert "rank 0 was in barrier" in str(caught.value)
+        assert "rank 1 is stopped by a signal (SIGSTOP, or Ctrl-Z)" in str(caught.value)
+        assert "loop without an end" not in str(caught.value)
+        assert wait_until(lambda: not running_ranks(), 1)
+
+    def test_a_rank_that_a_child_of_its_own_outlives_is_missed_at_once(self):
+        def forks_and_dies(comm):
+            if comm.rank == 1:
+                if os.fork() == 0:
+                    time.sleep(5)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.barrier()
+
+        started_s = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
+            run(forks_and_dies, world_size=2)
+        assert time.monotonic() - started_s < 4
+
+    def test_a_thread_that_a_rank_leaves_behind_does_not_hold_the_run(self):
+        def leaves_a_thread(comm):
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            return comm.rank
+
+        started_s = time.monotonic()
+        assert run(leaves_a_thread, world_size=2).values == [0, 1]
+        assert time.monotonic() - started_s < 8
+
+    def test_the_second_interrupt_ends_the_wait_for_ranks_that_do_not_go(self, monkeypatch, seen):
+        """As in the kernel's own uninterruptible sleep: nothing that we send ends them."""
+
+        def interrupts(self, timeout_s=None):
+            waited.append(timeout_s)
+            raise KeyboardInterrupt
+
+        waited = []
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+
+        class Stays(agent.Agent):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.finished.wait = interrupts.__get__(self.finished)
+
+        monkeypatch.setattr(supervisor, "Agent", Stays)
+        with pytest.raises(KeyboardInterrupt):
+            run(lambda comm: time.sleep(60), world_size=2)
+        assert len(waited) == 2
+        assert wait_until(lambda: not running_ranks(), 5)
+
+
+def _whole_or_named():
+    try:
+        assert run(rank_of, world_size=2).values == [0, 1]
+    except WorkerError as error:
+        return "named" if "was killed by SIGKILL" in str(error) else str(error)
+    return "whole"
+
+
+def _kill_one(agents):
+    if agents and (pids := agents[-1].pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(next(reversed(pids.values())), signal.SIGKILL)
+
+
+def stopped_server():
+    server = forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGSTOP)
+    assert wait_until(lambda: is_stopped(server), 5)
+    return server
+
+
+@pytest.mark.fresh
+class TestForkserver:
+    def test_a_run_goes_on_without_it(self):
+        def works(comm, server):
+            if comm.rank == 0:
+                os.kill(server, signal.SIGKILL)
+            time.sleep(0.5)
+            comm.barrier()
+            return comm.rank
+
+        server = forkserver._forkserver._forkserver_pid
+        assert run(works, server, world_size=2).values == [0, 1]
+        assert run(rank_of, world_size=2).values == [0, 1]
+        assert forkserver._forkserver._forkserver_pid != server
+
+    def test_killed_while_ranks_start_it_is_named_and_the_next_run_works(self, monkeypatch):
+        def killed_first(self, worker_group):
+            os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+            return start(self, worker_group)
+
+        start = agent.Ranks._start_workers
+        # It is looked at before ranks are started: then one that has ended is replaced.
+        monkeypatch.setattr(forkserver._forkserver, "ensure_running", lambda: None)
+        monkeypatch.setattr(agent.Ranks, "_start_workers", killed_first)
+        with pytest.raises(WorkerError, match=r"the forkserver, pid \d+\) was killed by SIGKILL"):
+            run(rank_of, world_size=2)
+        monkeypatch.undo()
+        assert run(rank_of, world_size=2).values == [0, 1]
+
+    def test_killed_between_two_ranks_it_is_named_and_not_the_rank_that_had_started(
+        self, monkeypatch
+    ):
+        """The second rank is there, and nobody has been told its number."""
+
+        def breaks_off(process):
+            start(process)
+            if process.name == "labkit-rank-1":
+                os.kill(forkserver._forkserver._forkserver_pid, signal.SIGABRT)
+                time.sleep(0.5)
+                raise EOFError
+
+        start = type(multiprocessing.get_context("forkserver").Process()).start
+        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", breaks_off)
+        with pytest.raises(WorkerError, match=r"the forkserver, pid \d+\) was killed by SIGABRT"):
+            run(lambda comm: comm.barrier(), world_size=3)
+        monkeypatch.undo()
+        assert run(rank_of, world_size=2).values == [0, 1]
+
+    def test_stopped_while_ranks_start_it_is_named_and_the_next_run_works(self, monkeypatch):
+        def stopped_first(self, worker_group):
+            stopped_server()
+            return start(self, worker_group)
+
+        start = agent.Ranks._start_workers
+        monkeypatch.setattr(agent.Ranks, "_start_workers", stopped_first)
+        with pytest.raises(WorkerError, match=r"the forkserver, pid \d+\) is stopped by a signal"):
+            run(rank_of, world_size=2)
+        monkeypatch.undo()
+        assert run(rank_of, world_size=2).values == [0, 1]
+
+    def test_found_stopped_it_is_replaced(self):
+        server = stopped_server()
+        assert run(rank_of, world_size=2).values == [0, 1]
+        assert not is_alive(server)
+
+    def test_one_that_goes_on_in_a_moment_stays(self):
+        server = stopped_server()
+        threading.Timer(0.3, os.kill, (server, signal.SIGCONT)).start()
+        preload.end_stopped_server()
+        assert run(rank_of, world_size=2).values == [0, 1]
+        assert forkserver._forkserver._forkserver_pid == server
+
+    def test_a_forked_child_has_one_of_its_own(self):
+        before = leftovers()
+        child = os.fork()
+        if child == 0:
+            # Whatever happens here, this copy of the test run must not go on.
+            with contextlib.suppress(BaseException):
+                os._exit(0 if run(rank_of, world_size=2).values == [0, 1] else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert run(rank_of, world_size=2).values == [0, 1]
+        assert wait_until(lambda: leftovers() <= before, 10)
+
+
+class TestManyRanks:
+    @pytest.mark.filterwarnings("ignore:world_size 64 is far above:UserWarning")
+    def test_sixty_four_start_and_meet(self):
+        def meets(comm):
+            comm.barrier()
+            return comm.rank
+
+        assert run(meets, world_size=64).values == list(range(64))
+
+    @pytest.mark.filterwarnings("ignore:world_size 300 is far above:UserWarning")
+    def test_more_than_this_process_may_open_files_for_are_refused_with_the_way_round(
+        self, monkeypatch
+    ):
+        monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+        words = (
+            r"needs about 1900 open files, .* may have 1024: use at most 154 ranks, .*ulimit -n"
+        )
+        with pytest.raises(ValueError, match=words):
+            run(rank_of, world_size=300)
+
+
+NAMES = """
+    import ctypes, fcntl, os, socket, struct, sys, threading, time
+
+    CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
+    MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def do(result):
+        if result:
+            print("cannot:", os.strerror(ctypes.get_errno()))
+            sys.exit(77)
+
+    def another_file(path, content):
+        mine = os.path.join(sys.argv[1], os.path.basename(path))
+        with open(mine, "w") as file:
+            file.write(content)
+        do(libc.mount(mine.encode(), path.encode(), None, MS_BIND, None))
+
+    import torch
+    from labkit import run
+
+    def sums(comm):
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    if __name__ == "__main__":
+        # A machine of its own: its loopback is up, and its one name server never answers.
+        do(libc.unshare(CLONE_NEWNS | CLONE_NEWNET))
+        do(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+        another_file("/etc/resolv.conf", "nameserver 127.0.0.1\\n")
+        another_file("/etc/hosts", "")
+        with socket.socket() as any_socket:
+            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14s", b"lo", 1 | 64, b""))
+        server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        server.bind(("127.0.0.1", 53))
+        asked = []
+
+        def listen():
+            while True:
+                asked.append(server.recvfrom(512)[0])
+
+        threading.Thread(target=listen, daemon=True).start()
+
+        for transport in ("shared", "gloo"):
+            run(sums, world_size=2, transport=transport)
+        try:
+            run(lambda comm: 1 / 0, world_size=2)
+        except Exception as error:
+            print(type(error).__name__)
+        started_s = time.monotonic()
+        print(run(sums, world_size=2).values, len(asked), time.monotonic() - started_s < 5)
+        print(*asked)
+"""
+
+
+@pytest.mark.fresh
+def test_a_launch_asks_no_name_server(tmp_path):
+    if os.getuid() != 0:
+        pytest.skip("needs root: a network of its own, with a name server that never answers")
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(NAMES))
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    if done.returncode == 77:
+        pytest.skip(f"no network of its own here: {done.stdout}")
+    assert done.stdout.splitlines()[:2] == ["WorkerError", "[2.0, 2.0] 0 True"], done.stderr

@@ -1,0 +1,151 @@
+"""Parameter servers on PyTorch's RPC: the same contract, and an end in every case."""
+
+import itertools
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from odd_models import seeded, some_batches, train_by_hand, with_batch_norm
+from ranks import travel_by_value
+from torch import nn
+from torch.distributed import rpc
+
+from labkit import RunConfig, WorkerError, run, train_with
+from labkit.strategies.builtin.async_parameter_server import OwnPaceServer, RpcAsyncParameterServer
+from labkit.strategies.builtin.parameter_server import BatchServer, RpcParameterServer
+from labkit.strategies.single import Single
+from labkit.training.state import checksum, largest_difference
+from labkit.training.train_run import check
+
+travel_by_value(__name__)
+
+
+def tied_and_unused():
+    first, unused = nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
+    second = nn.Linear(6, 6, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, nn.Tanh(), second)
+    model.register_parameter("unused", unused.weight)
+    model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
+    return model
+
+
+def twice(comm):
+    """RPC begins and ends more than once in one process."""
+    states = train_by_hand(comm, RpcParameterServer, tied_and_unused, some_batches((7, 5, 1)))
+    return states, train_by_hand(comm, RpcParameterServer, with_batch_norm, some_batches((6,)))
+
+
+def test_odd_parameters_and_batch_statistics():
+    ranks = run(twice, world_size=4).values
+    batches = some_batches((7, 5, 1))
+    alone = run(train_by_hand, Single, tied_and_unused, batches, world_size=1).values[0]
+    for index in range(2):
+        assert len({checksum(rank[index]) for rank in ranks}) == 1
+    assert largest_difference(ranks[0][0], alone) < 1e-10
+    outputs = seeded(with_batch_norm)[0](some_batches((6,))[0][0])
+    means = [0.1 * part.mean(dim=0).detach() for part in outputs.split(2)]
+    torch.testing.assert_close(ranks[0][1]["1.running_mean"], sum(means) / 3)
+
+
+def test_gradients_are_added_in_the_order_of_the_workers_whoever_comes_first():
+    gradients = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    ends = []
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        values = nn.Parameter(torch.zeros(1))
+        server = BatchServer(values, torch.optim.SGD([values], lr=1.0), workers=3)
+        answers = [server.push_and_pull(worker, gradients[worker]) for worker in order]
+        assert all(answer.done() for answer in answers)
+        ends.append(answers[0].wait().item())
+    assert ends == [-((1e8 + torch.tensor(1.0)) - 1e8).item()] * 3
+
+
+def test_an_epochs_loss_is_the_mean_of_its_samples_whoever_brought_them():
+    values = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([values], lr=1.0)
+    server = OwnPaceServer(values, optimizer, torch.zeros(0), shares=2, epochs=2)
+    for loss, samples in ((6.0, 3), (0.0, 0), (4.0, 1), (2.0, 2)):
+        arguments = torch.ones(1), torch.tensor(loss), samples, torch.zeros(0)
+        server.push_and_pull(1, 0, *arguments)
+    assert [server.ends.get()[1].item() for _ in range(2)] == [2.0, 2.0]
+
+
+def lose_a_rank(comm, lost):
+    strategy = RpcParameterServer()
+    strategy.setup(comm, nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=0.1))
+    inputs, targets = torch.ones(1, 6), torch.zeros(1, dtype=torch.int64)
+    for step in range(10):
+        if (comm.rank, step) == (lost, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        strategy.step(inputs[comm.rank == 0 :], targets[comm.rank == 0 :], 2)
+
+
+def lose_a_rank_at_its_own_pace(comm, lost):
+    strategy = RpcAsyncParameterServer()
+    strategy.setup(comm, nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=0.1))
+    batch = torch.ones(1, 6), torch.zeros(1, dtype=torch.int64), 2
+
+    def batches():
+        yield from [batch] * 3
+        if comm.rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield from itertools.repeat(batch)
+
+    if comm.rank == lost == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return list(strategy.train(batches(), steps=1000, epochs=1000))
+
+
+@pytest.mark.parametrize("function", [lose_a_rank, lose_a_rank_at_its_own_pace])
+@pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
+def test_a_rank_that_dies_ends_the_run(function, lost):
+    with pytest.raises(WorkerError, match=rf"rank {lost}\b(?s:.)*SIGKILL"):
+        run(function, lost, world_size=3)
+
+
+def test_where_pytorch_has_no_rpc_the_way_on_is_told(monkeypatch):
+    monkeypatch.setattr(rpc, "is_available", lambda: False)
+    for technique in ("parameter_server", "async_parameter_server"):
+        with pytest.raises(ValueError, match=f"run {technique} without builtin"):
+            check(RunConfig(technique, world_size=2, builtin=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "parameter_server", "straggler": "0:4"}, "choose a worker"),
+        ({"strategy": "async_parameter_server", "straggler": "0:4"}, "choose a worker"),
+        ({"strategy": "async_parameter_server", "max_staleness": 4}, "takes no option max_stale"),
+        ({"strategy": "async_parameter_server", "world_size": 1}, "at least one worker"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(RunConfig(**{"world_size": 2, "builtin": True, **settings}))
+
+
+def test_asynchronous_workers_go_at_their_own_pace_and_all_samples_count():
+    settings = {"train_size": 200, "batch_size": 20, "epochs": 3, "dtype": "float64"}
+    result = train_with(
+        "async_parameter_server", world_size=4, builtin=True, straggler="3:40", **settings
+    )
+    shares = 10 * 3 * 3  # batches, workers, epochs
+    assert len(result.notes["staleness"]) == sum(result.notes["updates_by_rank"]) == shares
+    assert result.notes["updates_by_rank"][0] == 0
+    assert result.notes["updates_by_rank"][3] == min(result.notes["updates_by_rank"][1:])
+    assert all(0 <= late < shares for _, late in result.notes["staleness"])
+    assert max(late for _, late in result.notes["staleness"]) >= 1
+    assert result.replicas_agree
+    assert [epoch["seconds"] > 0 for epoch in result.epochs] == [True] * 3
+    assert result.epochs[-1]["loss"] < result.epochs[0]["loss"]
+
+
+def test_one_asynchronous_worker_is_plain_training():
+    settings = {"train_size": 100, "batch_size": 30, "epochs": 2, "dtype": "float64"}
+    result = train_with("async_parameter_server", world_size=2, builtin=True, **settings)
+    alone = train_with("single", **settings)
+    assert result.difference_from(alone) < 1e-10
+    assert result.epochs[-1]["loss"] == pytest.approx(alone.epochs[-1]["loss"])
+    assert result.test_accuracy == alone.test_accuracy

@@ -1,0 +1,460 @@
+"""DDP from scratch: the gradients of one device and of PyTorch's DDP, whatever the model."""
+
+import contextlib
+import copy
+import gc
+import threading
+import time
+import warnings
+import weakref
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from odd_models import Tied, seeded, sgd, some_batches
+from ranks import travel_by_value
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit import WorkerError, run, strategies, train_with
+from labkit.costs.traffic import NOTHING, Cost, ddp_update_cost
+from labkit.strategies import local_gradients
+from labkit.strategies.ddp.bucketed import BucketedDDP
+from labkit.strategies.ddp.naive import NaiveDDP
+from labkit.training.state import checksum, largest_difference
+from labkit.workload.sampling import share
+
+travel_by_value(__name__)
+
+DDP = strategies.get("ddp")
+# Of a model with 100 to 200 float64 parameters: a few buckets.
+TINY_MB = 300 / 2**20
+
+
+def plain():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def frozen():
+    model = plain()
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+class Sometimes(nn.Module):
+    """``branch`` is used by samples whose first feature is above 100 alone; ``never`` by none."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.branch, self.never = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, inputs):
+        outputs = self.trunk(inputs)
+        return outputs + self.branch(inputs) if (inputs[:, 0] > 100).any() else outputs
+
+
+def with_batch_norm():
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6), nn.BatchNorm1d(6)]
+    return nn.Sequential(*layers)
+
+
+CASES = {
+    "one bucket": (plain, {}),
+    "a bucket a parameter": (plain, {"bucket_mb": 0}),
+    "some buckets": (plain, {"bucket_mb": TINY_MB}),
+    "micro-batches": (plain, {"bucket_mb": TINY_MB, "accumulate": 3}),
+    "tied": (Tied, {"bucket_mb": 0}),
+    "frozen": (frozen, {"bucket_mb": TINY_MB}),
+    "unused": (Sometimes, {"bucket_mb": TINY_MB}),
+}
+
+
+def train_all(comm, make_strategy, own_options=True):
+    """By case, the state after three updates."""
+    states = {}
+    for name, (make_model, options) in CASES.items():
+        strategy = make_strategy(**options) if own_options else make_strategy()
+        strategy.setup(comm, seeded(make_model), sgd)
+        for inputs, targets in some_batches():
+            mine = share(torch.arange(len(targets)), *strategy.share())
+            strategy.step(inputs[mine], targets[mine], len(targets))
+        strategy.end_epoch()
+        states[name] = strategy.full_state()
+    return states
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run(train_all, strategies.get("single"), False, world_size=1).values[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_one_device(alone, world_size):
+    """Shares of 7, 5 and 2 samples: none divides by 3 or 4, and some ranks have none at all."""
+    by_rank = run(train_all, DDP, world_size=world_size).values
+    for name, expected in alone.items():
+        states = [states[name] for states in by_rank]
+        assert len({checksum(state) for state in states}) == 1, name
+        assert largest_difference(states[0], expected) < 1e-10, name
+
+
+# What one run with two ranks and one with three find out; the tests look at their parts.
+
+
+def found_by_all(comm, functions):
+    return {function.__name__: function(comm) for function in functions}
+
+
+def by_rank(function, runs):
+    return [found[function.__name__] for found in runs.values]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    functions = (
+        beside_pytorch,
+        statistics,
+        from_other_starts,
+        after_an_interruption,
+        under_no_sync,
+        in_one_backward,
+        with_a_graph,
+        left_behind,
+        refusals,
+        straggling,
+    )
+    return run(found_by_all, functions, world_size=2)
+
+
+@pytest.fixture(scope="module")
+def three_ranks():
+    return run(found_by_all, (unused, counted), world_size=3)
+
+
+def beside_pytorch(comm):
+    states = []
+    wraps = [
+        lambda model: DistributedDataParallel(model),
+        lambda model: BucketedDDP(comm, model, bucket_mb=TINY_MB),
+        lambda model: NaiveDDP(comm, model),
+    ]
+    for wrap in wraps:
+        model = wrap(seeded(with_batch_norm))
+        optimizer = sgd(model.parameters())
+        for inputs, targets in some_batches((8, 8, 8)):
+            mine = [*zip(inputs.chunk(4), targets.chunk(4))][2 * comm.rank :][:2]
+            optimizer.zero_grad()
+            with model.no_sync():
+                functional.cross_entropy(model(mine[0][0]), mine[0][1]).backward()
+            functional.cross_entropy(model(mine[1][0]), mine[1][1]).backward()
+            optimizer.step()
+        states.append(model.module.state_dict())
+    return states
+
+
+def test_equals_pytorchs_ddp_with_batch_norm(two_ranks):
+    """Parameters and rank 0's statistics, with micro-batches under no_sync, too."""
+    theirs, bucketed, naive = by_rank(beside_pytorch, two_ranks)[0]
+    assert theirs["1.num_batches_tracked"] == 6
+    assert largest_difference(bucketed, theirs) < 1e-10
+    assert largest_difference(naive, theirs) < 1e-10
+
+
+def statistics(comm):
+    strategy = DDP()
+    strategy.setup(comm, seeded(with_batch_norm), sgd)
+    for inputs, targets in some_batches((9, 6)):
+        mine = share(torch.arange(len(targets)), *strategy.share())
+        strategy.step(inputs[mine], targets[mine], len(targets))
+    apart = strategy.full_state()["1.running_mean"]
+    strategy.end_epoch()
+    return apart, strategy.full_state()
+
+
+def test_rank_0s_buffers_reach_all_replicas(two_ranks):
+    (first, state), (second, other) = by_rank(statistics, two_ranks)
+    assert not torch.equal(first, second)
+    assert torch.equal(state["1.running_mean"], first)
+    assert checksum(state) == checksum(other)
+
+
+def from_other_starts(comm):
+    torch.manual_seed(comm.rank)
+    replica = BucketedDDP(comm, plain().double(), bucket_mb=TINY_MB, op="sum")
+    alone = copy.deepcopy(replica.module)
+    found = []
+    for inputs, _ in some_batches((4, 4)):
+        replica.zero_grad(set_to_none=False)
+        replica(inputs).sum().backward()
+        alone.zero_grad()
+        (comm.world_size * alone(inputs).sum()).backward()
+        pairs = zip(replica.parameters(), alone.parameters())
+        found.append(all(torch.allclose(p.grad, a.grad, rtol=1e-10) for p, a in pairs))
+    return checksum(alone.state_dict()), found
+
+
+def test_replicas_start_as_rank_0s_and_gradients_may_be_zeroed_in_place(two_ranks):
+    (start, found), others = by_rank(from_other_starts, two_ranks)
+    assert found == [True, True]
+    assert others == (start, found)
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("the disk of rank 1 is full")
+
+
+def own_inputs(comm):
+    return torch.full((2, 6), comm.rank + 1.0, dtype=torch.float64)
+
+
+def gradients_of(replica, inputs):
+    replica.zero_grad()
+    replica(inputs).square().sum().backward()
+    return [p.grad for p in replica.parameters()]
+
+
+def expected_gradients():
+    """The mean over two ranks, with ``own_inputs``."""
+    model = seeded(plain)
+    inputs = torch.ones(2, 6, dtype=torch.float64)
+    ((model(inputs).square().sum() + model(2 * inputs).square().sum()) / 2).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def is_mean(gradients):
+    pairs = zip(gradients, expected_gradients(), strict=True)
+    return all(torch.allclose(mine, due, rtol=1e-10) for mine, due in pairs)
+
+
+def after_an_interruption(comm):
+    found = []
+    for make_replica in (NaiveDDP, partial(BucketedDDP, bucket_mb=0)):
+        replica = make_replica(comm, seeded(plain))
+        # The last layer's gradients are on their way when backward raises.
+        hidden = Breaks.apply(replica.module[:4](own_inputs(comm)))
+        with contextlib.suppress(RuntimeError):
+            replica.module[4](hidden).sum().backward()
+        found.append(is_mean(gradients_of(replica, own_inputs(comm))))
+    return found
+
+
+def test_a_backward_that_raised_on_all_ranks_leaves_the_next_one_right(two_ranks):
+    assert by_rank(after_an_interruption, two_ranks) == [[True, True]] * 2
+
+
+def under_no_sync(comm):
+    replica = BucketedDDP(comm, seeded(plain), bucket_mb=0)
+    before = comm.messages
+    with replica.no_sync():
+        if comm.rank:
+            replica.without_samples()
+        else:
+            replica(own_inputs(comm)).square().sum().backward()
+    sent = comm.messages - before
+    if comm.rank:
+        replica(own_inputs(comm)).square().sum().backward()
+    else:
+        replica.without_samples()
+    return sent, is_mean([p.grad for p in replica.parameters()])
+
+
+def test_a_rank_without_samples_keeps_quiet_under_no_sync_too(two_ranks):
+    assert by_rank(under_no_sync, two_ranks) == [(0, True)] * 2
+
+
+def in_one_backward(comm):
+    layers = partial(nn.Sequential, *(nn.Linear(64, 64) for _ in range(8)))
+    torch.manual_seed(0)
+    found = []
+    replicas = [
+        BucketedDDP(comm, layers().double(), bucket_mb=0, find_unused=True) for _ in range(2)
+    ]
+    inputs = torch.full((2, 64), comm.rank + 1.0, dtype=torch.float64)
+    for together in (False, True):
+        for replica in replicas:
+            replica.zero_grad()
+        losses = [replica(inputs).sum() for replica in replicas]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+        found.append([p.grad.clone() for replica in replicas for p in replica.parameters()])
+    return all(torch.allclose(*pair, rtol=1e-10) for pair in zip(*found, strict=True))
+
+
+def test_two_replicas_in_one_backward_do_not_mix_their_messages(two_ranks):
+    assert by_rank(in_one_backward, two_ranks) == [True, True]
+
+
+def with_a_graph(comm):
+    replica = BucketedDDP(comm, seeded(plain), bucket_mb=TINY_MB)
+    found = []
+    for _ in range(2):
+        replica.zero_grad()
+        with warnings.catch_warnings(action="ignore"):
+            replica(own_inputs(comm)).square().sum().backward(create_graph=True)
+        found.append(is_mean([p.grad for p in replica.parameters()]))
+    return found
+
+
+def test_a_backward_that_makes_a_graph_is_summed_too(two_ranks):
+    assert by_rank(with_a_graph, two_ranks) == [[True, True]] * 2
+
+
+def left_behind(comm):
+    """Of three replicas that were used and dropped: those alive, and the threads."""
+    module = seeded(plain)
+    dropped = []
+    for _ in range(3):
+        replica = BucketedDDP(comm, module, bucket_mb=0)
+        gradients_of(replica, own_inputs(comm))
+        dropped.append(weakref.ref(replica))
+    before = comm.messages
+    gradients_of(replica, own_inputs(comm))
+    sent = comm.messages - before
+    del replica
+    gc.collect()
+    names = [thread.name for thread in threading.enumerate()]
+    return sum(found() is not None for found in dropped), sent, names.count("labkit-ddp")
+
+
+def test_a_replica_that_is_dropped_is_gone_and_sums_nothing_more(two_ranks):
+    # Six parameters, two messages each: of the last replica alone.
+    assert by_rank(left_behind, two_ranks) == [(0, 12, 1)] * 2
+
+
+def refusals(comm):
+    with pytest.raises(ValueError, match="no parameter of this model requires") as nothing:
+        NaiveDDP(comm, plain().requires_grad_(False))
+    replica = BucketedDDP(comm, plain(), bucket_mb=0, op="median")
+    with pytest.raises(ValueError, match="unknown operation 'median'") as in_thread:
+        replica(torch.ones(2, 6)).sum().backward()
+    lines = [str(entry.statement) for entry in in_thread.traceback]
+    return str(nothing.value), lines
+
+
+def test_a_model_without_anything_to_train_is_refused(two_ranks):
+    for nothing, _ in by_rank(refusals, two_ranks):
+        assert "none to sum" in nothing
+
+
+def test_an_error_in_the_thread_is_raised_by_the_learners_backward(two_ranks):
+    for _, lines in by_rank(refusals, two_ranks):
+        assert "replica(torch.ones(2, 6)).sum().backward()" in lines[0]
+
+
+def straggling(comm):
+    """What this rank had sent in the step whenever it fell behind."""
+    strategy = DDP(straggler=(1, 2.0))
+    strategy.setup(comm, seeded(plain), sgd)
+    before, sent = comm.messages, []
+    sleep = SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda _: sent.append(comm.messages - before)
+    )
+    with mock.patch.object(local_gradients, "time", sleep):
+        strategy.step(*some_batches()[0], 14)
+    return sent
+
+
+def test_a_straggler_is_late_for_the_sum_and_is_not_slowed_by_waiting_for_it(two_ranks):
+    assert by_rank(straggling, two_ranks) == [[], [0]]
+
+
+def unused(comm):
+    found = []
+    for make_replica in (NaiveDDP, partial(BucketedDDP, bucket_mb=0)):
+        for find_unused in (False, True):
+            replica = make_replica(comm, seeded(Sometimes), find_unused=find_unused)
+            inputs = torch.ones(2, 6, dtype=torch.float64)
+            inputs[:, 0] += 200 * (comm.rank == 1)
+            replica(inputs).sum().backward()
+            found.append({name: p.grad for name, p in replica.module.named_parameters()})
+    return found
+
+
+def test_what_a_rank_has_not_used_counts_as_zero(three_ranks):
+    for found in by_rank(unused, three_ranks):
+        for counted_as_zero, told in zip(found[::2], found[1::2]):
+            # Two samples on one of three ranks, averaged over the ranks.
+            due = torch.full((6,), 2 / 3, dtype=torch.float64)
+            assert torch.equal(counted_as_zero["branch.bias"], due)
+            assert not counted_as_zero["never.bias"].any()
+            assert torch.equal(told["branch.bias"], due)
+            assert told["never.bias"] is None
+            assert told["never.weight"] is None
+
+
+def counted(comm):
+    found = []
+    for bucket_mb in (25, TINY_MB):
+        replica = BucketedDDP(comm, seeded(with_batch_norm), bucket_mb=bucket_mb)
+        before, started = (comm.messages, comm.bytes_sent), len(comm.spans())
+        for inputs, _ in some_batches((4, 4, 4)):
+            replica.zero_grad()
+            replica(inputs).sum().backward()
+        used = comm.messages - before[0], comm.bytes_sent - before[1]
+        sizes = [sum(p.numel() for p in b.parameters) for b in replica.buckets]
+        found.append((sizes, used, {span.lane for span in comm.spans()[started:]}))
+    return found
+
+
+def test_traffic_equals_the_formula_and_the_line_has_a_lane_of_its_own(three_ranks):
+    # Running mean and variance of 8 and of 6 features, and two counters.
+    buffers = [2 * (8 + 6) * 8, 2 * 8]
+    for rank, found in enumerate(by_rank(counted, three_ranks)):
+        for sizes, used, _ in found:
+            gradients = ddp_update_cost(sizes, 8, 3, rank)
+            with_buffers = ddp_update_cost(sizes, 8, 3, rank, buffers)
+            # Nothing is behind before the first forward.
+            costs = [gradients, with_buffers, with_buffers]
+            expected = sum(costs, start=NOTHING)
+            assert used == (expected.messages, expected.num_bytes)
+        assert [len(sizes) > 1 for sizes, _, _ in found] == [False, True]
+        # One bucket has nothing to run beside: whoever waits for it carries it out.
+        assert [lanes for _, _, lanes in found] == [{0}, {0, 1}]
+
+
+def test_bytes_and_messages_of_a_training_run_equal_the_formula():
+    settings = {"world_size": 3, "batch_size": 35, "train_size": 177, "bucket_mb": 0}
+    result = train_with("ddp", **settings)
+    sizes = [tensor.numel() for tensor in result.state.values()]
+    costs = [ddp_update_cost(sizes, 4, 3, rank) for rank in range(3)]
+    steps = 6
+    assert result.bytes_sent == [steps * cost.num_bytes for cost in costs]
+    assert result.messages == [steps * cost.messages for cost in costs]
+
+
+def test_buckets_change_the_messages_and_not_the_bytes():
+    assert ddp_update_cost([8], 4, 2) == Cost(2, 2, 32)
+    assert ddp_update_cost([4, 4], 4, 2) == Cost(4, 4, 32)
+    assert ddp_update_cost([8], 4, 2, buffer_bytes=[10]) == Cost(3, 3, 42)
+
+
+def test_a_rank_that_fails_in_backward_ends_the_run():
+    def step(comm):
+        replica = BucketedDDP(comm, plain(), bucket_mb=0)
+        hidden = replica.module[:4](torch.ones(2, 6))
+        # The last layer's buckets are on their way when rank 1 fails.
+        outputs = replica.module[4](Breaks.apply(hidden) if comm.rank == 1 else hidden)
+        outputs.sum().backward()
+
+    start_s = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1.*the disk of rank 1 is full"):
+        run(step, world_size=3)
+    assert time.monotonic() - start_s < 60
+
+
+def test_ranks_with_other_buckets_are_told_what_differs():
+    def step(comm):
+        replica = BucketedDDP(comm, plain(), bucket_mb=0 if comm.rank else TINY_MB)
+        replica(torch.ones(2, 6)).sum().backward()
+
+    with pytest.raises(WorkerError, match=r"(?s)different collectives.*\[126\].*\[6, 8\]"):
+        run(step, world_size=2)

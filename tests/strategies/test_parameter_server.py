@@ -1,0 +1,157 @@
+"""The parameter server: equal to one device with any number of servers, counted to the byte."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from odd_models import seeded, sgd, some_batches, with_batch_norm
+from ranks import travel_by_value
+from torch import nn
+
+from labkit import RunConfig, WorkerError, run, train_with
+from labkit.costs.traffic import parameter_server_cost
+from labkit.strategies.parameter_server import ParameterServer
+from labkit.strategies.single import Single
+from labkit.training.state import checksum, largest_difference
+from labkit.training.train_run import check
+from labkit.workload.sampling import share
+
+travel_by_value(__name__)
+
+SMALL = {"epochs": 1, "train_size": 107, "batch_size": 35, "lr": 0.02, "dtype": "float64"}
+
+
+class Tied(nn.Module):
+    """Tied and unused parameters, a frozen one, and one of a single element."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.unused, self.frozen = nn.Linear(6, 2), nn.Parameter(torch.ones(6), False)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs):
+        return self.gain * self.second(torch.tanh(self.first(inputs))) + self.frozen
+
+
+class OneNumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs):
+        return self.gain * inputs
+
+
+def train_by_hand(comm, make_strategy, make_models, batches):
+    """(state, number of samples, bytes and messages of the steps) by model."""
+    found = []
+    for make_model in make_models:
+        strategy, samples, before = make_strategy(), 0, (comm.bytes_sent, comm.messages)
+        strategy.setup(comm, seeded(make_model), sgd)
+        for inputs, targets in batches:
+            mine = share(torch.arange(len(targets)), *strategy.share())
+            strategy.step(inputs[mine], targets[mine], len(targets))
+            samples += len(mine)
+        sent = comm.bytes_sent - before[0], comm.messages - before[1]
+        strategy.end_epoch()
+        found.append((strategy.full_state(), samples, sent))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run(train_by_hand, Single, (Tied, OneNumber), some_batches(), world_size=1).values[0]
+
+
+@pytest.mark.parametrize(("world_size", "servers"), [(3, 2), (4, 1), (4, 3), (5, 2)])
+def test_any_number_of_servers_equals_one_device(alone, world_size, servers):
+    models, batches = (Tied, OneNumber), some_batches()
+    make = partial(ParameterServer, servers=servers, accumulate=2)
+    ranks = run(train_by_hand, make, models, batches, world_size=world_size).values
+    for number, trained in enumerate((6 * 6 + 6 * 2 + 2 + 1, 1)):
+        states = [rank[number][0] for rank in ranks]
+        assert len({checksum(state) for state in states}) == 1
+        assert largest_difference(states[0], alone[number][0]) < 1e-10
+        samples = [rank[number][1] for rank in ranks]
+        assert samples[:servers] == [0] * servers
+        assert sum(samples) == 14
+        costs = [
+            parameter_server_cost(trained, 8, world_size, rank, servers)
+            for rank in range(world_size)
+        ]
+        steps = len(batches)
+        assert [rank[number][2] for rank in ranks] == [
+            (steps * cost.num_bytes, steps * cost.messages) for cost in costs
+        ]
+
+
+def test_a_training_run_is_counted_repeatable_and_named():
+    result, again = (
+        train_with("parameter_server", world_size=4, servers=2, **SMALL) for _ in range(2)
+    )
+    assert result.replicas_agree
+    assert result.difference_from(again) == 0
+    parameters = sum(tensor.numel() for tensor in result.state.values())
+    costs = [parameter_server_cost(parameters, 8, 4, rank, 2) for rank in range(4)]
+    assert result.bytes_sent == [4 * cost.num_bytes for cost in costs]
+    assert result.messages == [4 * cost.messages for cost in costs]
+    kinds = {rank: {span.kind for span in result.trace.of(rank)} for rank in range(4)}
+    for rank, does, does_not in ((0, "update", "compute"), (3, "compute", "update")):
+        assert {"push", "pull", does} <= kinds[rank]
+        assert does_not not in kinds[rank]
+
+
+def test_batch_statistics_are_the_workers_own_and_their_running_ones_the_mean():
+    inputs, targets = some_batches((8,))[0]
+    make = partial(ParameterServer, servers=2)
+    models = (with_batch_norm,)
+    ranks = run(train_by_hand, make, models, [(inputs, targets)], world_size=4).values
+    states = [rank[0][0] for rank in ranks]
+    assert len({checksum(state) for state in states}) == 1
+    first_layer = seeded(with_batch_norm)[0]
+    means = [0.1 * first_layer(half).mean(dim=0) for half in inputs.split(4)]
+    torch.testing.assert_close(states[0]["1.running_mean"], sum(means).detach() / 2)
+    assert states[0]["1.num_batches_tracked"] == 1
+
+
+def step_and_lose(comm, lost):
+    strategy, at = ParameterServer(), 0
+    strategy.setup(comm, nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=0.1))
+    while True:
+        at += 1
+        if comm.rank == lost and at == 3:
+            if comm.rank == 0:
+                comm.recv(torch.empty(42), 1)  # in the middle of a step: one push has come
+            os.kill(os.getpid(), signal.SIGKILL)
+        n = min(comm.rank, 1)
+        strategy.step(torch.ones(n, 6), torch.zeros(n, dtype=torch.int64), 2)
+
+
+@pytest.mark.parametrize("lost", [0, 2], ids=["server", "worker"])
+def test_a_rank_that_dies_ends_the_run(lost):
+    with pytest.raises(WorkerError, match=rf"rank {lost}\b(?s:.)*SIGKILL"):
+        run(step_and_lose, lost, world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"servers": 3, "world_size": 3}, "leave no rank to work: use at most 2 servers"),
+        ({"servers": 2}, "use 1 server, or a world_size of 3 or more"),
+        ({"straggler": "0:4", "world_size": 2}, "choose a worker, rank 1 or above"),
+        ({"bucket_mb": 1.0}, "its options are accumulate, servers, straggler"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(RunConfig("parameter_server", **settings))
+
+
+def test_one_rank_may_be_server_and_worker():
+    check(RunConfig("parameter_server", servers=1))
+    with pytest.raises(WorkerError, match="servers 2 of world_size 1 leave no rank to work"):
+        run(train_by_hand, partial(ParameterServer, servers=2), (Tied,), [], world_size=1)

@@ -1,0 +1,417 @@
+"""A model cut into stages equals the model on one device, whatever is cut, and however."""
+
+import pytest
+import torch
+from ranks import leftovers, travel_by_value
+from torch import nn
+
+from labkit import RunConfig, WorkerError, run, strategies, train_with
+from labkit.costs.traffic import Cost, model_parallel_cost
+from labkit.strategies.stage import Stage
+from labkit.training.state import largest_difference
+from labkit.training.train_run import check
+from labkit.workload.layers import output_shapes
+from labkit.workload.models import build_model
+
+travel_by_value(__name__)
+
+BATCHES = (7, 5, 1, 2)
+
+
+def plain():
+    hidden = (layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh()))
+    return nn.Sequential(*hidden, nn.Linear(6, 4))
+
+
+def tied():
+    """Layers 0, 2 and 4 share a weight, 0 and 2 a bias as well."""
+    model = plain()
+    model[2] = model[0]
+    model[4].weight = model[0].weight
+    return model
+
+
+def frozen_first():
+    model = plain()
+    model[:3].requires_grad_(False)
+    return model
+
+
+def frozen_last():
+    model = plain()
+    model[2:].requires_grad_(False)
+    return model
+
+
+def nested():
+    return nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(plain()))
+
+
+def without_parameters():
+    """The stage from 2 to 4 has none."""
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Tanh(), nn.Sigmoid(), nn.Linear(6, 4))
+
+
+class Turned(nn.Module):
+    """Hands on a tensor that is not contiguous, and ignores its input's first feature."""
+
+    def forward(self, inputs):
+        return inputs[:, 1:].t().flip(0).t()
+
+
+def not_contiguous():
+    return nn.Sequential(nn.Linear(6, 7), Turned(), nn.Tanh(), nn.Linear(6, 4))
+
+
+class Unmoved(nn.Module):
+    """A layer that does not look at its input: no gradient comes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(6))
+
+    def forward(self, inputs):
+        return self.value.expand(len(inputs), 6)
+
+
+def cut_off():
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Unmoved(), nn.Linear(6, 4))
+
+
+def in_place():
+    """Stages that begin in place, on what they get or on a view of it."""
+    first, second = (nn.LeakyReLU(0.1, inplace=True) for _ in range(2))
+    views = nn.Unflatten(1, (2, 3)), nn.Flatten()
+    return nn.Sequential(nn.Linear(6, 6), first, nn.Linear(6, 6), *views, second, nn.Linear(6, 4))
+
+
+class Nearest(nn.Module):
+    """Hands on whole numbers, and so no gradient comes back through it."""
+
+    def forward(self, inputs):
+        return inputs.argmax(1)
+
+
+def whole_numbers():
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), Nearest(), nn.Embedding(6, 6), nn.Linear(6, 4)
+    )
+
+
+class Scaled(nn.Module):
+    """A tensor that is no parameter and no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = torch.arange(6).double()
+
+    def forward(self, inputs):
+        return inputs * self.factors
+
+
+def hooked():
+    """A hook on a chain in the chain, and one that looks at values."""
+    pair = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    pair.register_forward_hook(lambda module, inputs, output: 2 * output)
+    model = nn.Sequential(nn.Linear(6, 6), pair, Scaled(), nn.Linear(6, 4))
+    model[2].register_forward_pre_hook(lambda module, inputs: inputs[0].max().item() and None)
+    return model
+
+
+def with_batch_norm():
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(6, 4))
+
+
+# model, by world size the split points
+CASES = {
+    "plain": (plain, {1: (), 2: (3,), 3: (2, 5), 4: (1, 2, 6)}),
+    "tied": (tied, {1: (), 2: (1,), 3: (2, 4), 4: (1, 3, 5)}),
+    "frozen first": (frozen_first, {1: (), 2: (2,), 3: (2, 3), 4: (1, 2, 5)}),
+    "frozen last": (frozen_last, {1: (), 2: (3,), 3: (2, 4), 4: (1, 2, 5)}),
+    "nested": (nested, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}),
+    "a stage without parameters": (without_parameters, {1: (), 2: (4,), 3: (2, 4), 4: (1, 2, 3)}),
+    "not contiguous": (not_contiguous, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)}),
+    "cut off": (cut_off, {1: (), 2: (2,), 3: (1, 2), 4: (1, 2, 3)}),
+    "in place": (in_place, {1: (), 2: (1,), 3: (4, 6), 4: (1, 5, 6)}),
+    "whole numbers": (whole_numbers, {1: (), 2: (3,), 3: (2, 3), 4: (1, 3, 4)}),
+    "hooked": (hooked, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}),
+}
+TECHNIQUES = {
+    "model_parallel": {},
+    "gpipe": {"micro_batches": 3},
+    "1f1b": {"micro_batches": 3, "schedule": "1f1b"},
+}
+
+
+def seeded(make_model):
+    torch.manual_seed(0)
+    return make_model().double()
+
+
+def some_batches(sizes=BATCHES):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(n, 6, generator=generator, dtype=torch.float64),
+            torch.randint(4, (n,), generator=generator),
+        )
+        for n in sizes
+    ]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train(comm, strategy, make_model, sizes=BATCHES):
+    strategy.setup(comm, seeded(make_model), sgd)
+    losses = [strategy.step(*batch, len(batch[1])).item() for batch in some_batches(sizes)]
+    strategy.end_epoch()
+    logits = strategy.predict(some_batches((5,))[0][0])
+    return strategy.full_state(), losses, logits
+
+
+def train_all(comm):
+    return {
+        (case, technique): train(comm, make(split_points[comm.world_size], **options), make_model)
+        for case, (make_model, split_points) in CASES.items()
+        for technique, options in TECHNIQUES.items()
+        for make in [strategies.get("pipeline" if options else "model_parallel")]
+    }
+
+
+def train_alone(comm):
+    single = strategies.get("single")
+    return {case: train(comm, single(), make_model) for case, (make_model, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run(train_alone, world_size=1).values[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equal_to_one_device_on_every_rank(world_size, alone):
+    ranks = run(train_all, world_size=world_size).values
+    for case, technique in ranks[0]:
+        state, losses, logits = alone[case]
+        found = [rank[case, technique] for rank in ranks]
+        for own_state, _, _ in found:
+            assert largest_difference(own_state, state) < 1e-10, (case, technique)
+        # The last stage has the losses and the logits, the others nothing.
+        summed = [sum(own) for own in zip(*(own_losses for _, own_losses, _ in found))]
+        assert summed == pytest.approx(losses, abs=1e-10), (case, technique)
+        torch.testing.assert_close(found[-1][2], logits, atol=1e-10, rtol=0)
+        assert all(own_logits is None for _, _, own_logits in found[:-1])
+
+
+def train_batch_norm(comm):
+    points = {2: (2,), 3: (1, 4)}[comm.world_size]
+    sizes = (8, 9)
+    whole = strategies.get("model_parallel")(points)
+    states = {"whole": train(comm, whole, with_batch_norm, sizes)[0]}
+    for schedule in ("gpipe", "1f1b"):
+        pipeline = strategies.get("pipeline")(points, micro_batches=3, schedule=schedule)
+        states[schedule] = train(comm, pipeline, with_batch_norm, sizes)[0]
+    return states
+
+
+def batch_norm_alone(comm):
+    single = strategies.get("single")
+    return [train(comm, single(accumulate=n), with_batch_norm, (8, 9))[0] for n in (1, 3)]
+
+
+def test_batch_norm_sees_the_whole_batch_or_each_micro_batch():
+    whole, by_micro_batch = run(batch_norm_alone, world_size=1).values[0]
+    assert largest_difference(whole, by_micro_batch) > 1e-3
+    for world_size in (2, 3):
+        for states in run(train_batch_norm, world_size=world_size).values:
+            assert largest_difference(states["whole"], whole) < 1e-10
+            assert largest_difference(states["gpipe"], by_micro_batch) < 1e-10
+            assert largest_difference(states["1f1b"], by_micro_batch) < 1e-10
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_trains_the_digits_as_one_device_does_and_sends_what_the_formula_says(world_size):
+    settings = {"model": "small_cnn", "batch_size": 50, "train_size": 220, "epochs": 2}
+    one = train_with("single", **settings)
+    model = build_model("small_cnn", num_classes=10, input_shape=(1, 8, 8), seed=0)
+    for technique, options in (
+        ("model_parallel", {}),
+        ("pipeline", {"micro_batches": 3, "schedule": "1f1b"}),
+    ):
+        split = train_with(technique, world_size=world_size, **settings, **options)
+        assert split.difference_from(one) < 1e-5
+        assert split.replicas_agree
+        assert split.test_accuracy == pytest.approx(one.test_accuracy, abs=0.003)
+        assert [e["loss"] for e in split.epochs] == pytest.approx(
+            [e["loss"] for e in one.epochs], rel=1e-5
+        )
+        points = split.notes["split_points"]
+        shapes = output_shapes(model, (1, 8, 8))
+        cut_bytes = [shapes[point - 1][0].numel() * 4 for point in points]
+        for rank in range(world_size):
+            costs = [
+                model_parallel_cost(cut_bytes, size, rank, world_size, **options)
+                for size in [50, 50, 50, 50, 20] * 2
+            ]
+            assert split.bytes_sent[rank] == sum(cost.num_bytes for cost in costs)
+            assert split.messages[rank] == sum(cost.messages for cost in costs)
+
+
+def spent(comm):
+    """By technique and model, what one step of 7 samples is counted as."""
+    found = {}
+    for technique, options in TECHNIQUES.items():
+        for case in ("plain", "frozen first"):
+            make_model, points = CASES[case]
+            name = "pipeline" if options else "model_parallel"
+            strategy = strategies.get(name)(points[comm.world_size], **options)
+            strategy.setup(comm, seeded(make_model), sgd)
+            before = comm.operations, comm.messages, comm.bytes_sent
+            strategy.step(*some_batches((7,))[0], 7)
+            after = comm.operations, comm.messages, comm.bytes_sent
+            found[technique, case] = Cost(*(end - start for start, end in zip(before, after)))
+    return found
+
+
+def test_a_step_takes_the_operations_messages_and_bytes_of_the_formula():
+    for rank, found in enumerate(run(spent, world_size=3).values):
+        for (technique, case), cost in found.items():
+            options = TECHNIQUES[technique]
+            if technique == "gpipe":
+                options = options | {"schedule": "gpipe"}
+            # All layers hand on 6 float64; with layers 0 to 2 frozen, the last stage alone trains.
+            first = 2 if case == "frozen first" else 0
+            due = model_parallel_cost([48, 48], 7, rank, 3, first_trained=first, **options)
+            assert cost == due, (technique, case, rank)
+
+
+def train_words(comm, strategy):
+    """A model that takes whole numbers."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Tanh(), nn.Linear(6, 4)]
+    strategy.setup(comm, nn.Sequential(*layers).double(), sgd)
+    words, targets = torch.randint(9, (5, 3)), torch.randint(4, (5,))
+    losses = [strategy.step(words, targets, 5).item() for _ in range(2)]
+    return strategy.full_state(), losses
+
+
+def test_whole_numbers_may_enter():
+    single = strategies.get("single")()
+    pipeline = strategies.get("pipeline")((2,), 2)
+    state, losses = run(train_words, single, world_size=1).values[0]
+    for found, _ in (split := run(train_words, pipeline, world_size=2).values):
+        assert largest_difference(found, state) < 1e-10
+    assert split[-1][1] == pytest.approx(losses, rel=1e-10)
+
+
+def held_bytes(comm):
+    """By schedule, of 2 and of 6 micro-batches of 4 samples."""
+    found = {}
+    for schedule in ("gpipe", "1f1b"):
+        for count in (2, 6):
+            points = (2, 4)[: comm.world_size - 1]
+            strategy = strategies.get("pipeline")(points, count, schedule)
+            train(comm, strategy, plain, (4 * count,))
+            found[schedule, count] = strategy.notes()["held_bytes"]
+    return found
+
+
+def test_fill_and_drain_holds_all_micro_batches_and_1f1b_no_more_than_stages_are_left():
+    for found in run(held_bytes, world_size=3).values:
+        assert found["gpipe", 6] == [3 * held for held in found["gpipe", 2]]
+        # Stage s of 3 holds 3 - s micro-batches at most; of 2 there are no more.
+        assert [a / b for a, b in zip(found["1f1b", 6], found["1f1b", 2])] == [1.5, 1, 1]
+        assert found["1f1b", 6][0] < found["gpipe", 6][0]
+    # Stage 0 keeps its input (6 numbers a sample), and what Linear hands Tanh, which keeps it.
+    assert found["gpipe", 2][0] == 8 * 8 * (6 + 6)
+
+
+def refusals(comm):
+    """What the ranks say to settings that cannot be."""
+
+    def told(make_model, split_points):
+        try:
+            Stage(comm, make_model(), split_points, sgd)
+        except ValueError as error:
+            return str(error)
+
+    def two_averages():
+        model = with_batch_norm()
+        model[4] = model[1]
+        return model
+
+    frozen = plain().requires_grad_(False)
+    return [
+        told(lambda: nn.Linear(2, 2), (1,)),
+        told(plain, (1, 2)),
+        told(plain, (7,)),
+        told(lambda: frozen, (3,)),
+        told(two_averages, (3,)),
+    ]
+
+
+def test_what_cannot_be_is_refused_on_every_rank_with_the_reason():
+    for told in run(refusals, world_size=2).values:
+        expected = (
+            "Linear is not an nn.Sequential",
+            "3 stages for 2 ranks: each rank holds one",
+            "split point 7 leaves a stage without layers",
+            "no parameter of this model requires a gradient",
+            "a layer with statistics cannot be on two stages",
+        )
+        for reason, text in zip(expected, told, strict=True):
+            assert reason in text
+
+
+class Broken(nn.Module):
+    def forward(self, inputs):
+        if self.training and inputs.device.type != "meta":
+            raise ArithmeticError("this layer has had enough")
+        return inputs
+
+
+def with_a_broken_stage(comm):
+    strategy = strategies.get("pipeline")((2,), micro_batches=2)
+    train(comm, strategy, lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Broken()))
+
+
+def test_a_stage_that_raises_ends_the_run_with_its_error_and_leaves_nothing():
+    before = leftovers()
+    with pytest.raises(WorkerError, match="rank 1 raised ArithmeticError: this layer has had eno"):
+        run(with_a_broken_stage, world_size=2)
+    assert leftovers() <= before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split_points": "7"}, "split point 7 leaves a stage without layers: with 7 layers"),
+        ({"split_points": "5,3"}, "split points 5, 3 are out of order"),
+        ({"split_points": "3,3"}, "split point 3 comes twice"),
+        ({"split_points": "3.5"}, "split_points must be layers, as in 5,12, got '3.5'"),
+        ({"split_points": "3", "world_size": 3}, "'3' makes 2 stages, but world_size is 3"),
+        ({"world_size": 8}, "small_cnn has 7 layers, .* use world_size 7 or less, got 8"),
+        ({"world_size": 2, "schedule": "1f1b"}, "takes no option schedule"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_any_process_starts(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(RunConfig(strategy="model_parallel", **settings))
+
+
+def test_split_points_that_do_not_fit_are_named():
+    for make in (strategies.get("model_parallel"), strategies.get("pipeline")):
+        with pytest.raises(ValueError, match=r"one for each cut, got 5: write \(5,\)"):
+            make(5)
+    with pytest.raises(ValueError, match="1 split point for 1 rank, each of which"):
+        strategies.get("model_parallel")((5,)).check_ranks(1)
+
+
+def test_a_batch_of_one_goes_through_all_stages():
+    settings = {"model": "mlp", "train_size": 3, "batch_size": 1}
+    single = train_with("single", **settings)
+    split = train_with("pipeline", world_size=3, micro_batches=4, **settings)
+    assert split.difference_from(single) < 1e-5

@@ -1,0 +1,58 @@
+"""Split models measured on real processes: what is counted is exact, what is timed is there."""
+
+import pytest
+
+from labkit.costs.link import Link
+from labkit.training.split_run import measure_profile, measure_split, stage_link
+
+SMALL = {"batch_size": 6, "input_shape": (1, 8, 8), "steps": 2}
+
+
+def test_bytes_and_hops_of_a_pipeline():
+    found = measure_split("small_cnn", (3, 5), micro_batches=4, schedule="1f1b", **SMALL)
+    # What layers 2 and 4 hand on: 32 and 64 channels of 4x4 pixels.
+    assert found.hop_bytes == [6 * 32 * 16 * 4, 6 * 64 * 16 * 4]
+    assert [len(hops) for hops in found.forward_hop_s + found.backward_hop_s] == [2] * 4
+    assert all(s > 0 for hops in found.forward_hop_s + found.backward_hop_s for s in hops)
+    assert len(found.step_s) == 2
+    for stage in range(3):
+        forwards = found.trace.of(stage, "forward")
+        assert len(forwards) == len(found.trace.of(stage, "backward")) == 2 * 4
+        assert sum(span.duration_s for span in forwards) <= sum(found.step_s)
+    busy_s = [a + b for a, b in zip(found.forward_s, found.backward_s)]
+    assert max(busy_s) < max(found.step_s)
+
+
+def test_a_frozen_backbone_sends_nothing_back():
+    found = measure_split("small_cnn", (3, 5), frozen=3, micro_batches=9, **SMALL)
+    assert found.micro_batches == 6  # there are no more samples
+    assert found.backward_hop_s[0] == []
+    assert len(found.backward_hop_s[1]) == 2
+    assert found.backward_s[0] == 0 < found.backward_s[1]
+    # Parameters of layers 0 to 2, once; of layers 3 and 4 with gradient and momentum.
+    assert found.memory_bytes[0] == (9 * 32 + 32) * 4
+    assert found.memory_bytes[1] == 3 * (32 * 64 * 9 + 64) * 4 + found.held_bytes[1]
+
+
+def test_a_profile_and_a_link_of_this_machine():
+    profile = measure_profile("mlp", batch_size=4, input_shape=(1, 8, 8), repeats=1)
+    floats = [64, 64, 64, 64, 64, 10]
+    assert [layer.output_bytes for layer in profile.layers] == [4 * 4 * n for n in floats]
+    link = stage_link((2**10, 2**20), repeats=2)
+    assert isinstance(link, Link)
+    assert link.message_seconds(2**20) > 0
+
+
+def test_what_measures_nothing_is_refused_before_a_process_starts():
+    with pytest.raises(ValueError, match="6 frozen layers of 6"):
+        measure_split("mlp", (2,), frozen=6, **SMALL)
+    with pytest.raises(ValueError, match="split point 6 leaves a stage without layers"):
+        measure_split("mlp", (6,), **SMALL)
+    with pytest.raises(ValueError, match="0 steps"):
+        measure_split("mlp", (2,), steps=0)
+    with pytest.raises(ValueError, match="micro_batches must be a whole number from 1, got 0"):
+        measure_split("mlp", (2,), micro_batches=0)
+    with pytest.raises(ValueError, match="unknown schedule 'zero'"):
+        measure_split("mlp", (2,), schedule="zero")
+    with pytest.raises(ValueError, match="unknown model 'vgg'"):
+        measure_split("vgg", (2,))

@@ -1,0 +1,291 @@
+"""Training on real ranks: every synchronous technique ends where one device ends."""
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from odd_models import (
+    Mixed,
+    Tied,
+    Unused,
+    fit_in_turn,
+    frozen,
+    in_turn,
+    seeded,
+    some_batches,
+    train_by_hand,
+    with_batch_norm,
+    with_batch_norm_over_pixels,
+)
+from ranks import travel_by_value
+from torch import nn
+from torch.nn import functional
+
+from labkit import RunConfig, run, strategies, train_with
+from labkit.costs.traffic import broadcast_cost, ddp_update_cost, ring_all_reduce_cost
+from labkit.training.state import checksum, largest_difference
+from labkit.training.train_run import check
+from labkit.workload.models import build_model
+from labkit.workload.sampling import share
+
+travel_by_value(__name__)
+
+PARALLEL = [
+    pytest.param("data_parallel", False, id="data-parallel"),
+    pytest.param("data_parallel", True, id="data-parallel-builtin"),
+    pytest.param("ddp", False, id="ddp"),
+    pytest.param("parameter_server", False, id="server"),
+    pytest.param("parameter_server", True, id="server-builtin"),
+    pytest.param("ring_all_reduce", False, id="ring"),
+    pytest.param("ring_all_reduce", True, id="ring-builtin"),
+]
+# float64 finds mistakes at every world size; float32 only has to show that it stays close.
+EXACT = [("float64", 1e-10, world_size) for world_size in (1, 2, 3, 4)]
+CLOSE = ("float32", 1e-5, 3)
+# 107 = 3 x 35 + 2: batches that do not divide, and a last one of fewer samples than ranks.
+SMALL = {"epochs": 1, "train_size": 107, "lr": 0.02}
+
+
+def model_of(world_size):
+    """Convolutions take their time in float64: they are trained on three ranks."""
+    return "small_cnn" if world_size == 3 else "mlp"
+
+
+def job(strategy, builtin=False, **settings):
+    config = RunConfig(strategy, builtin=builtin, **settings)
+    return config, check(config)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The ranks' reports by technique, world size and dtype: one run for each number of ranks."""
+    settings = SMALL | {"batch_size": 35}
+    jobs = defaultdict(dict)
+    for dtype, _, world_size in (*EXACT, CLOSE):
+        like = settings | {"dtype": dtype, "model": model_of(world_size)}
+        jobs[1]["single", like["model"], dtype] = job("single", **like)
+        for strategy, builtin in (param.values for param in PARALLEL):
+            one = job(strategy, builtin, world_size=world_size, **like)
+            ranks = 1 if strategy == "data_parallel" else world_size
+            jobs[ranks][strategy, builtin, world_size, dtype] = one
+    found = {}
+    for ranks, some in jobs.items():
+        values = run(fit_in_turn, some, world_size=ranks).values
+        found |= {name: [reports[name] for reports in values] for name in some}
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance", "world_size"), [*EXACT, CLOSE])
+@pytest.mark.parametrize(("strategy", "builtin"), PARALLEL)
+def test_equals_one_device_for_any_number_of_ranks(
+    trained, strategy, builtin, world_size, dtype, tolerance
+):
+    first, *others = trained[strategy, builtin, world_size, dtype]
+    (alone,) = trained["single", model_of(world_size), dtype]
+    assert largest_difference(first.state, alone.state) < tolerance
+    assert {report.checksum for report in others} <= {first.checksum}
+    (epoch,), (due,) = first.epochs, alone.epochs
+    assert epoch["test_accuracy"] == due["test_accuracy"]
+    assert epoch["loss"] == pytest.approx(due["loss"], rel=1e-5)
+
+
+def test_bytes_and_messages_of_a_run_equal_the_formula():
+    result = train_with("ring_all_reduce", world_size=3, batch_size=35, **SMALL)
+    parameters = sum(tensor.numel() for tensor in result.state.values())
+    costs = [ring_all_reduce_cost(parameters, 4, 3, rank) for rank in range(3)]
+    steps = 4
+    assert result.bytes_sent == [steps * cost.num_bytes for cost in costs]
+    assert result.messages == [steps * cost.messages for cost in costs]
+    assert result.replicas_agree
+    alone = train_with("single", batch_size=35, **SMALL)
+    assert result.difference_from(alone) < 1e-5
+    assert result.test_accuracy == alone.test_accuracy
+
+
+@pytest.mark.parametrize(("model", "world_size"), [("mlp", 2), ("mlp", 3), ("mobilenet", 2)])
+def test_pytorchs_ddp_on_our_backend_sends_what_ours_does_and_three_things_more(model, world_size):
+    """The set-up (parameters compared, the first state broadcast) is outside the epochs.
+    Inside, after the first backward rank 0 tells the order of the parameters and the sizes of the
+    buckets, an int32 each and one more; it sends the buffers before each forward, where ours
+    leaves out the first of an epoch; and ``TorchDDP`` broadcasts each buffer at an epoch's end."""
+    settings = SMALL | {"batch_size": 60, "world_size": world_size, "model": model}
+    ours = train_with("ddp", **settings)
+    theirs = train_with("ddp", builtin=True, backend="labkit", **settings)
+    assert train_with("ddp", builtin=True, **settings).bytes_sent is None
+
+    net = build_model(model, num_classes=10, input_shape=(1, 8, 8), seed=0)
+    elements = sum(parameter.numel() for parameter in net.parameters())
+    buffers = [buffer.nbytes for buffer in net.buffers()]
+    integers = sum(buffer.nbytes for buffer in net.buffers() if buffer.dtype == torch.int64)
+    by_dtype = [sum(buffers) - integers, integers] if buffers else []
+    told = [4 * (len(list(net.parameters())) + 1), 4, *buffers]
+    for rank in range(world_size):
+        step = ddp_update_cost([elements], 4, world_size, rank, by_dtype)
+        once = [broadcast_cost(num_bytes, 1, world_size, rank) for num_bytes in told]
+        assert theirs.bytes_sent[rank] == 2 * step.num_bytes + sum(one.num_bytes for one in once)
+        assert theirs.messages[rank] == 2 * step.messages + sum(one.messages for one in once)
+        more = sum(one.num_bytes for one in once)
+        assert theirs.bytes_sent[rank] - ours.bytes_sent[rank] == more
+
+
+def test_phases_add_up_to_the_time_of_a_rank():
+    result = train_with("ring_all_reduce", world_size=2, **SMALL)
+    kinds = {"data", "compute", "update", "share_reduce", "share_only"}
+    assert kinds <= result.phases_s.keys() <= kinds | {"wait", "evaluate"}
+    spent_s = sum(result.phases_s.values()) - result.phases_s.get("evaluate", 0)
+    assert spent_s <= 1.2 * sum(epoch["seconds"] for epoch in result.epochs) + 0.1
+
+
+def test_digits_are_learnt():
+    result = train_with("ring_all_reduce", world_size=2, epochs=6)
+    assert result.test_accuracy >= 0.95
+    losses = [epoch["loss"] for epoch in result.epochs]
+    assert losses[-1] < losses[0] / 5
+
+
+def test_a_seed_decides_everything():
+    first, other = job("single", seed=1, **SMALL), job("single", seed=2, **SMALL)
+    (one,) = run(fit_in_turn, {"first": first, "other": other}, world_size=1).values
+    (two,) = run(fit_in_turn, {"again": first}, world_size=1).values
+    assert one["first"].checksum == two["again"].checksum
+    assert largest_difference(one["first"].state, two["again"].state) == 0
+    assert largest_difference(one["first"].state, one["other"].state) > 0.01
+
+
+# Models that a course meets sooner or later, trained by hand through the strategy protocol.
+
+RING, ONE = strategies.get("ring_all_reduce"), strategies.get("single")
+DDP = strategies.get("ddp", builtin=True)
+# The last batch has two samples for three ranks: BatchNorm's counter then differs.
+SAT_OUT = some_batches((6, 4, 2))
+
+
+def photographs(comm, name):
+    """Whether a real model's replicas agree: eight digits a step, as a checksum."""
+    strategy, generator = RING(), torch.Generator().manual_seed(1)
+    model = build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)
+    strategy.setup(comm, model, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+    mine = share(torch.arange(8), *strategy.share())
+    for _ in range(2):
+        inputs = torch.randn(8, 1, 8, 8, generator=generator)
+        targets = torch.randint(10, (8,), generator=generator)
+        strategy.step(inputs[mine], targets[mine], 8)
+    strategy.end_epoch()
+    return checksum(strategy.full_state())
+
+
+def by_hand_and_real(comm, calls, names):
+    found = in_turn(comm, train_by_hand, calls)
+    return found | {name: photographs(comm, name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """By number of ranks and name, what each rank ends with: one run for each number of ranks."""
+    odd = {model.__name__: model for model in (Tied, frozen, Unused, Mixed)}
+    eight, norm = some_batches((8,)), with_batch_norm
+    calls = {
+        1: {name: (ONE, model, some_batches()) for name, model in odd.items()},
+        2: {name: (RING, model, some_batches()) for name, model in odd.items()},
+        3: {name: (RING, model, some_batches()) for name, model in odd.items()},
+    }
+    calls[2] |= {
+        "batch norm": (RING, norm, eight),
+        "PyTorch's": (DDP, norm, eight),
+        "PyTorch's, apart": (DDP, norm, eight, False),
+    }
+    calls[3]["sat out"] = RING, with_batch_norm_over_pixels, SAT_OUT
+    found = {}
+    for ranks, some in calls.items():
+        real = ("mobilenet", "resnet18") if ranks == 2 else ()
+        values = run(by_hand_and_real, some, real, world_size=ranks).values
+        found |= {(ranks, name): [states[name] for states in values] for name in (*some, *real)}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("model", ["Tied", "frozen", "Unused", "Mixed"])
+def test_tied_frozen_and_unused_parameters_and_those_of_two_dtypes(by_hand, model, world_size):
+    (alone,), states = by_hand[1, model], by_hand[world_size, model]
+    assert len({checksum(state) for state in states}) == 1
+    assert largest_difference(states[0], alone) < (1e-5 if model == "Mixed" else 1e-10)
+    assert [t.dtype for t in states[0].values()] == [t.dtype for t in alone.values()]
+
+
+def test_batch_norm_normalises_by_share_and_averages_its_statistics(by_hand):
+    """A step uses the share's own statistics; an epoch's end averages the running ones."""
+    states = by_hand[2, "batch norm"]
+    assert checksum(states[0]) == checksum(states[1])
+
+    ((inputs, targets),) = some_batches((8,))
+    model = seeded(with_batch_norm)
+    halves = [model[0](half) for half in inputs.split(4)]
+    means = [0.1 * half.mean(dim=0) for half in halves]
+    torch.testing.assert_close(states[0]["1.running_mean"], (means[0] + means[1]) / 2)
+    for half, target in zip(inputs.split(4), targets.split(4)):
+        functional.cross_entropy(model(half), target, reduction="sum").div(8).backward()
+    updated = model[2].weight - 0.1 * model[2].weight.grad
+    torch.testing.assert_close(states[0]["2.weight"], updated.detach())
+
+
+def test_pytorchs_replicas_agree_on_the_running_averages_of_rank_0(by_hand):
+    apart, states = by_hand[2, "PyTorch's, apart"], by_hand[2, "PyTorch's"]
+    assert checksum(apart[0]) == checksum(states[0]) == checksum(states[1])
+    assert checksum(apart[1]) != checksum(states[1])
+
+
+def test_replicas_agree_though_a_rank_sat_a_batch_out(by_hand):
+    states = by_hand[3, "sat out"]
+    assert len({checksum(state) for state in states}) == 1
+    assert states[2]["1.num_batches_tracked"] == len(SAT_OUT)
+
+
+@pytest.mark.parametrize("model", ["mobilenet", "resnet18"])
+def test_replicas_of_real_models_agree(by_hand, model):
+    assert len(set(by_hand[2, model])) == 1
+
+
+def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
+    def steps(comm, make_strategy):
+        strategy = make_strategy()
+        model = nn.Linear(1, 2)
+        strategy.setup(comm, model, lambda p: torch.optim.SGD(p, lr=0.0))
+        for value in (float("nan"), 1.0):
+            inputs, targets = torch.full((1, 1), value), torch.tensor([0])
+            mine = share(torch.arange(1), *strategy.share())
+            strategy.step(inputs[mine], targets[mine], 1)
+            with torch.no_grad():
+                finite = bool(torch.isfinite(model.weight.grad).all())
+                model.weight.fill_(1.0)
+                model.bias.zero_()
+        return finite
+
+    assert run(steps, RING, world_size=2).values == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "magic"}, "unknown strategy 'magic': choose one of single, "),
+        ({"model": "gpt"}, "unknown model 'gpt': choose one of small_cnn"),
+        ({"dataset": "imagenet"}, "unknown data set 'imagenet': choose one of digits, cifar10"),
+        ({"strategy": "single", "world_size": 2}, "single trains on one rank, got world_size 2"),
+        ({"device": "tpu"}, "device 'tpu' is not known"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(RunConfig(**settings))
+
+
+def test_states_of_different_models_are_not_compared():
+    with pytest.raises(ValueError, match="differ in tensors"):
+        largest_difference({"a": torch.ones(1)}, {"b": torch.ones(1)})
+
+
+def test_a_state_that_holds_nan_equals_no_other():
+    states = {"a": torch.ones(1), "b": torch.ones(2)}
+    broken = {"a": torch.ones(1), "b": torch.tensor([1.0, math.nan])}
+    for one, other in ((states, broken), (broken, states), (broken, broken)):
+        assert math.isnan(largest_difference(one, other))

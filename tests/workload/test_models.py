@@ -1,0 +1,178 @@
+"""Models: the same everywhere for one seed, right in shape, and safe to cut into stages."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.workload.models import MODELS, build_model
+
+DIGITS = (1, 8, 8)
+CIFAR = (3, 32, 32)
+
+
+def parameter_count(name, input_shape, num_classes=10):
+    model = build_model(name, num_classes=num_classes, input_shape=input_shape, seed=0)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("input_shape", [DIGITS, CIFAR])
+def test_forward_and_backward_in_training_mode_even_on_one_sample(name, input_shape):
+    model = build_model(name, num_classes=7, input_shape=input_shape, seed=0)
+    for num_samples in (1, 2):
+        outputs = model(torch.randn(num_samples, *input_shape))
+        assert outputs.shape == (num_samples, 7)
+        assert outputs.isfinite().all()
+    outputs.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "input_shape", "expected"),
+    [
+        ("small_cnn", DIGITS, 29_066),
+        ("small_cnn", CIFAR, 29_642),
+        ("mlp", DIGITS, 8_970),
+        # With 1000 classes and 224 pixels, the counts torchvision publishes.
+        ("mobilenet", (3, 224, 224), 3_504_872),
+        ("resnet18", (3, 224, 224), 11_689_512),
+        ("vgg16", CIFAR, 14_714_688 + 512 * 10 + 10),
+    ],
+)
+def test_parameter_counts(name, input_shape, expected):
+    num_classes = 1000 if 224 in input_shape else 10
+    assert parameter_count(name, input_shape, num_classes) == expected
+
+
+def test_mobilenet_is_the_one_the_reference_project_trained():
+    model = build_model("mobilenet", num_classes=10, input_shape=CIFAR, seed=0)
+    parameters = list(model.parameters())
+    assert len(parameters) == 158
+    assert sum(parameter.numel() for parameter in parameters) == 2_236_682
+
+
+def test_at_full_size_the_layers_compute_what_torchvision_computes():
+    import torchvision
+
+    for name, constructor in (
+        ("resnet18", torchvision.models.resnet18),
+        ("mobilenet", torchvision.models.mobilenet_v2),
+    ):
+        ours = build_model(name, num_classes=5, input_shape=(3, 96, 96), seed=0).eval()
+        theirs = constructor(num_classes=5).eval()
+        with torch.no_grad():
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                other.copy_(mine)
+            inputs = torch.randn(2, 3, 96, 96)
+            torch.testing.assert_close(ours(inputs), theirs(inputs))
+
+
+@pytest.mark.parametrize("size", [8, 16, 28, 32])
+def test_vgg16_keeps_its_layer_indices_and_one_pixel_at_least(size):
+    model = build_model("vgg16", num_classes=10, input_shape=(1, size, size), seed=0)
+    assert len(model) == 31 + 3
+    assert isinstance(model[28], nn.Conv2d)
+    assert model[:31](torch.zeros(1, 1, size, size)).shape == (1, 512, 1, 1)
+
+
+def test_the_signal_does_not_die_out_in_vgg16_on_digits():
+    model = build_model("vgg16", num_classes=10, input_shape=DIGITS, seed=0)
+    inputs = torch.randn(16, *DIGITS, generator=torch.Generator().manual_seed(0))
+    assert 0.1 < model[:31](inputs).std().item() < 10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_can_be_cut_between_any_two_layers(name):
+    model = build_model(name, num_classes=10, input_shape=DIGITS, seed=0)
+    assert type(model) is nn.Sequential
+    activation = torch.randn(2, *DIGITS)
+    for layer in model:
+        # What a stage receives: a leaf that requires grad, which no layer may overwrite.
+        received = activation.detach().requires_grad_()
+        activation = layer(received)
+        activation.sum().backward()
+        assert received.grad is not None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_model_is_random_in_its_forward_pass(name):
+    model = build_model(name, num_classes=10, input_shape=DIGITS, seed=0)
+    inputs = torch.randn(4, *DIGITS)
+    assert torch.equal(model(inputs), model(inputs))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_seed_same_parameters_and_global_state_untouched(name):
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first = build_model(name, num_classes=10, input_shape=DIGITS, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(321)
+    second = build_model(name, num_classes=10, input_shape=DIGITS, seed=5)
+    for mine, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_another_seed_gives_other_parameters():
+    first, second = (
+        build_model("small_cnn", num_classes=10, input_shape=DIGITS, seed=seed) for seed in (0, 1)
+    )
+    assert not torch.equal(first[0].weight, second[0].weight)
+
+
+def test_float64_starts_where_float32_starts():
+    single, double = (
+        build_model("small_cnn", num_classes=10, input_shape=DIGITS, seed=3, dtype=dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
+    for mine, other in zip(single.parameters(), double.parameters(), strict=True):
+        assert other.dtype == torch.float64
+        assert torch.equal(mine.double(), other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": "lenet"}, "'lenet'.*small_cnn.*mobilenet.*resnet18.*vgg16"),
+        ({"input_shape": (8, 8)}, r"\(8, 8\)"),
+        ({"input_shape": (1, 0, 8)}, r"\(1, 0, 8\)"),
+        ({"input_shape": (1, 1, 8)}, r"2x2.*\(1, 1, 8\)"),
+        ({"num_classes": 0}, "num_classes.*0"),
+    ],
+)
+def test_mistakes_are_named(changes, words):
+    arguments = {"name": "small_cnn", "num_classes": 10, "input_shape": DIGITS, **changes}
+    with pytest.raises(ValueError, match=words):
+        build_model(arguments.pop("name"), seed=0, **arguments)
+
+
+def test_torchvision_of_another_build_is_explained(monkeypatch):
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "torchvision":
+                raise RuntimeError("operator torchvision::nms does not exist")
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(ImportError, match=r"nms does not exist.*requirements\.txt"):
+        build_model("resnet18", num_classes=10, input_shape=DIGITS, seed=0)
+
+
+@pytest.mark.fresh
+def test_torchvision_loads_only_for_the_models_that_need_it():
+    code = (
+        "import sys\n"
+        "from labkit.workload.datasets import build_model, load_dataset\n"
+        "load_dataset('digits')\n"
+        "for name in ('small_cnn', 'mlp', 'vgg16'):\n"
+        "    build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)\n"
+        "print('torchvision' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "False"
