@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from labkit.costs.link import Link
 from labkit.costs.makespan import pipeline_streams
-from labkit.costs.pipeline_timeline import Slot, timetable
+from labkit.costs.pipeline_timeline import Slot, predicted_slots
 from labkit.placement.search import StageCost, cheapest_cuts, cheapest_rest, search_cuts
 from labkit.placement.stage_costs import LayerCost, Profile, StageCosts
 from labkit.schedules.stages import check_split_points, stage_bounds
@@ -95,7 +95,9 @@ class SplitModel:
         stages, micro_batches = len(self.forward_s), self.micro_batches
         streams = pipeline_streams(self.schedule, stages, micro_batches, self.first_trained)
         times = [self.forward_s, self.backward_s, self.hop_s]
-        return timetable(streams, *([s / micro_batches for s in by_part] for by_part in times))
+        return predicted_slots(
+            streams, *([s / micro_batches for s in by_part] for by_part in times)
+        )
 
 
 def predict_split(
