@@ -21,7 +21,7 @@ from labkit.schedules.pipeline import Action, Hop, Message
 from labkit.schedules.stages import points_of, stage_bounds
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NoLeaf
-from labkit.workload.layers import ghost_of, named_layers, output_shapes
+from labkit.workload.layers import meta_copy, named_layers, output_shapes
 
 
 class Stage:
@@ -64,7 +64,7 @@ class Stage:
         self.first_trained = _first_trained(stages)
         self.tied = _tied(stages)
         # The shapes of all layers; the other stages' parameters are let go.
-        self.names, self.ghost = names, ghost_of(model)
+        self.names, self.ghost = names, meta_copy(model)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None

@@ -82,10 +82,10 @@ def output_shapes(
     """
     dtype = dtype or input_dtype(model)
     inputs = torch.empty((batch_size, *input_shape), dtype=dtype, device="meta")
-    return [(output.shape, output.dtype) for output in walk(ghost_of(model), inputs)]
+    return [(output.shape, output.dtype) for output in walk(meta_copy(model), inputs)]
 
 
-def ghost_of(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy on the meta device: the layers and all shapes, none of the values; hooks are idle."""
     plain = (v for module in model.modules() for v in vars(module).values())
     tensors = (*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, Tensor)))
