@@ -25,7 +25,7 @@ from labkit.schedules.stages import check_split_points, stage_bounds
 from labkit.units import format_bytes, format_count
 
 __all__ = [
-    "VGG16_PLACEMENTS",
+    "VGG16_SPLITS",
     "LayerCost",
     "Profile",
     "SplitModel",
@@ -39,7 +39,7 @@ __all__ = [
 # and 30), 31 averages, 32 flattens, 33 classifies. The first four are those of the experiment
 # that the course corrects, whose cuts nobody chose for the bytes that cross them; the others use
 # as many devices and cut elsewhere.
-VGG16_PLACEMENTS: dict[str, tuple[int, ...]] = {
+VGG16_SPLITS: dict[str, tuple[int, ...]] = {
     "1 device": (),
     "2 devices": (31,),
     "3 devices": (31, 33),
