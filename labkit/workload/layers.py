@@ -32,8 +32,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not _is_chain(model):
         raise ValueError(
             f"{type(model).__name__} is not an nn.Sequential, and only a chain of layers can be "
-            "cut between any two: wrap its parts in nn.Sequential, a block with a short cut as "
-            "one layer"
+            "cut between any two: wrap its parts in nn.Sequential, a block with a skip connection "
+            "as one layer"
         )
     if _has_hooks(model):
         raise ValueError(
