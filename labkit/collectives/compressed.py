@@ -16,7 +16,7 @@ from labkit.collectives import all_gather, ring_all_reduce, share_only
 from labkit.collectives.ring import phase, split_chunks
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import ring_share_reduce
-from labkit.schedules.sparse import top_k_elements
+from labkit.schedules.top_k import kept_elements
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 
@@ -92,7 +92,7 @@ class TopK:
             if self.residual is None:
                 self.residual = torch.zeros_like(flat)
             self.residual += flat
-            places = self.residual.abs().topk(top_k_elements(flat.numel())).indices
+            places = self.residual.abs().topk(kept_elements(flat.numel())).indices
             values = self.residual[places]
             self.residual[places] = 0
             # One message, not two: the places travel as integers of the values' size.

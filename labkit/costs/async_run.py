@@ -4,12 +4,12 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from labkit.schedules.staleness import Books, Update, check_bound
+from labkit.schedules.staleness import StalenessTracker, Update, check_bound
 from labkit.trace import Span, Trace
 
 
 @dataclass(frozen=True)
-class Timetable:
+class AsyncRun:
     """Who would do what when: the model's prediction.
 
     Attributes:
@@ -50,13 +50,13 @@ def simulate(
     compute_s: float = 1.0,
     server_s: float = 0.1,
     synchronous: bool = False,
-) -> Timetable:
+) -> AsyncRun:
     """A parameter server on paper.
 
     Args:
         workers: W; worker 1 is the straggler.
         factor: the straggler computes this many times as long.
-        bound: the largest staleness, see ``Books``; None allows any.
+        bound: the largest staleness, see ``StalenessTracker``; None allows any.
         duration_s: how long to watch.
         compute_s: a gradient's time on a worker that does not straggle.
         server_s: the server's time for a gradient: receive it, update, send parameters back.
@@ -77,32 +77,32 @@ def simulate(
     else:
         spans, ends = _own_pace(computes_s, server_s, duration_s, bound)
     updates = tuple(update for end_s, update in ends if end_s <= duration_s)
-    return Timetable(_until(spans, duration_s), updates, duration_s)
+    return AsyncRun(_until(spans, duration_s), updates, duration_s)
 
 
 def _own_pace(computes_s: dict[int, float], server_s: float, until_s: float, bound: int | None):
     """Spans, and (second of its end, update) of each: pushes are served as they come."""
-    books = Books(computes_s, bound)
+    tracker = StalenessTracker(computes_s, bound)
     spans, ends, arrived_s, now_s = [], [], {}, 0.0
     coming = [(seconds, worker) for worker, seconds in computes_s.items()]
     heapq.heapify(coming)
     spans += [Span(worker, "compute", 0.0, seconds) for seconds, worker in coming]
     while now_s < until_s:
         time_s, worker = heapq.heappop(coming)
-        books.push(worker)
+        tracker.push(worker)
         arrived_s[worker] = time_s
         now_s = max(now_s, time_s)
-        while (worker := books.next()) is not None:
-            books.apply(worker)
+        while (worker := tracker.next()) is not None:
+            tracker.apply(worker)
             spans.append(Span(0, "update", now_s, now_s + server_s))
             now_s += server_s
-            ends.append((now_s, books.updates[-1]))
-            books.pull(worker)
+            ends.append((now_s, tracker.updates[-1]))
+            tracker.pull(worker)
             spans.append(Span(worker, "wait", arrived_s[worker], now_s))
             spans.append(Span(worker, "compute", now_s, now_s + computes_s[worker]))
             heapq.heappush(coming, (now_s + computes_s[worker], worker))
     # Whose push is held when time is up waits to the end.
-    spans += [Span(worker, "wait", arrived_s[worker], until_s) for worker in books.held]
+    spans += [Span(worker, "wait", arrived_s[worker], until_s) for worker in tracker.held]
     return spans, ends
 
 

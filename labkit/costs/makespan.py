@@ -8,7 +8,7 @@ out are the timetable's to the bit. Symbols: P stages, M micro-batches.
 import functools
 from collections.abc import Sequence
 
-from labkit.costs.pipeline_timeline import timetable
+from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.schedules.pipeline import PIPELINES, Action
 
 
@@ -61,7 +61,7 @@ def _order(
     over. Places count from 1; place 0 and cut -1 stand for an input that is there from the start.
     """
     streams = pipeline_streams(schedule, num_stages, micro_batches, first_trained)
-    slots = timetable(streams, [1.0] * num_stages, [1.0] * num_stages)
+    slots = predicted_slots(streams, [1.0] * num_stages, [1.0] * num_stages)
     slots.sort(key=lambda slot: slot.start_s)
     places = {slot[:3]: place for place, slot in enumerate(slots, 1)}
     order = []

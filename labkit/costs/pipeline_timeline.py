@@ -21,7 +21,7 @@ class Slot(NamedTuple):
     end_s: float
 
 
-def timetable(
+def predicted_slots(
     streams: Sequence[Sequence[Action]],
     forward_s: Sequence[float],
     backward_s: Sequence[float],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from labkit.schedules.pipeline import PIPELINES, Hop, check_micro_batches, with_hops
 from labkit.schedules.ring import chunk_bounds, ring_share_only, ring_share_reduce
-from labkit.schedules.sparse import top_k_elements
+from labkit.schedules.top_k import kept_elements
 from labkit.schedules.tree import (
     Transfer,
     binomial_broadcast,
@@ -255,7 +255,7 @@ def compressed_cost(
     bytes grow with P: from P = 100 on nothing is saved where k is 1 % of N.
     """
     if compress == "topk":
-        kept = top_k_elements(num_elements)
+        kept = kept_elements(num_elements)
         return all_gather_cost(2 * kept, element_bytes, world_size, rank)
     return ring_all_reduce_cost(num_elements, 2, world_size, rank)
 

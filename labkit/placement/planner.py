@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from labkit.costs.link import Link
 from labkit.costs.makespan import pipeline_streams
-from labkit.costs.pipeline_timeline import Slot, timetable
+from labkit.costs.pipeline_timeline import Slot, predicted_slots
 from labkit.placement.search import StageCost, cheapest_cuts, cheapest_rest, search_cuts
 from labkit.placement.stage_costs import LayerCost, Profile, StageCosts
 from labkit.schedules.stages import check_split_points, stage_bounds
 from labkit.units import format_bytes, format_count
 
 __all__ = [
-    "VGG16_PLACEMENTS",
+    "VGG16_SPLITS",
     "LayerCost",
     "Profile",
     "SplitModel",
@@ -39,7 +39,7 @@ __all__ = [
 # and 30), 31 averages, 32 flattens, 33 classifies. The first four are those of the experiment
 # that the course corrects, whose cuts nobody chose for the bytes that cross them; the others use
 # as many devices and cut elsewhere.
-VGG16_PLACEMENTS: dict[str, tuple[int, ...]] = {
+VGG16_SPLITS: dict[str, tuple[int, ...]] = {
     "1 device": (),
     "2 devices": (31,),
     "3 devices": (31, 33),
@@ -95,7 +95,9 @@ class SplitModel:
         stages, micro_batches = len(self.forward_s), self.micro_batches
         streams = pipeline_streams(self.schedule, stages, micro_batches, self.first_trained)
         times = [self.forward_s, self.backward_s, self.hop_s]
-        return timetable(streams, *([s / micro_batches for s in by_part] for by_part in times))
+        return predicted_slots(
+            streams, *([s / micro_batches for s in by_part] for by_part in times)
+        )
 
 
 def predict_split(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from labkit.units import format_count
 
 
-def points_of(split_points: Sequence[int]) -> tuple[int, ...]:
+def as_split_points(split_points: Sequence[int]) -> tuple[int, ...]:
     """Split points as a tuple.
 
     Raises:
@@ -38,7 +38,7 @@ def check_split_points(
         ValueError: out of range, out of order, twice, no whole number, not P - 1 of them, or no
             sequence.
     """
-    points = points_of(split_points)
+    points = as_split_points(split_points)
     shown = ", ".join(map(str, points))
     for point in points:
         if isinstance(point, bool) or not isinstance(point, int):

@@ -2,9 +2,9 @@
 
 The server's parameters have a version: the number of updates so far. A worker pulls version v,
 computes a gradient from it, and pushes it. By then other workers have moved the parameters on to
-version V: the update has **staleness** V - v. ``Books`` keeps count of it and holds a push back
-where a bound asks for it; the server of ``strategies.async_parameter_server`` and the model below
-ask the same object.
+version V: the update has **staleness** V - v. ``StalenessTracker`` counts it and holds a push back
+where a bound requires that. The server (``strategies.async_parameter_server``) and the model of a
+run (``costs.async_run``) ask the same object.
 
 Why a bound has to look ahead: worker 1 may be let in only if every other gradient that is under
 way can still come in time, in the worst case one after another. It is enough to look at the order
@@ -26,7 +26,7 @@ class Update(NamedTuple):
     staleness: int
 
 
-class Books:
+class StalenessTracker:
     """Who has pulled which version, whose push waits, and who may come next.
 
     All workers start with version 0.

@@ -18,10 +18,10 @@ from torch.nn import functional
 from labkit.collectives import all_gather, broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
-from labkit.schedules.stages import points_of, stage_bounds
+from labkit.schedules.stages import as_split_points, stage_bounds
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NoLeaf
-from labkit.workload.layers import ghost_of, named_layers, output_shapes
+from labkit.workload.layers import meta_copy, named_layers, output_shapes
 
 
 class Stage:
@@ -36,7 +36,7 @@ class Stage:
     Args:
         comm: this rank's Comm; its world size is the number of stages.
         model: a chain of layers, see ``layers.layers_of``.
-        split_points: P - 1 of them, see ``placement.check_split_points``.
+        split_points: P - 1 of them, see ``schedules.check_split_points``.
         make_optimizer: of a list of parameters; not called by a stage that trains none.
 
     Attributes:
@@ -64,7 +64,7 @@ class Stage:
         self.first_trained = _first_trained(stages)
         self.tied = _tied(stages)
         # The shapes of all layers; the other stages' parameters are let go.
-        self.names, self.ghost = names, ghost_of(model)
+        self.names, self.ghost = names, meta_copy(model)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None
@@ -292,7 +292,7 @@ class StagedModel:
     """
 
     def __init__(self, split_points: Sequence[int] = ()):
-        self.split_points = points_of(split_points)
+        self.split_points = as_split_points(split_points)
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError unless there is a rank for each stage."""

@@ -32,8 +32,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not _is_chain(model):
         raise ValueError(
             f"{type(model).__name__} is not an nn.Sequential, and only a chain of layers can be "
-            "cut between any two: wrap its parts in nn.Sequential, a block with a short cut as "
-            "one layer"
+            "cut between any two: wrap its parts in nn.Sequential, a block with a skip connection "
+            "as one layer"
         )
     if _has_hooks(model):
         raise ValueError(
@@ -82,10 +82,10 @@ def output_shapes(
     """
     dtype = dtype or input_dtype(model)
     inputs = torch.empty((batch_size, *input_shape), dtype=dtype, device="meta")
-    return [(output.shape, output.dtype) for output in walk(ghost_of(model), inputs)]
+    return [(output.shape, output.dtype) for output in walk(meta_copy(model), inputs)]
 
 
-def ghost_of(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy on the meta device: the layers and all shapes, none of the values; hooks are idle."""
     plain = (v for module in model.modules() for v in vars(module).values())
     tensors = (*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, Tensor)))

@@ -8,7 +8,7 @@ from torch import nn
 
 from labkit.placement.profile import even_split, profile
 from labkit.workload.activations import HeldBytes
-from labkit.workload.layers import ghost_of, layers_of, named_layers, output_shapes
+from labkit.workload.layers import layers_of, meta_copy, named_layers, output_shapes
 from labkit.workload.models import MODELS, build_model, published_vgg16
 
 
@@ -51,7 +51,7 @@ def test_shapes_need_no_hook_and_no_value():
     model[1].mask = torch.ones(3)
     assert output_shapes(model, (2,))[1][0] == (1, 3)
     assert seen == []
-    assert ghost_of(model)[1].mask.is_meta
+    assert meta_copy(model)[1].mask.is_meta
     model(torch.ones(1, 2))
     assert sorted(seen) == [1, 2]
 
@@ -89,7 +89,7 @@ def test_a_layer_that_does_not_take_what_comes_is_named():
 def test_a_ghost_has_the_ties_of_its_model_and_no_memory():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[2].weight = model[0].weight
-    ghost = ghost_of(model)
+    ghost = meta_copy(model)
     assert ghost[2].weight is ghost[0].weight
     assert {tensor.device.type for tensor in ghost.state_dict().values()} == {"meta"}
     assert isinstance(ghost[0].weight, nn.Parameter)
