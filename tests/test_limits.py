@@ -18,10 +18,10 @@ from labkit.units import (
     MOST,
     MOST_RANKS,
     check_above_zero,
-    check_number,
     check_integer,
-    parse_number,
+    check_number,
     parse_integer,
+    parse_number,
 )
 
 # "١٢" are the digits 1 and 2 in Arabic script, "４" a wide 4; int() and float() take both.

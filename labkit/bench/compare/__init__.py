@@ -26,8 +26,8 @@ from labkit.units import (
     MOST_SECONDS,
     check_above_zero,
     check_integer,
-    parse_number,
     integer_option,
+    parse_number,
 )
 from labkit.workload.datasets import DATASETS, load_dataset
 from labkit.workload.models import MODELS
