@@ -34,7 +34,7 @@ def _typed(parse: Callable[[str], float], text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-_whole = partial(_typed, units.parse_whole)
+_whole = partial(_typed, units.parse_integer)
 _number = partial(_typed, units.parse_number)
 
 
@@ -152,7 +152,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     names = {field.name for field in fields(RunConfig)}
     chosen = {name: getattr(arguments, name) for name in names}
     if chosen["world_size"] is None:
-        chosen["world_size"] = units.parse_whole(os.environ.get("WORLD_SIZE", "1"))
+        chosen["world_size"] = units.parse_integer(os.environ.get("WORLD_SIZE", "1"))
     return RunConfig(**chosen)
 
 

@@ -147,7 +147,7 @@ class RunConfig:
                 known = ", ".join(_CHOICES[name])
                 raise ValueError(f"unknown {name} {value!r}: choose one of {known}")
             if name in _WHOLE:
-                units.check_whole(name, value, *_WHOLE[name])
+                units.check_integer(name, value, *_WHOLE[name])
             if name in _NUMBERS:
                 units.check_number(name, value, *_NUMBERS[name])
         units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
@@ -180,7 +180,7 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
     """
     rank, colon, factor = str(text).partition(":")
     try:
-        parsed = units.parse_whole(rank), units.parse_number(factor)
+        parsed = units.parse_integer(rank), units.parse_number(factor)
     except ValueError:
         colon = ""
     if not colon:
@@ -228,7 +228,7 @@ def parse_split_points(text: str) -> tuple[int, ...]:
     """``"5,12"`` is (5, 12); an empty text is one stage.
 
     Raises:
-        ValueError: no whole numbers with commas between.
+        ValueError: not integers with commas between.
     """
     words = [word.strip() for word in str(text).split(",")] if str(text).strip() else []
     if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):

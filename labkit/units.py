@@ -17,18 +17,18 @@ MOST_SECONDS = 1e6
 # A terabyte: more than the memory of a machine that someone learns on.
 MOST_BYTES = 2**40
 
-_WHOLE = re.compile(r"-?[0-9]+")
+_INTEGER = re.compile(r"-?[0-9]+")
 _NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
-def parse_whole(text: str) -> int:
+def parse_integer(text: str) -> int:
     """``"12"`` is 12. ``int`` would take ``+12``, ``1_2``, and the digits of every script.
 
     Raises:
         ValueError: anything but the digits 0 to 9, perhaps after a minus sign.
     """
-    if not _WHOLE.fullmatch(text):
-        raise ValueError(f"{shortened(text)} is not a whole number")
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"{shortened(text)} is not an integer")
     # Longer than the largest limit, and Python refuses to convert thousands of digits.
     return int(text) if len(text) < 40 else 10**40
 
@@ -44,14 +44,14 @@ def parse_number(text: str) -> float:
     return float(text)
 
 
-def check_whole(name: str, value: Any, least: int = 1, most: int = MOST) -> None:
+def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> None:
     """Refuse what is not an integer from ``least`` to ``most``.
 
     Raises:
         ValueError: the message says the limit.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number from {least}, got {shortened(value)}")
+        raise ValueError(f"{name} must be an integer from {least} up, got {shortened(value)}")
     _check_most(name, value, most)
 
 
@@ -63,7 +63,7 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not value >= least:
-        raise ValueError(f"{name} must be a number from {least:,.10g}, got {shortened(value)}")
+        raise ValueError(f"{name} must be a number from {least:,.10g} up, got {shortened(value)}")
     _check_most(name, value, most)
 
 
@@ -84,17 +84,17 @@ def _check_most(name: str, value: float, most: float) -> None:
         raise ValueError(f"{name} must be at most {most:,.10g}, got {shortened(value)}")
 
 
-def whole_option(option: str, text: str, most: int = MOST) -> int:
-    """The whole number from 1 that an option of the command line gives.
+def integer_option(option: str, text: str, most: int = MOST) -> int:
+    """The integer from 1 up that an option of the command line gives.
 
     Raises:
         ValueError: the message names the option.
     """
     try:
-        value = parse_whole(text)
+        value = parse_integer(text)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
-    check_whole(option, value, most=most)
+    check_integer(option, value, most=most)
     return value
 
 

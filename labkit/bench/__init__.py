@@ -26,7 +26,7 @@ from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import Comparison, bench_launch, run_ours, run_spawned
 from labkit.devices import hardware, versions
 from labkit.files import check_writable, write_atomically, write_each
-from labkit.units import MOST_RANKS, whole_option
+from labkit.units import MOST_RANKS, integer_option
 
 __all__ = [
     "BENCHES",
@@ -130,10 +130,10 @@ def parse_options(**texts: Any) -> dict[str, Any]:
             parsed["sizes_bytes"] = tuple(map(parse_size, words))
         elif name == "world_size":
             parsed["world_sizes"] = tuple(
-                whole_option("--world-size", word, MOST_RANKS) for word in words
+                integer_option("--world-size", word, MOST_RANKS) for word in words
             )
         elif name == "repeats":
-            parsed["repeats"] = whole_option("--repeats", str(text))
+            parsed["repeats"] = integer_option("--repeats", str(text))
         elif name == "models":
             parsed["models"] = tuple(words)
         else:

@@ -36,7 +36,7 @@ from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.single import Single
 from labkit.strategies.stage import StagedModel
 from labkit.training.state import largest_difference
-from labkit.units import check_whole
+from labkit.units import check_integer
 from labkit.workload.models import build_model
 
 SHAPE = (3, 32, 32)
@@ -70,7 +70,7 @@ def bench_pipeline(
         ValueError: an impossible number of stages or an unknown model, before anything runs.
         WorkerError: a step failed.
     """
-    check_whole("repeats", repeats)
+    check_integer("repeats", repeats)
     for world_size in world_sizes:
         devices.check_world_size(world_size)
         if world_size < 2:

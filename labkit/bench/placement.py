@@ -23,7 +23,7 @@ from labkit.costs.link import Link
 from labkit.placement.planner import VGG16_SPLITS, predict_split
 from labkit.runtime.launch import run
 from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split, stage_link
-from labkit.units import check_whole, format_bytes, format_number, format_seconds
+from labkit.units import check_integer, format_bytes, format_number, format_seconds
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
@@ -113,7 +113,7 @@ def bench_placement(repeats: int = 6) -> Iterator[Transport | Hops | Cuts]:
         ValueError: an impossible number of repeats, before anything runs.
         WorkerError: a stage failed.
     """
-    check_whole("repeats", repeats)
+    check_integer("repeats", repeats)
     return _results(repeats)
 
 

@@ -7,7 +7,7 @@ Symbols: P stages, M micro-batches. Sources: Huang et al., "GPipe" (2019); Naray
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from labkit.units import check_whole
+from labkit.units import check_integer
 
 
 class Action(NamedTuple):
@@ -86,9 +86,9 @@ def check_micro_batches(count: int) -> int:
     """``count``, if it is a number of micro-batches.
 
     Raises:
-        ValueError: not a whole number from 1, or one that is too large.
+        ValueError: not an integer from 1 up, or one that is too large.
     """
-    check_whole("micro_batches", count)
+    check_integer("micro_batches", count)
     return count
 
 

@@ -417,8 +417,8 @@ def sorted_words(words):
     ("words", "message"),
     [
         (["--strategies", "magic"], "unknown strategy 'magic'"),
-        (["--world-size", "two"], "--world-size: 'two' is not a whole number"),
-        (["--repeats", "0"], "--repeats must be a whole number from 1, got 0"),
+        (["--world-size", "two"], "--world-size: 'two' is not an integer"),
+        (["--repeats", "0"], "--repeats must be an integer from 1 up, got 0"),
         (["--target", "high"], "--target takes a percentage such as 95, got 'high'"),
         (["--target", "950"], "the target, an accuracy, must be at most 1, got 9.5"),
         (["--model", "gpt"], "unknown model 'gpt': choose one of small_cnn"),

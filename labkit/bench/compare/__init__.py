@@ -22,7 +22,13 @@ from labkit.config import RunConfig
 from labkit.files import check_writable, write_atomically, write_each
 from labkit.plots.figure import CaptionedFigure
 from labkit.runtime.preload import warm_up
-from labkit.units import MOST_SECONDS, check_above_zero, check_whole, parse_number, whole_option
+from labkit.units import (
+    MOST_SECONDS,
+    check_above_zero,
+    check_integer,
+    integer_option,
+    parse_number,
+)
 from labkit.workload.datasets import DATASETS, load_dataset
 from labkit.workload.models import MODELS
 
@@ -176,9 +182,9 @@ def parse_options(**texts: str) -> dict[str, Any]:
         if name == "strategies":
             parsed[name] = words
         elif name in ("world_size", "train_size", "batch_size"):
-            parsed[f"{name}s"] = tuple(whole_option(_option(name), word) for word in words)
+            parsed[f"{name}s"] = tuple(integer_option(_option(name), word) for word in words)
         elif name in ("repeats", "epochs"):
-            parsed[name] = whole_option(_option(name), text)
+            parsed[name] = integer_option(_option(name), text)
         elif name == "target":
             parsed[name] = _percent(text)
         else:
@@ -210,13 +216,13 @@ def _check_numbers(world_sizes, train_sizes, batch_sizes, repeats, epochs, budge
         devices.check_world_size(world_size)
     for name, sizes in (("train_size", train_sizes), ("batch_size", batch_sizes)):
         for size in sizes:
-            check_whole(name, size)
+            check_integer(name, size)
     for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", batch_sizes)):
         if not sizes:
             raise ValueError(f"{name} is empty: name at least one")
-    check_whole("epochs", epochs)
+    check_integer("epochs", epochs)
     if repeats is not None:
-        check_whole("repeats", repeats)
+        check_integer("repeats", repeats)
     check_above_zero("budget_s", budget_s, MOST_SECONDS)
 
 
