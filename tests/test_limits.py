@@ -13,7 +13,7 @@ from labkit.bench import compare
 from labkit.config import RunConfig
 from labkit.runtime import supervisor
 from labkit.runtime.launch import run
-from labkit.training.train_run import check
+from labkit.training.settings import make_strategy
 from labkit.units import (
     MOST,
     MOST_RANKS,
@@ -137,7 +137,7 @@ def check_config(setting):
     config = RunConfig(**{"strategy": "single", **setting})
     # Names are looked up in the tables of what there is.
     if set(setting) & {"strategy", "model", "dataset", "device", "transport"}:
-        check(config)
+        make_strategy(config)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ Recht et al., "Hogwild!" (2011).
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +24,14 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
-from labkit.strategies.flat import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
+from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
+from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 _SERVER = 0
 
 
-class AsyncParameterServer:
+class AsyncParameterServer(OwnPaceStrategy):
     """Data parallelism in which every worker goes at its own pace.
 
     Two messages a push (loss, samples and buffers, [2 + B]; gradient, [N]) and two a pull (the
@@ -67,24 +66,15 @@ class AsyncParameterServer:
         straggler: tuple[int, float] | None = None,
         max_staleness: int | None = None,
     ):
-        if straggler and straggler[0] == _SERVER:
-            raise ValueError(
-                f"straggler {_SERVER}: this rank serves and computes nothing to be slow at, "
-                "choose a worker, rank 1 or above"
-            )
+        check_straggler(straggler)
         self.settings = {"accumulate": accumulate, "straggler": straggler}
         self.max_staleness = max_staleness
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ValueError unless this technique can run on ``world_size`` ranks."""
-        if world_size < 2:
-            raise ValueError(
-                "an asynchronous parameter server needs a server and at least one worker, got "
-                f"world_size {world_size}: use world_size 2 or more, or strategy single"
-            )
+        super().check_ranks(world_size)
         check_bound(world_size - 1, self.max_staleness)
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
         if self.max_staleness is not None and not comm.can_choose:
             raise ValueError(
@@ -97,6 +87,7 @@ class AsyncParameterServer:
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.report = self._with_buffers(0, 0)
         self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
+        self.updates = self.tracker.updates
         # By worker: what it has said about its push that waits or is being made an update.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
@@ -108,11 +99,7 @@ class AsyncParameterServer:
             flat.grad = self.gradient
             self.optimizer = make_optimizer([flat])
 
-    def share(self) -> tuple[int, int]:
-        serves = self.comm.rank == _SERVER
-        return (0, 0) if serves else (self.comm.rank - 1, self.comm.world_size - 1)
-
-    def train(self, batches: Iterator, steps: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
+    def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == _SERVER:
             for passed_s, loss in self.serve(steps * (self.comm.world_size - 1), epochs):
                 # So many shares, by whichever worker, need not be as many samples as there are.
@@ -121,7 +108,7 @@ class AsyncParameterServer:
         else:
             self.work(batches)
 
-    def work(self, batches: Iterator[tuple[Tensor, Tensor, int]]) -> None:
+    def work(self, batches: Iterator[Batch]) -> None:
         """On a worker: gradient, push, pull, until the server says that all is done."""
         go_on = True
         while go_on:
@@ -137,7 +124,7 @@ class AsyncParameterServer:
             load_flat_buffers(self.model, answer[1:])
             go_on = bool(answer[0])
 
-    def serve(self, shares: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
+    def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: an update a push, as they come, until ``epochs`` x ``shares`` of them."""
         start_s, done, loss = time.perf_counter(), 0, self.report.new_zeros((), dtype=torch.double)
         while done < shares * epochs:
@@ -212,22 +199,6 @@ class AsyncParameterServer:
                 f"rank {error.rank} is lost after {self.tracker.version} updates, going on with "
                 f"workers {sorted(self.tracker.pulled)}: {error}"
             )
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(state)
-
-    def notes(self) -> dict[str, Any]:
-        """``staleness``: [worker, staleness] of every update; ``updates_by_rank``; ``lost_ranks``,
-        {rank: why}. They are the server's."""
-        updates = [list(update) for update in self.tracker.updates]
-        counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
-        return {"staleness": updates, "updates_by_rank": counts, "lost_ranks": dict(self.lost)}
 
     def _with_buffers(self, *numbers: float) -> Tensor:
         """A short message: some numbers, then the model's buffers, [len(numbers) + B]."""

@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm.comm import Comm
-from labkit.workload.models import logits_of, state_of
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.workload.models import logits_of
 
 
-class DataParallel:
+class DataParallel(Strategy):
     """Synchronous data parallelism on the devices of one process, by hand.
 
     Batch statistics (BatchNorm): each replica normalises with its own part's, and device 0's
@@ -47,11 +48,12 @@ class DataParallel:
     """
 
     in_one_process = True
+    through_comm = False
 
     def __init__(self, devices: Sequence[str]):
         self.devices = [torch.device(name) for name in devices]
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         self.model = model.to(self.devices[0]).train()
         others = [copy.deepcopy(self.model).to(device) for device in self.devices[1:]]
@@ -62,9 +64,6 @@ class DataParallel:
         torch.set_num_threads(max(1, torch.get_num_threads() // len(self.devices)))
         # One worker each, so that a replica stays with its thread. Device 0 has the caller's.
         self.threads = [ThreadPoolExecutor(max_workers=1) for _ in others]
-
-    def share(self) -> tuple[int, int]:
-        return 0, 1
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         parts = self.scatter(inputs)
@@ -184,12 +183,6 @@ class DataParallel:
     def predict(self, inputs: Tensor) -> Tensor:
         """By device 0's model alone: there are no gradients to share the work for."""
         return logits_of(self.model, inputs.to(self.devices[0])).to(self.comm.device)
-
-    def end_epoch(self) -> None:
-        pass
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
 
     def notes(self) -> dict[str, Any]:
         """Bytes moved between devices, by phase: they do not go through ``comm``."""

@@ -20,6 +20,15 @@ from labkit.comm.comm import Comm
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> None:
+    """Raise ValueError if the straggler would be one of the ``servers`` first ranks."""
+    if straggler and straggler[0] < servers:
+        raise ValueError(
+            f"straggler {straggler[0]}: this rank serves and computes nothing to be slow at, "
+            f"choose a worker, rank {servers} or above"
+        )
+
+
 class LocalGradients:
     """Forward and backward of one rank's share of a batch, and the update that suits them.
 

@@ -23,14 +23,14 @@ from torch.nn import functional
 
 from labkit.comm.comm import Comm
 from labkit.schedules.stages import as_split_points, stage_bounds
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
 from labkit.workload.layers import named_layers
-from labkit.workload.models import state_of
 
 _KEPT_HOPS = 10_000
 
 
-class PlacedModel:
+class ModelParallelOneProcess(Strategy):
     """Stage s of the model on device s, all in one process.
 
     Every layer sees the whole batch, so this equals one device, BatchNorm included (dropout not:
@@ -46,6 +46,7 @@ class PlacedModel:
     """
 
     in_one_process = True
+    through_comm = False
 
     def __init__(self, split_points: Sequence[int] = (), devices: Sequence[str] = ("cpu",)):
         twice = [name for name, count in Counter(devices).items() if count > 1]
@@ -63,7 +64,7 @@ class PlacedModel:
             )
         self.devices = [torch.device(name) for name in devices]
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model = comm, model
         layers = [layer for _, layer in named_layers(model)]
         parts = [
@@ -76,9 +77,6 @@ class PlacedModel:
         self.optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         self.hops: deque[_Hop] = deque(maxlen=_KEPT_HOPS)
         self.steps = 0
-
-    def share(self) -> tuple[int, int]:
-        return 0, 1
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -116,12 +114,6 @@ class PlacedModel:
         self.model.train()
         return value.to(self.comm.device)
 
-    def end_epoch(self) -> None:
-        pass
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
-
     def notes(self) -> dict[str, Any]:
         """The placement, and by cut and direction the hops' bytes and median seconds."""
         edges = [(c, d) for c in range(len(self.devices) - 1) for d in ("forward", "backward")]
@@ -153,13 +145,13 @@ class _Crossing(torch.autograd.Function):
     """Forward moves the activation over a cut, backward its gradient, back."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, placed: PlacedModel, cut: int) -> Tensor:
-        ctx.placed, ctx.cut = placed, cut
-        return placed.move(value, cut, "forward")
+    def forward(ctx, value: Tensor, strategy: ModelParallelOneProcess, cut: int) -> Tensor:
+        ctx.strategy, ctx.cut = strategy, cut
+        return strategy.move(value, cut, "forward")
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.placed.move(gradient, ctx.cut, "backward"), None, None
+        return ctx.strategy.move(gradient, ctx.cut, "backward"), None, None
 
 
 class _CopyTimer:

@@ -21,12 +21,12 @@ from labkit.comm.comm import Comm
 from labkit.config import check_servers
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies.flat import average_buffers, lay_end_to_end
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 
-class ParameterServer:
+class ParameterServer(Strategy):
     """Synchronous data parallelism through servers: everybody waits for the slowest worker.
 
     Servers work on no samples; a batch is cut into P - K equal parts. With world size 1 the one
@@ -52,15 +52,11 @@ class ParameterServer:
         accumulate: int = 1,
         straggler: tuple[int, float] | None = None,
     ):
-        if straggler and straggler[0] < servers:
-            raise ValueError(
-                f"straggler {straggler[0]}: this rank serves and computes nothing to be slow at, "
-                f"choose a worker, rank {servers} or above"
-            )
+        check_straggler(straggler, servers)
         self.servers = servers
         self.settings = {"accumulate": accumulate, "straggler": straggler}
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_servers(self.servers, comm.world_size)
         self.comm = comm
         self.model = model.to(comm.device).train()
@@ -75,21 +71,19 @@ class ParameterServer:
             self.slice.grad = self.gradient[start:end]
             self.optimizer = make_optimizer([self.slice])
 
+    @property
+    def workers(self) -> range:
+        return range(self.servers, self.comm.world_size) or range(1)
+
     def _take_role(self) -> None:
         """Who this rank meets, in the order of its turns; see ``schedules.server_turns``."""
         rank, servers = self.comm.rank, self.servers
         workers = self.comm.world_size - servers
-        self.workers = range(servers, self.comm.world_size) or range(1)
         self.serves, self.works = rank < servers, rank in self.workers
         if self.serves:
             self.peers = [servers + worker for worker in server_turns(rank, servers, workers)]
         else:
             self.peers = worker_turns(rank - servers, servers, workers)
-
-    def share(self) -> tuple[int, int]:
-        if not self.works:
-            return 0, 0
-        return self.workers.index(self.comm.rank), len(self.workers)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
@@ -130,9 +124,6 @@ class ParameterServer:
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)
 
@@ -141,4 +132,4 @@ class ParameterServer:
         if self.servers > 1:
             for server, (start, end) in enumerate(self.slices):
                 broadcast(self.comm, self.parameters[start:end], root=server)
-        return state_of(self.model)
+        return super().full_state()

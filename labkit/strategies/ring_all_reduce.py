@@ -12,14 +12,14 @@ are not of one size. Symbols: P ranks, N trainable parameters.
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import ring_all_reduce
 from labkit.collectives.compressed import all_reduce_of
 from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.flat_parameters import average_buffers
 from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
 
 
-class RingAllReduce:
+class RingAllReduce(Strategy):
     """Synchronous data parallelism over ``labkit.collectives.ring``.
 
     Batch statistics (BatchNorm): each rank normalises with its own share's, as DDP does; the
@@ -49,7 +49,7 @@ class RingAllReduce:
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
         self.all_reduce = all_reduce_of(compress)
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         self.model = model.to(comm.device).train()
         # parameters() lists a tied parameter once.
@@ -58,9 +58,6 @@ class RingAllReduce:
         self.gradients = LocalGradients(comm, self.model, **self.settings)
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
-
-    def share(self) -> tuple[int, int]:
-        return self.comm.rank, self.comm.world_size
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -86,18 +83,5 @@ class RingAllReduce:
                 # Of several dtypes the widest has travelled.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
-    @torch.no_grad()
     def end_epoch(self) -> None:
-        for buffer in self.model.buffers():
-            # Counters are rank 0's: it has a share of every batch, others may have sat one out.
-            if not buffer.is_floating_point() and self.comm.rank:
-                buffer.zero_()
-            ring_all_reduce(self.comm, buffer)
-            if buffer.is_floating_point():
-                buffer /= self.comm.world_size
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
+        average_buffers(self.comm, self.model, self.workers)

@@ -19,6 +19,7 @@ from labkit.collectives import all_gather, broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
 from labkit.schedules.stages import as_split_points, stage_bounds
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NoLeaf
 from labkit.workload.layers import meta_copy, named_layers, output_shapes
@@ -50,7 +51,13 @@ class Stage:
             (BatchNorm's averages) of layers on several stages.
     """
 
-    def __init__(self, comm: Comm, model: nn.Module, split_points: Sequence[int], make_optimizer):
+    def __init__(
+        self,
+        comm: Comm,
+        model: nn.Module,
+        split_points: Sequence[int],
+        make_optimizer: MakeOptimizer,
+    ):
         self.comm = comm
         self.index, self.count = comm.rank, comm.world_size
         names, layers = zip(*named_layers(model))
@@ -281,7 +288,7 @@ def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
     return [(tensor, places) for tensor, places in shared if tensor.requires_grad]
 
 
-class StagedModel:
+class StagedModel(Strategy):
     """What the techniques that cut a model have in common, as a ``train.Strategy`` without step.
 
     Args:
@@ -303,7 +310,7 @@ class StagedModel:
                 f"{world_size - 1}"
             )
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.stage = Stage(comm, model, self.split_points, make_optimizer)
 
     def share(self) -> tuple[int, int]:
@@ -312,9 +319,6 @@ class StagedModel:
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         return self.stage.predict(inputs)
-
-    def end_epoch(self) -> None:
-        pass
 
     def full_state(self) -> dict[str, Tensor]:
         return self.stage.full_state()

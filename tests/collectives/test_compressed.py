@@ -8,7 +8,7 @@ from labkit import RunConfig, run, train_with
 from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.costs.traffic import compressed_cost, ring_all_reduce_cost
 from labkit.schedules.top_k import kept_elements
-from labkit.training.train_run import check
+from labkit.training.settings import make_strategy
 
 travel_by_value(__name__)
 
@@ -116,4 +116,4 @@ def test_training_learns_and_replicas_agree(compress):
 )
 def test_what_compression_does_not_go_with(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(RunConfig(**{"strategy": "ring_all_reduce", "world_size": 2, **settings}))
+        make_strategy(RunConfig(**{"strategy": "ring_all_reduce", "world_size": 2, **settings}))

@@ -9,22 +9,20 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
 from labkit.strategies.builtin.rpc import (
     call_server,
     check_available,
-    check_straggler,
     join_rpc,
     leave_rpc,
 )
-from labkit.strategies.flat import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
+from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 # RPC finds a function by its name, so that function has to find its server by name, too.
 _server = None
@@ -80,7 +78,7 @@ def _push_and_pull_now(*arguments) -> tuple[Tensor, Tensor, int, bool]:
     return _server.push_and_pull(*arguments)
 
 
-class RpcAsyncParameterServer:
+class RpcAsyncParameterServer(OwnPaceStrategy):
     """``AsyncParameterServer`` on ``torch.distributed.rpc``: one remote call a gradient.
 
     Each call is served by a thread of its own, and a lock lets one at a time change the
@@ -94,40 +92,29 @@ class RpcAsyncParameterServer:
         ValueError: this PyTorch has no RPC; or the straggler would be the server.
     """
 
+    through_comm = False
+
     def __init__(self, accumulate: int = 1, straggler: tuple[int, float] | None = None):
         check_available("async_parameter_server")
         check_straggler(straggler)
         self.settings = {"accumulate": accumulate, "straggler": straggler}
 
-    def check_ranks(self, world_size: int) -> None:
-        """Raise ValueError unless this technique can run on ``world_size`` ranks."""
-        if world_size < 2:
-            raise ValueError(
-                "an asynchronous parameter server needs a server and at least one worker, got "
-                f"world_size {world_size}: use world_size 2 or more, or strategy single"
-            )
-
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
         self.comm, self.make_optimizer = comm, make_optimizer
         self.model = model.to(comm.device).train()
         self.local = LocalGradients(comm, self.model, **self.settings)
         self.values, self.gradient = lay_end_to_end(self.model)
-        self.updates: list[list[int]] = []
         join_rpc(comm)
 
-    def share(self) -> tuple[int, int]:
-        serves = self.comm.rank == 0
-        return (0, 0) if serves else (self.comm.rank - 1, self.comm.world_size - 1)
-
-    def train(self, batches: Iterator, steps: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
+    def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == 0:
             yield from self.serve(steps * (self.comm.world_size - 1), epochs)
         else:
             self.comm.barrier()
             self.work(batches)
 
-    def work(self, batches: Iterator[tuple[Tensor, Tensor, int]]) -> None:
+    def work(self, batches: Iterator[Batch]) -> None:
         """On a worker: gradient, push and pull, until the server says that all is done."""
         version, go_on = 0, True
         while go_on:
@@ -142,7 +129,7 @@ class RpcAsyncParameterServer:
                 )
                 self._load(values, buffers)
 
-    def serve(self, shares: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
+    def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: tell of the epochs, while RPC's threads serve."""
         global _server
         served = nn.Parameter(self.values.cpu().clone())
@@ -160,20 +147,6 @@ class RpcAsyncParameterServer:
     def _load(self, values: Tensor, buffers: Tensor) -> None:
         self.values.copy_(values)
         load_flat_buffers(self.model, buffers.to(self.comm.device))
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(state)
-
-    def notes(self) -> dict[str, Any]:
-        """As those of ``AsyncParameterServer``; no rank is ever lost."""
-        counts = [sum(u[0] == rank for u in self.updates) for rank in range(self.comm.world_size)]
-        return {"staleness": self.updates, "updates_by_rank": counts, "lost_ranks": {}}
 
     def close(self) -> None:
         leave_rpc()

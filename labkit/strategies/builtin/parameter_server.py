@@ -16,17 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.builtin.rpc import (
     async_execution,
     call_server,
     check_available,
-    check_straggler,
     join_rpc,
     leave_rpc,
 )
-from labkit.strategies.flat import average_buffers, lay_end_to_end
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
+from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 # RPC finds a function by its name, so that function has to find its server by name, too.
 _server = None
@@ -72,7 +71,7 @@ class BatchServer:
         return updated
 
 
-class RpcParameterServer:
+class RpcParameterServer(Strategy):
     """``ParameterServer`` with one server, on ``torch.distributed.rpc``; see the module.
 
     The contract is the same: equal to one device, batch statistics by share (averaged over the
@@ -85,27 +84,27 @@ class RpcParameterServer:
         ValueError: this PyTorch has no RPC; or the straggler would be the server.
     """
 
+    through_comm = False
+
     def __init__(self, accumulate: int = 1, straggler: tuple[int, float] | None = None):
         check_available("parameter_server")
         check_straggler(straggler)
         self.settings = {"accumulate": accumulate, "straggler": straggler}
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         global _server
         self.comm = comm
         self.model = model.to(comm.device).train()
         self.local = LocalGradients(comm, self.model, **self.settings)
         self.values, self.gradient = lay_end_to_end(self.model)
-        self.workers = range(1, comm.world_size) or range(1)
         if comm.rank == 0:
             served = nn.Parameter(self.values.cpu())
             _server = BatchServer(served, make_optimizer([served]), len(self.workers))
         join_rpc(comm)
 
-    def share(self) -> tuple[int, int]:
-        if self.comm.rank not in self.workers:
-            return 0, 0
-        return self.workers.index(self.comm.rank), len(self.workers)
+    @property
+    def workers(self) -> range:
+        return range(1, self.comm.world_size) or range(1)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()
@@ -120,16 +119,13 @@ class RpcParameterServer:
                 _server.updates.acquire()
         return loss
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)
 
     def full_state(self) -> dict[str, Tensor]:
         if self.comm.rank == 0:
             self.values.copy_(_server.values.detach())
-        return state_of(self.model)
+        return super().full_state()
 
     def close(self) -> None:
         leave_rpc()

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import check_micro_batches
+from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.stage import StagedModel
 from labkit.workload.activations import NoLeaf
 from labkit.workload.layers import output_shapes
@@ -55,6 +56,8 @@ class TorchPipeline(StagedModel):
             a gradient has to cross.
     """
 
+    through_comm = False
+
     def __init__(
         self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
     ):
@@ -75,7 +78,7 @@ class TorchPipeline(StagedModel):
                 "gpipe, or our own (without builtin)"
             )
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if comm.world_size > 1 and comm.device.type == "cuda" and dist.get_backend() == "gloo":
             raise ValueError(
                 "PyTorch's pipelines send from GPU to GPU, and gloo, which ranks that share a GPU "

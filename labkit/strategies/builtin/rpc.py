@@ -113,12 +113,3 @@ def join_rpc(comm: Comm) -> None:
 def leave_rpc() -> None:
     """Wait until no rank calls any more, then end RPC on all of them."""
     rpc.shutdown()
-
-
-def check_straggler(straggler: tuple[int, float] | None) -> None:
-    """ValueError if it would be the server."""
-    if straggler and straggler[0] == 0:
-        raise ValueError(
-            "straggler 0: this rank serves and computes nothing to be slow at, choose a worker, "
-            "rank 1 or above"
-        )

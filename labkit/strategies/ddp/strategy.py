@@ -12,12 +12,12 @@ gradient of the mean over the global batch, whatever the sizes of the shares.
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
 
 
-class DDP:
+class DDP(Strategy):
     """Synchronous data parallelism with ``BucketedDDP``, whose docstring states the rules.
 
     Batch statistics (BatchNorm): a share is normalised by its own, and rank 0's running averages
@@ -40,15 +40,12 @@ class DDP:
         self.bucket_mb = bucket_mb
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
-        module = model.to(comm.device).train()
-        self.replica = BucketedDDP(comm, module, bucket_mb=self.bucket_mb, op="sum")
+        self.model = model.to(comm.device).train()
+        self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, op="sum")
         self.optimizer = make_optimizer(self.replica.trained)
         self.gradients = LocalGradients(comm, self.replica, **self.settings)
-
-    def share(self) -> tuple[int, int]:
-        return self.comm.rank, self.comm.world_size
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -59,11 +56,5 @@ class DDP:
         self.gradients.update(self.optimizer)
         return loss
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.replica.module, inputs)
-
     def end_epoch(self) -> None:
         self.replica.broadcast_buffers()
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.replica.module)

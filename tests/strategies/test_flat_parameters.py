@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.strategies.flat import lay_end_to_end
+from labkit.strategies.flat_parameters import lay_end_to_end
 
 
 def test_model_and_flat_tensor_are_one_memory():
