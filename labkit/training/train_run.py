@@ -15,7 +15,7 @@ from labkit import strategies
 from labkit.config import OPTIONS, RunConfig, parse_devices, parse_split_points, parse_straggler
 from labkit.devices import check_world_size, hardware, num_gpus, plan, versions
 from labkit.files import write_atomically
-from labkit.placement.profile import even_split
+from labkit.placement.even_split import even_split
 from labkit.runtime.launch import RunResult, run
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.stages import check_split_points
