@@ -20,7 +20,8 @@ from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.transports import TorchTransport
 from labkit.costs.link import Link
-from labkit.placement.planner import VGG16_SPLITS, predict_split
+from labkit.placement.planner import predict_split
+from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.runtime.launch import run
 from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split, stage_link
 from labkit.units import check_integer, format_bytes, format_number, format_seconds

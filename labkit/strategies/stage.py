@@ -21,7 +21,7 @@ from labkit.schedules.pipeline import Action, Hop, Message
 from labkit.schedules.stages import as_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
-from labkit.workload.activations import HeldBytes, NoLeaf
+from labkit.workload.activations import HeldBytes, NonLeaf
 from labkit.workload.layers import meta_copy, named_layers, output_shapes
 
 
@@ -210,7 +210,7 @@ class Stage:
         return entering.requires_grad_(differentiable and self.index > self.first_trained)
 
     def _run(self, entering: Tensor, micro_batch: int) -> Tensor:
-        leaving = self.module(NoLeaf.apply(entering))
+        leaving = self.module(NonLeaf.apply(entering))
         if not self.is_last:
             return leaving
         targets = self._targets[micro_batch]

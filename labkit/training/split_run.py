@@ -18,7 +18,7 @@ from torch import nn
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
 from labkit.devices import num_cores
-from labkit.placement.profile import profile
+from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
 from labkit.runtime.launch import run
 from labkit.schedules.stages import check_split_points
@@ -147,7 +147,7 @@ def measure_profile(
     repeats: int = 5,
     device: str = "auto",
 ) -> Profile:
-    """``layers.profile`` in a process that has the cores of one of ``num_stages`` stages."""
+    """``profile_layers`` in a process that has the cores of one of ``num_stages`` stages."""
     result = run(
         _profile,
         (model, input_shape, batch_size, num_stages, repeats),
@@ -214,7 +214,7 @@ def _profile(comm: Comm, settings: tuple) -> Profile:
     torch.set_num_threads(max(1, num_cores() // num_stages))
     built = _build(model, input_shape)
     options = {"repeats": repeats, "device": comm.device, "name": model}
-    return profile(built, batch_size, input_shape, **options)
+    return profile_layers(built, batch_size, input_shape, **options)
 
 
 def _to_and_fro(comm: Comm, sizes_bytes: tuple[int, ...], repeats: int) -> None:

@@ -12,8 +12,8 @@ from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.pipeline_result import DUELS, ONE_DEVICE, OURS, PipelineResult
 from labkit.bench.single_cuts import Cuts, fastest_others, measure_cuts
 from labkit.costs.link import Link
-from labkit.placement.planner import VGG16_SPLITS
 from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.trace import Trace
 from labkit.training.split_run import MeasuredSplit
 

@@ -143,8 +143,8 @@ def test_a_fit_is_never_negative():
         ([1, 2], [1.0], "2 sizes and 1 times"),
         ([8, 8], [1.0, 2.0], r"two different sizes, got \[8\]"),
         ([], [], "two different sizes"),
-        ([1, 2], [1.0, 0.0], "2 bytes in 0.0 s is no measurement"),
-        ([1, 2], [1.0, math.nan], "no measurement"),
+        ([1, 2], [1.0, 0.0], "2 bytes in 0.0 s is not a measurement"),
+        ([1, 2], [1.0, math.nan], "not a measurement"),
         ([-1, 2], [1.0, 1.0], "-1 bytes"),
     ],
 )

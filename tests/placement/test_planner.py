@@ -8,8 +8,9 @@ import pytest
 
 from labkit.costs.link import Link
 from labkit.costs.pipeline_timeline import bubble, bubble_formula
-from labkit.placement.planner import VGG16_SPLITS, best_split, predict_split
+from labkit.placement.planner import best_split, predict_split
 from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.schedules.stages import check_split_points, stage_bounds
 from labkit.workload.models import VGG16_CHANNELS
 
@@ -252,7 +253,7 @@ def test_a_cap_names_the_smallest_one_that_works():
         ({"num_stages": 6}, "num_stages .* from 1 to 5, the layers of hand; got 6"),
         ({"num_stages": 0}, "num_stages .* got 0"),
         ({"num_stages": 2.0}, "num_stages .* got 2.0"),
-        ({"micro_batches": 0}, "micro_batches must be a whole number from 1 up; got 0"),
+        ({"micro_batches": 0}, "micro_batches must be .* from 1, got 0"),
         ({"micro_batches": True}, "micro_batches .* got True"),
         ({"frozen": 6}, "frozen .* from 0 to 5, the layers of hand; got 6"),
         ({"frozen": -1}, "frozen .* got -1"),

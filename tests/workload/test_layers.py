@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.placement.profile import even_split, profile
+from labkit.placement.even_split import even_split
+from labkit.placement.profile import profile_layers
 from labkit.workload.activations import HeldBytes
 from labkit.workload.layers import layers_of, meta_copy, named_layers, output_shapes
 from labkit.workload.models import MODELS, build_model, published_vgg16
@@ -108,7 +109,7 @@ def test_models_that_take_whole_numbers_are_split_and_measured():
     words = nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Linear(6, 4))
     assert output_shapes(words, (3,), 2)[0] == ((2, 3, 6), torch.float32)
     assert even_split(words, (3,), 2) == (3,)
-    found = profile(words, 2, (3,), repeats=1)
+    found = profile_layers(words, 2, (3,), repeats=1)
     assert found.input_bytes == 2 * 3 * 8
     assert all(layer.backward_s > 0 for layer in (found.layers[0], found.layers[2]))
     # Where the first layer does not tell, the caller does.
@@ -117,7 +118,7 @@ def test_models_that_take_whole_numbers_are_split_and_measured():
     with pytest.raises(ValueError, match=r"layer 0 \(Sequential\) does not take \[1, 3\]"):
         even_split(hidden, (3,), 2)
     assert even_split(hidden, (3,), 2, torch.int32) == (3,)
-    assert profile(hidden, 2, (3,), repeats=1, dtype=torch.int32).input_bytes == 2 * 3 * 4
+    assert profile_layers(hidden, 2, (3,), repeats=1, dtype=torch.int32).input_bytes == 2 * 3 * 4
 
 
 def test_what_a_forward_keeps_for_its_backward_in_bytes():
@@ -137,7 +138,7 @@ def test_what_a_forward_keeps_for_its_backward_in_bytes():
 
 def test_a_profile_has_the_bytes_of_the_shapes_and_times_above_zero():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 2))
-    found = profile(model, 6, (3, 4), repeats=2, name="tiny")
+    found = profile_layers(model, 6, (3, 4), repeats=2, name="tiny")
     assert (found.model, found.batch_size, found.input_bytes) == ("tiny", 6, 6 * 12 * 4)
     assert [layer.name for layer in found.layers] == ["Flatten", "Linear", "Tanh", "Linear"]
     assert [layer.output_bytes for layer in found.layers] == [6 * n * 4 for n in (12, 5, 5, 2)]
@@ -148,6 +149,6 @@ def test_a_profile_has_the_bytes_of_the_shapes_and_times_above_zero():
     assert [layer.backward_s > 0 for layer in found.layers] == [False, True, True, True]
     assert all(parameter.grad is None for parameter in model.parameters())
     in_place = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
-    assert profile(in_place, 2, (4,), repeats=1).layers[1].backward_s > 0
+    assert profile_layers(in_place, 2, (4,), repeats=1).layers[1].backward_s > 0
     with pytest.raises(ValueError, match="0 repeats"):
-        profile(model, 6, (3, 4), repeats=0)
+        profile_layers(model, 6, (3, 4), repeats=0)
