@@ -22,7 +22,7 @@ from labkit.collectives import (
     tree_all_reduce,
 )
 from labkit.comm.comm import Comm
-from labkit.comm.transports import TorchTransport
+from labkit.comm.torch_transport import TorchTransport
 from labkit.runtime.launch import run
 from labkit.units import MOST_BYTES, check_integer, format_bytes
 

@@ -27,7 +27,7 @@ from labkit.bench.pipeline_result import (
 )
 from labkit.bench.turns import slowest, take_turns, timed
 from labkit.comm.comm import Comm
-from labkit.comm.transports import TorchTransport
+from labkit.comm.torch_transport import TorchTransport
 from labkit.placement.even_split import even_split
 from labkit.runtime.launch import run
 from labkit.strategies.builtin.pipeline import TorchPipeline

@@ -18,7 +18,7 @@ import torch
 from labkit.bench.single_cuts import SHAPE, Cuts, measure_cuts
 from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
 from labkit.comm.comm import Comm
-from labkit.comm.transports import TorchTransport
+from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
 from labkit.placement.planner import predict_split
 from labkit.placement.vgg16_splits import VGG16_SPLITS

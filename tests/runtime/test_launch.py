@@ -543,7 +543,7 @@ class TestRow14Lifetime:
 
             class Late:
                 def __reduce__(self):
-                    comm.close()
+                    comm.session.close()
                     comm.barrier()
 
             return Late()
