@@ -18,6 +18,7 @@ MOST_SECONDS = 1e6
 MOST_BYTES = 2**40
 
 _INTEGER = re.compile(r"-?[0-9]+")
+_BYTES_IN = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
@@ -42,6 +43,20 @@ def parse_number(text: str) -> float:
     if not _NUMBER.fullmatch(text):
         raise ValueError(f"{shortened(text)} is not a number")
     return float(text)
+
+
+def parse_bytes(text: str) -> int:
+    """``parse_bytes("4KiB")`` is 4096.
+
+    Raises:
+        ValueError: not a number, or an unknown unit (KB is not KiB, and is refused).
+    """
+    match = re.fullmatch(r"([0-9]{1,15})\s*([a-z]*)", text.lower())
+    if not match or match[2] not in _BYTES_IN:
+        raise ValueError(
+            f"size {shortened(text)} is not known: give bytes, or KiB, MiB, GiB as in 4KiB"
+        )
+    return int(match[1]) * _BYTES_IN[match[2]]
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> None:
@@ -82,20 +97,6 @@ def check_above_zero(name: str, value: Any, most: float) -> None:
 def _check_most(name: str, value: float, most: float) -> None:
     if value > most:
         raise ValueError(f"{name} must be at most {most:,.10g}, got {shortened(value)}")
-
-
-def integer_option(option: str, text: str, most: int = MOST) -> int:
-    """The integer from 1 up that an option of the command line gives.
-
-    Raises:
-        ValueError: the message names the option.
-    """
-    try:
-        value = parse_integer(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-    check_integer(option, value, most=most)
-    return value
 
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

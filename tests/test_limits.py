@@ -8,7 +8,7 @@ import math
 import pytest
 
 from labkit import bench, train_with
-from labkit.__main__ import _parser, main
+from labkit.__main__ import main, make_parser
 from labkit.bench import compare
 from labkit.config import RunConfig
 from labkit.runtime import supervisor
@@ -68,7 +68,7 @@ def _no_ranks(monkeypatch):
 
 
 def bad_options():
-    commands = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    commands = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
     for command in ("train", "bench", "compare"):
         for action in commands.choices[command]._actions:
             if action.nargs == 0 or not action.option_strings:
