@@ -1,6 +1,6 @@
-"""Each half of the ring is a collective of its own: all-gather and reduce-scatter.
+"""The two halves of the ring as collectives: reduce-scatter and all-gather.
 
-After ``share_reduce`` rank r owns chunk (r + 1) mod P, so what belongs to rank r is put there.
+After ``share_reduce`` rank r owns chunk (r + 1) mod P, so rank r's tensor takes that place.
 
 Symbols: P ranks, S bytes of one rank's tensor. Source: Patarasuk and Yuan (2009), section 3.
 """
@@ -15,7 +15,7 @@ from labkit.schedules.ring import owned_chunk
 
 
 def all_gather(comm: Comm, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Bring every rank's ``tensor`` to all ranks.
+    """Give all ranks every rank's ``tensor``.
 
     Args:
         comm: this rank's Comm.
@@ -51,7 +51,7 @@ def reduce_scatter(comm: Comm, tensors: list[torch.Tensor], op: str = "sum") -> 
     check_one_per_rank(comm, tensors, "tensors to reduce")
     Reduction.of(op, tensors[0])
     with comm.collective("reduce_scatter", tensors[0], op):
-        # Chunk c is owned by rank c - 1; index -1 is the last rank's.
+        # Rank c - 1 owns chunk c; index -1 is the last rank's.
         chunks = [_copy_of(tensors[chunk - 1]) for chunk in range(comm.world_size)]
         share_reduce(comm, chunks, op)
     return chunks[owned_chunk(comm.rank, comm.world_size)]
