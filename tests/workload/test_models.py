@@ -166,7 +166,7 @@ def test_torchvision_of_another_build_is_explained(monkeypatch):
 def test_torchvision_loads_only_for_the_models_that_need_it():
     code = (
         "import sys\n"
-        "from labkit.workload.datasets import build_model, load_dataset\n"
+        "from labkit.workload import build_model, load_dataset\n"
         "load_dataset('digits')\n"
         "for name in ('small_cnn', 'mlp', 'vgg16'):\n"
         "    build_model(name, num_classes=10, input_shape=(1, 8, 8), seed=0)\n"
