@@ -65,6 +65,10 @@ def test_what_cannot_be_predicted_is_named():
     for world_size in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="give 1 or more"):
             crossover_bytes(world_size, link)
+    with pytest.raises(ValueError, match="0 workers, 1 server: give"):
+        parameter_server_seconds(S, 0, 1, link)
+    with pytest.raises(ValueError, match="-4 bytes"):
+        parameter_server_seconds(-4, 1, 1, link)
 
 
 def test_seconds_of_a_parameter_server_on_paper():
@@ -81,10 +85,3 @@ def test_seconds_of_a_parameter_server_on_paper():
     # One server of W workers is the naive all-reduce of W + 1 ranks.
     naive = all_reduce_seconds("naive", S, 4, plain)
     assert parameter_server_seconds(S, 3, 1, plain) == pytest.approx(naive)
-
-
-def test_a_parameter_server_of_nobody_is_refused():
-    with pytest.raises(ValueError, match="0 workers, 1 server: give"):
-        parameter_server_seconds(S, 0, 1, Link(0, 0))
-    with pytest.raises(ValueError, match="-4 bytes"):
-        parameter_server_seconds(-4, 1, 1, Link(0, 0))

@@ -44,7 +44,7 @@ def test_ring_and_its_halves(world_size):
         assert over_ranks(cost, world_size) == [whole] * world_size
 
 
-def test_the_ring_sends_every_byte_also_where_chunks_differ():
+def test_the_ring_sends_every_byte_even_where_chunks_differ():
     for num_elements in (0, 1, 3, 10):
         costs = [ring_all_reduce_cost(num_elements, 8, 4, rank) for rank in range(4)]
         assert sum(cost.num_bytes for cost in costs) == 2 * 3 * num_elements * 8

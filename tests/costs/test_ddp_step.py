@@ -21,7 +21,7 @@ def test_the_order_holds_even_where_a_later_bucket_is_ready_first():
     assert bucket_times([[1], [0]], [0.5, 2.0], [1.0, 1.0])[1] == (0.5, 3.0, 4.0)
 
 
-def test_times_are_by_bucket():
+def test_each_bucket_needs_its_seconds():
     with pytest.raises(ValueError, match="zip"):
         bucket_times([[0], [1]], [1.0, 1.0], [1.0])
 
@@ -38,7 +38,7 @@ def test_a_step_ends_with_its_last_bucket():
     assert (step.backward_s, step.step_s, step.exposed_s) == (8.0, 12.0, 4.0)
 
 
-def test_smaller_buckets_pay_their_start_more_often():
+def test_smaller_buckets_pay_alpha_more_often():
     arguments = [1, 1, 1, 1], [8.0, 6.0, 4.0, 2.0]
     exposed = [predict_step(*arguments, cap, 2, SLOW).exposed_s for cap in (0, 2, 10)]
     # Four messages of 3 s from second 2 on; two of 4 s; one of 6 s after all.

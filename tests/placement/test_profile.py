@@ -9,7 +9,7 @@ from labkit.placement.profile import profile_layers
 from labkit.workload.layers import output_shapes
 
 
-def test_an_even_split_shares_the_products_out():
+def test_an_even_split_balances_the_products():
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
     assert even_split(nn.Sequential(*layers), (8,), 2) == (3,)
     assert even_split(nn.Sequential(*layers), (8,), 1) == ()
@@ -17,7 +17,7 @@ def test_an_even_split_shares_the_products_out():
         even_split(nn.Sequential(*layers), (8,), 6)
 
 
-def test_models_that_take_whole_numbers_are_split_and_measured():
+def test_models_that_take_integers_are_split_and_measured():
     words = nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Linear(6, 4))
     assert output_shapes(words, (3,), 2)[0] == ((2, 3, 6), torch.float32)
     assert even_split(words, (3,), 2) == (3,)

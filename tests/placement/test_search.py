@@ -17,7 +17,7 @@ def stage_costs(points, cost, num_layers):
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(("combine", "whole"), [(operator.add, sum), (max, max)])
-def test_the_dynamic_programme_finds_the_cheapest_and_the_earliest_of_them(
+def test_the_dynamic_program_finds_the_cheapest_cuts_and_the_earliest_of_them(
     num_stages, combine, whole
 ):
     draw = random.Random(num_stages)
@@ -36,7 +36,7 @@ def test_the_dynamic_programme_finds_the_cheapest_and_the_earliest_of_them(
             assert cheapest_cuts(cost, rest, combine) == best[1]
 
 
-def test_the_search_finds_the_best_whole_and_leaves_most_splits_out():
+def test_the_search_finds_the_best_split_and_skips_most_others():
     draw = random.Random(7)
     layers = [draw.randrange(1, 20) for _ in range(16)]
     looked_at = []

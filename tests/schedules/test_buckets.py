@@ -11,7 +11,7 @@ def test_buckets_run_from_the_last_parameter_to_the_first():
     assert assign_buckets([1] * 6, cap_bytes=3, first_cap_bytes=2) == [[5, 4], [3, 2, 1], [0]]
 
 
-def test_a_cap_of_0_is_a_bucket_a_parameter():
+def test_a_cap_of_0_is_one_bucket_per_parameter():
     assert assign_buckets([4, 8, 4], cap_bytes=0) == [[2], [1], [0]]
 
 

@@ -18,7 +18,7 @@ def table(schedule, world_size):
     return [" ".join(f"{r}:{step.send_chunk}" for r, step in enumerate(row)) for row in rows]
 
 
-def test_the_textbooks_timetable_for_four_ranks():
+def test_the_textbooks_schedule_for_four_ranks():
     assert table(ring_share_reduce, 4) == [
         "0:0 1:1 2:2 3:3",
         "0:3 1:0 2:1 3:2",
@@ -32,7 +32,7 @@ def test_the_textbooks_timetable_for_four_ranks():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-def test_what_one_sends_the_next_receives(world_size):
+def test_each_rank_receives_what_its_neighbour_sends(world_size):
     for row in zip(*(ring_all_reduce(rank, world_size) for rank in range(world_size))):
         for rank, step in enumerate(row):
             assert step.dst == (rank + 1) % world_size

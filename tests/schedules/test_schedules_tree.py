@@ -38,9 +38,9 @@ def play(schedule, world_size, held, *args):
         before = dict(enumerate(held))
         for rank, transfer in row.items():
             if transfer.dst is not None:
-                assert row[transfer.dst].src == rank, "a message nobody waits for"
+                assert row[transfer.dst].src == rank, "a message that no rank receives"
             if transfer.src is not None:
-                assert row[transfer.src].dst == rank, "waits for a message nobody sends"
+                assert row[transfer.src].dst == rank, "waits for a message that no rank sends"
                 held[rank] = held[rank] | before[transfer.src]
     return held
 
@@ -95,7 +95,7 @@ def test_recursive_doubling_adds_every_rank_exactly_once(world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_word_gets_to_everyone_in_the_barrier(world_size):
+def test_every_rank_hears_from_every_other_in_the_barrier(world_size):
     everyone = frozenset(range(world_size))
     assert play(dissemination, world_size, alone(world_size)) == [everyone] * world_size
     assert len(by_step(dissemination, world_size)) == rounds(world_size)

@@ -8,7 +8,7 @@ import pytest
 from labkit.schedules.staleness import StalenessTracker, Update, in_time
 
 
-def apply_what_may_be(tracker):
+def apply_all_allowed(tracker):
     while (worker := tracker.next()) is not None:
         tracker.apply(worker)
         tracker.pull(worker)
@@ -19,7 +19,7 @@ def play(pushes, workers, bound=None):
     tracker = StalenessTracker(workers, bound)
     for worker in pushes:
         tracker.push(worker)
-        apply_what_may_be(tracker)
+        apply_all_allowed(tracker)
     return [tuple(update) for update in tracker.updates], tracker.held
 
 
@@ -30,7 +30,7 @@ def test_staleness_counts_the_updates_between_a_pull_and_its_push():
     assert held == []
 
 
-def test_a_bound_of_workers_minus_one_lets_each_in_once_a_round():
+def test_a_bound_of_workers_minus_one_lets_each_worker_in_once_per_round():
     updates, held = play([1, 1, 2, 3, 2], [1, 2, 3], bound=2)
     # The second push of 1 waits until 2 and 3 have been in.
     assert updates == [(1, 0), (2, 1), (3, 2), (1, 2), (2, 2)]
@@ -54,7 +54,7 @@ def test_looking_one_step_ahead_would_not_be_enough():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_every_order_of_pushes_keeps_the_bound_and_nobody_waits_for_ever(workers):
+def test_every_order_of_pushes_keeps_the_bound_and_nobody_waits_forever(workers):
     chooser = random.Random(workers)
     for bound, _ in itertools.product(range(workers - 1, workers + 3), range(30)):
         tracker = StalenessTracker(range(workers), bound)
@@ -62,18 +62,18 @@ def test_every_order_of_pushes_keeps_the_bound_and_nobody_waits_for_ever(workers
             computing = [worker for worker in tracker.pulled if worker not in tracker.held]
             assert computing, f"all {workers} are held at version {tracker.version}"
             tracker.push(chooser.choice(computing))
-            apply_what_may_be(tracker)
+            apply_all_allowed(tracker)
         assert max(update.staleness for update in tracker.updates) <= bound
 
 
-def test_who_is_dropped_is_waited_for_no_longer():
+def test_nobody_waits_for_a_dropped_worker():
     tracker = StalenessTracker([1, 2], bound=1)
     for worker in (1, 1):
         tracker.push(worker)
-        apply_what_may_be(tracker)
+        apply_all_allowed(tracker)
     assert tracker.held == [1]
     tracker.drop(2)
-    apply_what_may_be(tracker)
+    apply_all_allowed(tracker)
     assert tracker.updates == [Update(1, 0), Update(1, 0)]
 
 

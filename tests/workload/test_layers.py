@@ -18,7 +18,7 @@ def test_nested_chains_are_opened_and_blocks_are_not():
     assert layers_of(model) == [model[0], inner[0], inner[1][0], block]
 
 
-def test_what_is_no_chain_of_layers_is_refused_by_its_name():
+def test_a_model_that_is_not_a_chain_of_layers_is_refused_by_its_name():
     class Residual(nn.Sequential):
         def forward(self, inputs):
             return inputs + super().forward(inputs)
@@ -84,11 +84,11 @@ def test_a_layer_that_does_not_take_what_comes_is_named():
         output_shapes(nn.Sequential(nn.LSTM(3, 3)), (2, 3))
 
 
-def test_a_ghost_has_the_ties_of_its_model_and_no_memory():
+def test_a_meta_copy_has_the_ties_of_its_model_and_no_memory():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[2].weight = model[0].weight
-    ghost = meta_copy(model)
-    assert ghost[2].weight is ghost[0].weight
-    assert {tensor.device.type for tensor in ghost.state_dict().values()} == {"meta"}
-    assert isinstance(ghost[0].weight, nn.Parameter)
+    copied = meta_copy(model)
+    assert copied[2].weight is copied[0].weight
+    assert {tensor.device.type for tensor in copied.state_dict().values()} == {"meta"}
+    assert isinstance(copied[0].weight, nn.Parameter)
     assert model[0].weight.device.type == "cpu"

@@ -52,10 +52,7 @@ def test_a_share_that_does_not_exist_is_refused(index, count):
         share(torch.arange(4), index, count)
 
 
-def test_a_rank_that_serves_has_no_share():
+def test_a_server_has_no_share_and_batch_size_zero_is_refused():
     assert share(torch.arange(4), 0, 0).tolist() == []
-
-
-def test_batch_size_zero_is_refused():
     with pytest.raises(ValueError, match=r"batch_size.*0"):
         batch_slices(torch.arange(4), 0)
