@@ -50,16 +50,11 @@ def profile_layers(
     costs = []
     for layer, (shape, output_dtype), measured in zip(layers, outputs, zip(*passes)):
         forward_s, backward_s, held_bytes = zip(*measured)
-        costs.append(
-            LayerCost(
-                type(layer).__name__,
-                statistics.median(forward_s),
-                statistics.median(backward_s),
-                output_bytes=shape.numel() * output_dtype.itemsize,
-                parameter_bytes=sum(p.nbytes for p in layer.parameters()),
-                held_bytes=max(held_bytes),
-            )
-        )
+        seconds = statistics.median(forward_s), statistics.median(backward_s)
+        output_bytes = shape.numel() * output_dtype.itemsize
+        parameter_bytes = sum(p.nbytes for p in layer.parameters())
+        sizes = output_bytes, parameter_bytes, max(held_bytes)
+        costs.append(LayerCost(type(layer).__name__, *seconds, *sizes))
     return Profile(name or type(model).__name__, batch_size, inputs.nbytes, tuple(costs))
 
 

@@ -1,4 +1,4 @@
-"""The quick answer against the timetable, whose answer it has to be, to the bit."""
+"""The length of a step alone against its slots: equal to the bit."""
 
 import random
 
@@ -10,7 +10,7 @@ from labkit.costs.pipeline_timeline import predicted_slots
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
-def test_it_ends_when_the_timetable_does(schedule, num_stages):
+def test_it_ends_with_the_last_slot(schedule, num_stages):
     draw = random.Random(num_stages)
     for micro_batches in (1, 2, 3, 8):
         for first_trained in range(num_stages + 1):

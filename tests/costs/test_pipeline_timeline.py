@@ -1,4 +1,4 @@
-"""Timetables of pipelines: the papers' pictures, the bubble's formula, streams that never end."""
+"""Pipelines on paper: the papers' pictures, the bubble's formula, streams that never end."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from labkit.schedules.pipeline import PIPELINES, Action, gpipe, one_f_one_b
 
 
 def picture(schedule, num_stages, num_micro_batches, backward_s=1):
-    """A row a stage, a column a second, as the papers draw it."""
+    """One row per stage, one column per second, as the papers draw it."""
     streams = streams_of(schedule, num_stages, num_micro_batches)
     slots = predicted_slots(streams, [1] * num_stages, [backward_s] * num_stages)
     rows = [["."] * int(max(slot.end_s for slot in slots)) for _ in range(num_stages)]
@@ -47,7 +47,7 @@ def test_equal_stages_and_free_hops_have_the_bubble_of_the_formula(schedule, num
         assert bubble(slots) == pytest.approx(due)
 
 
-def test_a_hop_delays_the_neighbour_and_keeps_no_one_busy():
+def test_a_hop_delays_the_neighbour_and_occupies_no_stage():
     slots = predicted_slots(streams_of(gpipe, 2, 2), [1, 1], [1, 1], hop_s=[0.5])
     assert slots[:2] == [Slot(0, "forward", 0, 0, 1), Slot(0, "forward", 1, 1, 2)]
     stage_1 = [(slot.start_s, slot.end_s) for slot in slots if slot.stage == 1]

@@ -129,7 +129,7 @@ def test_memory_counts_the_micro_batches_in_flight():
     assert few.memory_bytes == (whole, whole, whole, 12 + 32)
 
 
-def test_a_byte_that_is_held_in_part_is_a_byte():
+def test_a_fraction_of_a_held_byte_counts_as_a_byte():
     profile = Profile(
         "odd", 3, 4, (LayerCost("", 1.0, 1.0, 4, 4, 4), LayerCost("", 1.0, 1.0, 4, 0, 4))
     )
@@ -198,7 +198,7 @@ def test_the_planner_finds_what_a_look_at_all_splits_finds(num_stages, objective
 
 
 def test_the_planner_on_a_model_as_long_as_vgg16():
-    """Against all 496 splits into three stages, with costs that are no round numbers."""
+    """Against all 496 splits into three stages, with costs that are not round numbers."""
     draw = random.Random(3)
     layers = [
         LayerCost("", draw.random(), draw.random(), draw.randrange(10**6), 4, 4) for _ in range(33)
@@ -286,7 +286,7 @@ def vgg16_profile():
     return Profile("vgg16", 1, 3 * 32 * 32, tuple(layers))
 
 
-def test_the_placements_are_splits_of_vgg16():
+def test_the_named_splits_fit_vgg16():
     profile = vgg16_profile()
     assert len(profile.layers) == 34
     for name, points in VGG16_SPLITS.items():
@@ -296,7 +296,7 @@ def test_the_placements_are_splits_of_vgg16():
     assert stage_bounds(VGG16_SPLITS["4 devices"], 34)[1:3] == [(15, 31), (31, 33)]
 
 
-def test_the_even_placement_has_the_smallest_largest_stage():
+def test_the_even_split_has_the_smallest_largest_stage():
     profile, link = vgg16_profile(), Link(0, 1)
     even = predict_split(profile, VGG16_SPLITS["4 devices, even compute"], link)
     best = best_split(profile, 4, link, objective="largest_stage")
