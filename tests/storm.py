@@ -31,7 +31,7 @@ from ranks import is_alive, leftovers, running_ranks, session_of, travel_by_valu
 
 from labkit import WorkerError, run
 from labkit.runtime import supervisor
-from labkit.runtime.preload import server_fault
+from labkit.runtime.forkserver import server_fault
 
 travel_by_value(__name__)
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from labkit.comm.processes import is_running, kill_group
-from labkit.runtime.preload import server_fault, start_method
+from labkit.runtime.forkserver import server_fault, start_method
 
 _LOOPBACK = "127.0.0.1"
 # The longest that the agent goes without looking whether it is to stop.

@@ -207,7 +207,9 @@ def output_in_a_network(folder, script, *arguments):
     setting = "ip link set lo up && ip addr add 10.9.8.7/32 dev lo && hostname 10.9.8.7"
     program = f"exec {sys.executable} program.py {' '.join(arguments)}"
     environment = {k: v for k, v in os.environ.items() if not k.endswith("SOCKET_IFNAME")}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        map(str, (ROOT, ROOT / "tests", Path(__file__).parent))
+    )
     done = subprocess.run(
         ["unshare", "--uts", "--net", "sh", "-c", f"{setting} && {program}"],
         capture_output=True,
@@ -253,7 +255,7 @@ def test_jupyterlab_is_heard_on_loopback_and_asks_for_its_token(tmp_path):
 TORCHRUN_RANK = """
     import sys
     import torch.distributed as dist
-    import labkit, labkit.runtime.worker
+    import labkit, labkit.runtime.torchrun
 
     def refuses(*_):
         raise RuntimeError("pickles through gloo's sockets")
@@ -265,7 +267,7 @@ TORCHRUN_RANK = """
     for transport in ("auto", "gloo"):
         values = labkit.run(work, transport, world_size=2, transport=transport).values
         sys.stdout.write(f"{[(name, len(text)) for name, text in values]}\\n")
-    labkit.comm.meeting.meet = lambda *_: None
+    labkit.runtime.torchrun.meet = lambda *_: None
     try:
         labkit.run(work, "auto", world_size=2)
     except ConnectionError as error:
