@@ -5,15 +5,17 @@ A test takes the fixture ``lab`` of conftest.py, a `Lab`::
     def test_the_stepper_shows_the_next_step(lab):
         page = lab.open("06_ring_all_reduce.ipynb")
         page.run_all()
-        page.move_slider(0, "ArrowRight")
+        page.move_slider(23, 0, "ArrowRight")
         page.wait_for_text("step 1")
         assert not page.problems()
+        page.close()
 
-Sliders are numbered as they stand on the page, from 0.
+Sliders are numbered within their cell, from 0.
 """
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -51,8 +53,11 @@ WINDOW = {"width": 1280, "height": 1600}
 MAX_SLICES = 40
 POLL_MS = 500
 LAUNCH = "import sys; from labkit.lab import main; sys.exit(main(sys.argv[1:]))"
-# All cells in the page at once: JupyterLab leaves out those that are scrolled away.
-SETTINGS = {"@jupyterlab/notebook-extension/tracker": '{"windowingMode": "none"}'}
+# All cells in the page at once: JupyterLab leaves out those that are scrolled away. A tab that is
+# closed ends its kernel, without asking.
+SETTINGS = {
+    "@jupyterlab/notebook-extension/tracker": '{"windowingMode": "none", "kernelShutdown": true}'
+}
 
 NOTEBOOK = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 # Light, for it is asked again and again while the notebook has work to do.
@@ -68,6 +73,16 @@ notebook => [...document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell')].
     .map(image => ({alt: image.alt, width: image.complete ? image.naturalWidth : 0})),
   text: cell.querySelector('.jp-Cell-outputWrapper')?.innerText ?? '',
 }))
+"""
+# All cells, rendered, and the notebook is the one in front.
+HAS_CELLS = """
+([notebook, number]) =>
+  document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell').length == number
+  && [...document.images].every(image => image.complete)
+"""
+HAS_IMAGES = "() => [...document.images].every(image => image.complete)"
+IS_CLOSED_OR_ASKS = """
+notebook => !document.querySelector(notebook) || document.querySelector('.jp-Dialog')
 """
 
 
@@ -165,13 +180,17 @@ def _end(process: subprocess.Popen, limit_s: float = 15.0) -> None:
 
 
 class Lab:
-    """One JupyterLab and one browser. ``notebooks`` is the served copy: tests may add to it."""
+    """One JupyterLab in one browser window. ``notebooks`` is the served copy: tests may add to it.
+
+    Notebooks are opened as tabs of that window, one at a time: to load JupyterLab takes seconds.
+    """
 
     def __init__(self, browser, address: str, notebooks: Path):
-        self._browser = browser
-        self._base, query = address.split("/lab", 1)
-        self._token = query.partition("token=")[2]
         self.notebooks = notebooks
+        self._window = browser.new_page(viewport=WINDOW)
+        # Not the page that learners are led to first: a test opens it.
+        base, query = address.split("/lab", 1)
+        self._window.goto(f"{base}/lab/tree/notebooks?token={query.partition('token=')[2]}&reset")
 
     def add(self, name: str, *sources: str, raises: tuple[int, ...] = ()) -> None:
         """Write a small notebook of a test's own into the served folder.
@@ -189,62 +208,73 @@ class Lab:
         notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
         nbformat.write(notebook, self.notebooks / name)
 
-    def open(self, name: str, timeout_s: float = 60.0) -> "Page":
-        """Open a notebook in a page of its own and wait until its kernel is ready."""
-        page = self._browser.new_page(viewport=WINDOW)
-        page.goto(f"{self._base}/lab/tree/notebooks/{name}?token={self._token}&reset")
-        opened = Page(page, self.notebooks / name)
-        opened.wait_until_idle(timeout_s)
-        return opened
+    def open(self, name: str) -> "Page":
+        """Open a notebook in a tab and wait until all its cells and images are there."""
+        page = Page(self._window, self.notebooks / name)
+        page.menu("File", "Open from Path…")
+        field = self._window.locator(".jp-Dialog input")
+        field.fill(f"notebooks/{name}")
+        field.press("Enter")
+        num_cells = len(json.loads(page.path.read_text())["cells"])
+        self._window.wait_for_function(HAS_CELLS, arg=[NOTEBOOK, num_cells])
+        return page
 
 
 class Page:
-    """One open notebook. ``page`` is Playwright's own, for all that has no method here."""
+    """One open notebook. ``window`` is Playwright's page, for all that has no method here."""
 
-    def __init__(self, page, path: Path):
-        self.page = page
+    def __init__(self, window, path: Path):
+        self.window = window
         self.path = path
         self.script_errors: list[str] = []
-        page.on("pageerror", lambda error: self.script_errors.append(str(error)))
-
-    def wait_until_idle(self, timeout_s: float = 60.0) -> None:
-        # The notebook's own indicator says idle, too, while there is no kernel yet.
-        status = self.page.locator("#jp-main-statusbar", has_text="| Idle")
-        status.wait_for(timeout=timeout_s * 1000)
+        window.on("pageerror", lambda error: self.script_errors.append(str(error)))
 
     def menu(self, menu: str, entry: str) -> None:
         """Choose an entry of the main menu, by the names on the screen."""
-        self.page.get_by_role("menuitem", name=menu, exact=True).click()
-        self.page.get_by_role("menuitem", name=entry, exact=True).click()
+        self.window.get_by_role("menuitem", name=menu, exact=True).click()
+        self.window.locator(".lm-Menu-itemLabel").get_by_text(entry, exact=True).click()
 
-    def run_all(self, timeout_s: float = 300.0) -> None:
-        """Run every cell anew, wait until all are done or one has raised, and save."""
-        deadline_s = time.monotonic() + timeout_s
+    def start_all(self) -> None:
+        """Begin to run every cell anew."""
+        self._wait_until_idle()
         # Without the stored numbers: they would look like a run that is already over.
         self.menu("Edit", "Clear Outputs of All Cells")
         self.menu("Run", "Run All Cells")
+
+    def run_all(self, timeout_s: float = 300.0) -> None:
+        """Run every cell anew, wait until all are done or one has raised, and save."""
+        self.start_all()
+        self.finish(timeout_s)
+
+    def finish(self, timeout_s: float = 60.0) -> None:
+        """Wait until all cells are done or one has raised, and save."""
+        deadline_s = time.monotonic() + timeout_s
         while not self._is_over():
             if time.monotonic() > deadline_s:
-                self.page.screenshot(path=self._picture("late"))
+                self.window.screenshot(path=self._picture("late"))
                 raise AssertionError(f"{self.path.name} was not done after {timeout_s:g} s")
-            self.page.wait_for_timeout(POLL_MS)
-        self.wait_until_idle()
-        self.page.wait_for_timeout(500)  # the last outputs are still being drawn
-        self.page.wait_for_function("() => [...document.images].every(image => image.complete)")
+            self.window.wait_for_timeout(POLL_MS)
+        self._wait_until_idle()
+        self.window.wait_for_timeout(500)  # the last outputs are still being drawn
+        self.window.wait_for_function(HAS_IMAGES)
         self.save()
 
+    def _wait_until_idle(self) -> None:
+        # The notebook's own indicator says idle, too, while there is no kernel yet.
+        self.window.locator("#jp-main-statusbar", has_text="| Idle").wait_for(timeout=60_000)
+
     def _is_over(self) -> bool:
-        prompts = self.page.evaluate(READ_PROMPTS, NOTEBOOK)
+        prompts = self.window.evaluate(READ_PROMPTS, NOTEBOOK)
         return "*" not in prompts and bool(re.search(r"\d", prompts))
 
     def save(self) -> None:
         """Write the notebook with its outputs to its file, `path`."""
-        self.page.keyboard.press("Control+s")
-        self.page.locator(".lm-TabBar-tab.jp-mod-dirty").wait_for(state="detached")
+        self.window.keyboard.press("Control+s")
+        self.window.locator(".lm-TabBar-tab.jp-mod-dirty").wait_for(state="detached")
 
     def cells(self) -> list[dict]:
         """What the page shows: a dict with prompt, images and text for each cell."""
-        return self.page.evaluate(READ_CELLS, NOTEBOOK)
+        return self.window.evaluate(READ_CELLS, NOTEBOOK)
 
     def problems(self) -> list[str]:
         """What a learner would take for broken in the last `run_all`: empty when all is well."""
@@ -256,40 +286,46 @@ class Page:
             found += [f"cell {index}: {text}" for text in _cell_problems(cell, shown)]
         return found
 
-    def move_slider(self, number: int, *keys: str) -> None:
-        """Press keys (ArrowRight, ArrowLeft, Home, End) on the page's slider of this number."""
-        handle = self.page.locator(".widget-slider .noUi-handle").nth(number)
+    def cell(self, index: int):
+        """Playwright's locator of a cell."""
+        return self.window.locator(f"{NOTEBOOK} .jp-Notebook .jp-Cell").nth(index)
+
+    def move_slider(self, cell: int, number: int, *keys: str) -> None:
+        """Press keys (ArrowRight, ArrowLeft, Home, End) on the cell's slider of this number."""
+        handle = self.cell(cell).locator(".widget-slider .noUi-handle").nth(number)
         handle.focus()
         for key in keys:
             handle.press(key)
 
     def press_button(self, name: str) -> None:
         """Press a widget's button by the keyboard."""
-        button = self.page.locator(".widget-button", has_text=name)
+        button = self.window.locator(".widget-button", has_text=name)
         button.focus()
         button.press("Enter")
 
     def wait_for_text(self, text: str, timeout_s: float = 20.0) -> None:
         """Wait until the text is on the page: what a slider changed, in most cases."""
-        outputs = self.page.locator(".jp-Notebook .jp-Cell-outputWrapper", has_text=text)
+        outputs = self.window.locator(f"{NOTEBOOK} .jp-Cell-outputWrapper", has_text=text)
         outputs.first.wait_for(timeout=timeout_s * 1000)
 
-    def images(self, cell: int) -> list[dict]:
-        """The images that a cell shows now: a dict with source and alt for each."""
-        found = self.page.locator(f"{NOTEBOOK} .jp-Notebook .jp-Cell").nth(cell).locator("img")
-        return found.evaluate_all("all => all.map(one => ({source: one.src, alt: one.alt}))")
+    def wait_for_image(self, cell: int, *words: str, timeout_s: float = 20.0) -> dict:
+        """The cell's image once its alt text has all these words: its source and alt."""
+        selector = "".join(f'[alt*="{part}"]' for part in words)
+        image = self.cell(cell).locator(f"img{selector}")
+        image.wait_for(timeout=timeout_s * 1000)
+        return image.evaluate("one => ({source: one.src, alt: one.alt})")
 
     def save_screenshots(self) -> list[Path]:
         """The whole notebook as NAME.1.png, NAME.2.png ..., from the top down."""
         for old in SCREENSHOTS.glob(f"{self.path.stem}.*.png"):
             old.unlink()
         self._close_side_bar()
-        view = self.page.locator(f"{NOTEBOOK} .jp-WindowedPanel-outer")
+        view = self.window.locator(f"{NOTEBOOK} .jp-WindowedPanel-outer")
         height, window = view.evaluate("view => [view.scrollHeight, view.clientHeight]")
         saved = []
         for top in range(0, height, window)[:MAX_SLICES]:
             view.evaluate("(view, top) => view.scrollTo(0, top)", top)
-            self.page.wait_for_timeout(150)
+            self.window.wait_for_timeout(150)
             saved.append(self._picture(str(len(saved) + 1)))
             view.screenshot(path=saved[-1])
         return saved
@@ -299,12 +335,18 @@ class Page:
         return SCREENSHOTS / f"{self.path.stem}.{mark}.png"
 
     def _close_side_bar(self) -> None:
-        if self.page.locator("#jp-left-stack").is_visible():
-            self.page.keyboard.press("Control+b")
+        if self.window.locator("#jp-left-stack").is_visible():
+            self.window.keyboard.press("Control+b")
 
     def close(self) -> None:
-        """Close the page; its kernel ends with the server."""
-        self.page.close()
+        """Close the tab, which ends its kernel."""
+        self.menu("File", "Close Tab")
+        self.window.wait_for_function(IS_CLOSED_OR_ASKS, arg=NOTEBOOK)
+        # Whether to save it: a kernel that has just started changes the notebook's metadata.
+        discard = self.window.get_by_role("button", name="Discard")
+        if discard.is_visible():
+            discard.click()
+        self.window.locator(NOTEBOOK).wait_for(state="detached")
 
 
 def _cell_problems(cell, shown: dict) -> list[str]:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from labkit import bench, train_with
-from labkit.__main__ import _parser, main
+from labkit.__main__ import main, make_parser
 from labkit.bench import compare
 from labkit.config import RunConfig
 from labkit.runtime import supervisor
@@ -18,10 +18,10 @@ from labkit.units import (
     MOST,
     MOST_RANKS,
     check_above_zero,
+    check_integer,
     check_number,
-    check_whole,
+    parse_integer,
     parse_number,
-    parse_whole,
 )
 
 # "١٢" are the digits 1 and 2 in Arabic script, "４" a wide 4; int() and float() take both.
@@ -68,7 +68,7 @@ def _no_ranks(monkeypatch):
 
 
 def bad_options():
-    commands = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    commands = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
     for command in ("train", "bench", "compare"):
         for action in commands.choices[command]._actions:
             if action.nargs == 0 or not action.option_strings:
@@ -169,17 +169,17 @@ def test_may_lose_takes_ranks_alone():
 
 
 def test_numbers_are_written_with_the_digits_0_to_9():
-    assert [parse_whole(text) for text in ("0", "12", "-3", "007")] == [0, 12, -3, 7]
+    assert [parse_integer(text) for text in ("0", "12", "-3", "007")] == [0, 12, -3, 7]
     assert [parse_number(text) for text in ("1", ".5", "1.", "2.5e-3")] == [1, 0.5, 1, 0.0025]
     for text in NO_NUMBERS:
-        for parse in (parse_whole, parse_number):
-            with pytest.raises(ValueError, match=r"is not a (whole )?number"):
+        for parse in (parse_integer, parse_number):
+            with pytest.raises(ValueError, match=r"is not an? (integer|number)"):
                 parse(text)
 
 
 def test_limits_themselves_are_allowed():
     for value in (1, MOST):
-        check_whole("n", value)
+        check_integer("n", value)
     check_number("x", 0, 0, 1)
     check_number("x", 1, 0, 1)
     check_above_zero("x", 5e-324, 1)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from labkit.collectives.common import check_fits
 from labkit.comm.comm import Comm
-from labkit.comm.source_lines import work_for
-from labkit.comm.work import Line, Task
+from labkit.comm.source_lines import credit_to
+from labkit.comm.work import Work
+from labkit.comm.work_queue import WorkQueue
 from labkit.errors import PeerLostError
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -39,7 +40,7 @@ class _Receive:
     tensor: Tensor
     tag: int
     sources: set[int]
-    task: Task
+    work: Work
     posted_s: float = field(default_factory=time.monotonic)
     is_taken: bool = False
 
@@ -50,43 +51,45 @@ class Mailbox:
     Args:
         rank: this rank.
         size: P.
-        line: gives the line of an edge: ``line("to", dst)``, ``line("from", src)``.
+        queue: gives the queue of an edge: ``queue("to", dst)``, ``queue("from", src)``.
         timeout_s: the longest wait for a message.
     """
 
-    def __init__(self, rank: int, size: int, line: Callable[[str, int], Line], timeout_s: float):
+    def __init__(
+        self, rank: int, size: int, queue: Callable[[str, int], WorkQueue], timeout_s: float
+    ):
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._line = line
+        self._queue = queue
         self._lock = threading.Lock()
         self._posted: list[_Receive] = []
         self._unexpected: list[tuple[int, int, Tensor]] = []
         self._read_from: set[int] = set()
         self._broken: dict[int, BaseException] = {}
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> Task:
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
         """Queue a message; to this rank itself it is there at once."""
         _check_tag(tag)
         envelope = _envelope(tensor, tag)
         if dst == self.rank:
-            task = Task("send", [tensor], [tensor], str)
+            work = Work("send", [tensor], [tensor], str)
             self._keep(dst, tag, tensor.detach().clone())
-            task.end()
-            return task
+            work.finish()
+            return work
 
         def send(comm: Comm) -> None:
             comm.send(envelope, dst)
             comm.send(tensor, dst)
 
-        return self._line("to", dst).add("send", send, [tensor], [tensor])
+        return self._queue("to", dst).add("send", send, [tensor], [tensor])
 
-    def recv(self, tensor: Tensor, src: int | None, tag: int) -> Task:
+    def recv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         """Post a receive from ``src``; None takes the first that comes from anywhere."""
         _check_tag(tag)
         sources = set(range(self.size)) if src is None else {src}
         began_s = time.monotonic()
         name = "recv" if src is not None else "recvAnySource"
-        task = Task(name, [tensor], [tensor], lambda: self._why_late(began_s))
-        receive = _Receive(tensor, tag, sources, task)
+        work = Work(name, [tensor], [tensor], lambda: self._why_late(began_s))
+        receive = _Receive(tensor, tag, sources, work)
         with self._lock:
             self._posted.append(receive)
             message = self._first_unexpected(receive)
@@ -95,20 +98,20 @@ class Mailbox:
         if message:
             self._fill(receive, *message)
         for source in unread:
-            self._line("from", source).add(
+            self._queue("from", source).add(
                 "", lambda comm, source=source: self._read(comm, source), [], []
             )
-        return task
+        return work
 
     def end(self) -> None:
         """Give the receives that are posted a moment: their messages may be under way."""
         until_s = time.monotonic() + min(_LAST_PATIENCE_S, self.timeout_s)
         for receive in list(self._posted):
-            receive.task.over.wait(max(0.0, until_s - time.monotonic()))
+            receive.work.done.wait(max(0.0, until_s - time.monotonic()))
 
     def _why_late(self, began_s: float) -> str:
         took_s = time.monotonic() - began_s
-        # The line that reads comes to its timeout first, and says which rank is missing.
+        # The queue that reads reaches its timeout first, and says which rank is missing.
         return f"nothing came in {took_s:.1f} s" if took_s > self.timeout_s + 2 else ""
 
     # In the thread of an edge
@@ -145,7 +148,7 @@ class Mailbox:
             tensor = torch.empty(sizes[:num_dimensions], dtype=_DTYPES[dtype])
             self._keep(src, tag, comm.recv(tensor, src))
             return
-        work_for(receive.task.location)
+        credit_to(receive.work.location)
         try:
             comm.recv(receive.tensor, src)
         except BaseException as error:
@@ -202,13 +205,13 @@ class Mailbox:
         self._end(receive, src, error)
 
     def _end(self, receive: _Receive, src: int, error: BaseException | None = None) -> None:
-        receive.task.source = src
-        receive.task.end(error)
+        receive.work.source = src
+        receive.work.finish(error)
         with self._lock:
             self._posted.remove(receive)
-        if receive.task.has_futures:
+        if receive.work.has_futures:
             # Its callbacks may wait for a message of the very edge that this thread reads.
-            threading.Thread(target=receive.task.complete_futures, daemon=True).start()
+            threading.Thread(target=receive.work.complete_futures, daemon=True).start()
 
 
 def _check_tag(tag: int) -> None:

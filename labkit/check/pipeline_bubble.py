@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from labkit import schedules
 from labkit.check.grading.plain import from_a_stub
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_function, told
-from labkit.costs.pipeline_timeline import Slot, timetable
+from labkit.costs.pipeline_timeline import Slot, predicted_slots
 from labkit.costs.pipeline_timeline import bubble as idle_share
 
 # A backward costs about two forwards.
@@ -73,7 +73,7 @@ def _tables() -> dict[str, list[Slot]]:
 def _table(schedule: Callable, forward_s: Sequence[float], micro_batches: int) -> list[Slot]:
     P = len(forward_s)
     streams = [list(schedule(stage, P, micro_batches)) for stage in range(P)]
-    return timetable(streams, forward_s, [_BACKWARD_FORWARDS * s for s in forward_s])
+    return predicted_slots(streams, forward_s, [_BACKWARD_FORWARDS * s for s in forward_s])
 
 
 def _stages(slots: Iterable[Slot]) -> set[int]:

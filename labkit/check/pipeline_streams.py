@@ -10,7 +10,7 @@ from typing import Any
 from labkit import schedules
 from labkit.check.grading.plain import from_a_stub
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, Verdict, no_function
-from labkit.costs.pipeline_timeline import timetable
+from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.schedules.pipeline import Action, in_flight
 from labkit.units import format_count
 
@@ -126,7 +126,7 @@ def _of_orders(streams: Streams) -> str | None:
 def _of_timetable(streams: Streams, M: int) -> str | None:
     P = len(streams)
     try:
-        slots = timetable(streams, [_FORWARD_S] * P, [_BACKWARD_S] * P)
+        slots = predicted_slots(streams, [_FORWARD_S] * P, [_BACKWARD_S] * P)
     except ValueError as error:
         return str(error)
     for stage, stream in enumerate(streams):

@@ -15,7 +15,7 @@ from labkit.collectives import all_gather, ring_all_reduce, share_only
 from labkit.collectives.ring import phase, split_chunks
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import ring_share_reduce
-from labkit.schedules.sparse import top_k_elements
+from labkit.schedules.top_k import kept_elements
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 
@@ -91,7 +91,7 @@ class TopK:
             if self.residual is None:
                 self.residual = torch.zeros_like(flat)
             self.residual += flat
-            indices = self.residual.abs().topk(top_k_elements(flat.numel())).indices
+            indices = self.residual.abs().topk(kept_elements(flat.numel())).indices
             values = self.residual[indices]
             self.residual[indices] = 0
             # One message, not two: the indices travel as integers of the values' size.

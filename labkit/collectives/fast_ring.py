@@ -76,7 +76,8 @@ class Ring:
         self.steps = _steps(comm.rank, comm.world_size)
         first = self.steps[0][0]
         self.dst = first.dst
-        self.right, self.left = comm.channel_to(first.dst), comm.channel_from(first.src)
+        self.right = comm.transport.channel_to(first.dst)
+        self.left = comm.transport.channel_from(first.src)
         self.reduction = reduction
         # A message is a chunk, so it begins with the chunk's segment in the first column.
         self.begins_messages = True

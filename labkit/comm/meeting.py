@@ -16,6 +16,7 @@ import stat
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 from labkit.comm.board import LEFT
 from labkit.comm.shared_memory import Arena
@@ -31,11 +32,12 @@ _SUSPICION = (
 )
 
 
-def meet(store, rank: int, world_size: int) -> Arena | None:
+def meet(store: Any, rank: int, world_size: int) -> Arena | None:
     """Let all ranks map one arena: rank 0 makes it, the others open it.
 
     Args:
-        store: the ``torch.distributed`` store of these ranks.
+        store: the ``torch.distributed`` store of these ranks. (PyTorch states that it takes
+            strings; it takes bytes.)
 
     Returns None, on all ranks, when one of them cannot (another machine, another container).
 

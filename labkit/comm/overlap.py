@@ -65,7 +65,7 @@ def _leads_to(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
     return any(_leads_to(distance - n * step, rest) for n in range(fewest, most + 1))
 
 
-def _has_memory(tensor) -> bool:
+def _has_memory(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
 
 

@@ -9,7 +9,7 @@
     bucket_overlap    a backward pass with DDP's buckets, on paper
     size_curves       time over the tensor's size (crossings: where two cross)
     staleness_histogram, staleness_model   how late gradients came, or would come
-    placement         a model cut into stages: bytes, memory, time of stages and hops
+    split_costs       a model cut into stages: bytes, memory, time of stages and hops
     communication_time   each hop by cut, direction and batch size (hop_rows: of one split)
     split_scatter     many splits, predicted against measured
     pipeline_timetable, pipeline_timeline   a pipeline's step on paper, and as it ran
@@ -25,7 +25,7 @@ from labkit.plots.figure import STYLES, CaptionedFigure, Style
 from labkit.plots.hops import communication_time, hop_rows
 from labkit.plots.micro_batches import step_by_micro_batches
 from labkit.plots.pipeline import measured_slots, pipeline_timeline, pipeline_timetable
-from labkit.plots.placement import placement
+from labkit.plots.placement import split_costs
 from labkit.plots.ring import RingState, ring_grid, ring_states, ring_step, ring_steps, ring_words
 from labkit.plots.scatter import split_scatter
 from labkit.plots.spans import phases, timeline
@@ -48,13 +48,13 @@ __all__ = [
     "phases",
     "pipeline_timeline",
     "pipeline_timetable",
-    "placement",
     "ring_grid",
     "ring_states",
     "ring_step",
     "ring_steps",
     "ring_words",
     "size_curves",
+    "split_costs",
     "split_scatter",
     "staleness_histogram",
     "staleness_model",

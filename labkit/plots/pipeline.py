@@ -33,7 +33,7 @@ def pipeline_timetable(
     """Draw a pipeline's step on paper: a row a stage, a numbered box a forward or a backward.
 
     Args:
-        slots: ``labkit.costs.pipeline_timeline.timetable``, or ``SplitModel.slots()``.
+        slots: ``labkit.costs.pipeline_timeline.predicted_slots``, or ``SplitModel.slots()``.
         title: above the figure.
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
 
@@ -42,7 +42,8 @@ def pipeline_timetable(
     """
     if not slots:
         raise ValueError(
-            "no slots to draw: give labkit.costs.pipeline_timeline.timetable(...) of a schedule"
+            "no slots to draw: give the predicted_slots(...) of a schedule "
+            "(labkit.costs.pipeline_timeline)"
         )
     title = f"{title or 'Timetable of a step'} (model)"
     spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]

@@ -79,7 +79,7 @@ def _hop_bar(there: Sequence[float], back: Sequence[float]) -> Bar:
 
 
 @drawn
-def placement(
+def split_costs(
     profile: Profile,
     predicted: SplitModel,
     measured: "MeasuredSplit | None" = None,
@@ -106,11 +106,11 @@ def placement(
     return CaptionedFigure(
         _draw(profile, predicted, measured, title, reach or Reach()),
         alt=_alt(profile, predicted, measured),
-        caption=placement_words(predicted, measured),
+        caption=split_words(predicted, measured),
     )
 
 
-def placement_words(predicted: SplitModel, measured: "MeasuredSplit | None" = None) -> str:
+def split_words(predicted: SplitModel, measured: "MeasuredSplit | None" = None) -> str:
     """The split in two or three sentences: its step, what is idle, what was measured."""
     model = SplitBars.of(predicted)
     text = f"Model: the step takes {format_seconds(predicted.step_s)}"

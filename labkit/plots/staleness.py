@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from labkit.costs.async_run import Timetable, simulate
+from labkit.costs.async_run import AsyncRun, simulate
 from labkit.plots.figure import (
     DARK,
     GRID,
@@ -120,7 +120,7 @@ def staleness_words(workers: int = 3, factor: float = 4, bound: int | None = Non
     )
 
 
-def _models(workers: int, factor: float, bound: int | None) -> tuple[Timetable, Timetable]:
+def _models(workers: int, factor: float, bound: int | None) -> tuple[AsyncRun, AsyncRun]:
     """The run at the workers' own pace, and in rounds."""
     if workers not in range(1, MAX_WORKERS + 1):
         raise ValueError(f"the model draws 1 to {MAX_WORKERS} workers, got {workers!r}")
@@ -133,9 +133,9 @@ def _bound_name(bound: int | None) -> str:
     return "no bound" if bound is None else f"bound {bound}"
 
 
-def _draw_lanes(axes, timetable: Timetable, workers: int, styles) -> None:
-    axes.set_xlim(0, timetable.duration_s)
-    spans = list(timetable.trace.spans)
+def _draw_lanes(axes, run: AsyncRun, workers: int, styles) -> None:
+    axes.set_xlim(0, run.duration_s)
+    spans = list(run.trace.spans)
     draw_spans(axes, spans, list(range(workers + 1)), 1.0, styles, model=True)
     label_lanes(axes, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
     axes.set_xlabel("time (gradients of a worker that does not straggle)")

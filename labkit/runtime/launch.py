@@ -21,7 +21,7 @@ from labkit.runtime.messages import Report, described
 from labkit.runtime.preload import interrupts_later, under_torchrun, warm_up
 from labkit.runtime.supervisor import Supervisor
 from labkit.trace import Trace
-from labkit.units import MOST_SECONDS, check_above_zero, check_whole
+from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 
 __all__ = ["RunResult", "run", "under_torchrun", "warm_up"]
 
@@ -96,7 +96,7 @@ def run(
         )
     check_world_size(world_size)
     for rank in may_lose:
-        check_whole("a rank in may_lose", rank, least=0)
+        check_integer("a rank in may_lose", rank, least=0)
     if not set(may_lose) <= set(range(world_size)):
         raise ValueError(
             f"may_lose {sorted(may_lose)}: with world_size {world_size} the ranks are 0 to "

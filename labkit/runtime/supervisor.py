@@ -12,7 +12,8 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 
 from labkit.comm.board import LOST, RETURNED, RUNNING, Board
-from labkit.comm.deadlock import explain
+from labkit.comm.deadlock import stuck_ranks, takes_part
+from labkit.comm.explain import explain_deadlock
 from labkit.comm.processes import is_running, is_stopped, kill_group, signal_name
 from labkit.comm.shared_memory import Arena
 from labkit.comm.source_lines import learner_frames, readable
@@ -201,7 +202,7 @@ class Supervisor:
             return []
         self._looked_s = time.monotonic()
         ticks = self.board.ticks()
-        stuck = self.board.copy().stuck()
+        stuck = stuck_ranks(self.board.copy())
         still = stuck and stuck == self._stuck and ticks == self._ticks
         self._ticks, self._stuck = ticks, stuck
         return stuck if still else []
@@ -253,7 +254,7 @@ class Supervisor:
         for other in range(self.world_size):
             slot = board.ranks[other]
             op = slot["op"].decode()
-            if other != rank and board.waits_for(other, rank):
+            if other != rank and takes_part(board, other, rank):
                 where = readable(slot["location"].decode())
                 sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
         return "".join(sentences)
@@ -277,7 +278,9 @@ class Supervisor:
     def _deadlock(self, stuck: list[int]) -> DeadlockError:
         board = self.board.copy()
         where = readable(board.ranks[stuck[0]]["location"].decode())
-        return DeadlockError(readable(explain(board, stuck)), rank=stuck[0], location=where)
+        return DeadlockError(
+            readable(explain_deadlock(board, stuck)), rank=stuck[0], location=where
+        )
 
     def _deadline_s(self) -> float:
         # The first run of a process waits for the server to import torch: not the run's time.

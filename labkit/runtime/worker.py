@@ -29,14 +29,14 @@ from torch.utils._pytree import tree_map_only
 
 from labkit.collectives import all_gather
 from labkit.comm.board import RETURNED, RUNNING
-from labkit.comm.channels import Doorbells
 from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
+from labkit.comm.doorbells import Doorbells
 from labkit.comm.meeting import meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.source_lines import install_sources, is_internal, is_ours
-from labkit.comm.transports import TorchTransport
+from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import Plan, num_cores, plan
 from labkit.errors import MismatchError, PeerLostError
 from labkit.runtime.file_store import MeetingFile
@@ -188,7 +188,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
         function, args = cloudpickle.loads(job.function)
         comm = connect(job.plan, job.timeout_s, arena, meeting)
         arena.board.ranks[rank]["state"] = RUNNING
-        comm.start_together()
+        comm.session.start_together()
         started_s = time.perf_counter()
         value = function(comm, *args)
         duration_s = time.perf_counter() - started_s
@@ -200,9 +200,9 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
 
 
 def _success(comm: Comm, payload: bytes, duration_s: float) -> Report:
-    comm.close()
+    comm.session.close()
     counts = comm.messages, comm.bytes_sent
-    spans = tuple(comm.spans())
+    spans = tuple(comm.session.spans())
     return Report(comm.rank, "value", payload, spans, *counts, duration_s=duration_s)
 
 
@@ -306,7 +306,7 @@ def run_here(
         print(placement.note, file=sys.stderr)
     comm = connect(placement, timeout_s)
     own_memory = _reports_comm(comm, local_world_size, timeout_s)
-    comm.start_together()
+    comm.session.start_together()
     started_s = time.perf_counter()
     inside_a_run = True
     try:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
-from labkit.schedules.staleness import Books, check_bound
+from labkit.schedules.staleness import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
 from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
@@ -86,8 +86,8 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.gradients = LocalGradients(comm, self.model, **self.settings)
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.report = self._with_buffers(0, 0)
-        self.books = Books(range(1, comm.world_size), self.max_staleness)
-        self.updates = self.books.updates
+        self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
+        self.updates = self.tracker.updates
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
@@ -127,7 +127,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         """On the server: an update for each push as it comes, ``epochs`` x ``shares`` of them."""
         start_s, done, loss = time.perf_counter(), 0, self.report.new_zeros((), dtype=torch.double)
         while done < shares * epochs:
-            while (worker := self.books.next()) is None:
+            while (worker := self.tracker.next()) is None:
                 self.hear()
             with self._may_be_lost():
                 with self.comm.span("push"):
@@ -143,15 +143,17 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     def hear(self) -> None:
         """Sleep until some worker has something to push."""
-        if not self.books.pulled:
+        if not self.tracker.pulled:
             raise RuntimeError(
-                f"no worker is left after {self.books.version} updates: "
+                f"no worker is left after {self.tracker.version} updates: "
                 + "; ".join(f"rank {worker}: {why}" for worker, why in self.lost.items())
             )
         with self._may_be_lost(), self.comm.span("push"):
-            worker = self.comm.recv_any(self.report, self.books.pulled.keys() - self.books.held)
+            worker = self.comm.recv_any(
+                self.report, self.tracker.pulled.keys() - self.tracker.held
+            )
             self.reports[worker] = self.report.clone()
-            self.books.push(worker)
+            self.tracker.push(worker)
 
     def update(self, worker: int) -> Tensor:
         """Apply the gradient that was received; returns the share's sum of losses."""
@@ -161,7 +163,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             with self.comm.span("update"):
                 self.optimizer.step()
             load_flat_buffers(self.model, self.reports[worker][2:])
-            self.books.apply(worker)
+            self.tracker.apply(worker)
         return loss
 
     def answer(self, worker: int, go_on: bool) -> None:
@@ -169,16 +171,16 @@ class AsyncParameterServer(OwnPaceStrategy):
         with self.comm.span("pull"):
             self.comm.send(self.parameters, worker)
             self.comm.send(self._with_buffers(go_on), worker)
-        self.books.pull(worker) if go_on else self.books.drop(worker)
+        self.tracker.pull(worker) if go_on else self.tracker.drop(worker)
 
     def dismiss(self) -> None:
         """After the last update: receive the pushes under way, answer them with the result."""
-        while self.books.pulled:
-            if not self.books.held:
+        while self.tracker.pulled:
+            if not self.tracker.held:
                 self.hear()
                 continue
             with self._may_be_lost():
-                worker = self.books.held[0]
+                worker = self.tracker.held[0]
                 self.comm.recv(self.gradient, worker)
                 self.answer(worker, go_on=False)
 
@@ -188,13 +190,13 @@ class AsyncParameterServer(OwnPaceStrategy):
         try:
             yield
         except PeerLostError as error:
-            if error.rank not in self.books.pulled:
+            if error.rank not in self.tracker.pulled:
                 raise
-            self.books.drop(error.rank)
+            self.tracker.drop(error.rank)
             self.lost[error.rank] = str(error)
             print(
-                f"rank {error.rank} is lost after {self.books.version} updates, going on with "
-                f"workers {sorted(self.books.pulled)}: {error}"
+                f"rank {error.rank} is lost after {self.tracker.version} updates, going on with "
+                f"workers {sorted(self.tracker.pulled)}: {error}"
             )
 
     def _with_buffers(self, *numbers: float) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm.comm import Comm
-from labkit.schedules.stages import points_of, stage_bounds
+from labkit.schedules.stages import as_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
 from labkit.workload.layers import named_layers
@@ -56,7 +56,7 @@ class ModelParallelOneProcess(Strategy):
                 "device share its memory and its time: name each once, or leave devices out and "
                 "give each stage its own process"
             )
-        self.split_points = points_of(split_points)
+        self.split_points = as_split_points(split_points)
         if len(devices) != len(self.split_points) + 1:
             raise ValueError(
                 f"{format_count(len(devices), 'device')} for "

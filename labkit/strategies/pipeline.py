@@ -6,7 +6,7 @@ messages between them. The update waits for all micro-batches, so the technique 
 equals one device that accumulates the gradients of the same micro-batches.
 
 Symbols: P stages, M micro-batches. A stage idles for (P - 1) / (M + P - 1) of the step if all
-stages take equally long (``costs.pipeline_timeline.bubble_formula``).
+stages take equally long (``costs.bubble_formula``).
 
 Source: Huang et al., "GPipe: Efficient training of giant neural networks using pipeline
 parallelism" (2019); Narayanan et al., "PipeDream" (2019), for the order called 1F1B.

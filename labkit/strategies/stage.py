@@ -21,11 +21,11 @@ from torch.nn import functional
 from labkit.collectives import all_gather, broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
-from labkit.schedules.stages import points_of, stage_bounds
+from labkit.schedules.stages import as_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
-from labkit.workload.activations import HeldBytes, NoLeaf
-from labkit.workload.layers import ghost_of, named_layers, output_shapes
+from labkit.workload.activations import HeldBytes, NonLeaf
+from labkit.workload.layers import meta_copy, named_layers, output_shapes
 
 
 class Stage:
@@ -76,7 +76,7 @@ class Stage:
         self.first_trained = _first_trained(stages)
         self.tied = _tied(stages)
         # The shapes of all layers, without the other stages' memory.
-        self.names, self.ghost = names, ghost_of(model)
+        self.names, self.ghost = names, meta_copy(model)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None
@@ -222,7 +222,7 @@ class Stage:
         return entering.requires_grad_(differentiable and self.index > self.first_trained)
 
     def _run(self, entering: Tensor, micro_batch: int) -> Tensor:
-        leaving = self.module(NoLeaf.apply(entering))
+        leaving = self.module(NonLeaf.apply(entering))
         if not self.is_last:
             return leaving
         targets = self._targets[micro_batch]
@@ -315,7 +315,7 @@ class StagedModel(Strategy):
     """
 
     def __init__(self, split_points: Sequence[int] = ()):
-        self.split_points = points_of(split_points)
+        self.split_points = as_split_points(split_points)
 
     def check_ranks(self, world_size: int) -> None:
         if len(self.split_points) + 1 != world_size:

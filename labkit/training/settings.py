@@ -6,7 +6,7 @@ from typing import Any
 from labkit import strategies
 from labkit.config import OPTIONS, RunConfig, parse_devices, parse_split_points, parse_straggler
 from labkit.devices import check_world_size, num_gpus, plan
-from labkit.placement.profile import even_split
+from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.stages import check_split_points
 from labkit.strategies.base import Strategy

@@ -19,7 +19,7 @@ from torch import nn
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
 from labkit.devices import num_cores
-from labkit.placement.profile import profile
+from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
 from labkit.runtime.launch import RunResult, run
 from labkit.schedules.stages import check_split_points, points_of
@@ -179,7 +179,7 @@ def measure_profile(
     repeats: int = 5,
     device: str = "auto",
 ) -> Profile:
-    """``placement.profile`` in a process that has the cores of one of ``num_stages`` stages."""
+    """``profile_layers`` in a process that has the cores of one of ``num_stages`` stages."""
     settings = model, batch_size, input_shape, num_stages, repeats
     result = run(_profile, *settings, world_size=1, device=device, timeout_s=_TIMEOUT_S)
     return result.values[0]
@@ -233,7 +233,7 @@ def _profile(
     torch.set_num_threads(max(1, num_cores() // num_stages))
     built = build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
     options = {"repeats": repeats, "device": comm.device, "name": model}
-    return profile(built, batch_size, input_shape, **options)
+    return profile_layers(built, batch_size, input_shape, **options)
 
 
 def _to_and_fro(comm: Comm, sizes_bytes: tuple[int, ...], repeats: int) -> None:

@@ -1,7 +1,7 @@
 """Figures that answer to sliders, for notebooks with a kernel.
 
     bucket_explorer   DDP's buckets on paper: ``plots.bucket_overlap`` under controls
-    split_explorer    a model cut into stages: ``plots.placement`` under controls, and run for real
+    split_explorer    a model cut into stages: ``plots.split_costs`` under controls, and a real run
     ring_stepper      ring all-reduce step by step: ``plots.ring_step`` with two sliders
     staleness_explorer   late gradients on paper: ``plots.staleness_model`` with three sliders
 

@@ -38,7 +38,7 @@ def split_explorer(
 ) -> "SplitExplorer":
     """Explore where to cut a model: at once what a model of it says, at a button what a run does.
 
-    All controls answer to the keyboard. ``plots.placement`` draws the same figure without them.
+    All controls answer to the keyboard. ``plots.split_costs`` draws the same figure without them.
 
     Args:
         profile: the model's layers, and the batch size to start with.

@@ -11,7 +11,7 @@ from labkit.costs.link import Link
 from labkit.placement.planner import SplitModel, best_split, predict_split
 from labkit.placement.stage_costs import Profile
 from labkit.plots.buckets import LINKS as NETWORKS
-from labkit.plots.placement import Reach, placement_words
+from labkit.plots.placement import Reach, split_words
 from labkit.training.split_run import MeasuredSplit
 
 HERE = "this machine"
@@ -71,7 +71,7 @@ class Planner:
         )
 
     def draw(self, choice: Choice, measured: MeasuredSplit | None) -> plots.CaptionedFigure:
-        drawn = plots.placement(
+        drawn = plots.split_costs(
             self.at_batch(choice.batch_size),
             self.predicted(choice),
             measured,
@@ -85,7 +85,7 @@ class Planner:
 
     def words(self, choice: Choice, measured: MeasuredSplit | None) -> str:
         """The figure's title and caption."""
-        words = placement_words(self.predicted(choice), measured)
+        words = split_words(self.predicted(choice), measured)
         return f"{self.title(choice)}, {cuts(choice.points)}. {words}"
 
     def title(self, choice: Choice) -> str:

@@ -95,7 +95,8 @@ class Data:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of one sample."""
-        return tuple(self.train_inputs.shape[1:])
+        _, channels, height, width = self.train_inputs.shape
+        return channels, height, width
 
 
 def load_dataset(

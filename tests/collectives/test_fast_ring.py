@@ -9,6 +9,7 @@ from ranks import travel_by_value
 
 from labkit import WorkerError, run
 from labkit.collectives import Reduction, fast_ring_all_reduce, ring_all_reduce
+from labkit.comm.mismatch import latest_collectives
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.costs.traffic import Cost, ring_all_reduce_cost
 from labkit.errors import PeerLostError
@@ -146,7 +147,7 @@ def test_over_gloo_it_is_the_readable_ring():
 
     def named(comm):
         fast_ring_all_reduce(comm, torch.ones(1))
-        return comm._board.sequence(comm.rank)
+        return latest_collectives(comm.session.board, comm.rank)
 
     names = {t: run(named, world_size=2, transport=t).values for t in ("shared", "gloo", "auto")}
     assert names["gloo"] == ["1. ring_all_reduce float32 [1] sum"] * 2

@@ -143,8 +143,8 @@ def test_a_fit_is_never_negative():
         ([1, 2], [1.0], "2 sizes and 1 times"),
         ([8, 8], [1.0, 2.0], r"two different sizes, got \[8\]"),
         ([], [], "two different sizes"),
-        ([1, 2], [1.0, 0.0], "2 bytes in 0.0 s is no measurement"),
-        ([1, 2], [1.0, math.nan], "no measurement"),
+        ([1, 2], [1.0, 0.0], "2 bytes in 0.0 s is not a measurement"),
+        ([1, 2], [1.0, math.nan], "not a measurement"),
         ([-1, 2], [1.0, 1.0], "-1 bytes"),
     ],
 )
@@ -293,7 +293,7 @@ def test_stages_without_a_cut_between_them_are_named():
         model_parallel_cost([400], 10, 2, 2)
     with pytest.raises(ValueError, match="'zb': choose one of gpipe, 1f1b"):
         model_parallel_cost([400], 10, 0, 2, schedule="zb")
-    with pytest.raises(ValueError, match="micro_batches must be a whole number from 1, got 0"):
+    with pytest.raises(ValueError, match="micro_batches must be an integer from 1 up, got 0"):
         model_parallel_cost([400], 10, 0, 2, 0, schedule="gpipe")
     with pytest.raises(ValueError, match="3 micro-batches need a schedule: choose one of gpipe"):
         model_parallel_cost([400], 10, 0, 2, 3)

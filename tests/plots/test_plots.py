@@ -16,7 +16,7 @@ from PIL import Image
 
 from labkit import plots
 from labkit.costs.async_run import simulate
-from labkit.costs.pipeline_timeline import timetable
+from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.plots.buckets import example_step
 from labkit.plots.figure import styles_of
 from labkit.schedules.pipeline import Action
@@ -87,7 +87,7 @@ MAKE_FIGURE = {
     "bars": lambda: plots.bars({"ring": {"measured": 1, "model": 2}}, quantity="time", unit="s"),
     "communication_time": lambda: plots.communication_time([HOP]),
     "split_scatter": lambda: plots.split_scatter(STEPS),
-    "pipeline_timetable": lambda: plots.pipeline_timetable(timetable([STREAM], [1], [2])),
+    "pipeline_timetable": lambda: plots.pipeline_timetable(predicted_slots([STREAM], [1], [2])),
     "pipeline_timeline": lambda: plots.pipeline_timeline(STAGE, [STREAM]),
     "step_by_micro_batches": lambda: plots.step_by_micro_batches(MICRO),
     "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
@@ -356,11 +356,11 @@ class TestStaleness:
 
     @pytest.mark.parametrize(("workers", "factor", "bound"), [(1, 1, None), (6, 8, 5), (2, 4, 3)])
     def test_the_model_is_the_simulators(self, workers, factor, bound):
-        timetable = simulate(workers, factor=factor, bound=bound)
+        run = simulate(workers, factor=factor, bound=bound)
         figure = plots.staleness_model(workers, factor, bound)
         histogram = figure.figure.axes[1]
-        assert sum(bar.get_height() for bar in histogram.patches) == len(timetable.updates)
-        assert f"{len(timetable.updates)} gradients are applied" in figure.caption
+        assert sum(bar.get_height() for bar in histogram.patches) == len(run.updates)
+        assert f"{len(run.updates)} gradients are applied" in figure.caption
         lanes = [text.get_text() for text in figure.figure.axes[0].get_yticklabels()]
         assert lanes == ["server", *(f"worker {w}" for w in range(1, workers + 1))]
         assert "(model)" in figure.figure.get_suptitle()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from labkit import plots
-from labkit.costs.pipeline_timeline import bubble, timetable
+from labkit.costs.pipeline_timeline import bubble, predicted_slots
 from labkit.plots.figure import STYLES
 from labkit.schedules.pipeline import PIPELINES
 from labkit.trace import Span, Trace
@@ -16,7 +16,7 @@ GPIPE, ONE_F_ONE_B = (streams_of(name, 2, 2) for name in ("gpipe", "1f1b"))
 # Two stages, two micro-batches, forward 1 and backward 2: worked out by hand.
 #   stage 0   F0 F1 -- -- B0 B0 -- B1 B1      (1f1b: the same here)
 #   stage 1   -- F0 B0 B0 F1 B1 B1 -- --
-SLOTS = timetable(ONE_F_ONE_B, [1, 1], [2, 2])
+SLOTS = predicted_slots(ONE_F_ONE_B, [1, 1], [2, 2])
 
 
 def boxes_of(figure):
@@ -42,7 +42,7 @@ def legend_of(figure):
 
 def ran(streams, steps=3, start_s=5.0):
     """A trace of these steps: forwards take 10 ms, backwards 20, hops 1, and a pause between."""
-    slots = timetable(streams, [0.01] * len(streams), [0.02] * len(streams), [0.001])
+    slots = predicted_slots(streams, [0.01] * len(streams), [0.02] * len(streams), [0.001])
     spans = []
     for step in range(steps):
         begun = start_s + step * 0.5
@@ -75,16 +75,16 @@ class TestTimetable:
         for streams in (GPIPE, ONE_F_ONE_B, streams_of("1f1b", 4, 3)):
             count = len(streams)
             words = words_of(
-                plots.pipeline_timetable(timetable(streams, [1] * count, [2] * count))
+                plots.pipeline_timetable(predicted_slots(streams, [1] * count, [2] * count))
             )
             assert words == {row: list(map(str, stream)) for row, stream in enumerate(streams)}
 
     def test_narrow_boxes_keep_their_numbers_only(self):
-        slots = timetable(streams_of("gpipe", 2, 16), [1, 1], [2, 2])
+        slots = predicted_slots(streams_of("gpipe", 2, 16), [1, 1], [2, 2])
         words = words_of(plots.pipeline_timetable(slots))
         assert words[0][:3] == ["0", "1", "2"]
         assert words[0][-3:] == ["B13", "B14", "B15"]
-        slots = timetable(streams_of("gpipe", 2, 100), [1, 1], [2, 2])
+        slots = predicted_slots(streams_of("gpipe", 2, 100), [1, 1], [2, 2])
         assert not words_of(plots.pipeline_timetable(slots))
 
     def test_it_says_model_and_its_unit(self):
@@ -95,7 +95,7 @@ class TestTimetable:
         assert axes.get_xlabel() == "time (forwards of a micro-batch)"
         hatches = {c.get_hatch() for c in axes.collections} - {None}
         assert hatches == {STYLES["forward"].model.hatch}
-        seconds = plots.pipeline_timetable(timetable(GPIPE, [0.01] * 2, [0.02] * 2))
+        seconds = plots.pipeline_timetable(predicted_slots(GPIPE, [0.01] * 2, [0.02] * 2))
         assert seconds.figure.axes[0].get_xlabel() == "time (ms)"
         assert "the step takes 90 ms" in seconds.caption
 
@@ -109,13 +109,13 @@ class TestTimetable:
         assert "at most 2, 1 micro-batches are held" in figure.caption
 
     def test_a_single_busy_stage_is_never_idle(self):
-        figure = plots.pipeline_timetable(timetable(streams_of("gpipe", 1, 2), [1], [2]))
+        figure = plots.pipeline_timetable(predicted_slots(streams_of("gpipe", 1, 2), [1], [2]))
         assert legend_of(figure) == ["forward (model)", "backward (model)"]
         assert "idle for 0%" in figure.alt
 
     def test_frozen_stages_without_backward_are_drawn(self):
         streams = [[a for a in GPIPE[0] if a.kind == "forward"], GPIPE[1]]
-        slots = timetable(streams, [1, 1], [2, 2])
+        slots = predicted_slots(streams, [1, 1], [2, 2])
         assert words_of(plots.pipeline_timetable(slots))[0] == ["F0", "F1"]
 
     def test_no_slots_are_refused(self):
@@ -145,7 +145,7 @@ class TestTimeline:
         assert figure.caption.startswith("Measured: the step takes 92 ms")
 
     def test_the_measured_bubble_is_that_of_the_slots(self):
-        expected = timetable(ONE_F_ONE_B, [0.01] * 2, [0.02] * 2, [0.001])
+        expected = predicted_slots(ONE_F_ONE_B, [0.01] * 2, [0.02] * 2, [0.001])
         found = plots.measured_slots(ran(ONE_F_ONE_B), ONE_F_ONE_B)
         assert [slot[:3] for slot in found] == [slot[:3] for slot in expected]
         assert bubble(found) == pytest.approx(bubble(expected))

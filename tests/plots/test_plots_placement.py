@@ -37,7 +37,7 @@ def heights_of(figure, meaning, model=True):
 class TestPlacement:
     def test_bars_are_as_high_as_the_times_and_bytes(self):
         split = predicted((3, 4))
-        figure = plots.placement(PROFILE, split)
+        figure = plots.split_costs(PROFILE, split)
         per_second = heights_of(figure, "step")[0] / split.step_s
         stage_0 = heights_of(figure, "forward")[0]
         assert stage_0 == pytest.approx(per_second * 0.016)
@@ -50,13 +50,13 @@ class TestPlacement:
         np.testing.assert_allclose(memory / memory[0], np.array(split.memory_bytes) / memory_0())
 
     def test_backward_stands_on_forward(self):
-        figure = plots.placement(PROFILE, predicted())
+        figure = plots.split_costs(PROFILE, predicted())
         for below, above in (("forward", "backward"), ("activation", "gradient")):
             for low, high in zip(boxes_of(figure, below, True), boxes_of(figure, above, True)):
                 assert (low.left, low.right, low.top) == (high.left, high.right, high.bottom)
 
     def test_without_a_measurement_all_is_pale_hatched_and_says_model(self):
-        figure = plots.placement(PROFILE, predicted())
+        figure = plots.split_costs(PROFILE, predicted())
         styles = {style for name, style in figure.figure.boxes if name not in ("cut", "no cut")}
         assert all(style.is_model for style in styles)
         assert "hatched: model" in figure.figure.words.values()
@@ -65,7 +65,7 @@ class TestPlacement:
 
     def test_measured_bars_stand_right_of_the_models_on_one_scale(self):
         split = predicted((3, 4))
-        figure = plots.placement(PROFILE, split, measured(split, factor=2.0))
+        figure = plots.split_costs(PROFILE, split, measured(split, factor=2.0))
         for meaning in ("forward", "backward", "activation", "gradient", "memory", "step"):
             pairs = zip(boxes_of(figure, meaning, True), boxes_of(figure, meaning, False))
             for model, real in pairs:
@@ -76,7 +76,7 @@ class TestPlacement:
         assert "Measured step 163 ms; stage 0 104 ms" in figure.alt
 
     def test_the_cuts_stand_out_among_all_there_could_be(self):
-        figure = plots.placement(PROFILE, predicted((3, 4)))
+        figure = plots.split_costs(PROFILE, predicted((3, 4)))
         cuts, others = boxes_of(figure, "cut", False), boxes_of(figure, "no cut", False)
         assert len(cuts) == 2
         assert len(others) == 3
@@ -84,7 +84,7 @@ class TestPlacement:
         np.testing.assert_allclose(np.array(heights) / heights[0], [1, 1, 0.5, 0.125, 0.125])
 
     def test_one_stage_has_no_hops(self):
-        figure = plots.placement(PROFILE, predicted(()))
+        figure = plots.split_costs(PROFILE, predicted(()))
         assert "Hops, there and back" not in figure.figure.words.values()
         assert "activation" not in figure.figure.words.values()
         assert figure.alt.startswith("toy in 1 stage, batch of 16. Predicted step 67 ms; stage 0")
@@ -93,7 +93,7 @@ class TestPlacement:
     def test_no_gradient_is_drawn_where_the_layers_before_are_frozen(self):
         split = predicted((3,), frozen=3)
         for real in (None, measured(split)):
-            figure = plots.placement(PROFILE, split, real)
+            figure = plots.split_costs(PROFILE, split, real)
             assert not boxes_of(figure, "gradient", True)
             assert not boxes_of(figure, "gradient", False)
             assert len(boxes_of(figure, "activation", True)) == 1
@@ -102,7 +102,7 @@ class TestPlacement:
     def test_reach_keeps_the_axes_where_they_are(self):
         reach = Reach(1.0, 0.1, 1e9)
         one, other = (
-            plots.placement(PROFILE, predicted(points), reach=reach) for points in ((1,), (4,))
+            plots.split_costs(PROFILE, predicted(points), reach=reach) for points in ((1,), (4,))
         )
         for meaning, size in (("step", "step_s"), ("activation", "hop_s")):
             ratio = heights_of(one, meaning)[0] / heights_of(other, meaning)[0]
@@ -112,7 +112,7 @@ class TestPlacement:
 
     def test_the_words_say_what_is_idle_and_largest(self):
         split = predicted((3,), micro_batches=4, schedule="1f1b")
-        figure = plots.placement(PROFILE, split)
+        figure = plots.split_costs(PROFILE, split)
         assert "The largest stage is stage 0 with 52 ms" in figure.caption
         assert f"stages are idle for {split.bubble:.0%} of the step" in figure.caption
         assert "batch of 16 in 4 micro-batches (1f1b)" in figure.alt
@@ -121,7 +121,7 @@ class TestPlacement:
     @pytest.mark.parametrize(("profile", "points"), SHEETS)
     def test_no_word_lies_on_another_or_off_the_sheet(self, profile, points):
         split = predict_split(profile, points, LINK)
-        sheet = plots.placement(profile, split, measured(split, 1.01)).figure
+        sheet = plots.split_costs(profile, split, measured(split, 1.01)).figure
         (words,) = [c for c in sheet.get_children() if isinstance(c, PathCollection)]
         places = [(p.vertices.min(axis=0), p.vertices.max(axis=0)) for p in words.get_paths()]
         for (low, high), (other_low, other_high) in itertools.combinations(places, 2):
@@ -139,14 +139,14 @@ class TestPlacement:
         )
         for other in others:
             with pytest.raises(ValueError, match=r"points \(3,\), micro_batches 1, batch size 16"):
-                plots.placement(PROFILE, split, other)
+                plots.split_costs(PROFILE, split, other)
 
     def test_it_is_a_picture_with_words_like_every_figure(self, tmp_path):
-        figure = plots.placement(PROFILE, predicted(), title="Where to cut")
+        figure = plots.split_costs(PROFILE, predicted(), title="Where to cut")
         assert "Where to cut" in figure.figure.words.values()
         assert figure.png().startswith(b"\x89PNG")
         assert "<svg" in figure.save(tmp_path / "a.svg").read_text(encoding="utf-8")
-        assert figure.png() == plots.placement(PROFILE, predicted(), title="Where to cut").png()
+        assert figure.png() == plots.split_costs(PROFILE, predicted(), title="Where to cut").png()
         assert figure.alt.endswith(".")
         assert figure.caption.endswith(".")
 

@@ -54,7 +54,7 @@ def test_parameters_below_the_cap_are_assigned_as_pytorch_does(seed):
 def test_a_bucket_waits_for_its_last_gradient_and_for_the_bucket_before():
     # Gradient 3 is there after 1 s, gradient 0 after 4 s.
     gradient_s = [4.0, 3.0, 2.0, 1.0]
-    times = bucket_times([[3, 2], [1], [0]], gradient_s, carry_s=[1.5, 0.2, 2.0])
+    times = bucket_times([[3, 2], [1], [0]], gradient_s, reduce_s=[1.5, 0.2, 2.0])
     assert times == [(2.0, 2.0, 3.5), (3.0, 3.5, 3.7), (4.0, 4.0, 6.0)]
 
 

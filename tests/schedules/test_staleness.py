@@ -1,4 +1,4 @@
-"""Staleness on paper: the books, the bound, and the timetable that follows from them."""
+"""Staleness on paper: the tracker, the bound, and the timetable that follows from them."""
 
 import itertools
 import random
@@ -6,22 +6,22 @@ import random
 import pytest
 
 from labkit.costs.async_run import simulate
-from labkit.schedules.staleness import Books, Update, in_time
+from labkit.schedules.staleness import StalenessTracker, Update, in_time
 
 
-def apply_what_may_be(books):
-    while (worker := books.next()) is not None:
-        books.apply(worker)
-        books.pull(worker)
+def apply_what_may_be(tracker):
+    while (worker := tracker.next()) is not None:
+        tracker.apply(worker)
+        tracker.pull(worker)
 
 
 def play(pushes, workers, bound=None):
     """Push in this order; (whose update, its staleness) of each, and who is held at the end."""
-    books = Books(workers, bound)
+    tracker = StalenessTracker(workers, bound)
     for worker in pushes:
-        books.push(worker)
-        apply_what_may_be(books)
-    return [tuple(update) for update in books.updates], books.held
+        tracker.push(worker)
+        apply_what_may_be(tracker)
+    return [tuple(update) for update in tracker.updates], tracker.held
 
 
 def test_staleness_counts_the_updates_between_a_pull_and_its_push():
@@ -58,38 +58,38 @@ def test_looking_one_step_ahead_would_not_be_enough():
 def test_every_order_of_pushes_keeps_the_bound_and_nobody_waits_for_ever(workers):
     chooser = random.Random(workers)
     for bound, _ in itertools.product(range(workers - 1, workers + 3), range(30)):
-        books = Books(range(workers), bound)
+        tracker = StalenessTracker(range(workers), bound)
         for _ in range(60):
-            computing = [worker for worker in books.pulled if worker not in books.held]
-            assert computing, f"all {workers} are held at version {books.version}"
-            books.push(chooser.choice(computing))
-            apply_what_may_be(books)
-        assert max(update.staleness for update in books.updates) <= bound
+            computing = [worker for worker in tracker.pulled if worker not in tracker.held]
+            assert computing, f"all {workers} are held at version {tracker.version}"
+            tracker.push(chooser.choice(computing))
+            apply_what_may_be(tracker)
+        assert max(update.staleness for update in tracker.updates) <= bound
 
 
 def test_who_is_dropped_is_waited_for_no_longer():
-    books = Books([1, 2], bound=1)
+    tracker = StalenessTracker([1, 2], bound=1)
     for worker in (1, 1):
-        books.push(worker)
-        apply_what_may_be(books)
-    assert books.held == [1]
-    books.drop(2)
-    apply_what_may_be(books)
-    assert books.updates == [Update(1, 0), Update(1, 0)]
+        tracker.push(worker)
+        apply_what_may_be(tracker)
+    assert tracker.held == [1]
+    tracker.drop(2)
+    apply_what_may_be(tracker)
+    assert tracker.updates == [Update(1, 0), Update(1, 0)]
 
 
 def test_a_push_without_a_gradient_is_no_update():
-    books = Books([1, 2])
-    books.push(1)
-    books.pull(1)
-    assert (books.version, books.held, books.updates) == (0, [], [])
+    tracker = StalenessTracker([1, 2])
+    tracker.push(1)
+    tracker.pull(1)
+    assert (tracker.version, tracker.held, tracker.updates) == (0, [], [])
 
 
 def test_a_bound_that_cannot_be_kept_is_refused_with_the_smallest_that_can():
     with pytest.raises(ValueError, match=r"at most 1 cannot be kept with 3 workers.*Use 2"):
-        Books([1, 2, 3], bound=1)
+        StalenessTracker([1, 2, 3], bound=1)
     with pytest.raises(ValueError, match="at least one"):
-        Books([])
+        StalenessTracker([])
 
 
 def lanes(timetable):

@@ -293,7 +293,7 @@ class TestSplitExplorer:
     def test_every_control_changes_the_model_that_is_shown(self, splits):
         def shown(points, link=LINK, profile=PROFILE, **options):
             split = predict_split(profile, points, link, **options)
-            return plots.placement(profile, split).alt
+            return plots.split_costs(profile, split).alt
 
         assert alt_of(splits) == shown((2,))
         splits.cuts.sliders[0].value = 4
@@ -339,9 +339,9 @@ class TestSplitExplorer:
     def test_a_cut_pushes_the_others_and_they_stay_in_order(self, splits, monkeypatch):
         splits.stages.value = 4
         first, second, third = splits.cuts.sliders
-        drawn, draw = [], plots.placement
+        drawn, draw = [], plots.split_costs
         monkeypatch.setattr(
-            plots, "placement", lambda *args, **kw: (drawn.append(args), draw(*args, **kw))[1]
+            plots, "split_costs", lambda *args, **kw: (drawn.append(args), draw(*args, **kw))[1]
         )
         third.value = 3
         assert splits.cuts.points == (1, 2, 3)
@@ -382,7 +382,7 @@ class TestSplitExplorer:
         options |= {"input_shape": (3, 32, 32), "frozen": 0}
         assert call == ("toy", (2,), options)
         split = predict_split(PROFILE, (2,), LINK)
-        twin = plots.placement(PROFILE, split, measured(split))
+        twin = plots.split_costs(PROFILE, split, measured(split))
         assert alt_of(splits) == twin.alt
         assert html.escape(twin.caption) in splits.view.value
         assert said(splits) == "measured, cut before layer 2: 172 ms a step"
@@ -462,7 +462,7 @@ class TestSplitExplorer:
         best = best_split(PROFILE, 3, LINK, objective=objective, micro_batches=4)
         assert splits.cuts.points == best.split_points
         assert f"cut before layers {best.split_points[0]}, {best.split_points[1]}" in said(splits)
-        assert alt_of(splits) == plots.placement(PROFILE, best).alt
+        assert alt_of(splits) == plots.split_costs(PROFILE, best).alt
 
     def test_best_keeps_the_cap_or_says_that_it_cannot_be_kept(self, splits):
         labels = [label for label, _ in splits.cap.options]
@@ -481,14 +481,16 @@ class TestSplitExplorer:
         text = repr(splits)
         assert text.startswith("[sliders and buttons] stages 2 to 4, a cut before any of 6 layers")
         assert "link (this machine, NVLink 4, PCIe 4 x16, 10 GbE, 1 GbE)" in text
-        assert text.endswith(plots.placement(PROFILE, predict_split(PROFILE, (2,), LINK)).caption)
+        assert text.endswith(
+            plots.split_costs(PROFILE, predict_split(PROFILE, (2,), LINK)).caption
+        )
         assert splits._repr_mimebundle_()["text/plain"] == text
 
     def test_without_a_link_of_this_machine_there_are_the_others(self, runs):
         explorer = widgets.split_explorer(PROFILE, split_points=(2, 4), frozen=2, measure=runs)
         assert explorer.link.options == tuple(LINKS)
         split = predict_split(PROFILE, (2, 4), LINKS["NVLink 4"], frozen=2)
-        assert alt_of(explorer) == plots.placement(PROFILE, split).alt
+        assert alt_of(explorer) == plots.split_costs(PROFILE, split).alt
         explorer.run.click()
         assert runs.calls[0][2]["frozen"] == 2
         assert "Measured" in alt_of(explorer)
@@ -532,7 +534,7 @@ class TestSplitExplorer:
             ({"split_points": (1, 2, 3, 4)}, "shows 2 to 4 stages, got 5"),
             ({"micro_batches": 3}, "one of 1, 2, 4, 8, 16 for a batch of 16, got 3"),
             ({"schedule": "zigzag"}, "unknown schedule 'zigzag': choose one of gpipe, 1f1b"),
-            ({"frozen": 7}, "frozen must be a whole number from 0 to 6"),
+            ({"frozen": 7}, "frozen must be an integer from 0 to 6"),
         ],
     )
     def test_a_start_out_of_range_is_refused(self, start, message):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.placement.profile import even_split, profile
+from labkit.placement.even_split import even_split
+from labkit.placement.profile import profile_layers
 from labkit.workload.activations import HeldBytes
-from labkit.workload.layers import ghost_of, layers_of, named_layers, output_shapes
+from labkit.workload.layers import layers_of, meta_copy, named_layers, output_shapes
 from labkit.workload.models import MODELS, build_model, published_vgg16
 
 
@@ -51,7 +52,7 @@ def test_shapes_need_no_hook_and_no_value():
     model[1].mask = torch.ones(3)
     assert output_shapes(model, (2,))[1][0] == (1, 3)
     assert seen == []
-    assert ghost_of(model)[1].mask.is_meta
+    assert meta_copy(model)[1].mask.is_meta
     model(torch.ones(1, 2))
     assert sorted(seen) == [1, 2]
 
@@ -89,7 +90,7 @@ def test_a_layer_that_does_not_take_what_comes_is_named():
 def test_a_ghost_has_the_ties_of_its_model_and_no_memory():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[2].weight = model[0].weight
-    ghost = ghost_of(model)
+    ghost = meta_copy(model)
     assert ghost[2].weight is ghost[0].weight
     assert {tensor.device.type for tensor in ghost.state_dict().values()} == {"meta"}
     assert isinstance(ghost[0].weight, nn.Parameter)
@@ -108,7 +109,7 @@ def test_models_that_take_whole_numbers_are_split_and_measured():
     words = nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Linear(6, 4))
     assert output_shapes(words, (3,), 2)[0] == ((2, 3, 6), torch.float32)
     assert even_split(words, (3,), 2) == (3,)
-    found = profile(words, 2, (3,), repeats=1)
+    found = profile_layers(words, 2, (3,), repeats=1)
     assert found.input_bytes == 2 * 3 * 8
     assert all(layer.backward_s > 0 for layer in (found.layers[0], found.layers[2]))
     # Where the first layer does not tell, the caller does.
@@ -117,7 +118,7 @@ def test_models_that_take_whole_numbers_are_split_and_measured():
     with pytest.raises(ValueError, match=r"layer 0 \(Sequential\) does not take \[1, 3\]"):
         even_split(hidden, (3,), 2)
     assert even_split(hidden, (3,), 2, torch.int32) == (3,)
-    assert profile(hidden, 2, (3,), repeats=1, dtype=torch.int32).input_bytes == 2 * 3 * 4
+    assert profile_layers(hidden, 2, (3,), repeats=1, dtype=torch.int32).input_bytes == 2 * 3 * 4
 
 
 def test_what_a_forward_keeps_for_its_backward_in_bytes():
@@ -137,7 +138,7 @@ def test_what_a_forward_keeps_for_its_backward_in_bytes():
 
 def test_a_profile_has_the_bytes_of_the_shapes_and_times_above_zero():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 2))
-    found = profile(model, 6, (3, 4), repeats=2, name="tiny")
+    found = profile_layers(model, 6, (3, 4), repeats=2, name="tiny")
     assert (found.model, found.batch_size, found.input_bytes) == ("tiny", 6, 6 * 12 * 4)
     assert [layer.name for layer in found.layers] == ["Flatten", "Linear", "Tanh", "Linear"]
     assert [layer.output_bytes for layer in found.layers] == [6 * n * 4 for n in (12, 5, 5, 2)]
@@ -148,6 +149,6 @@ def test_a_profile_has_the_bytes_of_the_shapes_and_times_above_zero():
     assert [layer.backward_s > 0 for layer in found.layers] == [False, True, True, True]
     assert all(parameter.grad is None for parameter in model.parameters())
     in_place = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
-    assert profile(in_place, 2, (4,), repeats=1).layers[1].backward_s > 0
+    assert profile_layers(in_place, 2, (4,), repeats=1).layers[1].backward_s > 0
     with pytest.raises(ValueError, match="0 repeats"):
-        profile(model, 6, (3, 4), repeats=0)
+        profile_layers(model, 6, (3, 4), repeats=0)

@@ -28,7 +28,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import check_micro_batches
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.stage import StagedModel
-from labkit.workload.activations import NoLeaf
+from labkit.workload.activations import NonLeaf
 from labkit.workload.layers import output_shapes
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -180,7 +180,7 @@ class _OnSamples(nn.Module):
     def forward(self, rows: Tensor, samples: Tensor | None = None) -> Tensor:
         # A different tensor: if layers return the same one that they get, PyTorch up to 2.11
         # detaches the buffer into which it will receive the next one.
-        entering = NoLeaf.apply(rows)
+        entering = NonLeaf.apply(rows)
         if samples is None:
             return self.layers(entering).contiguous()
         leaving = self.layers(entering[:samples])

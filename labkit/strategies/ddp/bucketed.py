@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from labkit.collectives import fast_ring_all_reduce
 from labkit.comm.comm import Comm
-from labkit.comm.work import Line, Task
+from labkit.comm.work import Work
+from labkit.comm.work_queue import WorkQueue
 from labkit.schedules.buckets import MIB, assign_buckets
 from labkit.strategies.ddp.naive import NaiveDDP
 
@@ -43,8 +44,8 @@ class BucketedDDP(NaiveDDP):
         assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=kinds)
         self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self._launched: list[Task] = []
-        self._line = _line_of(comm)
+        self._launched: list[Work] = []
+        self._work_queue = _work_queue_of(comm)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Put a gradient into its bucket, and send the buckets whose turn has come.
@@ -70,8 +71,8 @@ class BucketedDDP(NaiveDDP):
     def _wait_for_launched(self) -> None:
         launched, self._launched = self._launched, []
         with self.comm.span("wait"):
-            for task in launched:
-                task.wait()
+            for work in launched:
+                work.wait()
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
 
@@ -82,8 +83,8 @@ class BucketedDDP(NaiveDDP):
         """
         self._launched.append(self._queue(bucket.gradients(), self.op, is_waited_for))
 
-    def _queue(self, tensor: Tensor, op: str, is_waited_for: bool) -> Task:
-        return self._line.add(
+    def _queue(self, tensor: Tensor, op: str, is_waited_for: bool) -> Work:
+        return self._work_queue.add(
             "all_reduce",
             lambda comm: fast_ring_all_reduce(comm, tensor, op),
             [tensor],
@@ -136,9 +137,9 @@ class Bucket:
 
 
 @functools.cache
-def _line_of(comm: Comm) -> Line:
+def _work_queue_of(comm: Comm) -> WorkQueue:
     """One for all replicas on a comm: two of them in one backward must not mix their messages."""
     # The run has a deadline of its own.
-    line = Line("labkit-ddp", comm, timeout_s=float("inf"))
-    atexit.register(line.end, _LAST_PATIENCE_S)
-    return line
+    work_queue = WorkQueue("labkit-ddp", comm, timeout_s=float("inf"))
+    atexit.register(work_queue.end, _LAST_PATIENCE_S)
+    return work_queue
