@@ -90,7 +90,7 @@ def _problem(op: str, dtype: torch.dtype) -> str | None:
     if op in ("max", "min") and dtype.is_complex:
         return "complex numbers have no order; reduce .abs(), or torch.view_as_real(tensor)"
     if op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        return "only whole numbers and bool have bits to combine; use sum, product, max or min"
+        return "only integers and bool have bits to combine; use sum, product, max or min"
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        return "a mean is not a whole number; take the sum, or convert first with .float()"
+        return "a mean is not an integer; take the sum, or convert first with .float()"
     return None

@@ -1,13 +1,13 @@
-"""An asynchronous parameter server: nobody waits for anybody else.
+"""An asynchronous parameter server: no worker waits for another.
 
 Rank 0 holds the parameters, the others compute gradients for them. 1. A worker computes the
 gradient of its share of a batch. 2. It **pushes** it to the server, which makes an update of it at
-once, whoever else is still computing. 3. It **pulls** the parameters as they are then, and goes on
-with its share of the next batch. A worker that is slow holds up nobody; its gradients come late,
+once, while the others are still computing. 3. It **pulls** the parameters as they are then, and
+continues with its share of the next batch. A slow worker delays no other; its gradients come late,
 and how late is counted and can be bounded: ``labkit.schedules.staleness``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch. So W pushes,
-one a worker, together move the parameters about as far as one synchronous step would.
+one per worker, together move the parameters about as far as one synchronous step.
 
 Symbols: W workers, N trainable parameters, B numbers in the model's buffers.
 Sources: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 (Downpour SGD);
@@ -32,20 +32,20 @@ _SERVER = 0
 
 
 class AsyncParameterServer(OwnPaceStrategy):
-    """Data parallelism in which every worker goes at its own pace.
+    """Data parallelism in which every worker runs at its own pace.
 
-    Two messages a push (loss, samples and buffers, [2 + B]; gradient, [N]) and two a pull (the
-    parameters, [N]; whether to go on, and buffers, [1 + B]). A gradient that the bound holds back
-    stays with its worker until its turn.
+    A push takes two messages (loss, samples and buffers, [2 + B]; gradient, [N]), and so does a
+    pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A gradient that the bound
+    holds back stays with its worker until its turn.
 
-    An epoch is through when as many shares have been worked through, by anyone, as it has: a fast
-    worker takes its shares of the next epoch meanwhile. An empty share counts as worked through
-    and makes no update. The loss of an epoch is the mean over the samples that came in it. Frozen
+    An epoch ends when its number of shares have been worked through, by any workers: meanwhile a
+    fast one takes its shares of the next epoch. An empty share counts as worked through and makes
+    no update. The loss of an epoch is the mean over the samples pushed during it. Frozen
     parameters are neither pushed nor pulled; one without a gradient counts as zero.
 
     Batch statistics (BatchNorm): each worker normalises with its own share's. The server takes the
-    running averages and counters of the latest push as they are, and hands them out: they follow
-    one worker at a time, and are never a mix of two.
+    running averages and counters of the latest push as they are, and a pull returns them: they are
+    one worker's at a time, never a mix of two.
 
     A worker that dies is left out from then on, with its part of every batch; the death of the
     last one is an error. (Under ``torchrun`` any death ends the run: that is torchrun's rule.)
@@ -88,13 +88,12 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.report = self._with_buffers(0, 0)
         self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
         self.updates = self.tracker.updates
-        # By worker: what it has said about its push that waits or is being made an update.
+        # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
-        # Worked through in this epoch.
-        self.samples = 0
+        self.samples = 0  # of this epoch so far
         if comm.rank == _SERVER:
-            # SGD works number by number: to it they may as well be one parameter.
+            # SGD works element by element, so to it they may as well be one parameter.
             flat = nn.Parameter(self.parameters)
             flat.grad = self.gradient
             self.optimizer = make_optimizer([flat])
@@ -102,21 +101,21 @@ class AsyncParameterServer(OwnPaceStrategy):
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == _SERVER:
             for passed_s, loss in self.serve(steps * (self.comm.world_size - 1), epochs):
-                # So many shares, by whichever worker, need not be as many samples as there are.
+                # Some shares may have been pushed twice and others not yet: count the samples.
                 yield passed_s, loss / self.samples
                 self.samples = 0
         else:
             self.work(batches)
 
     def work(self, batches: Iterator[Batch]) -> None:
-        """On a worker: gradient, push, pull, until the server says that all is done."""
+        """On a worker: gradient, push, pull, until the server says that it was the last."""
         go_on = True
         while go_on:
             inputs, targets, batch_size = next(batches)
             self.gradient.zero_()
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("push"):
-                self.comm.send(self._with_buffers(loss, len(targets)), _SERVER)
+                self.comm.send(self._with_buffers(float(loss), len(targets)), _SERVER)
                 self.comm.send(self.gradient, _SERVER)
             with self.comm.span("pull"):
                 self.comm.recv(self.parameters, _SERVER)
@@ -125,7 +124,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             go_on = bool(answer[0])
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
-        """On the server: an update a push, as they come, until ``epochs`` x ``shares`` of them."""
+        """On the server: an update for each push as it comes, ``epochs`` x ``shares`` of them."""
         start_s, done, loss = time.perf_counter(), 0, self.report.new_zeros((), dtype=torch.double)
         while done < shares * epochs:
             while (worker := self.tracker.next()) is None:
@@ -143,7 +142,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.dismiss()
 
     def hear(self) -> None:
-        """Sleep until some worker that computes has something to push."""
+        """Sleep until some worker has something to push."""
         if not self.tracker.pulled:
             raise RuntimeError(
                 f"no worker is left after {self.tracker.version} updates: "
@@ -157,7 +156,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             self.tracker.push(worker)
 
     def update(self, worker: int) -> Tensor:
-        """Make an update of the gradient that has come; returns the share's sum of losses."""
+        """Apply the gradient that was received; returns the share's sum of losses."""
         loss, num_samples = self.reports[worker][:2]
         self.samples += int(num_samples)
         if num_samples:
@@ -168,14 +167,14 @@ class AsyncParameterServer(OwnPaceStrategy):
         return loss
 
     def answer(self, worker: int, go_on: bool) -> None:
-        """Let ``worker`` pull the parameters; without ``go_on`` it is its last time."""
+        """Let ``worker`` pull the parameters; without ``go_on`` for the last time."""
         with self.comm.span("pull"):
             self.comm.send(self.parameters, worker)
             self.comm.send(self._with_buffers(go_on), worker)
         self.tracker.pull(worker) if go_on else self.tracker.drop(worker)
 
     def dismiss(self) -> None:
-        """All is done: take in what is under way, and send everybody home with the result."""
+        """After the last update: receive the pushes under way, answer them with the result."""
         while self.tracker.pulled:
             if not self.tracker.held:
                 self.hear()
@@ -187,7 +186,7 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     @contextlib.contextmanager
     def _may_be_lost(self) -> Iterator[None]:
-        """A worker that dies in here is left out from here on."""
+        """A worker that dies in here is left out from now on."""
         try:
             yield
         except PeerLostError as error:

@@ -5,7 +5,7 @@ differs. One object per rank.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,12 +109,12 @@ class OwnPaceStrategy(Strategy):
     Rank 0 serves, the others work.
 
     Attributes:
-        updates: (worker, staleness) of every update, on the server; set by ``setup`` or ``train``.
-        lost: by worker that died, why.
+        updates: on the server, (worker, staleness) of every update; set by ``setup``.
+        lost: by worker that died, why; set by ``setup``.
     """
 
-    updates: Sequence[Sequence[int]] = ()
-    lost: Mapping[int, str] = {}
+    updates: Sequence[Sequence[int]]
+    lost: dict[int, str]
 
     def check_ranks(self, world_size: int) -> None:
         if world_size < 2:

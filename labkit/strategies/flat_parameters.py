@@ -1,8 +1,7 @@
-"""A model's parameters as one flat tensor, and what its replicas keep apart brought together.
+"""A model's parameters as one flat tensor, and its buffers: flat as well, or averaged.
 
-A flat tensor [N] can be cut anywhere, so that chunks and slices are equally long, and one message
-carries all of it: two mistakes less to make (a list of tensors cuts badly, and many small messages
-cost many latencies).
+A flat tensor [N] can be cut anywhere, into chunks of equal size, and one message carries all of
+it. A list of tensors cuts badly, and many small messages cost many latencies.
 """
 
 import torch
@@ -13,14 +12,14 @@ from labkit.comm.comm import Comm
 
 
 def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Move a model's trained parameters into one flat tensor; both are views of it from here on.
+    """Move a model's trained parameters into one flat tensor, and make them views of it.
 
-    Frozen parameters are left out, a tied one is there once.
+    Frozen parameters are left out, a tied one is included once.
 
     Returns:
-        (values [N], gradients [N]), the second all zeros; the parameters' ``grad`` are views of
-        it, into which backward adds. Zero it with ``gradients.zero_()``: an optimizer's
-        ``zero_grad`` would take the views away.
+        (values [N], gradients [N]), the latter all zeros; the parameters' ``grad`` are views of
+        it, to which backward adds. Zero it with ``gradients.zero_()``: an optimizer's
+        ``zero_grad`` would remove the views.
 
     Raises:
         ValueError: nothing in the model requires a gradient.
@@ -39,9 +38,9 @@ def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def average_buffers(comm: Comm, model: nn.Module, workers: range) -> None:
-    """Let all ranks have the mean of the workers' buffers (BatchNorm's running averages).
+    """Give all ranks the mean of the workers' buffers (BatchNorm's running averages).
 
-    Counters are the first worker's: it has a share of every batch, others may have sat one out.
+    Counters are the first worker's: it has a share of every batch, others may have missed one.
     """
     for buffer in model.buffers():
         averaged = buffer.is_floating_point()
@@ -55,7 +54,7 @@ def average_buffers(comm: Comm, model: nn.Module, workers: range) -> None:
 def flat_buffers(model: nn.Module) -> Tensor:
     """A model's buffers end to end, [B], in its parameters' dtype (a counter up to 2^24 is exact).
 
-    Where it has none the tensor is empty.
+    The tensor is empty if the model has none.
     """
     like = next(model.parameters())
     return torch.cat([like.new_empty(0), *(b.flatten().to(like) for b in model.buffers())])
@@ -63,7 +62,7 @@ def flat_buffers(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def load_flat_buffers(model: nn.Module, flat: Tensor) -> None:
-    """Let a model have the buffers that ``flat_buffers`` of an equal one gave."""
+    """Set a model's buffers to those that ``flat_buffers`` of an equal one returned."""
     buffers = list(model.buffers())
     for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
         buffer.copy_(values.view_as(buffer))

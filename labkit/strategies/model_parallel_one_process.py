@@ -5,10 +5,10 @@ the model between the card and the host, and the hop is the bus between them.
 
 A copy between devices is queued on a stream and returns at once, so a clock around it measures
 nothing; and an event says nothing about another device's stream. PyTorch copies on the current
-stream of the device that the tensor leaves, or, from the host, of the one that it comes to. So the
-events of a hop are recorded there, forward and backward apart.
+stream of the source device, or, from the host, of the target device. The events of a hop are
+recorded there, forward and backward separately.
 
-Source: the placement by hand that PyTorch's tutorials call model parallelism.
+Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
 import statistics
@@ -34,15 +34,15 @@ class ModelParallelOneProcess(Strategy):
     """Stage s of the model on device s, all in one process.
 
     Every layer sees the whole batch, so this equals one device, BatchNorm included (dropout not:
-    each device draws its own random numbers). ``notes`` tell of each hop its bytes and seconds,
-    without those of the first step, which warms up.
+    each device draws its own random numbers). ``notes`` gives the bytes and seconds of the hops,
+    except in the first step, which warms up.
 
     Args:
-        split_points: layers that begin a stage, one less than there are devices.
+        split_points: layers that begin a stage, one fewer than there are devices.
         devices: of the stages, by name, each once.
 
     Raises:
-        ValueError: a device twice, not as many as stages; in ``setup``, a tied parameter on two.
+        ValueError: a device twice, or not one per stage; in ``setup``, a tied parameter on two.
     """
 
     in_one_process = True
@@ -54,13 +54,13 @@ class ModelParallelOneProcess(Strategy):
             raise ValueError(
                 f"devices {', '.join(devices)}: {twice[0]} comes twice, and two stages on one "
                 "device share its memory and its time: name each once, or leave devices out and "
-                "give each stage a process of its own"
+                "give each stage its own process"
             )
         self.split_points = as_split_points(split_points)
         if len(devices) != len(self.split_points) + 1:
             raise ValueError(
                 f"{format_count(len(devices), 'device')} for "
-                f"{format_count(len(self.split_points) + 1, 'stage')}: name one a stage"
+                f"{format_count(len(self.split_points) + 1, 'stage')}: name one per stage"
             )
         self.devices = [torch.device(name) for name in devices]
 
@@ -94,7 +94,7 @@ class ModelParallelOneProcess(Strategy):
         return loss.detach().to(self.comm.device)
 
     def move(self, tensor: Tensor, cut: int, direction: str) -> Tensor:
-        """``tensor`` over a cut, ``forward`` or ``backward``, and the hop timed."""
+        """Move ``tensor`` over a cut, ``forward`` or ``backward``, and time the hop."""
         ends = self.devices[cut : cut + 2]
         source, target = ends if direction == "forward" else reversed(ends)
         timer = _CopyTimer(source, target)
@@ -115,7 +115,7 @@ class ModelParallelOneProcess(Strategy):
         return value.to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:
-        """The placement, and by cut and direction the hops' bytes and median seconds."""
+        """The placement, and the hops' bytes and median seconds by cut and direction."""
         edges = [(c, d) for c in range(len(self.devices) - 1) for d in ("forward", "backward")]
         summaries = (self._summary(cut, direction) for cut, direction in edges)
         return {
@@ -125,7 +125,7 @@ class ModelParallelOneProcess(Strategy):
         }
 
     def _summary(self, cut: int, direction: str) -> dict[str, Any] | None:
-        """Of the hops with the most frequent number of bytes; None if there were none."""
+        """Of the hops with the most frequent number of bytes; None if nothing was moved."""
         hops = [h for h in self.hops if (h.cut, h.direction) == (cut, direction) and h.step > 0]
         if not hops:
             return None
@@ -142,32 +142,33 @@ class ModelParallelOneProcess(Strategy):
 
 
 class _Crossing(torch.autograd.Function):
-    """Forward moves the activation over a cut, backward its gradient, back."""
+    """Forward moves the activation over a cut, backward moves its gradient back."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, strategy: ModelParallelOneProcess, cut: int) -> Tensor:
+    def forward(ctx: Any, value: Tensor, strategy: ModelParallelOneProcess, cut: int) -> Tensor:
         ctx.strategy, ctx.cut = strategy, cut
         return strategy.move(value, cut, "forward")
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
         return ctx.strategy.move(gradient, ctx.cut, "backward"), None, None
 
 
 class _CopyTimer:
-    """Marks around a copy between two devices: events on the stream that does it, or a clock."""
+    """Marks around a copy between two devices: events on the stream that copies, or a clock."""
 
     def __init__(self, source: torch.device, target: torch.device):
         self.gpu = next((d for d in (source, target) if d.type == "cuda"), None)
 
-    def mark(self):
+    def mark(self) -> Any:
         if self.gpu is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.gpu))
         return event
 
-    def seconds(self, start, end) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         if self.gpu is None:
             return end - start
         end.synchronize()
@@ -175,7 +176,7 @@ class _CopyTimer:
 
 
 class _Hop(NamedTuple):
-    """One tensor's way over a cut."""
+    """One tensor moved over a cut, in one direction."""
 
     step: int
     cut: int
@@ -189,7 +190,7 @@ class _Hop(NamedTuple):
         return self.timer.seconds(self.start, self.end)
 
 
-def _refuse_tied(parts: list[nn.ModuleList], devices: list[torch.device]) -> None:
+def _refuse_tied(parts: list[nn.ModuleList], devices: Sequence[torch.device]) -> None:
     homes: dict[int, int] = {}
     for stage, part in enumerate(parts):
         for tensor in (*part.parameters(), *part.buffers()):
@@ -197,6 +198,6 @@ def _refuse_tied(parts: list[nn.ModuleList], devices: list[torch.device]) -> Non
             if home != stage:
                 raise ValueError(
                     f"a tensor {list(tensor.shape)} belongs to layers on {devices[home]} and on "
-                    f"{devices[stage]} (it is tied), and can be on one device alone: move a split "
-                    "point, or give each stage a process of its own"
+                    f"{devices[stage]} (it is tied), and can be on only one device: move a split "
+                    "point, or give each stage its own process"
                 )

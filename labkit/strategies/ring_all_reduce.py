@@ -1,12 +1,12 @@
 """Data parallelism with our ring: replicate, compute on a share, sum the gradients, update.
 
 1. Every rank holds the whole model. 2. Each computes the gradient of the summed loss of its share
-of the batch. 3. All gradients, laid end to end in one flat tensor [N], are summed by ring
-all-reduce: share_reduce, then share_only. 4. The sum is divided by the number of samples in the
-global batch, and every rank makes the same update.
+of the batch. 3. All gradients, as one flat tensor [N], are summed by ring all-reduce:
+share_reduce, then share_only. 4. The sum is divided by the number of samples in the global batch,
+and every rank makes the same update.
 
-Dividing by the number of samples, not of ranks, is what makes it equal one device when the shares
-are not of one size. Symbols: P ranks, N trainable parameters.
+Dividing by the number of samples, not of ranks, makes it equal one device when the shares differ
+in size. Symbols: P ranks, N trainable parameters.
 """
 
 import torch
@@ -22,11 +22,11 @@ from labkit.strategies.local_gradients import LocalGradients
 class RingAllReduce(Strategy):
     """Synchronous data parallelism over ``labkit.collectives.ring``.
 
-    Batch statistics (BatchNorm): each rank normalises with its own share's, as DDP does; the
-    running averages are averaged over the ranks at the end of an epoch, and counters taken from
-    rank 0, so that replicas agree.
-    Frozen parameters are left out; one without a gradient counts as zero. Dropout: each rank draws
-    its own random numbers, so replicas agree, but not with one device.
+    Batch statistics (BatchNorm): each rank normalises with its own share's, as in DDP; at the end
+    of an epoch the running averages are averaged over the ranks, and counters taken from rank 0,
+    so that replicas agree. Frozen parameters are left out; one without a gradient counts as zero.
+    Dropout: each rank draws its own random numbers, so replicas agree with each other, but not
+    with one device.
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
@@ -44,7 +44,7 @@ class RingAllReduce(Strategy):
         if compress == "topk" and amp == "fp16":
             raise ValueError(
                 "topk keeps what it does not send for the next update, which fp16 may scale "
-                "otherwise or leave out: choose amp bf16, or compress fp16"
+                "differently or skip: choose amp bf16, or compress fp16"
             )
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
         self.all_reduce = all_reduce_of(compress)
@@ -61,7 +61,7 @@ class RingAllReduce(Strategy):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        # Fewer samples than ranks: this rank still takes its part in the ring.
+        # A rank without a sample still takes part in the ring.
         loss = self.gradients.add(inputs, targets)
         self.average_gradients(batch_size)
         self.gradients.update(self.optimizer)
@@ -80,7 +80,7 @@ class RingAllReduce(Strategy):
         with self.comm.span("update"):
             self.flat /= batch_size
             for piece, parameter in zip(self.slices, self.trained):
-                # Of several dtypes the widest has travelled.
+                # Gradients of several dtypes have travelled in the widest.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
     def end_epoch(self) -> None:

@@ -1,6 +1,6 @@
-"""One device: the yardstick. Every synchronous technique has to end with the same parameters.
+"""One device: the reference. Every synchronous technique has to end with the same parameters.
 
-That is for models without layers that draw random numbers (dropout): each rank draws its own.
+Except with layers that draw random numbers (dropout): each rank draws its own.
 """
 
 from torch import Tensor, nn

@@ -26,8 +26,8 @@ from labkit.workload.sampling import batch_slices, epoch_order, share
 _EVALUATION_BATCH = 512
 
 Row = dict[str, float]
-# Messages and bytes; Nones where nobody counts them.
-Sent = tuple[int | None, int | None]
+# Messages and bytes; None where nobody counts them.
+Sent = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def fit(comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool) -> Ran
         epochs, sent = _in_step(comm, config, data, strategy, verbose)
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
-    return RankReport(epochs, *sent, checksum(state), state if comm.rank == 0 else None, notes)
+    kept = state if comm.rank == 0 else None
+    return RankReport(epochs, *(sent or (None, None)), checksum(state), kept, notes)
 
 
 def _build(config: RunConfig, data: Data, dtype: torch.dtype) -> nn.Module:
@@ -115,12 +116,11 @@ def _train_epoch(
     return total
 
 
-def _added(total: Sent, before: tuple[int, int] | None, after: tuple[int, int] | None) -> Sent:
+def _added(total: Sent, before: Sent, after: Sent) -> Sent:
     """``total`` and what was sent between ``before`` and ``after``."""
-    if before is None or after is None:
-        return None, None
-    messages, num_bytes = (then + end - start for then, start, end in zip(total, before, after))
-    return messages, num_bytes
+    if total is None or before is None or after is None:
+        return None
+    return total[0] + after[0] - before[0], total[1] + after[1] - before[1]
 
 
 def _at_own_pace(
@@ -134,7 +134,7 @@ def _at_own_pace(
     steps = len(_epoch_batches(config, data, 0))
     batches = _endless_shares(comm, config, data, strategy.share())
     ends = [(*end, strategy.full_state()) for end in strategy.train(batches, steps, config.epochs)]
-    sent = strategy.sent() or (None, None)
+    sent = strategy.sent()
     epochs: list[Row] = []
     before_s = 0.0
     for epoch, (passed_s, loss, state) in enumerate(ends):

@@ -308,7 +308,7 @@ def refused(comm):
 
 
 REFUSALS = {
-    "BAND of floats": "cannot take the band of float32 over ranks: only whole numbers and bool",
+    "BAND of floats": "cannot take the band of float32 over ranks: only integers and bool",
     "integer mean": "cannot take the mean of int32",
     "sparse maximum": "cannot take the max of a torch.sparse_coo tensor over ranks",
     "sparse rows": "only the sum of sparse_coo is served; use .to_sparse_coo(), or .to_dense()",

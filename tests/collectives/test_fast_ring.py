@@ -240,7 +240,7 @@ WORDS = {
     "integer mean": "cannot take the mean of int32",
     "complex max": "complex numbers have no order",
     "float8": "PyTorch does no arithmetic in it",
-    "bitwise": "only whole numbers and bool have bits to combine",
+    "bitwise": "only integers and bool have bits to combine",
     "sparse": "use .to_dense()",
     "expanded": "its elements share memory",
     "expanded in one direction": "its elements share memory",

@@ -78,7 +78,7 @@ def test_what_cannot_be_placed_is_refused():
         ModelParallelOneProcess((1,), ("cpu",))
     with pytest.raises(ValueError, match=r"got 5: write \(5,\)"):
         ModelParallelOneProcess(5, ("cpu", "cpu:0"))
-    assert "(it is tied), and can be on one device alone" in run(tied, world_size=1).values[0]
+    assert "(it is tied), and can be on only one device" in run(tied, world_size=1).values[0]
 
 
 def test_one_device_by_name_is_one_stage():

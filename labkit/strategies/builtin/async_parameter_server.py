@@ -1,7 +1,7 @@
-"""The asynchronous parameter server on PyTorch's RPC: each gradient is an update of its own.
+"""The asynchronous parameter server on PyTorch's RPC: every gradient makes an update at once.
 
 Rank 0 serves. One remote call is push and pull at once: its argument is the worker's gradient, its
-result the new values. RPC moves its bytes past ``Comm``, so they are not counted, and through host
+result the new values. RPC's bytes bypass ``Comm``, so they are not counted, and pass through host
 memory.
 """
 
@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +25,45 @@ from labkit.strategies.builtin.rpc import (
 from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
-# RPC finds a function by its name, so that function has to find its server by name, too.
-_server = None
-
 
 class OwnPaceServer:
-    """Makes an update of every gradient at once: asynchronous.
+    """Makes an update of every gradient as it comes: asynchronous.
 
     Args:
         values: [N], updated in place.
         optimizer: of a parameter that ``values`` is the memory of.
         buffers: [B], of the model.
-        shares: pushes an epoch.
-        epochs: after that many nothing is changed any more.
+        shares: pushes per epoch.
+        epochs: after them nothing is changed any more.
     """
 
-    def __init__(self, values: nn.Parameter, optimizer, buffers: Tensor, shares: int, epochs: int):
+    def __init__(
+        self,
+        values: nn.Parameter,
+        optimizer: torch.optim.Optimizer,
+        buffers: Tensor,
+        shares: int,
+        epochs: int,
+    ):
         self.values, self.optimizer, self.buffers = values, optimizer, buffers
         self.shares, self.epochs = shares, epochs
         # At the end of each epoch: (when, mean loss of its samples, values, buffers).
-        self.ends: queue.SimpleQueue = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[tuple[float, Tensor, Tensor, Tensor]] = queue.SimpleQueue()
         self.updates: list[list[int]] = []
         self._lock = threading.Lock()
         self._done, self._samples, self._loss = 0, 0, torch.zeros((), dtype=torch.float64)
 
     def push_and_pull(
-        self, worker: int, version: int, gradient: Tensor, loss: Tensor, samples: int, buffers
+        self,
+        worker: int,
+        version: int,
+        gradient: Tensor,
+        loss: Tensor,
+        samples: int,
+        buffers: Tensor,
     ) -> tuple[Tensor, Tensor, int, bool]:
-        """A gradient from parameters that ``version`` updates had made; what there is now."""
+        """Apply a gradient of the parameters after ``version`` updates; returns the latest values,
+        buffers and version, and whether to continue."""
         with self._lock:
             if self._done < self.shares * self.epochs:
                 self._done += 1
@@ -74,22 +86,26 @@ class OwnPaceServer:
         self._loss.zero_()
 
 
-def _push_and_pull_now(*arguments) -> tuple[Tensor, Tensor, int, bool]:
+# RPC finds a function by its name, so that function has to find its server by name, too.
+_server: OwnPaceServer
+
+
+def _push_and_pull_now(*arguments: Any) -> tuple[Tensor, Tensor, int, bool]:
     return _server.push_and_pull(*arguments)
 
 
 class RpcAsyncParameterServer(OwnPaceStrategy):
-    """``AsyncParameterServer`` on ``torch.distributed.rpc``: one remote call a gradient.
+    """``AsyncParameterServer`` on ``torch.distributed.rpc``: one remote call per gradient.
 
-    Each call is served by a thread of its own, and a lock lets one at a time change the
-    parameters. Epochs, batch statistics and notes are those of ``AsyncParameterServer``; staleness
-    has no bound here, and a worker that dies ends the run, since RPC can only end with all.
+    Each call runs in its own thread, and a lock lets only one at a time change the parameters.
+    Epochs, batch statistics and notes are those of ``AsyncParameterServer``; staleness has no
+    bound here, and a worker that dies ends the run, since RPC can only be shut down by all ranks.
 
     Args:
         accumulate, straggler: see ``LocalGradients``.
 
     Raises:
-        ValueError: this PyTorch has no RPC; or the straggler would be the server.
+        ValueError: this PyTorch has no RPC, or the straggler would be the server.
     """
 
     through_comm = False
@@ -105,6 +121,7 @@ class RpcAsyncParameterServer(OwnPaceStrategy):
         self.model = model.to(comm.device).train()
         self.local = LocalGradients(comm, self.model, **self.settings)
         self.values, self.gradient = lay_end_to_end(self.model)
+        self.updates, self.lost = [], {}
         join_rpc(comm)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
@@ -115,7 +132,7 @@ class RpcAsyncParameterServer(OwnPaceStrategy):
             self.work(batches)
 
     def work(self, batches: Iterator[Batch]) -> None:
-        """On a worker: gradient, push and pull, until the server says that all is done."""
+        """On a worker: gradient, push and pull, until the server says that it was the last."""
         version, go_on = 0, True
         while go_on:
             inputs, targets, batch_size = next(batches)
@@ -130,7 +147,7 @@ class RpcAsyncParameterServer(OwnPaceStrategy):
                 self._load(values, buffers)
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
-        """On the server: tell of the epochs, while RPC's threads serve."""
+        """On the server: yield the ends of epochs, while RPC's threads serve."""
         global _server
         served = nn.Parameter(self.values.cpu().clone())
         buffers = flat_buffers(self.model).cpu()

@@ -16,9 +16,9 @@ from labkit.workload.models import logits_of
 class TorchDataParallel(Strategy):
     """``torch.nn.DataParallel``, the counterpart of ``data_parallel``.
 
-    On a machine without GPUs nn.DataParallel calls the module as it is: on the CPU, whole batch,
-    no replicas, no threads, whatever the number of devices asked for. Its result is right, and its
-    time is that of one device. ``notes`` say so.
+    On a machine without GPUs nn.DataParallel calls the module itself: on the CPU, with the whole
+    batch, without replicas or threads, however many devices are named. Its result is right, and
+    its time is that of one device. ``notes`` says so.
     Batch statistics as in ``DataParallel``. What it moves is not counted.
 
     Args:
@@ -40,7 +40,7 @@ class TorchDataParallel(Strategy):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = model.to(self.devices[0]).train()
         gpus = [device.index for device in self.devices if device.type == "cuda"]
-        # Beside GPUs it would refuse a module on the CPU; without any it calls the module.
+        # On a machine with GPUs it would refuse a module on the CPU.
         as_it_is = not gpus and torch.cuda.is_available()
         self.replicas = self.model if as_it_is else nn.DataParallel(self.model, gpus or None)
         self.comm = comm

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import backend
+from labkit.backend.group import sent as sent_on_our_backend
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import LocalGradients
@@ -15,13 +15,13 @@ class TorchDDP(Strategy):
 
     DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
     rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
-    Batch statistics (BatchNorm): each rank normalises with its own share's, and all take over the
-    running averages of rank 0, at every forward pass and here at the end of an epoch.
-    Its traffic goes past ``Comm``: it is counted on our backend (``sent``), and nowhere else.
+    Batch statistics (BatchNorm): each rank normalises with its own share's, and all get rank 0's
+    running averages, before every forward pass and here at the end of an epoch.
+    Its traffic bypasses ``Comm``; only our backend counts it.
 
     Args:
-        backend: of a process group of its own, ``gloo``, ``nccl`` or ``labkit``; ``auto`` takes
-            the one that the ranks have met in.
+        backend: of a new process group, ``gloo``, ``nccl`` or ``labkit``; ``auto`` uses the group
+            that the ranks have already.
         bucket_mb: DDP's ``bucket_cap_mb``.
         accumulate, amp, straggler: see ``LocalGradients``.
     """
@@ -41,7 +41,11 @@ class TorchDDP(Strategy):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         devices = [comm.device] if comm.device.type == "cuda" else None
-        self.group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
+        self.group: dist.ProcessGroup | None = None
+        if self.backend != "auto":
+            group = dist.new_group(backend=self.backend)
+            assert isinstance(group, dist.ProcessGroup), "all ranks are members"
+            self.group = group
         self.model = model.to(comm.device).train()
         self.replica = DistributedDataParallel(
             self.model,
@@ -65,9 +69,9 @@ class TorchDDP(Strategy):
         return loss
 
     def end_epoch(self) -> None:
-        # DDP would do it in the next forward pass; behind the last step there is none.
+        # DDP would do it in the next forward pass; after the last step there is none.
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0, group=self.group)
 
     def sent(self) -> tuple[int, int] | None:
-        return backend.sent() if dist.get_backend(self.group) == "labkit" else None
+        return sent_on_our_backend() if dist.get_backend(self.group) == "labkit" else None

@@ -1,12 +1,12 @@
-"""Parameter servers on PyTorch's RPC: a worker calls a function of the server's, and gets values.
+"""The parameter server on PyTorch's RPC: a worker calls a function on the server.
 
 Rank 0 serves. One remote call is push and pull at once: its argument is the worker's gradient, its
-result the new values. In the synchronous server such a call must not sit and wait for the other
-workers: it would keep one of the server's few RPC threads, and with more workers than threads
-nobody is left to receive the last gradient. So it returns a ``Future``, and its thread is free;
-whoever brings the last gradient makes the update and completes the future for all.
+result the new values. Such a call must not block until the other workers have called: it would
+occupy one of the server's few RPC threads, and with more workers than threads none would be left
+to receive the last gradient. So it returns a ``Future``, which frees its thread; the call with the
+last gradient makes the update and completes the future for all.
 
-RPC moves its bytes past ``Comm``, so they are not counted, and through host memory.
+RPC's bytes bypass ``Comm``, so they are not counted, and pass through host memory.
 Source: PyTorch, "Implementing batch RPC processing using asynchronous executions".
 """
 
@@ -27,14 +27,6 @@ from labkit.strategies.builtin.rpc import (
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
-# RPC finds a function by its name, so that function has to find its server by name, too.
-_server = None
-
-
-@async_execution
-def _push_and_pull(worker: int, gradient: Tensor) -> "torch.futures.Future[Tensor]":
-    return _server.push_and_pull(worker, gradient)
-
 
 class BatchServer:
     """Collects one gradient from each worker, then updates: synchronous.
@@ -42,7 +34,7 @@ class BatchServer:
     Args:
         values: [N], updated in place.
         optimizer: of a parameter that ``values`` is the memory of.
-        workers: how many gradients make an update.
+        workers: gradients per update.
     """
 
     def __init__(self, values: nn.Parameter, optimizer: torch.optim.Optimizer, workers: int):
@@ -61,27 +53,37 @@ class BatchServer:
             self._pushed[worker] = gradient
             if len(self._pushed) < self.workers:
                 return updated
-            # In the order of the workers, whoever came first: so a run can be repeated to the bit.
-            self.values.grad = sum(self._pushed[worker] for worker in sorted(self._pushed))
+            # In the order of the workers, not of their calls: a run can be repeated to the bit.
+            first, *others = (self._pushed[worker] for worker in sorted(self._pushed))
+            self.values.grad = sum(others, start=first)
             self.optimizer.step()
             self._begin()
-        # Nobody pushes again before the answer has reached all, so no copy is needed.
+        # No worker pushes again before all have the answer, so no copy is needed.
         updated.set_result(self.values.detach())
         self.updates.release()
         return updated
 
 
-class RpcParameterServer(Strategy):
-    """``ParameterServer`` with one server, on ``torch.distributed.rpc``; see the module.
+# RPC finds a function by its name, so that function has to find its server by name, too.
+_server: BatchServer
 
-    The contract is the same: equal to one device, batch statistics by share (averaged over the
-    workers, through ``Comm``), no samples on the server unless it is alone.
+
+@async_execution
+def _push_and_pull(worker: int, gradient: Tensor) -> "torch.futures.Future[Tensor]":
+    return _server.push_and_pull(worker, gradient)
+
+
+class RpcParameterServer(Strategy):
+    """``ParameterServer`` with one server, on ``torch.distributed.rpc``.
+
+    The contract is the same: equal to one device, batch statistics per share (averaged over the
+    workers, through ``Comm``), no samples on the server unless it is the only rank.
 
     Args:
         accumulate, straggler: see ``LocalGradients``.
 
     Raises:
-        ValueError: this PyTorch has no RPC; or the straggler would be the server.
+        ValueError: this PyTorch has no RPC, or the straggler would be the server.
     """
 
     through_comm = False
@@ -114,7 +116,7 @@ class RpcParameterServer(Strategy):
                 arguments = self.comm.rank, self.gradient.cpu()
                 self.values.copy_(call_server(_push_and_pull, *arguments))
         else:
-            # RPC's threads serve; this one only keeps step.
+            # RPC's threads serve; this one only waits for each update.
             with self.comm.span("wait"):
                 _server.updates.acquire()
         return loss

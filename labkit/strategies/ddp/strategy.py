@@ -1,9 +1,7 @@
 """Distributed data parallelism: communication runs beside the rest of backward.
 
-1. Every rank holds a replica; rank 0's parameters and buffers are broadcast once. 2. Each computes
-the gradient of (sum of its losses) / (samples in the global batch). 3. As backward finds the
-gradients, last layer first, they are summed bucket by bucket (``labkit.strategies.ddp.bucketed``).
-4. Every rank makes the same update.
+A training step on top of ``labkit.strategies.ddp.bucketed``: each rank computes the gradient of
+(sum of its losses) / (samples in the global batch), and the replicas sum them.
 
 The loss is divided, not the gradients: it is one number, and the sum over the ranks is then the
 gradient of the mean over the global batch, whatever the sizes of the shares.
@@ -18,16 +16,16 @@ from labkit.strategies.local_gradients import LocalGradients
 
 
 class DDP(Strategy):
-    """Synchronous data parallelism with ``BucketedDDP``, whose docstring states the rules.
+    """Synchronous data parallelism with ``BucketedDDP``.
 
-    Batch statistics (BatchNorm): a share is normalised by its own, and rank 0's running averages
-    are every replica's, as in PyTorch's DDP. Frozen parameters are left out; one without a
-    gradient counts as zero. A rank without a sample brings zeros. Dropout: each rank draws its own
-    random numbers, so replicas agree, but not with one device.
+    Batch statistics (BatchNorm): each rank normalises with its own share's; all replicas have rank
+    0's running averages, as in PyTorch's DDP. Frozen parameters are left out; one without a
+    gradient counts as zero. A rank without a sample adds zeros. Dropout: each rank draws its own
+    random numbers, so replicas agree with each other, but not with one device.
 
     Args:
-        bucket_mb: MiB of gradients that are summed together; 0 is a bucket a parameter.
-        accumulate, amp, straggler: see ``LocalGradients``; one synchronisation an update.
+        bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
+        accumulate, amp, straggler: see ``LocalGradients``; one synchronisation per update.
     """
 
     def __init__(
