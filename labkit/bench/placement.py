@@ -161,7 +161,7 @@ def _copy(comm: Comm, tensor: torch.Tensor, landing: torch.Tensor) -> None:
 def measure_hops(link: Link, repeats: int) -> Hops:
     """Every placement of more than one device, with all trained and with a frozen backbone."""
     # Here and in ``draw``, since every rank of a bench imports this module: without matplotlib.
-    from labkit.plots.hops import hop_rows
+    from labkit.plots.communication_time import hop_rows
 
     rows = []
     for batch_size in BATCH_SIZES:
@@ -189,8 +189,8 @@ def record(found: list[Transport | Hops | Cuts]) -> dict:
 
 def draw(found: list[Transport | Hops | Cuts], path: Path) -> list[Path]:
     """The hops of full training, and a scatter for each number of micro-batches."""
-    from labkit.plots.hops import communication_time
-    from labkit.plots.scatter import split_scatter
+    from labkit.plots.communication_time import communication_time
+    from labkit.plots.split_scatter import split_scatter
 
     paths = []
     for result in found:

@@ -1,17 +1,17 @@
-"""The time over each cut of a placement, by direction and batch size, beside its bytes."""
+"""The time of each hop of a placement, by direction and batch size, beside its bytes."""
 
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.placement.planner import SplitModel
 from labkit.plots.figure import (
     DARK,
-    GRID,
     SERIES,
     WIDTH_IN,
     CaptionedFigure,
@@ -19,15 +19,17 @@ from labkit.plots.figure import (
     add_legend,
     add_title,
     drawn,
+    fill,
     swatch,
 )
-from labkit.units import as_repeats, format_bytes, format_number, format_seconds
+from labkit.plots.repeats import counts_words, quartiles, range_words
+from labkit.units import as_repeats, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from labkit.training.split_run import MeasuredSplit
 
 _TITLES = {"activation": "Activations, forward", "gradient": "Gradients, backward"}
-# Of a group of bars: inches of each bar, and between groups.
+# In a group of bars: the height of each bar, and the gap between groups.
 _BAR_IN, _GAP_IN = 0.155, 0.14
 
 
@@ -55,8 +57,8 @@ def hop_rows(
     rows = []
     for cut, point in enumerate(measured.split_points):
         directions = {
-            "activation": (measured.forward_hop_s, predicted and predicted.hop_s),
-            "gradient": (measured.backward_hop_s, predicted and predicted.backward_hop_s),
+            "activation": (measured.forward_hop_s, predicted.hop_s if predicted else None),
+            "gradient": (measured.backward_hop_s, predicted.backward_hop_s if predicted else None),
         }
         for direction, (seconds, model_s) in directions.items():
             # No gradient crosses a cut that has only frozen layers before it.
@@ -72,13 +74,14 @@ def hop_rows(
 def communication_time(
     rows: Iterable[Mapping[str, Any]], *, title: str | None = None
 ) -> CaptionedFigure:
-    """Draw what every hop takes, by cut, direction and batch size, beside its bytes.
+    """Draw the time of every hop, by cut, direction and batch size, beside its bytes.
 
     Args:
         rows: as of ``hop_rows``: ``placement`` (its name), ``cut`` (the split point),
             ``direction`` (``activation`` or ``gradient``), ``batch_size``, ``num_bytes`` and
-            ``seconds`` of a batch in that direction (a number, or the repeats: the bar is their
-            median, the whisker spans the middle half), and ``model_s`` if there is a prediction.
+            ``seconds`` per batch in that direction (a number, or the repeats: the bar is their
+            median, the whisker spans the middle half), and optionally ``model_s``, the
+            prediction.
         title: above the figure.
 
     Raises:
@@ -120,7 +123,7 @@ def _draw_hops(hops: list[_Hop], title: str) -> Figure:
         mine = [hop for hop in hops if hop.direction == direction]
         _draw_direction(axes, mine, groups, looks, has_model)
         axes.set_title(_TITLES[direction])
-        axes.set_xlabel("time of a batch (log scale)")
+        axes.set_xlabel("time per batch (log scale)")
     _draw_bytes(grid[-1], hops, groups, looks, has_model)
     grid[0].set_yticks(range(len(groups)), groups)
     grid[0].set_ylim(len(groups) - 0.5, -0.5)
@@ -134,20 +137,22 @@ def _draw_hops(hops: list[_Hop], title: str) -> Figure:
     return figure
 
 
-def _draw_direction(axes, hops, groups, looks: dict[int, Style], has_model: bool) -> None:
+def _draw_direction(
+    axes: Axes, hops: list[_Hop], groups: list[str], looks: dict[int, Style], has_model: bool
+) -> None:
     places = _places(groups, looks, has_model)
     for hop in hops:
-        middle, high = statistics.median(hop.seconds), max(hop.seconds)
+        middle = statistics.median(hop.seconds)
+        low, high = quartiles(hop.seconds)
         place, height = places[hop.group, hop.batch_size, False]
-        _draw_level_bar(axes, place, middle, height, looks[hop.batch_size])
+        axes.barh(place, middle, height, **fill(looks[hop.batch_size]))
         if len(hop.seconds) > 1:
-            low, _, high = statistics.quantiles(hop.seconds, n=4, method="inclusive")
             spread = [[middle - low], [high - middle]]
             axes.errorbar(middle, place, xerr=spread, color=DARK, capsize=2, linewidth=1)
         _number(axes, high, place, format_seconds(middle))
         if hop.model_s is not None:
             place, height = places[hop.group, hop.batch_size, True]
-            _draw_level_bar(axes, place, hop.model_s, height, looks[hop.batch_size].model)
+            axes.barh(place, hop.model_s, height, **fill(looks[hop.batch_size].model))
     times = [value for hop in hops for value in (*hop.seconds, hop.model_s) if value]
     axes.set_xscale("log")
     # A bar has no natural start on a logarithmic axis; this one leaves the shortest a length.
@@ -157,8 +162,10 @@ def _draw_direction(axes, hops, groups, looks: dict[int, Style], has_model: bool
     _finish(axes)
 
 
-def _places(groups, looks, has_model) -> dict[tuple[str, int, bool], tuple[float, float]]:
-    """By group, batch size, and whether it is the model's: where a bar is, and how thick."""
+def _places(
+    groups: list[str], looks: dict[int, Style], has_model: bool
+) -> dict[tuple[str, int, bool], tuple[float, float]]:
+    """By group, batch size, and whether it is the model's: the place and height of a bar."""
     kinds = [
         (size, model) for size in looks for model in ((False, True) if has_model else (False,))
     ]
@@ -170,18 +177,14 @@ def _places(groups, looks, has_model) -> dict[tuple[str, int, bool], tuple[float
     }
 
 
-def _draw_level_bar(axes, place: float, value: float, height: float, look: Style) -> None:
-    bar = {"facecolor": look.color, "hatch": look.hatch or None}
-    bar |= {"edgecolor": look.ink if look.hatch else look.color}
-    axes.barh(place, value, height, linewidth=0.8 if look.is_model else 0, **bar)
-
-
-def _draw_bytes(axes, hops, groups, looks: dict[int, Style], has_model: bool) -> None:
-    """One bar a batch size: both directions carry the same bytes."""
+def _draw_bytes(
+    axes: Axes, hops: list[_Hop], groups: list[str], looks: dict[int, Style], has_model: bool
+) -> None:
+    """One bar per batch size: both directions carry the same bytes."""
     places = _places(groups, looks, has_model)
     for hop in {(hop.group, hop.batch_size): hop for hop in hops}.values():
         place, height = places[hop.group, hop.batch_size, False]
-        _draw_level_bar(axes, place, hop.num_bytes, height, looks[hop.batch_size])
+        axes.barh(place, hop.num_bytes, height, **fill(looks[hop.batch_size]))
         _number(axes, hop.num_bytes, place, format_bytes(hop.num_bytes))
     low, high = (end(hop.num_bytes for hop in hops) for end in (min, max))
     axes.set_xscale("log", base=2)
@@ -189,19 +192,18 @@ def _draw_bytes(axes, hops, groups, looks: dict[int, Style], has_model: bool) ->
     ticks = [2.0**power for power in range(0, 50, 3) if low / 3 < 2**power < high * 2]
     axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
     axes.set_title("Bytes, either way")
-    axes.set_xlabel("bytes of a batch (log scale)")
+    axes.set_xlabel("bytes per batch (log scale)")
     _finish(axes)
 
 
-def _number(axes, x: float, y: float, text: str) -> None:
+def _number(axes: Axes, x: float, y: float, text: str) -> None:
     axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center_baseline")
 
 
-def _finish(axes) -> None:
+def _finish(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="x")
 
 
 def _hops_alt(hops: list[_Hop]) -> str:
@@ -223,11 +225,7 @@ def _hops_caption(hops: list[_Hop]) -> str:
     sentences = [f"The slowest hop is {_in_words(slow)}; the fastest is {_in_words(fast)}."]
     ratios = [statistics.median(hop.seconds) / hop.model_s for hop in hops if hop.model_s]
     if ratios:
-        low, high = (format_number(end(ratios)) for end in (min, max))
-        times = low if low == high else f"{low} to {high}"
-        sentences.append(f"What was measured is {times} times the model (hatched).")
-    counts = sorted({len(hop.seconds) for hop in hops})
-    if counts[-1] > 1:
-        times = " or ".join(map(str, counts))
+        sentences.append(f"What was measured is {range_words(ratios)} times the model (hatched).")
+    if times := counts_words(hop.seconds for hop in hops):
         sentences.append(f"Bars are medians of {times} steps; whiskers span the middle half.")
     return " ".join(sentences)

@@ -6,26 +6,26 @@ from typing import Any
 import ipywidgets
 
 from labkit import plots
-from labkit.plots.staleness import MAX_WORKERS, staleness_words
+from labkit.plots.staleness import MAX_WORKERS
 from labkit.schedules.staleness import check_bound
 from labkit.widgets.explorer import Explorer
 
 MAX_FACTOR = 8
-# The bound's slider counts from W - 1, the least there can be; its last place is no bound.
+# The bound's slider counts from W - 1, the smallest possible; its last place is no bound.
 _MORE = 12
 
 
 def staleness_explorer(
     workers: int = 3, factor: float = 4, bound: int | None = None
 ) -> "StalenessExplorer":
-    """Explore the model of an asynchronous run; ``plots.staleness_model`` draws it still.
+    """Explore the model of an asynchronous run; ``plots.staleness_model`` draws it.
 
     The sliders move by arrow keys, too.
 
     Args:
         workers: W to start with, 2 to 6.
-        factor: the straggler's to start with, 1 to 8 in whole numbers.
-        bound: of staleness to start with, W - 1 to W + 10, or None.
+        factor: how many times as long the straggler computes, to start with: an integer, 1 to 8.
+        bound: on the staleness to start with, W - 1 to W + 10, or None.
 
     Raises:
         ValueError: a start that the sliders do not have.
@@ -33,7 +33,7 @@ def staleness_explorer(
     if workers not in range(2, MAX_WORKERS + 1):
         raise ValueError(f"the explorer shows 2 to {MAX_WORKERS} workers, got {workers!r}")
     if factor not in range(1, MAX_FACTOR + 1):
-        raise ValueError(f"the factor is a whole number from 1 to {MAX_FACTOR}, got {factor!r}")
+        raise ValueError(f"the factor is an integer from 1 to {MAX_FACTOR}, got {factor!r}")
     check_bound(workers, bound)
     if bound is not None and bound not in _bounds(workers).values():
         raise ValueError(f"bound {bound} is beyond the slider's {workers + _MORE - 2}: use None")
@@ -41,7 +41,7 @@ def staleness_explorer(
 
 
 def _bounds(workers: int) -> dict[str, float]:
-    """What the bound's slider has for W workers; its values cannot be None."""
+    """The options of the bound's slider for W workers; infinity stands for no bound."""
     numbers = range(workers - 1, workers + _MORE - 1)
     return {str(bound): bound for bound in numbers} | {"none": math.inf}
 
@@ -51,8 +51,8 @@ class StalenessExplorer(Explorer):
 
     Attributes:
         workers, factor: the sliders of W and of the straggler.
-        bound: the slider of the bound. Another W moves its range; where the bound is out of it
-            then, it becomes the nearest.
+        bound: the slider of the bound. Another W moves its range, and with it a bound that
+            would be out of it.
     """
 
     def __init__(self, workers: int, factor: float, bound: int | None):
@@ -65,26 +65,17 @@ class StalenessExplorer(Explorer):
         )
         # Before the figure follows the workers, the bounds do.
         self.workers.observe(self._move_bounds, "value")
-        super().__init__(self.workers, self.factor, self.bound)
+        super().__init__(plots.staleness_model, self.workers, self.factor, self.bound)
 
     def chosen(self) -> tuple[int, int, int | None]:
         bound = self.bound.value
         return self.workers.value, self.factor.value, None if bound == math.inf else bound
-
-    def figure(self, workers: int, factor: float, bound: int | None) -> plots.CaptionedFigure:
-        return plots.staleness_model(workers, factor, bound)
-
-    def reads(self, *chosen) -> str:
-        return (
-            f"[sliders] workers 2 to {MAX_WORKERS}, straggler 1 to {MAX_FACTOR} times as slow, "
-            f"bound from workers - 1. {staleness_words(*chosen)}"
-        )
 
     def _move_bounds(self, _change: Any) -> None:
         bounds, chosen = _bounds(self.workers.value), self.bound.value
         least, *_, largest, _ = bounds.values()
         if chosen != math.inf:
             chosen = min(max(chosen, least), largest)
-        # New options take the first of them for a moment, which is not to be shown.
+        # New options select their first one for a moment, which is not to be shown.
         with self.moving():
             self.bound.options, self.bound.value = bounds, chosen

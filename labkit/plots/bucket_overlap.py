@@ -14,12 +14,13 @@ from labkit.plots.figure import (
     add_legend,
     add_title,
     drawn,
+    fill,
     swatch,
 )
 from labkit.schedules.buckets import MIB
 from labkit.units import format_bytes, format_count, format_seconds
 
-# Orders of magnitude, for a picture: a message's start, and the seconds of a byte.
+# Orders of magnitude: seconds to start a message, and seconds per byte.
 LINKS = {
     "shared memory": Link(30e-6, 1 / 8e9),
     "100 Gb/s network": Link(15e-6, 1 / 12e9),
@@ -32,7 +33,7 @@ BUCKET_SIZES_MB = (0, 0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, math.inf)
 _LAYERS = 120
 _SIZES = (MIB // 2, 2048) * _LAYERS
 _LAYER_S = 0.5e-3
-# A layer's gradients come together, the last layer's first.
+# Both gradients of a layer are ready at once, the last layer's first.
 _GRADIENT_S = tuple((_LAYERS - index // 2) * _LAYER_S for index in range(2 * _LAYERS))
 
 
@@ -47,7 +48,9 @@ def example_step(bucket_mb: float, world_size: int, link: str) -> StepModel:
     if world_size < 2:
         raise ValueError(f"one rank sends nothing: give a world_size from 2, got {world_size}")
     if not bucket_mb >= 0:
-        raise ValueError(f"bucket_mb must be 0 (a bucket a parameter) or more, got {bucket_mb!r}")
+        raise ValueError(
+            f"bucket_mb must be 0 (one bucket per parameter) or more, got {bucket_mb!r}"
+        )
     return predict_step(_SIZES, _GRADIENT_S, bucket_mb * MIB, world_size, LINKS[link])
 
 
@@ -58,27 +61,25 @@ def bucket_overlap(
     """Draw the model of one backward pass with buckets, above the step's time by bucket size.
 
     Args:
-        bucket_mb: MiB of gradients a bucket; 0 is a bucket a parameter, ``math.inf`` one for all
-            (but for the small first one).
+        bucket_mb: MiB of gradients per bucket; 0 is one bucket per parameter, ``math.inf`` one
+            for all (but for the small first one).
         world_size: P, at least 2.
         link: one of ``LINKS``.
 
     Raises:
-        ValueError: what ``example_step`` refuses.
+        ValueError: an unknown link, fewer than 2 ranks, a negative size.
     """
     step = example_step(bucket_mb, world_size, link)
     sweep = [example_step(size, world_size, link).step_s for size in BUCKET_SIZES_MB]
     return CaptionedFigure(
         _draw(step, sweep, bucket_mb, world_size, link),
         alt=_alt(step, bucket_mb, world_size, link),
-        caption=bucket_words(bucket_mb, world_size, link),
+        caption=_caption(step, sweep, bucket_mb),
     )
 
 
-def bucket_words(bucket_mb: float, world_size: int, link: str) -> str:
-    """The model in a sentence or two: what is hidden, what is exposed, which size is best."""
-    step = example_step(bucket_mb, world_size, link)
-    sweep = [example_step(size, world_size, link).step_s for size in BUCKET_SIZES_MB]
+def _caption(step: StepModel, sweep: list[float], bucket_mb: float) -> str:
+    """What is exposed, and which size is best."""
     best = min(sweep)
     best_name = size_name(BUCKET_SIZES_MB[sweep.index(best)])
     count = len(step.buckets)
@@ -93,7 +94,7 @@ def bucket_words(bucket_mb: float, world_size: int, link: str) -> str:
 
 
 def size_name(bucket_mb: float) -> str:
-    """``25 MiB``, and words for the two ends."""
+    """``25 MiB``, ``one parameter`` or ``everything``."""
     if bucket_mb == 0:
         return "one parameter"
     return "everything" if math.isinf(bucket_mb) else format_bytes(bucket_mb * MIB)
@@ -139,13 +140,11 @@ def _draw_lanes(axes, step: StepModel, longest_ms: float) -> None:
 
 
 def _bar(axes, lane: int, start_s: float, end_s: float, kind: str) -> None:
-    look = STYLES[kind].model
-    style = {"facecolor": look.color, "edgecolor": look.ink, "hatch": look.hatch, "linewidth": 0.8}
-    axes.barh(lane, (end_s - start_s) * 1e3, left=start_s * 1e3, height=0.7, **style)
+    axes.barh(lane, (end_s - start_s) * 1e3, 0.7, start_s * 1e3, **fill(STYLES[kind].model))
 
 
 def _draw_sweep(axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:
-    """At equal distances: the ends, nothing and everything, have no logarithm."""
+    """At equal distances, since the two ends, 0 and infinity, have no logarithm."""
     places = range(len(BUCKET_SIZES_MB))
     axes.plot(
         places, [s * 1e3 for s in sweep], color=BLUE, linestyle="--", marker="o", mfc="white"

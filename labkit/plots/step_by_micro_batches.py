@@ -1,15 +1,16 @@
-"""How many micro-batches: the step's time and memory over their number, by schedule."""
+"""The time and memory of a step over the number of micro-batches, by schedule."""
 
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from labkit.plots.figure import (
-    GRID,
     SERIES,
     WIDTH_IN,
     CaptionedFigure,
@@ -18,6 +19,7 @@ from labkit.plots.figure import (
     drawn,
     shade,
 )
+from labkit.plots.repeats import counts_words, quartiles
 from labkit.units import (
     as_repeats,
     byte_unit,
@@ -35,13 +37,13 @@ Curves = dict[str, list[Mapping[str, Any]]]
 def step_by_micro_batches(
     rows: Iterable[Mapping[str, Any]], *, title: str | None = None
 ) -> CaptionedFigure:
-    """Draw a step's time, and the memory of it, over the number of micro-batches.
+    """Draw the time and the memory of a step over the number of micro-batches.
 
     Args:
         rows: ``schedule`` (the curve's name), ``micro_batches`` and ``step_s`` (a number, or its
-            repeats: the point is their median, the band spans the middle half), and where they
-            are known ``model_s`` (the predicted step) and ``memory_bytes`` (by stage: the largest
-            is drawn).
+            repeats: the point is their median, the band spans the middle half), and optionally
+            ``model_s`` (the predicted step) and ``memory_bytes`` (by stage: the largest is
+            drawn).
         title: above the figure.
 
     Raises:
@@ -75,14 +77,13 @@ def _draw_curves(curves: Curves, title: str) -> Figure:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("micro-batches")
         axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
-        axes.grid(color=GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
+        axes.grid()
     add_title(figure, title)
     add_legend(figure, entries)
     return figure
 
 
-def _draw_steps(axes, curves: Curves) -> list:
+def _draw_steps(axes: Axes, curves: Curves) -> list[Line2D]:
     longest = max(_median_s(row) for rows in curves.values() for row in rows)
     scale, unit = second_unit(longest)
     entries = []
@@ -90,7 +91,7 @@ def _draw_steps(axes, curves: Curves) -> list:
         counts = [row["micro_batches"] for row in rows]
         middle = [_median_s(row) / scale for row in rows]
         entries += axes.plot(counts, middle, color=style.color, marker=marker, label=name)
-        low, high = zip(*(_quartiles(row) for row in rows))
+        low, high = zip(*(quartiles(as_repeats(row["step_s"])) for row in rows))
         band = {"color": style.color, "alpha": 0.2, "linewidth": 0}
         axes.fill_between(counts, [s / scale for s in low], [s / scale for s in high], **band)
         model = [(row["micro_batches"], row["model_s"]) for row in rows if "model_s" in row]
@@ -103,7 +104,7 @@ def _draw_steps(axes, curves: Curves) -> list:
     return entries
 
 
-def _draw_memory(axes, curves: Curves) -> None:
+def _draw_memory(axes: Axes, curves: Curves) -> None:
     largest = {
         name: {row["micro_batches"]: _memory(row) for row in rows if "memory_bytes" in row}
         for name, rows in curves.items()
@@ -118,14 +119,6 @@ def _draw_memory(axes, curves: Curves) -> None:
 
 def _median_s(row: Mapping[str, Any]) -> float:
     return statistics.median(as_repeats(row["step_s"]))
-
-
-def _quartiles(row: Mapping[str, Any]) -> tuple[float, float]:
-    repeats = as_repeats(row["step_s"])
-    if len(repeats) < 2:
-        return repeats[0], repeats[0]
-    low, _, high = statistics.quantiles(repeats, n=4, method="inclusive")
-    return low, high
 
 
 def _memory(row: Mapping[str, Any]) -> float:
@@ -150,8 +143,7 @@ def _curves_caption(curves: Curves) -> str:
         if "memory_bytes" in best:
             sentences[-1] += f" and {format_bytes(_memory(best))} on its largest stage"
     text = f"{'; '.join(sentences)}."
-    counts = {len(as_repeats(row["step_s"])) for rows in curves.values() for row in rows}
-    if max(counts) > 1:
-        times = " or ".join(map(str, sorted(counts)))
+    steps = [as_repeats(row["step_s"]) for rows in curves.values() for row in rows]
+    if times := counts_words(steps):
         text += f" Points are medians of {times} steps; bands span the middle half."
     return text

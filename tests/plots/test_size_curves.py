@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from parts import legend_of
 
 from labkit import plots
 from labkit.plots.figure import SERIES
@@ -21,11 +22,6 @@ def repeated(points):
 
 def lines_of(figure):
     return {line.get_label(): line for line in figure.figure.axes[0].lines}
-
-
-def legend_of(figure):
-    (legend,) = figure.figure.legends
-    return [text.get_text() for text in legend.get_texts()]
 
 
 class TestTime:

@@ -1,4 +1,4 @@
-"""Sliders of split points that stay in order: one that is moved pushes the others."""
+"""Sliders of split points that stay in order: a slider that is moved pushes the others."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ WIDE = {"description_width": "8em"}
 
 
 class CutSliders:
-    """A slider for each cut, over the layers of a model, and beside it the layer behind the cut.
+    """A slider for each cut of a model, and beside it the name of the layer behind the cut.
 
     Attributes:
-        sliders: of all cuts there can be, from the first to the last; those not needed are hidden.
+        sliders: one per possible cut, from the first to the last; unused ones are hidden.
         rows: each slider with its layer.
     """
 
@@ -41,7 +41,7 @@ class CutSliders:
         return tuple(slider.value for slider in self.sliders[: self._shown])
 
     def move(self, points: Sequence[int]) -> None:
-        """Show as many cuts, there. Every stage keeps a layer: that is the sliders' range."""
+        """Show cuts at these points. The sliders' ranges leave every stage a layer."""
         self._shown = len(points)
         for cut, (slider, row) in enumerate(zip(self.sliders, self.rows)):
             behind = max(0, self._shown - 1 - cut)
@@ -52,9 +52,9 @@ class CutSliders:
         self._name()
 
     def resize(self, count: int) -> None:
-        """Show ``count`` cuts: those there are, as far as they fit, and new ones behind them."""
+        """Show ``count`` cuts: the present ones, moved if necessary, then new ones."""
         points = list(self.points[:count])
-        # From the last one down, each leaves a layer to every stage behind it.
+        # Each cut leaves a layer to every stage behind it.
         for cut in reversed(range(len(points))):
             points[cut] = min(points[cut], len(self._layers) - count + cut)
         while len(points) < count:

@@ -3,7 +3,7 @@
 import ipywidgets
 
 from labkit import plots
-from labkit.plots.buckets import BUCKET_SIZES_MB, LINKS, bucket_words, size_name
+from labkit.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, size_name
 from labkit.widgets.explorer import Explorer
 
 MAX_RANKS = 16
@@ -12,9 +12,9 @@ MAX_RANKS = 16
 def bucket_explorer(
     bucket_mb: float = 25, world_size: int = 4, link: str = "10 Gb/s network"
 ) -> "BucketExplorer":
-    """Explore the model of a backward pass with buckets; ``plots.bucket_overlap`` draws it still.
+    """Explore the model of a backward pass with buckets; ``plots.bucket_overlap`` draws it.
 
-    The sliders move by arrow keys, and the list of links too.
+    All controls answer to arrow keys.
 
     Args:
         bucket_mb: MiB to start with, one of ``plots.BUCKET_SIZES_MB``.
@@ -50,11 +50,4 @@ class BucketExplorer(Explorer):
         )
         self.ranks = ipywidgets.IntSlider(world_size, 2, MAX_RANKS, description="ranks")
         self.link = ipywidgets.Dropdown(options=list(LINKS), value=link, description="link")
-        super().__init__(self.size, self.ranks, self.link)
-
-    def figure(self, bucket_mb: float, world_size: int, link: str) -> plots.CaptionedFigure:
-        return plots.bucket_overlap(bucket_mb, world_size, link)
-
-    def reads(self, *chosen) -> str:
-        names = ", ".join(LINKS)
-        return f"[sliders] bucket, ranks 2 to {MAX_RANKS}, link ({names}). {bucket_words(*chosen)}"
+        super().__init__(plots.bucket_overlap, self.size, self.ranks, self.link)

@@ -1,4 +1,4 @@
-"""A model cut into stages, under sliders: where to cut, over which link, in how many parts."""
+"""A model cut into stages, under sliders: where to cut, which link, how many micro-batches."""
 
 import html
 import math
@@ -13,12 +13,13 @@ import ipywidgets
 from labkit import plots
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import Profile
+from labkit.plots.split_costs import cuts_words
 from labkit.schedules.pipeline import PIPELINES
 from labkit.training.split_run import MeasuredSplit, measure_split
 from labkit.units import format_bytes, format_seconds
-from labkit.widgets.cuts import WIDE, CutSliders
 from labkit.widgets.explorer import Explorer
-from labkit.widgets.planner import Choice, Planner, cuts
+from labkit.widgets.split_choice import HERE, Choice, SplitModels
+from labkit.widgets.split_points import WIDE, CutSliders
 
 MAX_STAGES = 4
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -36,19 +37,20 @@ def split_explorer(
     frozen: int = 0,
     measure: Callable[..., MeasuredSplit] = measure_split,
 ) -> "SplitExplorer":
-    """Explore where to cut a model: at once what a model of it says, at a button what a run does.
+    """Explore where to cut a model: sliders show the predicted costs, a button measures them.
 
     All controls answer to the keyboard. ``plots.split_costs`` draws the same figure without them.
 
     Args:
         profile: the model's layers, and the batch size to start with.
-        link: between two stages on this machine (``split_runs.stage_link``), one more to choose.
+        link: between two stages on this machine (``training.split_run.stage_link``); None leaves
+            the standard ones.
         split_points: to start with, 1 to 3; by default one cut in the middle of the layers.
         micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
         schedule: to start with, ``gpipe`` or ``1f1b``.
         input_shape: of one sample, for the run.
-        frozen: so many layers from the first on are not trained.
-        measure: what the button calls, in the manner of ``split_runs.measure_split``.
+        frozen: the number of layers, from the first on, that are not trained.
+        measure: what the button calls, with the arguments of ``training.split_run.measure_split``.
 
     Raises:
         ValueError: a start that the controls do not have, a model that cannot be cut.
@@ -63,11 +65,11 @@ def split_explorer(
             f"micro_batches is one of {known} for a batch of {profile.batch_size}, "
             f"got {micro_batches!r}"
         )
-    planner = Planner(profile, link, frozen)
-    start = Choice(points, next(iter(planner.links)), micro_batches, schedule, profile.batch_size)
-    planner.predicted(start)  # refuses what no split can have
+    models = SplitModels(profile, link, frozen)
+    start = Choice(points, next(iter(models.links)), micro_batches, schedule, profile.batch_size)
+    models.predicted(start)  # refuses what no split can have
     run = partial(measure, profile.model, input_shape=tuple(input_shape), frozen=frozen)
-    return SplitExplorer(planner, start, run)
+    return SplitExplorer(models, start, run)
 
 
 class SplitExplorer(Explorer):
@@ -76,17 +78,17 @@ class SplitExplorer(Explorer):
     Attributes:
         stages: how many, 2 to 4.
         cuts: the sliders of the split points; one that is moved pushes the others.
-        link, batch, micro_batches, schedule: what else the figure follows. A batch has a sample
-            or more for each micro-batch, so that either may move the other.
-        best: the button that moves the cuts to the best ones, by ``objective``, with no more
-            than ``cap`` bytes on a stage.
+        link, batch, micro_batches, schedule: what else the figure follows. Every micro-batch
+            has a sample or more, so the batch and their number may move each other.
+        best: the button that moves the cuts to the best ones, by ``objective``, with at most
+            ``cap`` bytes per stage.
         run: the button that measures the split. The figure shows the measured bars wherever the
-            controls are at what was measured. An error of the run is said, not raised.
-        status: what a button does, or has done.
+            controls are at what was measured. An error of the run is shown, not raised.
+        status: what a button is doing, or has done.
     """
 
-    def __init__(self, planner: Planner, start: Choice, measure: Callable[..., MeasuredSplit]):
-        self._planner, self._measure = planner, measure
+    def __init__(self, models: SplitModels, start: Choice, measure: Callable[..., MeasuredSplit]):
+        self._models, self._measure = models, measure
         self._measured: dict[Choice, MeasuredSplit] = {}
         self._working = threading.Lock()
         self._make_controls(start)
@@ -104,10 +106,10 @@ class SplitExplorer(Explorer):
             ipywidgets.HBox([self.run, self.status]),
         ]
         controls = (self.stages, self.link, self.batch, self.micro_batches, self.schedule)
-        super().__init__(*self.cuts.sliders, *controls, rows=rows)
+        super().__init__(self._draw_split, *self.cuts.sliders, *controls, rows=rows)
 
     def _make_controls(self, start: Choice) -> None:
-        names = [layer.name for layer in self._planner.profile.layers]
+        names = [layer.name for layer in self._models.measured.layers]
         most = min(MAX_STAGES, len(names))
         self.stages = ipywidgets.IntSlider(
             len(start.points) + 1, 2, most, description="stages", style=WIDE
@@ -120,15 +122,15 @@ class SplitExplorer(Explorer):
         self.batch = _steps("batch", batches, size)
         self.micro_batches = _steps("micro-batches", counts, start.micro_batches)
         self.schedule = _choice("schedule", list(PIPELINES), start.schedule)
-        self.link = _choice("link", list(self._planner.links), start.link)
+        self.link = _choice("link", list(self._models.links), start.link)
         self.objective = _choice("best has", _OBJECTIVES, "step")
-        whole = self._planner.whole_bytes(batches[-1])
+        whole = self._models.whole_bytes(start._replace(batch_size=batches[-1]))
         caps = [2**power for power in range(max(0, whole.bit_length() - 6), whole.bit_length())]
         labels = [*map(format_bytes, caps), "no limit"]
         self.cap = _steps("a stage holds", [*caps, math.inf], math.inf, labels)
 
     def _link_controls(self) -> None:
-        """Before the figure follows a control, the other controls do."""
+        """The other controls follow a control before the figure does."""
         self.stages.observe(self._resize, "value")
         self.micro_batches.observe(self._fit_batch, "value")
         self.batch.observe(self._fit_micro_batches, "value")
@@ -139,17 +141,27 @@ class SplitExplorer(Explorer):
         counts = self.micro_batches.value, self.schedule.value, self.batch.value
         return Choice(self.cuts.points, self.link.value, *counts)
 
-    def figure(self, *chosen: Any) -> plots.CaptionedFigure:
+    def _draw_split(self, *chosen: Any) -> plots.CaptionedFigure:
         choice = Choice(*chosen)
-        return self._planner.draw(choice, self._measured.get(choice.here))
+        measured = self._measured.get(choice.here)
+        figure = plots.split_costs(
+            self._models.profile(choice),
+            self._models.predicted(choice),
+            measured,
+            title=self._models.title(choice),
+            axis_range=self._models.axis_range(choice),
+        )
+        if measured and choice.link != HERE:
+            figure.caption += f" It was measured on {HERE}, not over {choice.link}."
+        return figure
 
-    def reads(self, *chosen: Any) -> str:
-        choice = Choice(*chosen)
+    def __repr__(self) -> str:
+        choice = self.chosen()
         return (
             f"[sliders and buttons] stages 2 to {self.stages.max}, a cut before any of "
-            f"{len(self._planner.profile.layers)} layers, link "
-            f"({', '.join(self._planner.links)}), batch, micro-batches, schedule; "
-            f"Best split, Run. {self._planner.words(choice, self._measured.get(choice.here))}"
+            f"{len(self._models.measured.layers)} layers, link "
+            f"({', '.join(self._models.links)}), batch, micro-batches, schedule; Best split, Run. "
+            f"{self._models.title(choice)}, {cuts_words(choice.points)}. {self.caption}"
         )
 
     def close(self) -> None:
@@ -164,7 +176,7 @@ class SplitExplorer(Explorer):
         self._work("searching ...", self._move_to_best)
 
     def _work(self, doing: str, job: Callable[[], str]) -> None:
-        """Do a button's job and say what came of it; a press meanwhile does nothing."""
+        """Do a button's job and show its outcome; a press meanwhile does nothing."""
         if not self._working.acquire(blocking=False):
             return
         self._say(doing)
@@ -180,7 +192,7 @@ class SplitExplorer(Explorer):
             self._working.release()
 
     def _say(self, words: str) -> None:
-        # A worker's traceback has lines of its own, and many.
+        # A worker's traceback has many lines.
         style = "white-space: pre-wrap; max-height: 15em; overflow: auto; line-height: 1.4"
         self.status.value = f'<div role="status" style="{style}">{html.escape(words)}</div>'
 
@@ -196,14 +208,14 @@ class SplitExplorer(Explorer):
         self._pages.clear()
         self._show()
         step = format_seconds(statistics.median(measured.step_s))
-        return f"measured, {cuts(choice.points)}: {step} a step"
+        return f"measured, {cuts_words(choice.points)}: {step} a step"
 
     def _move_to_best(self) -> str:
-        best = self._planner.best(self.chosen(), self.objective.value, self.cap.value)
+        best = self._models.best(self.chosen(), self.objective.value, self.cap.value)
         with self.moving():
             self.cuts.move(best.split_points)
         self._show()
-        return f"best by the model: {cuts(best.split_points)}"
+        return f"best by the model: {cuts_words(best.split_points)}"
 
     def _resize(self, _change: Any) -> None:
         with self.moving():

@@ -1,4 +1,4 @@
-"""Figures of spans: the timeline of a run, and its seconds by kind."""
+"""The timeline of a run: what each rank did when."""
 
 import math
 import statistics
@@ -6,8 +6,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from labkit.plots.figure import (
     PAGE_DPI,
@@ -22,7 +24,7 @@ from labkit.plots.figure import (
 from labkit.trace import LOCAL_KINDS, Span, Trace
 from labkit.units import format_count, format_seconds, second_unit
 
-# By rank or bar, by kind: parts of the whole.
+# By rank or bar, by kind: the share of the whole.
 Shares = dict[str, dict[str, float]]
 
 
@@ -36,20 +38,20 @@ def timeline(
     ranks: Collection[int] | None = None,
     model: bool = False,
 ) -> CaptionedFigure:
-    """Draw what each rank did when: a lane a rank, a bar a span.
+    """Draw what each rank did when: one lane per rank, one bar per span.
 
-    A rank with threads beside its main one, such as DDP's communication thread, gets a second,
-    thinner lane for them under its own: what lies above one another happened at once.
+    A rank with another thread, such as DDP's communication thread, gets a second, thinner lane
+    for it under its own: bars above each other happened at the same time.
 
     Args:
         result: a ``Trace``, or a result that has one as ``.trace``.
         title: above the figure.
         start_s, end_s: the part of the trace to show, in seconds of its clock.
-        ranks: the ranks to show, all by default.
+        ranks: the ranks to show; all by default.
         model: the trace is a prediction, not a measurement, and is drawn as one.
 
     Raises:
-        ValueError: no spans there; the message says what to do.
+        ValueError: nothing to draw; the message says what to do.
     """
     trace = trace_of(result)
     lanes = _chosen_ranks(trace, ranks)
@@ -69,40 +71,8 @@ def timeline(
     )
 
 
-@drawn
-def phases(result: Any, *, title: str | None = None, model: bool = False) -> CaptionedFigure:
-    """Draw the seconds by kind as stacked bars, one bar a rank (or a run).
-
-    Args:
-        result: a ``Trace``, a result that has one, ``{kind: seconds}``, or
-            ``{rank or name: {kind: seconds}}``.
-        title: above the figure.
-        model: the seconds are predictions, and are drawn as such.
-
-    Raises:
-        ValueError: no seconds there; the message says what to do.
-    """
-    rows = _phase_rows(result)
-    totals = {name: sum(row.values()) for name, row in rows.items()}
-    styles = styles_of(kind for row in rows.values() for kind, s in row.items() if s > 0)
-    shares = {
-        name: {kind: row.get(kind, 0) / totals[name] for kind in styles}
-        for name, row in rows.items()
-        if totals[name] > 0
-    }
-    title = title or ("Time by phase (model)" if model else "Time by phase")
-    bars = "; ".join(
-        f"{name} {format_seconds(totals[name])}, {_percents(share)}"
-        for name, share in shares.items()
-    )
-    return CaptionedFigure(
-        _draw_phases(rows, totals, styles, title, model),
-        alt=f"{title}: {bars}.",
-        caption=_phases_caption(shares, totals),
-    )
-
-
 def trace_of(result: Any) -> Trace:
+    """The trace of what ``labkit.run`` returned, if it has spans; else ValueError."""
     trace = getattr(result, "trace", result)
     if not isinstance(trace, Trace):
         raise ValueError(
@@ -147,7 +117,7 @@ def _spans_between(
 def _draw_timeline(
     spans: list[Span], lanes: list[int], start_s: float, end_s: float, title: str, model: bool
 ) -> Figure:
-    scale, unit = _axis_unit(end_s - start_s)
+    scale, unit = axis_unit(end_s - start_s)
     figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(lanes), 7)))
     axes = figure.add_subplot()
     margin_s = 0.003 * (end_s - start_s)
@@ -156,34 +126,34 @@ def _draw_timeline(
     draw_spans(axes, spans, lanes, scale, styles, model)
     axes.set_title(title)
     axes.set(xlabel=f"time since the start ({unit})", ylabel="rank")
-    axes.xaxis.get_major_formatter().set_useOffset(False)
+    axes.ticklabel_format(axis="x", useOffset=False)
     label_lanes(axes, [str(rank) for rank in lanes])
-    add_legend(figure, _legend_entries(styles, model))
+    add_legend(figure, kind_swatches(styles, model))
     return figure
 
 
-def _axis_unit(extent_s: float) -> tuple[float, str]:
-    """The unit for an axis: 1.5 s still reads 1500 ms, so that ticks are whole numbers."""
+def axis_unit(extent_s: float) -> tuple[float, str]:
+    """The unit for an axis: 1.5 s is still shown as 1500 ms, so that ticks are integers."""
     return second_unit(extent_s / 2)
 
 
 def draw_spans(
-    axes,
+    axes: Axes,
     spans: list[Span],
     lanes: list[int],
     scale: float,
     styles: dict[str, Style],
     model: bool,
 ) -> None:
-    """One collection holds all bars in the order of time; hatches go over the wide ones.
+    """Draw all bars as one collection in the order of time, and hatches over the wide ones.
 
-    A hatched bar takes a thousand times as long as a plain one, and in a bar of three pixels
-    nobody can see the hatch.
+    A hatched bar takes a thousand times as long to draw as a plain one, and a bar of three pixels
+    is too narrow to show its hatch.
     """
     corners = _corners(spans, lanes, scale)
     looks = {kind: style.model if model else style for kind, style in styles.items()}
     colors = [looks[span.kind].color for span in spans]
-    bars = PolyCollection(corners, facecolors=colors, linewidths=0, snap=False, gid="spans")
+    bars = PolyCollection(list(corners), facecolors=colors, linewidths=0, snap=False, gid="spans")
     axes.add_collection(bars, autolim=False)
     left, right = axes.get_xlim()
     wide = (corners[:, 2, 0] - corners[:, 0, 0]) * WIDTH_IN * PAGE_DPI > 3 * (right - left)
@@ -191,7 +161,9 @@ def draw_spans(
     for kind, look in looks.items():
         mine = corners[wide & (kinds == kind)]
         if look.hatch and len(mine):
-            over = PolyCollection(mine, facecolors="none", edgecolors=look.ink, hatch=look.hatch)
+            over = PolyCollection(
+                list(mine), facecolors="none", edgecolors=look.ink, hatch=look.hatch
+            )
             over.set(linewidth=0.8 if model else 0, gid=f"hatch {kind}")
             axes.add_collection(over, autolim=False)
 
@@ -211,21 +183,22 @@ def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
     return np.stack([xs, ys], axis=2)
 
 
-def label_lanes(axes, names: list[str]) -> None:
-    """A lane a name, the first on top; of very many lanes every n-th is named."""
+def label_lanes(axes: Axes, names: list[str]) -> None:
+    """One lane per name, the first on top; of very many lanes every n-th is named."""
     every = math.ceil(len(names) / 32)
     axes.set_yticks(range(0, len(names), every), names[::every])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
 
 
-def _legend_entries(styles: dict[str, Style], model: bool) -> list:
+def kind_swatches(styles: dict[str, Style], model: bool) -> list[Patch]:
+    """The legend's entries."""
     ending = " (model)" if model else ""
     return [swatch(kind + ending, style, model) for kind, style in styles.items()]
 
 
 def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -> Shares:
-    """The parts of the time from ``start_s`` to ``end_s``; a row's rest is outside any span."""
+    """By rank, by kind: the share of the time from ``start_s`` to ``end_s``."""
     kinds = styles_of(span.kind for span in spans)
     shares = {f"rank {rank}": dict.fromkeys(kinds, 0.0) for rank in ranks}
     for span in spans:
@@ -234,11 +207,11 @@ def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -
     return shares
 
 
-def _percents(share: Mapping[str, float], least: float = 0.0) -> str:
-    return ", ".join(f"{kind} {_percent(part)}" for kind, part in share.items() if part > least)
+def percents(share: Mapping[str, float], least: float = 0.0) -> str:
+    return ", ".join(f"{kind} {percent(part)}" for kind, part in share.items() if part > least)
 
 
-def _percent(part: float) -> str:
+def percent(part: float) -> str:
     return "under 1%" if 0 < part < 0.005 else f"{part:.0%}"
 
 
@@ -251,8 +224,8 @@ def _timeline_alt(shares: Shares, extent_s: float, model: bool) -> str:
     kind = "Predicted timeline" if model else "Timeline"
     head = f"{kind} of {format_count(len(shares), 'rank')} over {format_seconds(extent_s)}."
     if len(shares) > 8:
-        return f"{head} Mean share of the time: {_percents(_mean_share(shares))}."
-    rows = "; ".join(f"{name}: {_percents(share)}" for name, share in shares.items())
+        return f"{head} Mean share of the time: {percents(_mean_share(shares))}."
+    rows = "; ".join(f"{name}: {percents(share)}" for name, share in shares.items())
     return f"{head} Share of the time by {rows}."
 
 
@@ -260,10 +233,10 @@ def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
     mean = _mean_share(shares)
     blank = 1 - sum(mean.values())
     whose = "Mean over the ranks" if len(shares) > 1 else "In all"
-    sentences = [_apart_sentence(shares, dict.fromkeys(shares, extent_s))]
-    sentences.append(f"{whose}: {_percents(mean, least=0.005)}.")
+    sentences = [communication_words(shares, dict.fromkeys(shares, extent_s))]
+    sentences.append(f"{whose}: {percents(mean, least=0.005)}.")
     if blank > 0.02:
-        sentences.append(f"Blank, {_percent(blank)}, is time outside any span.")
+        sentences.append(f"Blank, {percent(blank)}, is time outside any span.")
     if thin:
         spans = "1 span is" if thin == 1 else f"{thin:,} spans are"
         sentences.append(f"{spans} narrower than a pixel: start_s and end_s zoom in.")
@@ -271,13 +244,13 @@ def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
 
 
 def _beside_alt(beside: Shares) -> str:
-    """What the thin lanes show, after the sentences on the main ones."""
+    """What the thin lanes show; empty if there are none."""
     kinds = next(iter(beside.values()))
     if not kinds:
         return ""
-    rows = "; ".join(f"{name}: {_percents(share)}" for name, share in beside.items())
+    rows = "; ".join(f"{name}: {percents(share)}" for name, share in beside.items())
     if len(beside) > 8:
-        rows = f"mean {_percents(_mean_share(beside))}"
+        rows = f"mean {percents(_mean_share(beside))}"
     return f" At the same time, in threads beside the main one, {rows}."
 
 
@@ -285,12 +258,12 @@ def _beside_caption(beside: Shares) -> str:
     kinds = next(iter(beside.values()))
     if not kinds:
         return ""
-    mean = _percents(_mean_share(beside), least=0.005)
+    mean = percents(_mean_share(beside), least=0.005)
     return f" The thin lane under each rank is what its other thread did at the same time: {mean}."
 
 
-def _apart_sentence(shares: Shares, totals: Mapping[str, float]) -> str:
-    """Who communicates and waits most, in numbers."""
+def communication_words(shares: Shares, totals: Mapping[str, float]) -> str:
+    """Which rank communicates and waits most, and which least."""
     parts = {
         name: sum(part for kind, part in share.items() if kind not in LOCAL_KINDS)
         for name, share in shares.items()
@@ -300,84 +273,9 @@ def _apart_sentence(shares: Shares, totals: Mapping[str, float]) -> str:
     where = "on" if most.startswith("rank ") else "in"
     if not parts[most]:
         return f"None of the {total} goes to communication or waiting."
-    text = f"Communication and waiting take {_percent(parts[most])} of {total} {where} {most}"
-    if _percent(parts[most]) != _percent(parts[least]):
-        text += f" and {_percent(parts[least])} {where} {least}"
+    text = f"Communication and waiting take {percent(parts[most])} of {total} {where} {most}"
+    if percent(parts[most]) != percent(parts[least]):
+        text += f" and {percent(parts[least])} {where} {least}"
     elif len(parts) > 1:
         text += f", and as much {where} the others"
     return f"{text}."
-
-
-def _phase_rows(result: Any) -> dict[str, dict[str, float]]:
-    """By bar, by kind: seconds."""
-    if not isinstance(result, Mapping):
-        trace = trace_of(result)
-        return {f"rank {rank}": trace.seconds_by_kind(rank) for rank in trace.ranks}
-    by_name = any(isinstance(row, Mapping) for row in result.values())
-    rows = {
-        f"rank {name}" if isinstance(name, int) else str(name): dict(row)
-        for name, row in (result if by_name else {"run": result}).items()
-    }
-    if not any(seconds > 0 for row in rows.values() for seconds in row.values()):
-        raise ValueError(
-            "no phase took any time, so there is nothing to draw: give what labkit.run returned, "
-            'or seconds by kind such as {"compute": 0.8, "communicate": 0.2}'
-        )
-    return rows
-
-
-def _draw_phases(
-    rows: dict[str, dict[str, float]],
-    totals: dict[str, float],
-    styles: dict[str, Style],
-    title: str,
-    model: bool,
-) -> Figure:
-    scale, unit = _axis_unit(max(totals.values()))
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(rows), 9)))
-    axes = figure.add_subplot()
-    longest = max(totals.values()) / scale
-    for lane, (name, row) in enumerate(rows.items()):
-        left = 0.0
-        for kind, style in styles.items():
-            width = row.get(kind, 0.0) / scale
-            _draw_part(axes, lane, left, width, swatch(kind, style, model))
-            if width > 0.07 * longest:
-                _tag(axes, left + width / 2, lane, _percent(row[kind] / totals[name]))
-            left += width
-        axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
-    axes.set_xlim(0, 1.12 * longest)
-    axes.set_title(title)
-    axes.set_xlabel(f"time ({unit})")
-    label_lanes(axes, list(rows))
-    add_legend(figure, _legend_entries(styles, model))
-    return figure
-
-
-def _draw_part(axes, lane: int, left: float, width: float, look) -> None:
-    axes.barh(
-        lane,
-        width,
-        left=left,
-        height=0.72,
-        facecolor=look.get_facecolor(),
-        edgecolor=look.get_edgecolor(),
-        hatch=look.get_hatch(),
-        linewidth=look.get_linewidth(),
-        label=look.get_label(),
-    )
-
-
-def _tag(axes, x: float, y: float, text: str) -> None:
-    """Text on a bar, on a white ground of its own, so that no hatch runs through it."""
-    box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
-    axes.text(x, y, text, va="center", ha="center", bbox=box)
-
-
-def _phases_caption(shares: Shares, totals: dict[str, float]) -> str:
-    text = _apart_sentence(shares, totals)
-    slow, fast = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
-    longest, shortest = format_seconds(totals[slow]), format_seconds(totals[fast])
-    if longest != shortest:
-        text += f" The longest bar is {slow} ({longest}), the shortest {fast} ({shortest})."
-    return text

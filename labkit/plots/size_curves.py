@@ -1,17 +1,18 @@
-"""Curves over sizes: what each algorithm takes at each size of tensor, beside its model."""
+"""Curves of time over the size of a tensor, one per algorithm, beside their models."""
 
 import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from labkit.plots.figure import (
     DARK,
-    GRID,
     SERIES,
     WIDTH_IN,
     CaptionedFigure,
@@ -19,7 +20,8 @@ from labkit.plots.figure import (
     drawn,
     shade,
 )
-from labkit.units import as_repeats, format_bytes, format_number, format_seconds
+from labkit.plots.repeats import counts_words, range_words
+from labkit.units import as_repeats, format_bytes, format_seconds
 
 # By name, by size in bytes: the repeats in seconds.
 Measured = Mapping[str, Mapping[int, float | Iterable[float]]]
@@ -61,11 +63,11 @@ def size_curves(
             point is their median, the band runs from the smallest to the largest).
         model: by name, by size in bytes: the seconds predicted; a name that was measured too
             keeps its colour.
-        crossover: the size in bytes at which a model says that the fastest changes (infinite if
-            it never does). Beside it stands where that was measured.
+        crossover: the size in bytes at which the fastest changes according to a model (infinite
+            if it never does). The measured crossover is drawn beside it.
         title: above the figure.
-        between: the two names whose crossover was measured; by default, of two curves these two,
-            of more the fastest at the smallest size and the fastest at the largest.
+        between: the two names whose crossover is meant; by default the only two, or the fastest
+            at the smallest size and the fastest at the largest.
 
     Raises:
         ValueError: nothing to draw; a size or a time that is not above 0; a name in ``between``
@@ -77,13 +79,6 @@ def size_curves(
         raise ValueError('no curves to draw: give at least one, {"ring": {1024: [1e-4, 2e-4]}}')
     wins = _wins(seconds)
     change = _change(seconds, crossover, between, wins)
-    figure = Figure(figsize=(WIDTH_IN, 4.6))
-    axes = figure.add_subplot()
-    lines = _draw_series(axes, seconds, predicted)
-    lines += _draw_crossovers(axes, change)
-    _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
-    axes.set_title(title or "Time by size")
-    add_legend(figure, lines)
     takeaway = _takeaway(wins, seconds)
     sentences = [
         takeaway,
@@ -91,8 +86,11 @@ def size_curves(
         *_model_sentences(seconds, predicted),
         _repeats_sentence(seconds),
     ]
-    alt = _alt(seconds, predicted, takeaway if wins else "")
-    return CaptionedFigure(figure, alt=alt, caption=" ".join(sentences))
+    return CaptionedFigure(
+        _draw(seconds, predicted, change, title or "Time by size"),
+        alt=_alt(seconds, predicted, takeaway if wins else ""),
+        caption=" ".join(sentences),
+    )
 
 
 def crossings(
@@ -104,9 +102,9 @@ def crossings(
         first, second: by size in bytes, seconds or the list of their repeats.
 
     Returns:
-        One size a crossing, from a straight line through the medians of neighbouring sizes on
-        logarithmic axes. Noise can cross two curves more than once. None means that they never
-        change places: one is the faster wherever the medians differ, or no size is in both.
+        One size per crossing, from a straight line through the medians of neighbouring sizes on
+        logarithmic axes. Noise can cross two curves more than once. The list is empty if one
+        curve is faster wherever the medians differ, or no size is in both.
     """
     one, two = _checked({"first": first, "second": second}, "measured").values()
     apart = [
@@ -155,7 +153,7 @@ def _wins(seconds: Series) -> list[_Win]:
 
 
 def _ends(seconds: Series, wins: list[_Win]) -> tuple[str, str] | None:
-    """The two names whose crossover is meant when nobody says; None where there is none."""
+    """The default for ``between``; None if there is no such pair."""
     if len(seconds) == 2:
         first, second = seconds
         return first, second
@@ -182,20 +180,28 @@ def _change(
     return _Crossover(crossover, found, between, in_view)
 
 
-def _draw_series(axes, measured: Series, predicted: Series) -> list:
-    """What was measured has markers, what was predicted is dashed and says so."""
+def _draw(seconds: Series, predicted: Series, change: _Crossover | None, title: str) -> Figure:
+    figure = Figure(figsize=(WIDTH_IN, 4.6))
+    axes = figure.add_subplot()
+    lines = _draw_series(axes, seconds, predicted)
+    lines += _draw_crossovers(axes, change)
+    _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
+    axes.set_title(title)
+    add_legend(figure, lines)
+    return figure
+
+
+def _draw_series(axes: Axes, measured: Series, predicted: Series) -> list[Line2D]:
+    """What was measured has markers; what was predicted is dashed and says so."""
     names = dict.fromkeys([*measured, *predicted])
     looks = dict(zip(names, itertools.cycle(SERIES)))
     lines = []
     for name, points in measured.items():
         style, marker, _ = looks[name]
         middle = [statistics.median(repeats) for repeats in points.values()]
-        # A thin line, or nobody sees a model that fits.
-        look = {
-            "color": style.color,
-            "marker": marker,
-            "linewidth": 0.6 if name in predicted else 1.6,
-        }
+        # A thin line, so that a model that fits stays visible.
+        width = 0.6 if name in predicted else 1.6
+        look: dict[str, Any] = {"color": style.color, "marker": marker, "linewidth": width}
         lines += axes.plot(list(points), middle, label=name, **look)
         low, high = ([end(repeats) for repeats in points.values()] for end in (min, max))
         axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
@@ -211,25 +217,25 @@ def _model_name(name: str) -> str:
     return name if name == "model" or name.endswith(" model") else f"{name} model"
 
 
-def _draw_crossovers(axes, change: _Crossover | None) -> list:
+def _draw_crossovers(axes: Axes, change: _Crossover | None) -> list[Line2D]:
+    if change is None:
+        return []
     lines = []
-    if change and change.in_view:
+    if change.in_view:
         label = f"crossover, model: {format_bytes(change.model_bytes)}"
-        look = {"color": DARK, "linestyle": (0, (5, 3)), "linewidth": 1.2}
+        look: dict[str, Any] = {"color": DARK, "linestyle": (0, (5, 3)), "linewidth": 1.2}
         lines.append(axes.axvline(change.model_bytes, label=label, **look))
-    for number, size in enumerate(change.measured_bytes if change else ()):
-        line = axes.axvline(size, color=DARK, linewidth=1.2)
-        if number == 0:
-            line.set_label(f"crossover, measured: {_sizes(change.measured_bytes)}")
-            lines.append(line)
-    return lines
+    found = [axes.axvline(size, color=DARK, linewidth=1.2) for size in change.measured_bytes]
+    if found:
+        found[0].set_label(f"crossover, measured: {_sizes(change.measured_bytes)}")
+    return lines + found[:1]
 
 
 def _sizes(sizes: Iterable[float]) -> str:
     return ", ".join(format_bytes(size) for size in sizes)
 
 
-def _label_axes(axes, sizes: set[int]) -> None:
+def _label_axes(axes: Axes, sizes: set[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     low, high = (math.log2(end) for end in (min(sizes), max(sizes)))
@@ -238,15 +244,14 @@ def _label_axes(axes, sizes: set[int]) -> None:
     axes.set_xticks([2**power for power in powers], [format_bytes(2**power) for power in powers])
     axes.xaxis.set_minor_locator(NullLocator())
     bottom, top = axes.get_ylim()
-    # Few decades leave few ticks: then 2 and 5 are named, too.
+    # Few decades have few ticks: then 2 and 5 are labelled, too.
     subs = (1.0,) if top / bottom > 1000 else (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(10, subs))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("size of the tensor (bytes, log scale)")
     axes.set_ylabel("time (seconds, log scale)")
-    axes.grid(color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid()
 
 
 def _takeaway(wins: list[_Win], seconds: Series) -> str:
@@ -281,10 +286,8 @@ def _where(run: list[_Win], number: int, count: int) -> str:
 
 
 def _times(run: list[_Win]) -> str:
-    low, high = (format_number(end(win.ratio for win in run)) for end in (min, max))
-    if low == high == "1":
-        return "as fast as the next"
-    return f"{low if low == high else f'{low} to {high}'} times as fast as the next"
+    times = range_words(win.ratio for win in run)
+    return "as fast as the next" if times == "1" else f"{times} times as fast as the next"
 
 
 def _ends_of(name: str, points: dict[int, list[float]]) -> str:
@@ -322,17 +325,13 @@ def _model_sentences(seconds: Series, predicted: Series) -> list[str]:
     ]
     if not ratios:
         return ["Dashed lines are models."]
-    low, high = format_number(min(ratios)), format_number(max(ratios))
-    times = low if low == high else f"{low} to {high}"
-    return [f"Measured times are {times} times the model's (dashed)."]
+    return [f"Measured times are {range_words(ratios)} times the model's (dashed)."]
 
 
 def _repeats_sentence(seconds: Series) -> str:
-    counts = {len(repeats) for points in seconds.values() for repeats in points.values()}
-    if counts == {1}:
+    times = counts_words(repeats for points in seconds.values() for repeats in points.values())
+    if not times:
         return "Each point is one measurement."
-    least, most = min(counts), max(counts)
-    times = f"{most}" if least == most else f"{least} to {most}"
     return f"Points are medians of {times} repeats; bands span all of them."
 
 

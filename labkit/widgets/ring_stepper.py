@@ -20,9 +20,9 @@ def ring_stepper(world_size: int = 4, values: Values | None = None) -> "RingStep
 
     Args:
         world_size: the number of ranks to start with, 2 to 6; the slider changes it.
-        values: [P][P], the number that each rank brings for each chunk. Smaller rings take the
-            first rows and columns; larger ones than P cannot be chosen. By default rank r brings
-            (c + 1) x 10^r for chunk c.
+        values: [P][P], the number that each rank has for each chunk at the start. Smaller rings
+            take the first rows and columns; larger ones than P cannot be chosen. By default rank
+            r has (c + 1) x 10^r for chunk c.
 
     Raises:
         ValueError: a world size out of that range, or values that are not square.
@@ -48,29 +48,20 @@ class RingStepper(Explorer):
     """
 
     def __init__(self, world_size: int, values: Values | None, most: int):
-        self.step = _slider("step", 0, 2 * (world_size - 1), value=0)
-        self.ranks = _slider("ranks", 2, most, value=world_size)
+        last = 2 * (world_size - 1)
+        self.step = ipywidgets.IntSlider(0, 0, last, description="step")
+        self.ranks = ipywidgets.IntSlider(world_size, 2, most, description="ranks")
         self._values = values
         # Before the figure follows the ranks, the steps do.
         self.ranks.observe(self._resize, "value")
-        super().__init__(self.step, self.ranks)
+        super().__init__(self._draw_step, self.step, self.ranks)
 
-    def figure(self, step: int, world_size: int) -> plots.CaptionedFigure:
+    def _draw_step(self, step: int, world_size: int) -> plots.CaptionedFigure:
         values = self._values
         if values is not None:
             values = [row[:world_size] for row in values[:world_size]]
         return plots.ring_step(step, world_size, values)
 
-    def reads(self, step: int, world_size: int) -> str:
-        return (
-            f"[sliders] step 0 to {self.step.max}, ranks {self.ranks.min} to {self.ranks.max}. "
-            f"{plots.ring_words(step, world_size)}"
-        )
-
     def _resize(self, _change: Any) -> None:
-        # Lowers the step if it has to, which shows it: with the new number of ranks.
+        # A step beyond the new maximum is lowered and shown, already with the new ranks.
         self.step.max = 2 * (self.ranks.value - 1)
-
-
-def _slider(name: str, low: int, high: int, value: int) -> ipywidgets.IntSlider:
-    return ipywidgets.IntSlider(value, low, high, description=name)

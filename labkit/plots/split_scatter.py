@@ -1,4 +1,4 @@
-"""Many splits at once: what was predicted against what was measured."""
+"""Many splits: predicted against measured steps."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from labkit.plots.figure import (
     BLUE,
     DARK,
-    GRID,
     VERMILLION,
     WIDTH_IN,
     CaptionedFigure,
@@ -18,7 +17,8 @@ from labkit.plots.figure import (
     drawn,
     tint,
 )
-from labkit.units import as_repeats, format_count, format_number, format_seconds, second_unit
+from labkit.plots.repeats import quartiles, range_words
+from labkit.units import as_repeats, format_count, format_seconds, second_unit
 
 
 class _Point(NamedTuple):
@@ -72,32 +72,22 @@ def _draw_scatter(found: list[_Point], chosen: _Point, best: _Point, title: str)
     axes = figure.add_subplot()
     predicted = np.array([point.predicted_s for point in found]) / scale
     measured = np.array([point.median_s for point in found]) / scale
-    spread = np.abs([_whisker(point) for point in found]).T / scale
-    axes.errorbar(predicted, measured, spread, fmt="none", color=tint(BLUE, 0.45), zorder=1)
+    low, high = np.transpose([quartiles(point.measured_s) for point in found]) / scale
+    axes.vlines(predicted, low, high, tint(BLUE, 0.45), zorder=1)
     axes.plot(predicted, measured, "o", color=BLUE, label="a split")
     ends = [min(*predicted, *measured), max(*predicted, *measured)]
     axes.plot(ends, ends, color=DARK, linestyle="--", linewidth=1, label="measured = model")
-    ring = {"marker": "s", "markersize": 12, "mfc": "none", "mec": DARK}
-    star = {"marker": "*", "markersize": 14, "mfc": VERMILLION, "mec": VERMILLION}
-    for point, name, look in (
-        (best, "fastest measured", ring),
-        (chosen, "planner's choice", star),
+    for point, name, marker, inside, edge in (
+        (best, "fastest measured", "s", "none", DARK),
+        (chosen, "planner's choice", "*", VERMILLION, VERMILLION),
     ):
-        place = [point.predicted_s / scale], [point.median_s / scale]
-        axes.plot(*place, linestyle="none", label=f"{name}: {point.name}", **look)
+        (mark,) = axes.plot(point.predicted_s / scale, point.median_s / scale, marker, ms=13)
+        mark.set(mfc=inside, mec=edge, label=f"{name}: {point.name}")
     axes.set_title(title)
     axes.set(xlabel=f"step, model ({unit})", ylabel=f"step, measured ({unit})")
-    axes.grid(color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid()
     add_legend(figure, axes.get_legend_handles_labels()[0])
     return figure
-
-
-def _whisker(point: _Point) -> tuple[float, float]:
-    if len(point.measured_s) < 2:
-        return 0.0, 0.0
-    low, middle, high = statistics.quantiles(point.measured_s, n=4, method="inclusive")
-    return middle - low, high - middle
 
 
 def _scatter_alt(found: list[_Point], chosen: _Point, best: _Point) -> str:
@@ -118,5 +108,4 @@ def _scatter_caption(found: list[_Point], chosen: _Point, best: _Point) -> str:
             f"{chosen.median_s / best.median_s:.2f} times the fastest, {best.name}."
         )
     ratios = [point.median_s / point.predicted_s for point in found]
-    low, high = (format_number(end(ratios)) for end in (min, max))
-    return f"{text} Measured steps are {low} to {high} times the model's."
+    return f"{text} Measured steps are {range_words(ratios)} times the model's."
