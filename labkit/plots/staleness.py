@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from labkit.costs.async_run import simulate
+from labkit.costs.async_run import AsyncRun, simulate
 from labkit.plots.figure import (
     DARK,
     SERIES,
