@@ -17,8 +17,8 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
     """Predicted seconds of an all-reduce of S = ``num_bytes``, along its longest path.
 
     naive: 2 (P - 1) alpha + 2 (P - 1) S beta + (P - 1) S gamma.
-    tree: L alpha + L S beta + L S gamma with L = log2 P. If P is no power of two, L is rounded
-    down, and the fold adds 2 alpha + 2 S beta + S gamma.
+    tree: L alpha + L S beta + L S gamma with L = log2 P. If P is not a power of two, L is
+    rounded down, and the fold adds 2 alpha + 2 S beta + S gamma.
     ring: 2 (P - 1) alpha + 2 (P - 1) / P S beta + (P - 1) / P S gamma.
 
     It holds if P divides S, and partial sums have the tensor's dtype (float16's and bfloat16's

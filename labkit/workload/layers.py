@@ -110,7 +110,7 @@ def layer_outputs(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
             ) from error
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"layer {index} ({type(layer).__name__}) hands on a {type(value).__name__}: "
+                f"layer {index} ({type(layer).__name__}) returns a {type(value).__name__}: "
                 "between layers there has to be one tensor"
             )
         yield value

@@ -49,7 +49,7 @@ def test_in_rounds_all_go_at_the_stragglers_pace():
 
 
 @pytest.mark.parametrize("factor", [1, 4])
-def test_mean_staleness_is_the_number_of_other_workers_whoever_straggles(factor):
+def test_mean_staleness_is_the_number_of_other_workers_with_or_without_a_straggler(factor):
     # Each update falls between one pull and push of every other worker.
     run = simulate(4, factor=factor, duration_s=2000)
     assert run.mean_staleness() == pytest.approx(3, rel=0.02)

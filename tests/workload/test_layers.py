@@ -80,7 +80,7 @@ def test_a_layer_that_does_not_take_what_comes_is_named():
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 5))
     with pytest.raises(ValueError, match=r"layer 1 \(Linear\) does not take \[2, 5\]"):
         output_shapes(model, (4,), 2)
-    with pytest.raises(ValueError, match=r"layer 0 \(LSTM\) hands on a tuple"):
+    with pytest.raises(ValueError, match=r"layer 0 \(LSTM\) returns a tuple"):
         output_shapes(nn.Sequential(nn.LSTM(3, 3)), (2, 3))
 
 
