@@ -15,7 +15,7 @@ way; queues carry the operations out (``labkit.backend.queues``). What is not su
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -47,8 +47,7 @@ getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("labkit
 # Untyped: PyTorch's stubs describe a C++ class, whose overloads nothing calls on a Python group.
 ProcessGroup: Any = dist.ProcessGroup
 
-# An output and the P tensors that it is made of, or the P outputs and the tensor that fills them.
-Pairs = Sequence[tuple[Any, Any]]
+Tensors = list[Tensor]
 
 
 class LabkitGroup(ProcessGroup):
@@ -142,168 +141,132 @@ class LabkitGroup(ProcessGroup):
         self,
         name: str,
         operation: Callable[[Comm], object],
-        inputs: list[Tensor],
-        result: list[Tensor],
-        opts: Any = None,
+        inputs: Tensors,
+        opts: Any,
+        result: Tensors | None = None,
     ) -> Work:
-        """Queue a collective, or carry it out at once when PyTorch is going to wait for it."""
+        """Queue a collective, or carry it out at once when PyTorch is going to wait for it.
+
+        The result is in ``inputs`` where no other tensors are named.
+        """
         is_waited_for = not getattr(opts, "asyncOp", True)
+        result = inputs if result is None else result
         return self._queues.collectives().add(name, operation, inputs, result, is_waited_for)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         (tensor,), op = tensors, reduction_of(opts)
         name = "all_reduce" if tensor.layout == torch.strided else "sparse_all_reduce"
-        return self._queue(
-            name, lambda comm: all_reduce(comm, tensor, op), [tensor], [tensor], opts
-        )
+        return self._queue(name, lambda comm: all_reduce(comm, tensor, op), tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         op = reduction_of(opts)
         return self._queue(
-            "all_reduce",
-            lambda comm: [all_reduce(comm, tensor, op) for tensor in tensors],
-            tensors,
-            tensors,
-            opts,
+            "all_reduce", lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
         )
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         (tensor,), root = tensors, opts.rootRank
         return self._queue(
-            "broadcast",
-            lambda comm: collectives.broadcast(comm, tensor, root),
-            [tensor],
-            [tensor],
-            opts,
+            "broadcast", lambda comm: collectives.broadcast(comm, tensor, root), tensors, opts
         )
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
         (tensor,), root, op = tensors, opts.rootRank, reduction_of(opts)
         return self._queue(
-            "reduce",
-            lambda comm: collectives.reduce(comm, tensor, root, op),
-            [tensor],
-            [tensor],
-            opts,
+            "reduce", lambda comm: collectives.reduce(comm, tensor, root, op), tensors, opts
         )
 
-    def allgather(
-        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
-    ) -> Work:
-        (outputs,), (tensor,) = output_tensors, input_tensors
-        check_outputs(outputs, tensor, self.size())
-        return self._gather_all([(outputs, tensor)], outputs, opts)
+    def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
+        check_outputs(outputs[0], tensors[0], self.size())
+        return self._gather_all(outputs, tensors, opts, outputs[0])
 
     def allgather_coalesced(
-        self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
+        self, output_lists: list[Tensors], tensors: Tensors, opts: Any = None
     ) -> Work:
         # output_lists[rank][i] takes what that rank has in tensors[i].
-        pairs = [([of[i] for of in output_lists], tensor) for i, tensor in enumerate(tensors)]
-        for outputs, tensor in pairs:
-            check_outputs(outputs, tensor, self.size())
-        return self._gather_all(pairs, [o for outputs in output_lists for o in outputs], opts)
+        outputs = [[of[i] for of in output_lists] for i in range(len(tensors))]
+        for of_all_ranks, tensor in zip(outputs, tensors):
+            check_outputs(of_all_ranks, tensor, self.size())
+        return self._gather_all(outputs, tensors, opts, [o for of in output_lists for o in of])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        outputs = equal_parts(output, self.size(), tensor)
-        return self._gather_all([(outputs, tensor)], [output], opts)
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
+        self, outputs: Tensors, tensors: Tensors, opts: Any = None
     ) -> Work:
-        pairs = [(equal_parts(o, self.size(), t), t) for o, t in zip(outputs, tensors)]
-        return self._gather_all(pairs, outputs, opts)
+        parts = [equal_parts(o, self.size(), t) for o, t in zip(outputs, tensors)]
+        return self._gather_all(parts, tensors, opts, outputs)
 
-    def _gather_all(self, pairs: Pairs, result: list[Tensor], opts: Any) -> Work:
-        """All-gather each tensor of ``pairs`` into the P outputs beside it."""
-        return self._queue(
-            "all_gather",
-            lambda comm: [copy_all(o, collectives.all_gather(comm, t)) for o, t in pairs],
-            [tensor for _, tensor in pairs],
-            result,
-            opts,
-        )
-
-    def gather(
-        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
+    def _gather_all(
+        self, outputs: list[Tensors], tensors: Tensors, opts: Any, result: Tensors
     ) -> Work:
-        outputs, (tensor,) = [], input_tensors
+        """All-gather each tensor into its P outputs."""
+
+        def operation(comm: Comm) -> None:
+            for targets, tensor in zip(outputs, tensors):
+                copy_all(targets, collectives.all_gather(comm, tensor))
+
+        return self._queue("all_gather", operation, tensors, opts, result)
+
+    def gather(self, output_tensors: list[Tensors], tensors: Tensors, opts: Any) -> Work:
+        outputs: Tensors = []
         if self.rank() == opts.rootRank:
             (outputs,) = output_tensors
-            check_outputs(outputs, tensor, self.size())
-        return self._gather(outputs, tensor, outputs, opts)
+            check_outputs(outputs, tensors[0], self.size())
+        return self._gather(outputs, tensors[0], opts, outputs)
 
     def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Work:
-        here = self.rank() == opts.rootRank
-        outputs = equal_parts(output, self.size(), tensor) if here else []
-        return self._gather(outputs, tensor, [output] if here else [], opts)
+        if self.rank() != opts.rootRank:
+            return self._gather([], tensor, opts, [])
+        return self._gather(equal_parts(output, self.size(), tensor), tensor, opts, [output])
 
-    def _gather(
-        self, outputs: list[Tensor], tensor: Tensor, result: list[Tensor], opts: Any
-    ) -> Work:
+    def _gather(self, outputs: Tensors, tensor: Tensor, opts: Any, result: Tensors) -> Work:
         root = opts.rootRank
-        return self._queue(
-            "gather",
-            lambda comm: copy_all(outputs, collectives.gather(comm, tensor, root) or []),
-            [tensor],
-            result,
-            opts,
-        )
 
-    def scatter(
-        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
-    ) -> Work:
-        (tensor,), root = output_tensors, opts.rootRank
+        def operation(comm: Comm) -> None:
+            copy_all(outputs, collectives.gather(comm, tensor, root) or [])
+
+        return self._queue("gather", operation, [tensor], opts, result)
+
+    def scatter(self, outputs: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
+        (output,), root = outputs, opts.rootRank
         inputs = input_tensors[0] if self.rank() == root else None
-        return self._queue(
-            "scatter",
-            lambda comm: collectives.scatter(comm, inputs, tensor, root),
-            inputs or [],
-            [tensor],
-            opts,
-        )
 
-    def reduce_scatter(
-        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
-    ) -> Work:
-        (output,), (inputs,) = output_tensors, input_tensors
-        return self._scatter_sums([(output, inputs)], inputs, [output], opts)
+        def operation(comm: Comm) -> None:
+            collectives.scatter(comm, inputs, output, root)
+
+        return self._queue("scatter", operation, inputs or [], opts, outputs)
+
+    def reduce_scatter(self, outputs: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
+        return self._scatter_sums(outputs, input_tensors, opts, input_tensors[0])
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Work:
-        pairs = [(output, equal_parts(tensor, self.size(), output))]
-        return self._scatter_sums(pairs, [tensor], [output], opts)
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any
+        self, outputs: Tensors, tensors: Tensors, opts: Any
     ) -> Work:
-        pairs = [(o, equal_parts(t, self.size(), o)) for o, t in zip(outputs, tensors)]
-        return self._scatter_sums(pairs, tensors, outputs, opts)
+        parts = [equal_parts(t, self.size(), o) for o, t in zip(outputs, tensors)]
+        return self._scatter_sums(outputs, parts, opts, tensors)
 
     def _scatter_sums(
-        self, pairs: Pairs, inputs: list[Tensor], result: list[Tensor], opts: Any
+        self, outputs: Tensors, parts: list[Tensors], opts: Any, inputs: Tensors
     ) -> Work:
-        """Reduce-scatter: each output of ``pairs`` gets its share of the P tensors beside it."""
+        """Reduce-scatter: each output gets this rank's share of its P parts, summed."""
         op = reduction_of(opts)
-        for output, tensors in pairs:
+        for output, shares in zip(outputs, parts):
             # A copy would convert and broadcast.
-            check_fits(tensors[self.rank()], output, "this rank's share of the inputs")
-        return self._queue(
-            "reduce_scatter",
-            lambda comm: [o.copy_(collectives.reduce_scatter(comm, t, op)) for o, t in pairs],
-            inputs,
-            result,
-            opts,
-        )
+            check_fits(shares[self.rank()], output, "this rank's share of the inputs")
 
-    def alltoall(
-        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
-    ) -> Work:
-        return self._queue(
-            "all_to_all",
-            lambda comm: collectives.all_to_all(comm, input_tensors, output_tensors),
-            input_tensors,
-            output_tensors,
-            opts,
-        )
+        def operation(comm: Comm) -> None:
+            for output, shares in zip(outputs, parts):
+                output.copy_(collectives.reduce_scatter(comm, shares, op))
+
+        return self._queue("reduce_scatter", operation, inputs, opts, outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        return self._exchange_all(outputs, inputs, opts, inputs, outputs)
 
     def all_to_all_single(
         self,
@@ -315,16 +278,18 @@ class LabkitGroup(ProcessGroup):
     ) -> Work:
         outputs = split_parts(output, self.size(), output_splits)
         inputs = split_parts(tensor, self.size(), input_splits)
-        return self._queue(
-            "all_to_all",
-            lambda comm: collectives.all_to_all(comm, inputs, outputs),
-            [tensor],
-            [output],
-            opts,
-        )
+        return self._exchange_all(outputs, inputs, opts, [tensor], [output])
+
+    def _exchange_all(
+        self, outputs: Tensors, inputs: Tensors, opts: Any, given: Tensors, result: Tensors
+    ) -> Work:
+        def operation(comm: Comm) -> None:
+            collectives.all_to_all(comm, inputs, outputs)
+
+        return self._queue("all_to_all", operation, given, opts, result)
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._queue("barrier", lambda comm: comm.barrier(), [], [], opts)
+        return self._queue("barrier", lambda comm: comm.barrier(), [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -334,15 +299,15 @@ class LabkitGroup(ProcessGroup):
             self._store, self.rank(), self.size(), timeout or self._timeout, wait_all_ranks
         )
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+    def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
         (tensor,) = tensors
         return self._mailbox.send(tensor, dst, tag)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
         (tensor,) = tensors
         return self._mailbox.recv(tensor, src, tag)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         (tensor,) = tensors
         return self._mailbox.recv(tensor, None, tag)
 

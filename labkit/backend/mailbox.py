@@ -1,9 +1,10 @@
-"""Messages matched by source and tag, on a ``Comm`` whose edges know only first in, first out.
+"""Messages matched by source and tag, on a ``Comm`` whose edges are first in, first out.
 
 Every message travels as an envelope (its tag, dtype and shape) and then its tensor. A receiver
-reads the edges it waits for: what nobody has asked for yet is kept as an *unexpected message*;
-who asks before it comes has a *posted receive*. So a send ends when the receiver reads that edge,
-which it does only while a receive is posted that could be filled from there.
+reads the edges it waits for. A message that arrives before it is asked for is kept as an
+*unexpected message*; a receive that is called before its message arrives is a *posted receive*. So
+a send ends when the receiver reads that edge, which it does only while a receive is posted that
+this edge could fill.
 
 Source: the two queues of MPI implementations, for example Gropp and Lusk, "An abstract device
 definition to support the implementation of a high-level point-to-point message-passing interface"
@@ -29,7 +30,7 @@ _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_DIMENSIONS = 13
 # Tag, dtype, number of dimensions, sizes.
 _ENVELOPE_LENGTH = 3 + _MOST_DIMENSIONS
-# For all receives together that nobody has waited for when the group is destroyed.
+# When the group is destroyed: for all the receives together that nobody has waited for.
 _LAST_PATIENCE_S = 1.0
 
 
@@ -67,7 +68,7 @@ class Mailbox:
         self._broken: dict[int, BaseException] = {}
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        """Queue a message; to this rank itself it is there at once."""
+        """Queue a message; one to this rank itself arrives at once."""
         _check_tag(tag)
         envelope = _envelope(tensor, tag)
         if dst == self.rank:
@@ -83,12 +84,12 @@ class Mailbox:
         return self._queue("to", dst).add("send", send, [tensor], [tensor])
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
-        """Post a receive from ``src``; None takes the first that comes from anywhere."""
+        """Post a receive from ``src``; None takes the first message from any rank."""
         _check_tag(tag)
         sources = set(range(self.size)) if src is None else {src}
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         name = "recv" if src is not None else "recvAnySource"
-        work = Work(name, [tensor], [tensor], lambda: self._why_late(began_s))
+        work = Work(name, [tensor], [tensor], lambda: self._why_late(started_s))
         receive = _Receive(tensor, tag, sources, work)
         with self._lock:
             self._posted.append(receive)
@@ -104,22 +105,22 @@ class Mailbox:
         return work
 
     def end(self) -> None:
-        """Give the receives that are posted a moment: their messages may be under way."""
+        """Give posted receives a moment: their messages may be under way."""
         until_s = time.monotonic() + min(_LAST_PATIENCE_S, self.timeout_s)
         for receive in list(self._posted):
             receive.work.done.wait(max(0.0, until_s - time.monotonic()))
 
-    def _why_late(self, began_s: float) -> str:
-        took_s = time.monotonic() - began_s
+    def _why_late(self, started_s: float) -> str:
+        took_s = time.monotonic() - started_s
         # The queue that reads reaches its timeout first, and says which rank is missing.
         return f"nothing came in {took_s:.1f} s" if took_s > self.timeout_s + 2 else ""
 
-    # In the thread of an edge
+    # In the thread of an edge's queue
 
     def _read(self, comm: Comm, src: int) -> None:
-        """Read the edge from ``src`` as long as a receive could be filled from there."""
+        """Read the edge from ``src`` while a posted receive could be filled from there."""
         while self._is_wanted(src):
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             envelope = torch.empty(_ENVELOPE_LENGTH, dtype=torch.int64)
             try:
                 if src in self._broken:
@@ -127,8 +128,8 @@ class Mailbox:
                 comm.recv(envelope, src)
                 self._read_message(comm, src, envelope.tolist())
             except BaseException as error:
-                if self._fail(src, began_s, error) or not isinstance(error, PeerLostError):
-                    # Where the next message begins on this edge, nobody knows any more.
+                if self._fail(src, started_s, error) or not isinstance(error, PeerLostError):
+                    # Nobody knows where the next message on this edge begins.
                     self._broken.setdefault(src, error)
         if src in self._broken:
             raise self._broken[src]
@@ -157,7 +158,7 @@ class Mailbox:
         self._end(receive, src)
 
     def _keep(self, src: int, tag: int, tensor: Tensor) -> None:
-        """An unexpected message; but it may be expected by now."""
+        """Keep an unexpected message, unless a receive has been posted meanwhile."""
         with self._lock:
             receive = self._first_posted(src, tag)
             if receive is None:
@@ -165,12 +166,12 @@ class Mailbox:
         if receive is not None:
             self._fill(receive, src, tensor)
 
-    def _fail(self, src: int, began_s: float, error: BaseException) -> bool:
-        """Nothing more comes from ``src``: whether a receive that has waited so long ends."""
+    def _fail(self, src: int, started_s: float, error: BaseException) -> bool:
+        """Nothing more comes from ``src``: end receives that need it; whether there were any."""
         with self._lock:
             waiting = [r for r in self._posted if src in r.sources and not r.is_taken]
-            # One that was posted later has not waited for the whole timeout yet.
-            waiting = [r for r in waiting if r.posted_s <= began_s]
+            # A receive that was posted later has not waited for the whole timeout yet.
+            waiting = [r for r in waiting if r.posted_s <= started_s]
             for receive in waiting:
                 receive.sources.discard(src)
             hopeless = [r for r in waiting if not r.sources - {self.rank}]
@@ -178,7 +179,7 @@ class Mailbox:
             self._end(receive, src, error)
         return bool(hopeless)
 
-    # Matching; the first two under the lock
+    # Matching. The first two are called with the lock held.
 
     def _first_posted(self, src: int, tag: int) -> _Receive | None:
         for receive in self._posted:
@@ -210,13 +211,13 @@ class Mailbox:
         with self._lock:
             self._posted.remove(receive)
         if receive.work.has_futures:
-            # Its callbacks may wait for a message of the very edge that this thread reads.
+            # Its callbacks may wait for a message of the edge that this thread reads.
             threading.Thread(target=receive.work.complete_futures, daemon=True).start()
 
 
 def _check_tag(tag: int) -> None:
     if tag < 0:
-        raise ValueError(f"a tag is 0 or more, got {tag}")
+        raise ValueError(f"a tag is 0 or more, got {tag}: give both ends the same tag")
 
 
 def _envelope(tensor: Tensor, tag: int) -> Tensor:

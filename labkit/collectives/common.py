@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from labkit.comm.comm import Comm, describe
+from labkit.comm.comm import Comm
+from labkit.comm.tensors import describe
 from labkit.schedules.tree import Transfer
 from labkit.units import format_count
 

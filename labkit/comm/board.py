@@ -73,6 +73,7 @@ class Board:
 
     Attributes:
         ranks: [P] what each rank is doing.
+        collectives: [P] how many collectives each rank has called.
         counts: [side, source, destination] the operations posted so far, by each end of an edge.
         posted_s: [side, source, destination, DEPTH] when the latest of them were posted.
         what: [side, source, destination, DEPTH] what they move.
@@ -88,6 +89,7 @@ class Board:
         wanted_at = edges_at + 2 * world_size**2 * _EDGE.itemsize
         view = memoryview(memory).cast("B")
         self.ranks = np.frombuffer(view[:edges_at], dtype=_RANK)
+        self.collectives = self.ranks["collectives"]
         edges = np.frombuffer(view[edges_at:wanted_at], dtype=_EDGE)
         edges = edges.reshape(2, world_size, world_size)
         self.counts, self.posted_s, self.what = edges["count"], edges["posted_s"], edges["what"]
@@ -159,8 +161,8 @@ class Board:
         """Post the next collective of this rank, for example ``broadcast float32 [4]``."""
         slot = self.ranks[rank]
         slot["location"] = location.encode()[:_LOCATION_BYTES]
-        slot["announced"][slot["collectives"] % HISTORY] = what.encode()[:WHAT_BYTES]
-        slot["collectives"] += 1
+        slot["announced"][self.collectives[rank] % HISTORY] = what.encode()[:WHAT_BYTES]
+        self.collectives[rank] += 1
 
     def leave(self, rank: int) -> None:
         """The operation is over."""
@@ -189,7 +191,7 @@ class Board:
 
     def posted(self, rank: int) -> int:
         """How much a rank has posted so far. While it is unchanged, no other waits for more."""
-        return int(self.ranks[rank]["ticks"]) + int(self.ranks[rank]["collectives"])
+        return int(self.ranks[rank]["ticks"]) + int(self.collectives[rank])
 
     def ticks(self) -> tuple[int, ...]:
         """A fingerprint of all ranks' progress: unchanged means that none has moved."""

@@ -42,13 +42,12 @@ def check_collective(board: Board, rank: int) -> None:
     Raises:
         MismatchError: another rank has called a different one, or with another tensor.
     """
-    mine = int(board.ranks[rank]["collectives"]) - 1
-    what = bytes(board.ranks[rank]["announced"][mine % HISTORY])
+    mine = int(board.collectives[rank]) - 1
     for other in range(board.world_size):
-        if other == rank or board.ranks[other]["collectives"] <= mine:
+        if other == rank or board.collectives[other] <= mine:
             continue
-        theirs = bytes(board.ranks[other]["announced"][mine % HISTORY])
-        is_overwritten = board.ranks[other]["collectives"] >= mine + HISTORY
+        what, theirs = (board.ranks[r]["announced"][mine % HISTORY] for r in (rank, other))
+        is_overwritten = board.collectives[other] >= mine + HISTORY
         if theirs != what and not is_overwritten:
             first, second = sorted((rank, other))
             raise MismatchError(
@@ -62,18 +61,17 @@ def check_collective(board: Board, rank: int) -> None:
 
 def latest_collectives(board: Board, rank: int, up_to: int | None = None, length: int = 3) -> str:
     """The latest collectives of a rank: ``1. broadcast float32 [4], 2. barrier``."""
-    slot = board.ranks[rank]
-    count = int(slot["collectives"])
+    announced, count = board.ranks[rank]["announced"], int(board.collectives[rank])
     last = count if up_to is None else min(up_to, count)
     first = max(0, last - length, count - HISTORY)
-    names = (slot["announced"][index % HISTORY].decode() for index in range(first, last))
+    names = (announced[index % HISTORY].decode() for index in range(first, last))
     shown = [f"{number}. {name}" for number, name in enumerate(names, first + 1)]
     return ", ".join(["..."] * (first > 0) + shown) or "none"
 
 
 def uneven_collectives(board: Board, *ranks: int) -> str:
     """The collectives of some ranks, as lines to append; empty if all have called equally many."""
-    if len({int(board.ranks[rank]["collectives"]) for rank in ranks}) < 2:
+    if len({int(board.collectives[rank]) for rank in ranks}) < 2:
         return ""
     lines = ["", "The latest collectives that each rank has called:"]
     lines += [f"  rank {rank}: {latest_collectives(board, rank)}" for rank in ranks]

@@ -47,7 +47,7 @@ def is_internal(filename: str) -> bool:
 
 
 def learner_frames(stack: str) -> str:
-    """The lines of a stack dump that are in the learner's code; all of them when none is."""
+    """The lines of a stack dump that are in the learner's code; all lines if none is."""
     found = [
         line
         for line in stack.splitlines()

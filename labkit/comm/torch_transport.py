@@ -61,10 +61,7 @@ class TorchTransport(Transport):
                 ]
                 works = dist.batch_isend_irecv(ends)
             else:
-                works = [
-                    self._group.send([outgoing], dst, 0),
-                    self._group.recv([landing], src, 0),
-                ]
+                works = [self._group.send([outgoing], dst, 0), self._group.recv([landing], src, 0)]
             for work in works:
                 work.wait(*self._patience)
         self.sent.to[dst].count(outgoing.nbytes)

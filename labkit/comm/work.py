@@ -36,11 +36,7 @@ class Work(dist.Work):
     """
 
     def __init__(
-        self,
-        name: str,
-        inputs: list[Tensor],
-        result: list[Tensor],
-        why_late: Callable[[], str],
+        self, name: str, inputs: list[Tensor], result: list[Tensor], why_late: Callable[[], str]
     ):
         super().__init__()
         self._name, self._inputs = name, inputs

@@ -189,7 +189,7 @@ def test_a_rank_that_posts_while_another_compares_agrees_with_it(n):
 
     # What stood in the places before.
     other.what[SEND, 0, 1] = other.ranks[0]["announced"] = b"older"
-    meddler = Interrupted(board, ("ranks", "counts", "what"), n, post)
+    meddler = Interrupted(board, ("ranks", "collectives", "counts", "what"), n, post)
     announce(board, 1, "broadcast float32 [2]")
     recv(board, 1, 0)
     assert meddler.left <= 0
