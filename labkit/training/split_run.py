@@ -22,7 +22,7 @@ from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
 from labkit.runtime.launch import RunResult, run
-from labkit.schedules.stages import check_split_points, points_of
+from labkit.schedules.stages import as_split_points, check_split_points
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
@@ -101,7 +101,7 @@ def measure_split(
             no micro-batch.
         WorkerError: a stage failed.
     """
-    points = points_of(split_points)
+    points = as_split_points(split_points)
     split = _Split(model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps)
     split.check()
     settings = {"transport": transport, "device": device, "timeout_s": _TIMEOUT_S}
