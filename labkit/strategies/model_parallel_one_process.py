@@ -12,7 +12,6 @@ Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
 import statistics
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,8 @@ from torch.nn import functional
 from labkit.comm.comm import Comm
 from labkit.schedules.stages import as_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.stage import on_several
+from labkit.trace import ClockTimer, CudaTimer
 from labkit.units import format_count
 from labkit.workload.layers import named_layers
 
@@ -70,7 +71,12 @@ class ModelParallelOneProcess(Strategy):
         parts = [
             nn.ModuleList(layers[a:b]) for a, b in stage_bounds(self.split_points, len(layers))
         ]
-        _refuse_tied(parts, self.devices)
+        for tensor, (home, other, *_) in on_several(parts):
+            raise ValueError(
+                f"a tensor {list(tensor.shape)} belongs to layers on {self.devices[home]} and on "
+                f"{self.devices[other]} (it is tied), and can be on only one device: move a split "
+                "point, or give each stage its own process"
+            )
         self.stages = [
             nn.Sequential(*part).to(device).train() for part, device in zip(parts, self.devices)
         ]
@@ -97,7 +103,8 @@ class ModelParallelOneProcess(Strategy):
         """Move ``tensor`` over a cut, ``forward`` or ``backward``, and time the hop."""
         ends = self.devices[cut : cut + 2]
         source, target = ends if direction == "forward" else reversed(ends)
-        timer = _CopyTimer(source, target)
+        gpu = next((device for device in (source, target) if device.type == "cuda"), None)
+        timer = CudaTimer(gpu) if gpu else ClockTimer()
         start = timer.mark()
         moved = tensor.to(target, copy=True)
         self.hops.append(
@@ -155,26 +162,6 @@ class _Crossing(torch.autograd.Function):
         return ctx.strategy.move(gradient, ctx.cut, "backward"), None, None
 
 
-class _CopyTimer:
-    """Marks around a copy between two devices: events on the stream that copies, or a clock."""
-
-    def __init__(self, source: torch.device, target: torch.device):
-        self.gpu = next((d for d in (source, target) if d.type == "cuda"), None)
-
-    def mark(self) -> Any:
-        if self.gpu is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.gpu))
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        if self.gpu is None:
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-
 class _Hop(NamedTuple):
     """One tensor moved over a cut, in one direction."""
 
@@ -182,22 +169,9 @@ class _Hop(NamedTuple):
     cut: int
     direction: str
     num_bytes: int
-    timer: _CopyTimer
+    timer: CudaTimer | ClockTimer
     start: Any
     end: Any
 
     def seconds(self) -> float:
-        return self.timer.seconds(self.start, self.end)
-
-
-def _refuse_tied(parts: list[nn.ModuleList], devices: Sequence[torch.device]) -> None:
-    homes: dict[int, int] = {}
-    for stage, part in enumerate(parts):
-        for tensor in (*part.parameters(), *part.buffers()):
-            home = homes.setdefault(id(tensor), stage)
-            if home != stage:
-                raise ValueError(
-                    f"a tensor {list(tensor.shape)} belongs to layers on {devices[home]} and on "
-                    f"{devices[stage]} (it is tied), and can be on only one device: move a split "
-                    "point, or give each stage its own process"
-                )
+        return self.timer.seconds(self.end, origin=self.start)

@@ -76,7 +76,7 @@ class Stage:
         self.first_trained = _first_trained(stages)
         self.tied = _tied(stages)
         # The shapes of all layers, without the other stages' memory.
-        self.names, self.ghost = names, meta_copy(model)
+        self.names, self.meta_model = names, meta_copy(model)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None
@@ -185,22 +185,17 @@ class Stage:
 
     def full_state(self) -> dict[str, Tensor]:
         """All stages' parameters and buffers, on every rank: each stage broadcasts its own."""
-        state, ghosts = {}, [layer for _, layer in named_layers(self.ghost)]
+        state, shapes = {}, [layer for _, layer in named_layers(self.meta_model)]
         for stage, (start, end) in enumerate(self.bounds):
             for index in range(start, end):
                 mine = self.module[index - start].state_dict() if stage == self.index else {}
-                for key, shape in ghosts[index].state_dict().items():
+                for key, shape in shapes[index].state_dict().items():
                     value = torch.empty_like(shape, device=self.comm.device)
                     if stage == self.index:
                         value.copy_(mine[key])
                     broadcast(self.comm, value, root=stage)
                     state[f"{self.names[index]}.{key}"] = value.cpu()
         return state
-
-    def held_by_stage(self) -> list[int]:
-        """``held_bytes`` of every stage, on every rank."""
-        mine = torch.tensor([self.held_bytes], device=self.comm.device)
-        return torch.cat(all_gather(self.comm, mine)).tolist()
 
     @contextmanager
     def _measured(self, micro_batch: int) -> Iterator[None]:
@@ -251,7 +246,7 @@ class Stage:
         key = inputs.shape, inputs.dtype
         if key not in self._shapes:
             n, *sample = inputs.shape
-            self._shapes[key] = output_shapes(self.ghost, tuple(sample), n, inputs.dtype)
+            self._shapes[key] = output_shapes(self.meta_model, tuple(sample), n, inputs.dtype)
         shape, dtype = self._shapes[key][layer - 1]
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 
@@ -286,14 +281,8 @@ def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
     Raises:
         ValueError: a buffer is on several stages: each would change its own copy.
     """
-    homes: dict[int, tuple[Tensor, list[int]]] = {}
-    for index, stage in enumerate(stages):
-        for tensor in {id(t): t for t in (*stage.parameters(), *stage.buffers())}.values():
-            homes.setdefault(id(tensor), (tensor, []))[1].append(index)
     tied = []
-    for tensor, places in homes.values():
-        if len(places) == 1:
-            continue
+    for tensor, places in on_several(stages):
         if not isinstance(tensor, nn.Parameter):
             raise ValueError(
                 f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
@@ -302,6 +291,15 @@ def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
         if tensor.requires_grad:
             tied.append((tensor, places))
     return tied
+
+
+def on_several(stages: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[int]]]:
+    """Parameters and buffers that are on several stages, each with these stages."""
+    homes: dict[int, tuple[Tensor, list[int]]] = {}
+    for index, stage in enumerate(stages):
+        for tensor in {id(t): t for t in (*stage.parameters(), *stage.buffers())}.values():
+            homes.setdefault(id(tensor), (tensor, []))[1].append(index)
+    return (home for home in homes.values() if len(home[1]) > 1)
 
 
 class StagedModel(Strategy):
@@ -340,5 +338,6 @@ class StagedModel(Strategy):
 
     def notes(self) -> dict[str, Any]:
         """Where the model was cut, and by stage the most bytes of activations that it held."""
-        held = self.stage.held_by_stage()
-        return {"split_points": list(self.split_points), "held_bytes": held}
+        held = torch.tensor([self.stage.held_bytes], device=self.comm.device)
+        by_stage = torch.cat(all_gather(self.comm, held)).tolist()
+        return {"split_points": list(self.split_points), "held_bytes": by_stage}

@@ -126,7 +126,7 @@ class TorchPipeline(StagedModel):
         BatchNorm's averages (up to 2.11).
         """
         stage, sample = self.stage, tuple(inputs.shape[1:])
-        outputs = output_shapes(stage.ghost, sample, rows, inputs.dtype)
+        outputs = output_shapes(stage.meta_model, sample, rows, inputs.dtype)
         shapes = [((rows, *sample), inputs.dtype), *outputs]
         self._check_dtypes([dtype for _, dtype in shapes])
         entering, leaving = (shapes[layer] for layer in stage.bounds[stage.index])
