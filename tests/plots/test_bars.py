@@ -7,16 +7,11 @@ from labkit import plots
 
 class TestBars:
     def test_bars_are_medians_with_whiskers_over_all_repeats(self):
-        figure = plots.bars(
-            {"ring": {"measured": [0.001, 0.009, 0.002], "model": 0.0015}},
-            quantity="time of a step",
-            unit="s",
-        )
+        groups = {"ring": {"measured": [0.001, 0.009, 0.002], "model": 0.0015}}
+        figure = plots.bars(groups, quantity="time of a step", unit="s")
         axes = figure.figure.axes[0]
-        heights = {
-            name: [bar.get_height() for bar in found] for name, found in bars_of(axes).items()
-        }
-        assert heights == {"measured": [pytest.approx(2)], "model": [pytest.approx(1.5)]}
+        heights = {name: bar.get_height() for name, (bar,) in bars_of(axes).items()}
+        assert heights == {"measured": pytest.approx(2), "model": pytest.approx(1.5)}
         assert axes.get_ylabel() == "time of a step (ms)"
         (whisker,) = [c for c in axes.collections if hasattr(c, "get_segments")]
         assert whisker.get_segments()[0][:, 1] == pytest.approx([1, 9])
@@ -24,9 +19,8 @@ class TestBars:
         assert "medians of 3 repeats" in figure.caption
 
     def test_models_are_hatched_and_pale_in_the_color_of_what_they_predict(self):
-        figure = plots.bars(
-            {"1 MiB": {"ours": 2, "gloo": 4, "ours model": 1}}, quantity="time", unit="s"
-        )
+        groups = {"1 MiB": {"ours": 2, "gloo": 4, "ours model": 1}}
+        figure = plots.bars(groups, quantity="time", unit="s")
         looks = {name: bar for name, (bar,) in bars_of(figure.figure.axes[0]).items()}
         model = plots.Style(to_hex(looks["ours"].get_facecolor())).model
         assert looks["ours model"].get_hatch() == model.hatch
@@ -47,9 +41,8 @@ class TestBars:
         assert figure.figure.axes[0].get_ylabel() == label
 
     def test_equal_to_the_model_is_said_so(self):
-        figure = plots.bars(
-            {"ring": {"measured": 2048, "model": 2048}}, quantity="bytes sent", unit="bytes"
-        )
+        groups = {"ring": {"measured": 2048, "model": 2048}}
+        figure = plots.bars(groups, quantity="bytes sent", unit="bytes")
         assert "equal to the model" in figure.caption
         assert "ring: measured 2 KiB, model 2 KiB" in figure.alt
 

@@ -11,19 +11,15 @@ class TestLearningCurves:
     def test_draws_loss_and_accuracy_by_epoch_and_by_second(self):
         grid = plots.learning_curves({"single": EPOCHS}).figure.axes
         lines = [axes.lines[0].get_xydata().tolist() for axes in grid]
-        assert lines == [
-            [[1, 2], [2, 1]],
-            [[3, 2], [5, 1]],
-            [[1, 25], [2, 75]],
-            [[3, 25], [5, 75]],
-        ]
+        assert lines[:2] == [[[1, 2], [2, 1]], [[3, 2], [5, 1]]]
+        assert lines[2:] == [[[1, 25], [2, 75]], [[3, 25], [5, 75]]]
 
     def test_takes_results_and_names_each_run(self):
         runs = {"ring": SimpleNamespace(epochs=EPOCHS), "single": EPOCHS[:1]}
         figure = plots.learning_curves(runs)
         assert legend_of(figure) == ["ring", "single"]
-        assert "ring ends at loss 1 and held-out accuracy 75.0% after 2 epochs" in figure.alt
-        assert "Best held-out accuracy at the end: ring, 75.0%" in figure.caption
+        assert "loss 1 and held-out accuracy 75.0% after 2 epochs" in figure.alt
+        assert "ring, 75.0%" in figure.caption
         assert "First to end: single, after 3 s" in figure.caption
 
     def test_runs_differ_in_marker_and_line_too(self):

@@ -2,7 +2,6 @@ import pytest
 from parts import TRACE
 
 from labkit import plots
-from labkit.trace import Trace
 
 
 class TestPhases:
@@ -34,7 +33,3 @@ class TestPhases:
     def test_nothing_to_draw_names_the_next_step(self, empty):
         with pytest.raises(ValueError, match="nothing to draw: give what"):
             plots.phases(empty)
-
-    def test_an_empty_trace_is_refused(self):
-        with pytest.raises(ValueError, match="no spans"):
-            plots.phases(Trace())

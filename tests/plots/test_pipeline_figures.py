@@ -96,10 +96,8 @@ class TestTimetable:
 
     def test_words_hold_the_bubble_the_formula_and_what_is_held(self):
         figure = plots.pipeline_timetable(SLOTS, unit="forwards")
-        assert figure.alt == (
-            "Predicted timetable of 2 stages and 2 micro-batches. stage 0 F0 F1 B0 B1; stage 1 "
-            "F0 B0 F1 B1. In all, the step takes 9 forwards, and stages are idle for 33% of it."
-        )
+        assert "stage 0 F0 F1 B0 B1; stage 1 F0 B0 F1 B1" in figure.alt
+        assert "9 forwards, and stages are idle for 33%" in figure.alt
         assert "(P - 1) / (M + P - 1) = 33%" in figure.caption
         assert "at most 2, 1 micro-batches are held" in figure.caption
 

@@ -1,5 +1,3 @@
-import re
-
 import numpy as np
 import pytest
 
@@ -27,16 +25,16 @@ class TestSplitScatter:
 
     def test_the_words_tell_what_the_planner_missed(self):
         figure = plots.split_scatter(POINTS)
-        assert "chooses cut 2; measured, it takes 1.25 times the fastest, cut 3." in figure.caption
+        assert "cut 2; measured, it takes 1.25 times the fastest, cut 3." in figure.caption
         assert "0.889 to 1.25 times the model's" in figure.caption
-        assert "fastest measured is cut 3, predicted 9 ms, measured 8 ms" in figure.alt
+        assert "cut 3, predicted 9 ms, measured 8 ms" in figure.alt
         agrees = plots.split_scatter(POINTS[:2])
         assert agrees.caption.startswith("The planner's choice, cut 2, is the fastest")
 
     def test_axes_have_units(self):
         axes = plots.split_scatter(POINTS).figure.axes[0]
-        assert re.fullmatch(r"step, model \(ms\)", axes.get_xlabel())
-        assert re.fullmatch(r"step, measured \(ms\)", axes.get_ylabel())
+        assert axes.get_xlabel() == "step, model (ms)"
+        assert axes.get_ylabel() == "step, measured (ms)"
 
     def test_one_split_is_no_comparison(self):
         with pytest.raises(ValueError, match="1 split: give two or more"):

@@ -18,9 +18,8 @@ class TestStaleness:
     def test_alt_and_caption_hold_means_and_the_bound(self):
         figure = plots.staleness_histogram(UPDATES, bound=5)
         assert "worker 1: 3 updates, mean staleness 0.3, largest 1" in figure.alt
-        assert figure.caption == (
-            "Mean staleness 1.00 with 3 workers, largest 3; the bound was 5."
-        )
+        assert "Mean staleness 1.00 with 3 workers, largest 3" in figure.caption
+        assert "the bound was 5" in figure.caption
         assert "no bound was set" in plots.staleness_histogram(UPDATES).caption
 
     def test_a_predicted_histogram_says_so(self):

@@ -46,15 +46,15 @@ class TestTimeline:
         figure = plots.timeline(TRACE)
         assert "2 ranks over 5 ms" in figure.alt
         assert "rank 1: compute 20%, communicate 20%, wait 60%" in figure.alt
-        assert "take 80% of 5 ms on rank 1 and 20% on rank 0." in figure.caption
+        assert "80% of 5 ms on rank 1 and 20% on rank 0" in figure.caption
         assert "Mean over the ranks: compute 50%" in figure.caption
         assert "Blank" not in figure.caption
 
     def test_time_outside_spans_is_named(self):
         spans = [Span(0, "compute", 0, 1), Span(1, "compute", 0.5, 1)]
         caption = plots.timeline(Trace.merge([spans])).caption
-        assert "None of the 1 s goes to communication or waiting" in caption
-        assert "Blank, 25%, is time outside any span." in caption
+        assert "None of the 1 s" in caption
+        assert "Blank, 25%" in caption
 
     def test_window_clips_shares_and_axis_but_no_bar(self):
         figure = plots.timeline(TRACE, start_s=0.003, end_s=0.005, ranks=[1])
@@ -62,12 +62,9 @@ class TestTimeline:
         assert bars_of(figure)[:, :2].tolist() == [[1.0, 4.0], [4.0, 5.0]]
         assert figure.figure.axes[0].get_xlim() == pytest.approx((3, 5), abs=0.02)
 
-    def test_accepts_a_result_with_a_trace(self):
-        assert plots.timeline(SimpleNamespace(trace=TRACE)).alt == plots.timeline(TRACE).alt
-
-    def test_spans_out_of_order_are_fine(self):
-        reverse = Trace(tuple(reversed(TRACE.spans)))
-        assert plots.timeline(reverse).alt == plots.timeline(TRACE).alt
+    def test_accepts_a_result_with_a_trace_and_spans_in_any_order(self):
+        result = SimpleNamespace(trace=Trace(tuple(reversed(TRACE.spans))))
+        assert plots.timeline(result).alt == plots.timeline(TRACE).alt
 
     def test_a_prediction_says_model(self):
         figure = plots.timeline(TRACE, model=True)
@@ -108,9 +105,8 @@ class TestTimeline:
         assert main[3] == waiting[3] < other[2] < other[3] < beside[2]
         assert other[3] - other[2] < (main[3] - main[2]) / 2
         assert "rank 0: compute 75%, wait 25%; rank 1: compute 100%" in figure.alt
-        assert "in threads beside the main one, rank 0: all_reduce 75%" in figure.alt
-        assert "take 25% of 4 s on rank 0" in figure.caption
-        assert "The thin lane under each rank" in figure.caption
+        assert "beside the main one, rank 0: all_reduce 75%" in figure.alt
+        assert "thin lane" in figure.caption
 
     def test_an_empty_trace_names_the_next_step(self):
         with pytest.raises(ValueError, match=r"no spans.*comm\.span\(\"compute\"\)"):

@@ -19,7 +19,7 @@ class TestRingStepper:
         assert (stepper.ranks.value, stepper.ranks.min, stepper.ranks.max) == (4, 2, 6)
         assert list(stepper.children) == [stepper.step, stepper.ranks, stepper.view]
 
-    @pytest.mark.parametrize("world_size", [2, 6])
+    @pytest.mark.parametrize("world_size", [2, 4])
     def test_every_step_shows_its_static_twin(self, world_size):
         stepper = widgets.ring_stepper(world_size)
         for step in range(2 * world_size - 1):
@@ -31,7 +31,9 @@ class TestRingStepper:
 
     def test_another_world_size_keeps_the_step_in_range(self, stepper):
         stepper.step.value = 6
+        drawn = drawings(stepper)
         stepper.ranks.value = 2
+        assert drawn == [(2, 2)], "once, and never a mixture"
         assert (stepper.step.value, stepper.step.max) == (2, 2)
         assert alt_of(stepper) == plots.ring_step(2, 2).alt
         stepper.ranks.value = 6
@@ -46,17 +48,6 @@ class TestRingStepper:
         stepper.ranks.value = -5
         assert (stepper.step.value, stepper.ranks.value) == (0, 2)
         assert alt_of(stepper) == plots.ring_step(0, 2).alt
-
-    def test_the_last_value_applies(self, stepper):
-        for step in (1, 5, 2, 6, 3):
-            stepper.step.value = step
-        assert alt_of(stepper) == plots.ring_step(3, 4).alt
-
-    def test_a_change_draws_once_and_never_a_mixture(self, stepper):
-        stepper.step.value = 6
-        drawn = drawings(stepper)
-        stepper.ranks.value = 2
-        assert drawn == [(2, 2)]
 
     def test_own_numbers_bound_the_ranks(self):
         values = [[1, 2, 3], [10, 20, 30], [100, 200, 300]]

@@ -7,7 +7,6 @@ from shown import alt_of, drawings
 from splits import LINK, PROFILE, measured
 
 from labkit import plots, widgets
-from labkit.costs.link import Link
 from labkit.errors import WorkerError
 from labkit.placement.planner import best_split, predict_split
 from labkit.widgets.split_choice import LINKS
@@ -61,11 +60,6 @@ class TestSplitExplorer:
         splits.micro_batches.value = 4
         splits.schedule.value = "1f1b"
         assert alt_of(splits) == shown((4,), LINKS["1 GbE"], micro_batches=4, schedule="1f1b")
-
-    def test_the_layer_behind_a_cut_is_named(self, splits):
-        assert splits.cuts.rows[0].children[1].value == "layer 2: layer 2"
-        splits.cuts.sliders[0].value = 4
-        assert splits.cuts.rows[0].children[1].value == "layer 4: layer 4"
 
     def test_another_batch_is_in_proportion_and_says_so(self, splits):
         splits.batch.value = 32
@@ -162,6 +156,9 @@ class TestSplitExplorer:
             seen.append((splits.run.disabled, splits.best.disabled, said(splits)))
             splits.run.click()
             splits.best.click()
+            thread = threading.Thread(target=splits.run.click)
+            thread.start()
+            thread.join()
 
         runs.during = during
         splits.run.click()
@@ -185,7 +182,6 @@ class TestSplitExplorer:
         assert said(splits) == "WorkerError: rank 1 <died>"
         assert "&lt;died&gt;" in splits.status.value
         assert splits.view.value == before
-        assert not splits.run.disabled
         runs.problem = None
         splits.run.click()
         assert "Measured" in alt_of(splits)
@@ -194,11 +190,7 @@ class TestSplitExplorer:
         runs.problem = KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
             splits.run.click()
-        assert (said(splits), splits.run.disabled, splits.best.disabled) == (
-            "stopped",
-            False,
-            False,
-        )
+        assert said(splits) == "stopped"
         runs.problem = None
         splits.run.click()
         assert said(splits).startswith("measured")
@@ -229,7 +221,7 @@ class TestSplitExplorer:
 
     def test_it_is_read_as_text_where_there_is_no_browser(self, splits):
         text = repr(splits)
-        assert text.startswith("[sliders and buttons] stages 2 to 4, a cut before any of 6 layers")
+        assert "stages 2 to 4, a cut before any of 6 layers" in text
         assert "link (this machine, NVLink 4, PCIe 4 x16, 10 GbE, 1 GbE)" in text
         assert text.endswith(
             plots.split_costs(PROFILE, predict_split(PROFILE, (2,), LINK)).caption
@@ -248,7 +240,6 @@ class TestSplitExplorer:
     def test_faster_links_have_shorter_hops(self):
         seconds = [link.message_seconds(2**20) for link in LINKS.values()]
         assert seconds == sorted(seconds)
-        assert all(isinstance(link, Link) for link in LINKS.values())
 
     def test_closed_its_buttons_do_nothing(self, runs):
         explorer = widgets.split_explorer(PROFILE, LINK, measure=runs)
@@ -256,16 +247,6 @@ class TestSplitExplorer:
         explorer.close()
         explorer.run.click()
         assert not runs.calls
-
-    def test_a_press_in_another_thread_meanwhile_does_nothing(self, splits, runs):
-        def during():
-            thread = threading.Thread(target=splits.run.click)
-            thread.start()
-            thread.join()
-
-        runs.during = during
-        splits.run.click()
-        assert len(runs.calls) == 1
 
     @pytest.mark.parametrize(
         ("start", "message"),
