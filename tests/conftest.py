@@ -59,6 +59,22 @@ def _live_output(monkeypatch):
     monkeypatch.delenv("LABKIT_LIVE", raising=False)
 
 
+@pytest.fixture(scope="class")
+def light_server():
+    """For tests that end the forkserver: those started meanwhile import nothing for training.
+
+    That is half of their import. The last of them ends here, for the tests that train.
+    """
+    from ranks import end_server
+
+    from labkit.runtime import preload
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preload, "FOR_TRAINING", [])
+        yield
+    end_server()
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     """JupyterLab on a copy of the notebooks, and a browser to drive it: a `browser.Lab`.

@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.forkserver as forkserver
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import textwrap
@@ -25,9 +26,21 @@ def travel_by_value(module_name: str) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[module_name])
 
 
+def server_pid() -> int | None:
+    """Process id of the forkserver of this process; None if there is none yet."""
+    return forkserver._forkserver._forkserver_pid
+
+
+def end_server(number: int = signal.SIGKILL) -> None:
+    """End the forkserver by a signal, and wait until the system has seen it end."""
+    if (pid := server_pid()) is not None and is_alive(pid):
+        os.kill(pid, number)
+        assert wait_until(lambda: not is_alive(pid), 10)
+
+
 def running_ranks() -> list[int]:
     """Process ids of the ranks that are alive: the children of this process's forkserver."""
-    server = forkserver._forkserver._forkserver_pid
+    server = server_pid()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
