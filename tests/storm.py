@@ -40,6 +40,7 @@ from ranks import (
 from labkit import WorkerError, run
 from labkit.runtime import supervisor
 from labkit.runtime.forkserver import server_fault
+from labkit.runtime.preload import FOR_TRAINING
 
 travel_by_value(__name__)
 
@@ -280,7 +281,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     chosen = parser.parse_args()
     # No function here trains: a server that was hit is back in half the time.
-    preload.FOR_TRAINING.clear()
+    FOR_TRAINING.clear()
     print(f"seed {chosen.seed}")
     started_s = time.monotonic()
     # The forkserver's folder goes at the end of this process, after the one made here.

@@ -47,7 +47,7 @@ def interrupts_later() -> Iterator[None]:
         yield
         return
     held: list[tuple[int, FrameType | None]] = []
-    handler = signal.signal(signal.SIGINT, lambda *interrupt: held.append(interrupt))
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
     try:
         yield
     finally:

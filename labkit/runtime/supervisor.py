@@ -125,12 +125,10 @@ class Supervisor:
         """Take in what the ranks have sent, and who has ended."""
         seen = self._seen
         ended = self.agent.exit_codes
-        sources = wait([*self._inboxes, *self._output.connections], timeout_s)
-        for ready in sources:
-            if ready in self._inboxes:
-                self._read_report(ready)
-            else:
-                self._output.read(ready)
+        sources = set(wait([*self._inboxes, *self._output.connections], timeout_s))
+        for control in [control for control in self._inboxes if control in sources]:
+            self._read_report(control)
+        self._output.read(sources)
         seen.exit_codes, seen.pids = self.agent.exit_codes, self.agent.pids
         # The pipe of an ended rank stays open if a process that it has forked holds it.
         silent = {rank for control, (rank, _) in self._inboxes.items() if control not in sources}
@@ -270,8 +268,7 @@ class Supervisor:
         for _ in range(100):
             if not (found := wait(self._output.connections, 0)):
                 break
-            for ready in found:
-                self._output.read(ready)
+            self._output.read(found)
         self._bar.close()
         self._output.flush()
         self._output.close()
