@@ -1,26 +1,27 @@
-"""The core of every check: run a learner's function on real ranks, and judge what it did.
+"""Run a learner's function on real ranks, and judge what it did.
 
 ``grade`` runs it on each world size (one ``labkit.run`` each, all sizes of tensor inside it),
 looks at values and at traffic, prints one short table, and never raises.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
 
 from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem
-from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_function, told
-from labkit.check.grading.runs import DidNotFinish, outcomes_of
+from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
+from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
 from labkit.check.grading.traffic import ROWS, counts, traffic_problems
 from labkit.check.grading.values import value_problems
+from labkit.check.grading.words import Mistake
 from labkit.units import format_count
 
 WORLD_SIZES = (2, 3, 4)
 
 
-def grade(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
     """Run ``fn`` on real ranks, print how it went, and return the same as an object.
 
     Args:
@@ -35,7 +36,7 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...] = WORLD
         misuse = _misuse(fn, exercise.signature)
         if misuse:
             return Verdict(exercise.name, NOT_YET, notes=[misuse])
-        return _graded(fn, exercise, world_sizes)
+        return grade_on_ranks(fn, exercise, world_sizes)
 
     return told(exercise.name, judge)
 
@@ -46,7 +47,8 @@ def returns(
     *,
     inputs: Callable[[int, Case], tuple] = lambda rank, case: (),
     signature: str = "comm",
-    world_sizes: tuple[int, ...] = WORLD_SIZES,
+    world_sizes: Iterable[int] = WORLD_SIZES,
+    sizes: tuple[int, ...] = (),
     **more: Any,
 ) -> Verdict:
     """Grade a page's own exercise by what each rank returns: an ``Exercise`` in one call.
@@ -56,43 +58,38 @@ def returns(
         expected: (rank, case) -> what the rank must return.
         inputs: (rank, case) -> the arguments after ``comm``.
         world_sizes: the P to try, in this order.
-        more: other fields of ``Exercise``: ``target=``, ``mistakes=``, ``sizes=``.
+        sizes: the elements of ``case.tensor(rank)``, if it is used.
+        more: other fields of ``Exercise``: ``target=``, ``mistakes=``.
 
     Raises nothing, prints and returns as ``grade`` does.
     """
-    exercise = Exercise(
-        getattr(fn, "__name__", type(fn).__name__),
-        expected,
-        inputs,
-        signature,
-        written=None,
-        **{"sizes": (), **more},
-    )
+    name = getattr(fn, "__name__", type(fn).__name__)
+    exercise = Exercise(name, expected, inputs, signature, written=None, sizes=sizes, **more)
     return grade(fn, exercise, world_sizes)
 
 
-def _misuse(fn: Callable, signature: str) -> str:
-    """Why ``fn`` cannot even be called on a rank; empty where it can."""
+def _misuse(fn: Callable, signature: str) -> Mistake | None:
+    """Why ``fn`` cannot even be called on a rank; None where it can."""
     if not callable(fn):
-        return no_function(fn)
+        return Mistake("fn.missing", kind=type(fn).__name__)
     try:
         takes = inspect.signature(fn)
-        takes.bind(*signature.split(", "))
     except ValueError:
-        pass  # a builtin that does not tell: the call will
+        takes = None  # a builtin that does not tell: the call will
+    try:
+        if takes:
+            takes.bind(*signature.split(", "))
     except TypeError:
-        return f"it takes {takes}, and is called with ({signature})"
+        return Mistake("fn.signature", takes=takes, signature=signature)
     try:
         cloudpickle.dumps(fn)
     except Exception as error:
-        return (
-            "it cannot be sent to other processes, because of something that it uses from "
-            f"outside ({error}): make that inside the function"
-        )
-    return ""
+        return Mistake("fn.cannot_travel", error=error)
+    return None
 
 
-def _graded(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...]) -> Verdict:
+def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int]) -> Verdict:
+    """The verdict on a function that can be called, without printing it."""
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, Problem] = {}
     for world_size in world_sizes:
@@ -103,7 +100,7 @@ def _graded(fn: Callable, exercise: Exercise, world_sizes: tuple[int, ...]) -> V
             if failure.not_attempted:
                 return Verdict(exercise.name, NOT_ATTEMPTED)
             columns[world_size] = {"finished": failure.ending}
-            problems = {"finished": Problem(failure.ending, failure.ending, str(failure))}
+            problems = {"finished": Problem(failure.ending, failure.ending, failure.mistake)}
             break
         found = value_problems(exercise, cases, outcomes)
         found += traffic_problems(exercise, cases, outcomes)
@@ -149,7 +146,7 @@ def _verdict(
     verdict = Verdict(exercise.name, NOT_YET if problems else PASSED)
     verdict.columns = [format_count(count, "rank") for count in columns]
     verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
-    verdict.notes = [f"{p.row}: {p.sentence}" for p in problems if p.sentence]
+    verdict.notes = [Mistake("row", row=p.row, what=p.mistake) for p in problems if p.mistake]
     if "messages" in names:
         whose = "each rank" if exercise.target is not None else "all ranks together"
         size = f", for {exercise.sizes[0]} elements" if exercise.sizes else ""

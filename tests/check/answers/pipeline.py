@@ -1,9 +1,9 @@
-"""The checks of page 09: each accepts its solution, and names the mistake in each wrong answer."""
+"""Answers to ``check.pipeline``."""
 
 import itertools
 
-import pytest
 import torch
+from graded import Answers
 from ranks import travel_by_value
 
 from labkit import check
@@ -11,12 +11,6 @@ from labkit.costs.pipeline_timeline import bubble, bubble_formula
 from labkit.schedules.pipeline import Action, gpipe
 
 travel_by_value(__name__)
-
-
-def told(verdict, capsys):
-    capsys.readouterr()
-    assert not verdict
-    return " ".join(verdict.notes)
 
 
 # The bubble of a timetable
@@ -49,40 +43,30 @@ def by_gaps(slots):
 
 
 WRONG_BUBBLES = [
-    (lambda slots: 1 - idle_share(slots), "the share of work"),
-    (lambda slots: idle_share(slots) / (1 - idle_share(slots)), "by the working time"),
-    (lambda slots: idle_share(slots) * stages_of(slots), "P times as much"),
+    (lambda slots: 1 - idle_share(slots), "bubble.work"),
+    (lambda slots: idle_share(slots) / (1 - idle_share(slots)), "bubble.of_working"),
+    (lambda slots: idle_share(slots) * stages_of(slots), "bubble.of_step"),
     (
         lambda slots: bubble_formula(stages_of(slots), len({s.micro_batch for s in slots})),
-        "the formula for equal stages",
+        "bubble.formula",
     ),
     (
         lambda slots: 1 - busy(slots) / (stages_of(slots) * bounds(slots)[1]),
-        "need not be at second 0",
+        "bubble.from_zero",
     ),
     (
         lambda slots: 1 - busy(slots) / (stages_of(slots) * (slots[-1].end_s - bounds(slots)[0])),
-        "whichever slot ends last",
+        "bubble.last_in_list",
     ),
-    (by_gaps, "before its first slot and after its last one"),
-    (lambda slots: 100 * idle_share(slots), "in percent"),
+    (by_gaps, "bubble.inner_gaps"),
+    (lambda slots: 100 * idle_share(slots), "bubble.percent"),
     (
         lambda slots: 0.25,
-        "GPipe, 3 stages, 4 micro-batches the bubble is 0.3333, and yours says 0.25",
+        "bubble.differs",
     ),
-    (lambda slots: None, "returned nothing"),
-    (lambda slots: slots["end_s"], "raised TypeError"),
+    (lambda slots: None, "answer.nothing"),
+    (lambda slots: slots["end_s"], "answer.raised"),
 ]
-
-
-def test_the_bubble_passes():
-    assert check.pipeline.bubble(idle_share)
-    assert check.pipeline.bubble(bubble)
-
-
-@pytest.mark.parametrize(("wrong", "sentence"), WRONG_BUBBLES)
-def test_wrong_bubbles_are_named(wrong, sentence, capsys):
-    assert sentence in told(check.pipeline.bubble(wrong), capsys)
 
 
 # The 1F1B stream
@@ -152,59 +136,31 @@ def without_end(stage, P, M):
     return map(str, itertools.cycle([Action("forward", 0), Action("backward", 0)]))
 
 
+def one_backward_more(stage, P, M):
+    return [*in_words(stage, P, M), f"B{M}"]
+
+
 WRONG_STREAMS = [
-    (gpipe, "fill and drain, which holds all micro-batches"),
-    (with_warm_up(lambda s, P: 0), "the stream of the last one, so it is right there alone"),
-    (with_warm_up(lambda s, P: P - 1), "the stream of stage 0, so it is right there alone"),
-    (with_warm_up(lambda s, P: s), "from the wrong end"),
-    (with_warm_up(lambda s, P: s), "these streams can never finish"),
-    (with_warm_up(lambda s, P: P - s), "one forward too long"),
-    (with_warm_up(lambda s, P: P - s), "stage 0 holds 5 micro-batches at once, where 4 suffice"),
-    (with_warm_up(lambda s, P: max(P - 2 - s, 0)), "one forward too short"),
-    (with_warm_up(lambda s, P: max(P - 2 - s, 0)), "a step takes 54 where 33 suffice"),
-    (
-        without_min,
-        "and 2 micro-batches, stage 0 runs F2, but micro-batches are numbered 0 to 1",
-    ),
-    (without_drain, "never runs B5, B6, B7: after the last forward, the backwards"),
-    (forwards_again, "stage 0 runs F0, F1, F2 more than once (stage 3 alone is right)"),
-    (backward_first, "stage 3 runs B0 before F0"),
-    (last_backward_first, "stages 0 and 1 run their backwards in different orders"),
-    (right_on_stage_0_alone, "(stage 0 alone is right)"),
-    (without_end, "stage 0 runs F0, B0 more than once"),
-    (lambda stage, P, M: [], "stage 0 never runs F0, F1"),
-    (
-        lambda stage, P, M: None,
-        "with 4 stages and 8 micro-batches, it returned nothing: yield the actions",
-    ),
-    (lambda stage, P, M: [3], "8 micro-batches, 3 is no action"),
-    (lambda stage, P: [], "raised TypeError"),
-    (7, "a function is needed, got int"),
+    (gpipe, "stream.fill_and_drain"),
+    (with_warm_up(lambda s, P: 0), "stream.all_last"),
+    (with_warm_up(lambda s, P: P - 1), "stream.all_first"),
+    (with_warm_up(lambda s, P: s), "stream.wrong_end", "stream.never_ends", "stream.so"),
+    (with_warm_up(lambda s, P: P - s), "stream.too_long", "stream.holds", "stream.so"),
+    (with_warm_up(lambda s, P: max(P - 2 - s, 0)), "stream.too_short", "stream.slow", "stream.so"),
+    (without_min, "stream.strange_forward"),
+    (one_backward_more, "stream.strange"),
+    (without_drain, "stream.no_drain"),
+    (forwards_again, "stream.repeated"),
+    (backward_first, "stream.backward_first"),
+    (last_backward_first, "stream.orders"),
+    (right_on_stage_0_alone, "stream.never_ends"),
+    (without_end, "stream.repeated"),
+    (lambda stage, P, M: [], "stream.missing"),
+    (lambda stage, P, M: None, "stream.nothing"),
+    (lambda stage, P, M: [3], "stream.no_action"),
+    (lambda stage, P: [], "answer.raised"),
+    (7, "fn.missing"),
 ]
-
-
-def test_the_stream_passes_and_trains(capsys):
-    assert check.pipeline.one_f_one_b(with_warm_up(lambda s, P: P - 1 - s))
-    assert "4 ranks" in capsys.readouterr().out
-    assert check.pipeline.one_f_one_b(in_words, world_sizes=(3,))
-
-
-@pytest.mark.parametrize(("wrong", "sentence"), WRONG_STREAMS)
-def test_wrong_streams_are_named(wrong, sentence, capsys):
-    assert sentence in told(check.pipeline.one_f_one_b(wrong), capsys)
-
-
-def test_a_stream_right_on_paper_is_trained_with_on_ranks(capsys):
-    calls = []
-
-    def right_at_first(stage, P, M):
-        """Right while it is looked at on paper; on a rank, M = 5 with P = 2 comes first here."""
-        calls.append(stage)
-        return in_words(stage, P, M) if (P, M) != (2, 5) else map(str, gpipe(stage, P, M + 1))
-
-    note = told(check.pipeline.one_f_one_b(right_at_first, world_sizes=(2,)), capsys)
-    assert len(calls) == 4 + 3 + 2 + 2 + 4
-    assert "rank" in note
 
 
 # The hop
@@ -265,24 +221,25 @@ def own_tensor_back(comm, hop, outgoing, landing):
         landing.copy_(outgoing)
 
 
-def test_the_hop_passes(capsys):
-    assert check.pipeline.hop(carry_out)
-    assert "messages" in capsys.readouterr().out
+WRONG_HOPS = [
+    (send_first, "run.stuck"),
+    (receive_first, "run.stuck"),
+    (even_stages_send_first, "hop.calls"),
+    (into_another, "hop.never_landed"),
+    (exchange_only, "run.error"),
+    (to_the_next_stage, "run.error"),
+    (only_sends, "run.stuck"),
+    (own_tensor_back, "hop.other_landed"),
+    (lambda comm, hop: None, "fn.signature"),
+]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        (send_first, "each waits for the next"),
-        (receive_first, "each waits for the next"),
-        (even_stages_send_first, "calls of comm for"),
-        (into_another, "never landed: receive into landing, in place"),
-        (exchange_only, "'NoneType' object has no attribute 'peer'"),
-        (to_the_next_stage, "rank 2 cannot send to rank 3"),
-        (only_sends, "waiting for rank 1 to receive"),
-        (own_tensor_back, "is instead the activation of micro-batch"),
-        (lambda comm, hop: None, "is called with (comm, hop, outgoing, landing)"),
-    ],
-)
-def test_wrong_hops_are_named(wrong, sentence, capsys):
-    assert sentence in told(check.pipeline.hop(wrong, world_sizes=(3,)), capsys)
+ANSWERS = [
+    Answers(check.pipeline.bubble, [idle_share, bubble], WRONG_BUBBLES),
+    Answers(
+        check.pipeline.one_f_one_b,
+        [with_warm_up(lambda s, P: P - 1 - s), in_words],
+        WRONG_STREAMS,
+    ),
+    Answers(check.pipeline.hop, [carry_out], WRONG_HOPS),
+]

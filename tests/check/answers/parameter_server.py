@@ -1,14 +1,13 @@
-"""The parameter server's checks by mutation: the references pass, each mistake is named."""
+"""Answers to ``check.parameter_server``."""
 
 from functools import partial
 
-import pytest
 import torch
-from graded import in_shared_runs
+from graded import Answers
 from ranks import travel_by_value
 
 from labkit import check
-from labkit.collectives import naive_all_reduce, share_only, share_reduce
+from labkit.collectives import naive_all_reduce, ring_all_reduce, share_only, share_reduce
 from labkit.collectives.ring import split_chunks
 from labkit.schedules.ring import chunk_bounds
 
@@ -32,24 +31,8 @@ def serves(comm, values, batch_size, divisor=None, uphill=False, overwrite=False
         comm.send(values, rank)
 
 
-def overwrites(comm, values, batch_size):
-    serves(comm, values, batch_size, overwrite=True)
-
-
-def never_divides(comm, values, batch_size):
-    serves(comm, values, batch_size, divisor=1)
-
-
 def divides_by_workers(comm, values, batch_size):
     serves(comm, values, batch_size, divisor=comm.world_size - 1)
-
-
-def goes_uphill(comm, values, batch_size):
-    serves(comm, values, batch_size, uphill=True)
-
-
-def starts_from_the_parameters(comm, values, batch_size):
-    serves(comm, values, batch_size, first=1.0)
 
 
 def collected(comm, values):
@@ -119,14 +102,6 @@ def interleaves(comm, gradient, values, servers):
         comm.recv(values[start:end], server)
 
 
-def pushes_to_the_wrong_server(comm, gradient, values, servers):
-    works(comm, gradient, values, servers, pushed=slice(None, None, -1))
-
-
-def puts_slices_elsewhere(comm, gradient, values, servers):
-    works(comm, gradient, values, servers, pulled=slice(None, None, -1))
-
-
 def pulls_into_nothing(comm, gradient, values, servers):
     works(comm, gradient, values.clone(), servers)
 
@@ -155,12 +130,6 @@ def pushes_everything_everywhere(comm, gradient, values, servers):
         comm.send(gradient, server)
 
 
-def pulls_first(comm, gradient, values, servers):
-    bounds = chunk_bounds(len(gradient), servers)
-    for server, (start, end) in enumerate(bounds):
-        comm.recv(values[start:end], server)
-
-
 # Both at once: (comm, gradient, values, batch_size)
 
 
@@ -173,24 +142,8 @@ def does_both(comm, gradient, values, batch_size, divisor=None, sign=1, own=1, s
         share_only(comm, pieces)
 
 
-def both_never_divide(comm, gradient, values, batch_size):
-    does_both(comm, gradient, values, batch_size, divisor=1)
-
-
 def both_divide_by_ranks(comm, gradient, values, batch_size):
     does_both(comm, gradient, values, batch_size, divisor=comm.world_size)
-
-
-def both_go_uphill(comm, gradient, values, batch_size):
-    does_both(comm, gradient, values, batch_size, sign=-1)
-
-
-def updates_another_chunk(comm, gradient, values, batch_size):
-    does_both(comm, gradient, values, batch_size, own=0)
-
-
-def nobody_pulls(comm, gradient, values, batch_size):
-    does_both(comm, gradient, values, batch_size, share=False)
 
 
 def everyone_for_itself(comm, gradient, values, batch_size):
@@ -201,70 +154,48 @@ def through_one_rank(comm, gradient, values, batch_size):
     values -= 0.1 * naive_all_reduce(comm, gradient) / batch_size
 
 
-MISTAKES = {
-    "server": [
-        (overwrites, "never added"),
-        (never_divides, "not divided by batch_size"),
-        (divides_by_workers, "divided by the number of workers"),
-        (goes_uphill, "goes uphill"),
-        (starts_from_the_parameters, "the parameters are in the sum"),
-        (sends_the_old_ones, "from before the update"),
-        (sends_the_sum, "get the sum of the gradients"),
-        (waits_for_nobody, "asynchronous"),
-        (updates_at_every_push, "then update once"),
-        (makes_new_parameters, "update values in place"),
-        (serves_the_first_worker_alone, "rank 2"),
-    ],
-    "worker": [
-        (pushes_to_the_wrong_server, "does not fit"),
-        (puts_slices_elsewhere, "does not fit"),
-        (pulls_into_nothing, "values is unchanged"),
-        (adds_what_it_pulls, "take their place"),
-        (pushes_parameters, "the parameters were pushed"),
-        (pushes_an_update, "scaled before the push"),
-        (updates_again, "once more after the pull"),
-        (pushes_everything_everywhere, "float32 [96]"),
-        (pulls_first, "wait"),
-    ],
-    "shards": [
-        (both_never_divide, "not divided by batch_size"),
-        (both_divide_by_ranks, "divided by the number of ranks"),
-        (both_go_uphill, "goes uphill"),
-        (updates_another_chunk, "nothing has changed"),
-        (nobody_pulls, "nobody has pulled"),
-        (everyone_for_itself, "own gradient alone"),
-        (through_one_rank, "bytes"),
-    ],
-}
-RIGHT = [("server", serves), ("worker", works), ("worker", interleaves), ("shards", does_both)]
-# What raises or stands still ends its run; all others share one.
-BREAK_OFF = {serves_the_first_worker_alone, pushes_to_the_wrong_server, puts_slices_elsewhere}
-BREAK_OFF |= {pushes_everything_everywhere, pulls_first}
+SERVER = [
+    (partial(serves, overwrite=True), "server.last_push_only"),
+    (partial(serves, divisor=1), "server.not_divided"),
+    (divides_by_workers, "server.over_workers"),
+    (partial(serves, uphill=True), "server.uphill"),
+    (partial(serves, first=1.0), "server.parameters_in_sum"),
+    (sends_the_old_ones, "server.sent_old"),
+    (sends_the_sum, "server.sent_sum"),
+    (waits_for_nobody, "server.asynchronous"),
+    (updates_at_every_push, "server.update_per_push"),
+    (makes_new_parameters, "server.not_in_place"),
+    (serves_the_first_worker_alone, "run.stuck"),
+]
+WORKER = [
+    (partial(works, pushed=slice(None, None, -1)), "run.stuck"),
+    (partial(works, pulled=slice(None, None, -1)), "run.stuck"),
+    (pulls_into_nothing, "worker.unchanged"),
+    (adds_what_it_pulls, "worker.added"),
+    (pushes_parameters, "worker.pushed_parameters"),
+    (pushes_an_update, "worker.scaled"),
+    (updates_again, "worker.updated_again"),
+    (pushes_everything_everywhere, "run.stuck"),
+    (partial(works, pushed=slice(0)), "run.stuck"),
+]
 
 
-def grading(name, fn, world_size):
-    return partial(getattr(check.parameter_server, name), fn, world_sizes=(world_size,))
+def ends_with_the_sum(comm, gradient, values, batch_size):
+    values.copy_(ring_all_reduce(comm, gradient))
 
 
-@pytest.fixture(scope="module")
-def verdicts():
-    found = {(fn, size): grading(name, fn, size) for name, fn in RIGHT for size in (2, 3, 4)}
-    for name, mistakes in MISTAKES.items():
-        found |= {fn: grading(name, fn, 3) for fn, _ in mistakes if fn not in BREAK_OFF}
-    return in_shared_runs(found)
-
-
-@pytest.mark.parametrize(("name", "fn"), RIGHT)
-def test_a_right_answer_passes(name, fn, verdicts):
-    for world_size in (2, 3, 4):
-        assert verdicts[fn, world_size].passed, verdicts[fn, world_size]
-
-
-@pytest.mark.parametrize(
-    ("name", "fn", "mistake"),
-    [(name, *mistake) for name, mistakes in MISTAKES.items() for mistake in mistakes],
-)
-def test_a_mistake_is_named(name, fn, mistake, verdicts):
-    verdict = grading(name, fn, 3)() if fn in BREAK_OFF else verdicts[fn]
-    assert not verdict.passed
-    assert mistake in f"{verdict}\n{' '.join(verdict.notes)}"
+SHARDS = [
+    (ends_with_the_sum, "shards.sum"),
+    (partial(does_both, divisor=1), "server.not_divided"),
+    (both_divide_by_ranks, "shards.over_ranks"),
+    (partial(does_both, sign=-1), "server.uphill"),
+    (partial(does_both, own=0), "shards.unchanged"),
+    (partial(does_both, share=False), "shards.own_slice"),
+    (everyone_for_itself, "shards.own_gradient"),
+    (through_one_rank, "traffic.off_target"),
+]
+ANSWERS = [
+    Answers(check.parameter_server.server, [serves], SERVER),
+    Answers(check.parameter_server.worker, [works, interleaves], WORKER),
+    Answers(check.parameter_server.shards, [does_both], SHARDS),
+]

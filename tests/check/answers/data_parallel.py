@@ -1,12 +1,10 @@
-"""Page 02's checks by mutation: the references pass, and each wrong answer has its name."""
+"""Answers to ``check.data_parallel``."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 
-import pytest
 import torch
-from graded import in_shared_runs
+from graded import Answers
 from ranks import travel_by_value
 
 from labkit import check
@@ -188,74 +186,49 @@ def returns_one(gradients):
     return adds(gradients)[0]
 
 
-CHECKS = {
-    "scatter": (
-        splits,
+ANSWERS = [
+    Answers(
+        check.data_parallel.scatter,
+        [splits],
         [
-            (keeps_empty_parts, "a device without a sample is there, too"),
-            (chunks, "torch.chunk rounds sizes up"),
-            (deals_out, "samples are dealt out in turn"),
-            (drops_the_rest, "samples that do not divide are dropped"),
-            (gives_the_rest_to_the_last, "the last device gets all that does not divide"),
-            (gives_all_to_all, "every device gets the whole batch"),
-            (gives_one_each, "every sample is a part of its own"),
+            (keeps_empty_parts, "scatter_fairly.empty_device"),
+            (chunks, "scatter_fairly.chunk"),
+            (deals_out, "scatter_fairly.in_turn"),
+            (drops_the_rest, "scatter_fairly.dropped"),
+            (gives_the_rest_to_the_last, "scatter_fairly.rest_to_last"),
+            (gives_all_to_all, "scatter_fairly.whole_batch"),
+            (gives_one_each, "scatter_fairly.one_each"),
         ],
     ),
-    "parallel_apply": (
-        runs,
+    Answers(
+        check.data_parallel.parallel_apply,
+        [runs],
         [
-            (uses_no_threads, "one after another in the caller's own"),
-            (waits_for_each, "start all threads before you wait for one"),
-            (loses_exceptions, "the exception was lost"),
-            (orders_by_end, "in the order in which the threads ended"),
-            (never_waits, "did all threads end before it did?"),
-            (forgets_the_mode, "each begins with autograd enabled"),
-            (never_records, "the caller records, and the threads do not"),
-            (asks_all_but_the_first, "part 0 raised KeyError, and the caller got"),
-            (raises_its_own, "the caller saw RuntimeError"),
+            (uses_no_threads, "threads.none"),
+            (waits_for_each, "threads.one_by_one"),
+            (loses_exceptions, "threads.lost_error"),
+            (orders_by_end, "threads.order"),
+            (never_waits, "threads.results"),
+            (forgets_the_mode, "threads.record"),
+            (never_records, "threads.do_not_record"),
+            (asks_all_but_the_first, "threads.lost_error"),
+            (raises_its_own, "threads.other_error"),
         ],
     ),
-    "reduce": (
-        adds,
+    Answers(
+        check.data_parallel.reduce,
+        [adds],
         [
-            (takes_means, "the mean over the devices"),
-            (means_of_those_there, "the mean over those devices that have a gradient"),
-            (zeros_for_none, "zeros for a parameter that no device used"),
-            (keeps_the_first, "device 0's own gradients alone"),
-            (leaves_the_first_out, "device 0's own gradients are not in it"),
-            (follows_the_first, "without a gradient on device 0 is left out"),
-            (wants_all, "without a gradient on any one device is left out"),
-            (stops_early, "only devices 0 and 1 are in it"),
-            (adds_into_the_last, "the gradients of other devices were changed"),
-            (returns_one, "a list of 4 sums is due"),
+            (takes_means, "sum_devices.mean"),
+            (means_of_those_there, "sum_devices.mean_of_some"),
+            (zeros_for_none, "sum_devices.zeros"),
+            (keeps_the_first, "sum_devices.first_alone"),
+            (leaves_the_first_out, "sum_devices.first_missing"),
+            (follows_the_first, "sum_devices.follows_first"),
+            (wants_all, "sum_devices.wants_all"),
+            (stops_early, "sum_devices.two_alone"),
+            (adds_into_the_last, "sum_devices.others_changed"),
+            (returns_one, "sum_devices.kind"),
         ],
     ),
-}
-
-
-@pytest.fixture(scope="module")
-def verdicts():
-    found = {}
-    for name, (right, wrong) in CHECKS.items():
-        checker = getattr(check.data_parallel, name)
-        for answer in (right, *(answer for answer, _ in wrong)):
-            found[answer] = partial(checker, answer)
-    return in_shared_runs(found)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_the_reference_passes_and_each_mistake_has_its_name(name, verdicts):
-    right, wrong = CHECKS[name]
-    assert verdicts[right].passed, verdicts[right]
-    for answer, words in wrong:
-        assert verdicts[answer].status == "not yet"
-        assert words in " ".join(verdicts[answer].notes), (answer.__name__, verdicts[answer])
-
-
-def test_a_stub_is_not_attempted_yet():
-    def stub(*args):
-        raise NotImplementedError
-
-    for name in CHECKS:
-        verdict = getattr(check.data_parallel, name)(stub)
-        assert repr(verdict) == f"not attempted yet: data_parallel.{name}"
+]

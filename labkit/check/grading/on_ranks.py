@@ -2,22 +2,22 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 from labkit.check.grading.exercise import Case, Exercise, Outcome, where
 from labkit.check.grading.report import STUB
+from labkit.check.grading.words import Mistake
 from labkit.comm.comm import Comm
 from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.runtime.launch import run
 
-# A correct attempt takes milliseconds: these are for loops without an end, over all cases and then
-# over one. What has raised gets the longer one again: a busy machine may start its ranks late.
+# A correct attempt takes milliseconds: these limits end endless loops, over all cases, then over
+# one. A run that raised gets the longer one again: a busy machine may start its ranks late.
 TIMEOUT_S = 10.0
 AGAIN_S = 3.0
 
 
 class DidNotFinish(Exception):
-    """A run that ended in an error: ``stuck`` or ``error``, and the words for it."""
+    """A run that ended in an error: ``stuck`` or ``error``, and its story as a mistake."""
 
     def __init__(self, error: Exception, place: str = ""):
         self.ending = "stuck" if isinstance(error, DeadlockError) else "error"
@@ -28,6 +28,7 @@ class DidNotFinish(Exception):
         self.not_attempted = re.match(unwritten, last_frame) is not None
         story = str(error).partition("\n\nTraceback of rank")[0]
         super().__init__(f"{place}: {story}" if place else story)
+        self.mistake = Mistake(f"run.{self.ending}", story=str(self))
 
 
 def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tuple[Outcome, ...]]:
@@ -43,8 +44,8 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tup
         if failure.not_attempted:
             raise failure from None
         again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
-    # Which case was it? One a run, no rank meets another's next call, and the explanation is of
-    # the learner's own lines alone.
+    # Which case was it? With one case per run, no rank meets another one's next call, and the
+    # explanation names the learner's own lines only.
     for case in cases:
         try:
             _run(fn, exercise, [case], again_s)
@@ -56,10 +57,8 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tup
 def _run(
     fn: Callable, exercise: Exercise, cases: list[Case], timeout_s: float
 ) -> list[tuple[Outcome, ...]]:
-    # What only judges stays here: a page's own functions may hold what cannot travel.
-    lean = replace(exercise, expected=None, target=None, total=None, judge=None, mistakes={})
     options = {"world_size": cases[0].world_size, "device": "cpu", "timeout_s": timeout_s}
-    return list(zip(*run(_attempt, fn, lean, cases, **options).values))
+    return list(zip(*run(_attempt, fn, exercise.to_run(), cases, **options).values))
 
 
 def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
@@ -77,13 +76,18 @@ def _call(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
     args = exercise.inputs(comm.rank, case)
     given = None if exercise.written is None else args[exercise.written]
     kept = list(given) if isinstance(given, list) else given
-    before = comm.messages, comm.bytes_sent, comm.operations
+    messages, num_bytes, operations = comm.messages, comm.bytes_sent, comm.operations
     sent_before = dict(comm.bytes_to)
     returned = exercise.call(fn, comm, *args)
-    after = comm.messages, comm.bytes_sent, comm.operations
-    sent = {peer: total - sent_before.get(peer, 0) for peer, total in comm.bytes_to.items()}
-    spent = (now - then for now, then in zip(after, before))
     value, meant = (kept, given) if isinstance(given, list) else (given, returned)
-    if exercise.written is None:
+    if exercise.written is None or isinstance(returned, Mistake):
         value, meant = returned, None
-    return Outcome(value, meant, *spent, {peer: n for peer, n in sent.items() if n})
+    sent = {peer: total - sent_before.get(peer, 0) for peer, total in comm.bytes_to.items()}
+    return Outcome(
+        value,
+        meant,
+        comm.messages - messages,
+        comm.bytes_sent - num_bytes,
+        comm.operations - operations,
+        {peer: n for peer, n in sent.items() if n},
+    )

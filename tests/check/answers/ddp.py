@@ -1,10 +1,7 @@
-"""The checks of page 03: each accepts its solution, and names the mistake in each wrong answer."""
+"""Answers to ``check.ddp``."""
 
-from functools import partial
-
-import pytest
 import torch
-from graded import in_shared_runs
+from graded import Answers
 from ranks import travel_by_value
 from torch.nn import functional
 
@@ -13,11 +10,6 @@ from labkit.collectives import ring_all_reduce
 from labkit.schedules.buckets import assign_buckets
 
 travel_by_value(__name__)
-
-
-def told(verdict):
-    assert not verdict
-    return " ".join(verdict.notes)
 
 
 # Buckets
@@ -41,30 +33,19 @@ def buckets_that(close, first=True, order=reversed):
 
 right_rule = buckets_that(lambda held, size, cap: held >= cap)
 WRONG_BUCKETS = [
-    (buckets_that(lambda held, size, cap: held >= cap, order=list), "it goes forward"),
-    (buckets_that(lambda held, size, cap: held >= cap, first=False), "a cap of its own"),
-    (buckets_that(lambda held, size, cap: held + size > cap), "not before it would hold more"),
-    (buckets_that(lambda held, size, cap: held > cap), "and need not hold more"),
-    (lambda *args: right_rule(*args)[:-1], "what is left at the end is a bucket"),
-    (lambda *args: [*right_rule(*args), []][-9:], "an empty bucket is none"),
-    (lambda *args: right_rule(*args)[::-1], "the first to leave comes last"),
-    (lambda *args: [sorted(b) for b in right_rule(*args)], "the last parameter comes first"),
-    (lambda sizes, cap, first: right_rule(sizes, first, first), "for the first bucket alone"),
-    (lambda sizes, *caps: [[0], *right_rule(sizes, *caps)], "yours says [[0], [6, 5]"),
-    (lambda *args: None, "yours says None"),
-    (lambda sizes, cap: [], "takes 2 positional arguments but 3 were given"),
+    (buckets_that(lambda held, size, cap: held >= cap, order=list), "buckets.forward"),
+    (buckets_that(lambda held, size, cap: held >= cap, first=False), "buckets.first_cap"),
+    (buckets_that(lambda held, size, cap: held + size > cap), "buckets.closed_before"),
+    (buckets_that(lambda held, size, cap: held > cap), "buckets.closed_late"),
+    (lambda *args: right_rule(*args)[:-1], "buckets.rest_lost"),
+    (lambda *args: [*right_rule(*args), []][-9:], "buckets.empty"),
+    (lambda *args: right_rule(*args)[::-1], "buckets.order"),
+    (lambda *args: [sorted(b) for b in right_rule(*args)], "buckets.order_inside"),
+    (lambda sizes, cap, first: right_rule(sizes, first, first), "buckets.first_cap_for_all"),
+    (lambda sizes, *caps: [[0], *right_rule(sizes, *caps)], "answer.wrong"),
+    (lambda *args: None, "answer.nothing"),
+    (lambda sizes, cap: [], "answer.raised"),
 ]
-
-
-def test_the_rule_of_buckets_passes(capsys):
-    assert check.ddp.buckets(right_rule)
-    assert check.ddp.buckets(assign_buckets)
-    assert "all 4 answers are right" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("wrong", "sentence"), WRONG_BUCKETS)
-def test_wrong_buckets_are_named(wrong, sentence):
-    assert sentence in told(check.ddp.buckets(wrong))
 
 
 # Gradients of uneven shares
@@ -145,18 +126,18 @@ def reduces_to_rank_0(comm, model, inputs, targets, batch_size):
 
 
 WRONG_AVERAGES = [
-    (sums, "it is the sum over the samples"),
-    (means_of_means, "a mean of means is not the mean"),
-    (sums_of_means, "it is a sum of the ranks' means"),
-    (divides_by_ranks, "divided by the number of ranks"),
-    (divides_twice, "it is divided twice"),
-    (sums_nothing, "nothing was summed over the ranks"),
-    (divides_by_none, "a gradient is NaN"),
-    (sits_out, "rank 2"),
-    (leaves_none, "rank 2 raised ValueError: a parameter has no gradient"),
-    (sums_twice, "messages"),
-    (sums_the_first_alone, "rank 0 is the first that is wrong, in entry 1"),
-    (reduces_to_rank_0, "Rank 0 alone has the right result"),
+    (sums, "gradient.sum"),
+    (means_of_means, "gradient.mean_of_means"),
+    (sums_of_means, "gradient.sum_of_means"),
+    (divides_by_ranks, "gradient.over_ranks"),
+    (divides_twice, "gradient.twice_by_ranks"),
+    (sums_nothing, "gradient.own_share"),
+    (divides_by_none, "gradient.nan"),
+    (sits_out, "run.stuck"),
+    (leaves_none, "gradient.none"),
+    (sums_twice, "traffic.off_target"),
+    (sums_the_first_alone, "value.numbers"),
+    (reduces_to_rank_0, "value.one_right"),
 ]
 
 
@@ -224,15 +205,15 @@ def divides_by_micro_batches(comm, model, micro_batches, batch_size):
 
 
 WRONG_ACCUMULATIONS = [
-    (sums_each_time, "what they had summed before is summed again"),
-    (zeroes_in_between, "only the last micro-batch is in it"),
-    (sums_too_early, "the last micro-batch is not in it"),
-    (averages_micro_batches, "micro-batches count alike"),
-    (adds_means, "a sum of the micro-batches' means"),
-    (divides_by_micro_batches, "by the samples and by the micro-batches"),
-    (never_sums, "nothing was summed over the ranks"),
-    (never_divides, "it is the sum over the samples"),
-    (right_but_three_times_the_messages, "messages"),
+    (sums_each_time, "gradient.summed_again"),
+    (zeroes_in_between, "gradient.last_only"),
+    (sums_too_early, "gradient.last_missing"),
+    (averages_micro_batches, "gradient.micro_batches_alike"),
+    (adds_means, "gradient.sum_of_micro_means"),
+    (divides_by_micro_batches, "gradient.twice_by_micro_batches"),
+    (never_sums, "gradient.own_share"),
+    (never_divides, "gradient.sum"),
+    (right_but_three_times_the_messages, "traffic.off_target"),
 ]
 
 
@@ -305,53 +286,24 @@ def shuffles_with_another_generator(comm, num_samples, epoch, seed):
 
 
 WRONG_SAMPLES = [
-    (forgets_the_epoch, "the order is that of epoch 0"),
-    (does_not_shuffle, "shuffle them"),
-    (does_not_pad, "pad until all have equally many"),
-    (drops_the_rest, "the rest was dropped"),
-    (takes_a_block, "and no block"),
-    (shuffles_by_rank, "each rank shuffles with another seed"),
-    (pads_with_the_last, "the padding is other samples"),
-    (counts_from_one, "it has [1, 2, 10, 7], where [0, 1, 9, 6] is due"),
-    (takes_the_next_ranks, "another rank's"),
-    (shuffles_with_another_generator, "wrong, in entry 0: it has ["),
-    (sorts_its_share, "in another order"),
+    (forgets_the_epoch, "sampler.epoch"),
+    (does_not_shuffle, "sampler.not_shuffled"),
+    (does_not_pad, "sampler.not_padded"),
+    (drops_the_rest, "sampler.dropped"),
+    (takes_a_block, "sampler.block"),
+    (shuffles_by_rank, "sampler.seed_by_rank"),
+    (pads_with_the_last, "sampler.padding"),
+    (counts_from_one, "value.differs"),
+    (takes_the_next_ranks, "sampler.other_rank"),
+    (shuffles_with_another_generator, "value.differs"),
+    (sorts_its_share, "sampler.order"),
 ]
 
 
-CHECKS = {
-    "average": (check.ddp.average, averages, 3, WRONG_AVERAGES),
+ANSWERS = [
+    Answers(check.ddp.buckets, [right_rule, assign_buckets], WRONG_BUCKETS),
+    Answers(check.ddp.average, [averages], WRONG_AVERAGES),
     # With as many ranks as micro-batches it could not tell by which of them was divided.
-    "accumulate": (check.ddp.accumulate, accumulates, 4, WRONG_ACCUMULATIONS),
-    "sampler": (check.ddp.sampler, samples, 3, WRONG_SAMPLES),
-}
-# What raises or stands still ends its run; all others share one.
-BREAK_OFF = {divides_by_none, sits_out, leaves_none}
-
-
-@pytest.fixture(scope="module")
-def verdicts():
-    found = {}
-    for name, (checker, right, world_size, wrong) in CHECKS.items():
-        # On four ranks; test_solutions has the page's on all world sizes.
-        found[name] = partial(checker, right, world_sizes=(4,))
-        for fn, _ in wrong:
-            if fn not in BREAK_OFF:
-                found[fn] = partial(checker, fn, world_sizes=(world_size,))
-    return in_shared_runs(found)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_right_answers_pass(name, verdicts):
-    assert verdicts[name].passed, verdicts[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "sentence"),
-    [(name, *case) for name, (*_, cases) in CHECKS.items() for case in cases],
-)
-def test_a_wrong_answer_is_named(name, wrong, sentence, verdicts):
-    checker, _, world_size, _ = CHECKS[name]
-    alone = wrong in BREAK_OFF
-    verdict = checker(wrong, world_sizes=(world_size,)) if alone else verdicts[wrong]
-    assert sentence in told(verdict)
+    Answers(check.ddp.accumulate, [accumulates], WRONG_ACCUMULATIONS, 4),
+    Answers(check.ddp.sampler, [samples], WRONG_SAMPLES),
+]
