@@ -45,7 +45,7 @@ from .runtime.launch import run as run
 from .runtime.preload import warm_up as warm_up
 from .trace import Span as Span
 from .trace import Trace as Trace
-from .training.train_run import TrainResult as TrainResult
+from .training.result import TrainResult as TrainResult
 from .training.train_run import train_with as train_with
 from .workload.datasets import load_dataset as load_dataset
 from .workload.models import build_model as build_model

@@ -1,44 +1,66 @@
-"""The command line: ``python -m labkit train | bench | compare | doctor | lab``. It parses and
-calls."""
+"""The command line: ``python -m labkit train | bench | compare | doctor | lab``."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from labkit import units
-from labkit.config import AMP, BACKENDS, COMPRESSIONS, DTYPES, RunConfig
+from labkit.config import RunConfig
 from labkit.errors import OutputError, WorkerError
 from labkit.files import check_outputs, write_each
-from labkit.schedules.pipeline import PIPELINES
+
+if TYPE_CHECKING:
+    from labkit.training.train_run import TrainResult
+
+# What the parser sets beside the arguments of ``bench`` and ``compare``.
+_NO_SETTINGS = {"command", "call", "rest", "line"}
+_NO_SETTINGS |= {"names", "json", "figure", "figures", "from_path"}
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        # One line, as every error of use; argparse would print the usage before it.
+    def error(self, message: str) -> NoReturn:
+        # One line, like every error of use; argparse would print the usage before it.
         _refuse(f"{message} (see {self.prog} --help)")
 
 
-def _refuse(message: str):
+def _refuse(message: str) -> NoReturn:
     print(f"labkit: error: {' '.join(message.splitlines())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def _typed(parse: Callable[[str], float], text: str) -> float:
-    """A number of the command line; what argparse would say instead names our function."""
+def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` with its own message; argparse would name the function instead."""
+
+    def typed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed
+
+
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
+    return _typed(lambda text: tuple(parse(word.strip()) for word in text.split(",")))
+
+
+def _percent(text: str) -> float:
     try:
-        return parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        return units.parse_number(text.removesuffix("%")) / 100
+    except ValueError:
+        raise ValueError(f"takes a percentage such as 95, got {text!r}") from None
 
 
-_whole = partial(_typed, units.parse_whole)
-_number = partial(_typed, units.parse_number)
+_integer = _typed(units.parse_integer)
+_integers = _list_of(units.parse_integer)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's parser; ``labkit train`` has an option for each field of RunConfig."""
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     _add_train(commands)
@@ -51,15 +73,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_train(commands) -> None:
+    train = commands.add_parser("train", help="train with one technique on real processes")
+    for setting in fields(RunConfig):
+        _add_setting(train, setting)
+    add = train.add_argument
+    seconds = {"type": _typed(units.parse_number), "metavar": "SECONDS"}
+    add("--timeout", default=24 * 3600, help="deadline of the run (a day)", **seconds)
+    add("--download", action="store_true", help="fetch the data set if it is absent")
+    add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")
+    add("--save", metavar="FILE", help="write the parameters as a safetensors file")
+    train.set_defaults(call=_train)
+
+
+def _add_setting(parser: argparse.ArgumentParser, setting: Field) -> None:
+    option, about = f"--{setting.name.replace('_', '-')}", setting.metadata
+    if setting.type is bool:
+        parser.add_argument(option, action="store_true", help=about["help"])
+        return
+    required = setting.name == "strategy"
+    default = "" if setting.default is None or required else f" ({setting.default})"
+    parser.add_argument(
+        option,
+        type=_typed(about["parse"]),
+        default=argparse.SUPPRESS,
+        required=required,
+        metavar=about["metavar"],
+        help=about["help"] + default,
+    )
+
+
 def _add_bench(commands) -> None:
-    bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
+    about = "measure labkit against PyTorch on this machine"
+    bench = commands.add_parser("bench", help=about)
     add = bench.add_argument
     names = "launch, all-reduce, ddp, placement, pipeline; all of them if left out"
-    add("name", nargs="*", metavar="NAME", help=names)
-    add("--world-size", metavar="N,N", help="the numbers of ranks, one run each (2,4)")
-    add("--sizes", metavar="SIZE,SIZE", help="all-reduce: of the tensor, 4KiB,1MiB for example")
-    add("--models", metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
-    add("--repeats", metavar="N", help="repeats at most; what takes long gets fewer")
+    add("names", nargs="*", metavar="NAME", help=names)
+    add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help="one run each")
+    sizes = "all-reduce: of the tensor, 4KiB,1MiB for example"
+    parse_sizes = _list_of(units.parse_bytes)
+    add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
+    add("--models", type=_list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
+    add("--repeats", type=_integer, metavar="N", help="at most; what takes long gets fewer")
     add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
     add("--json", metavar="FILE", help="record one bench's figures with the hardware")
     add("--figure", metavar="FILE.png", help="all-reduce, placement: draw the times")
@@ -67,15 +122,20 @@ def _add_bench(commands) -> None:
 
 
 def _add_compare(commands) -> None:
-    compare = commands.add_parser("compare", help="all techniques and PyTorch's, like for like")
+    about = "all techniques and PyTorch's, like for like"
+    compare = commands.add_parser("compare", help=about)
     add = compare.add_argument
-    add("--strategies", metavar="S,S", help="some of them; PyTorch's counterparts come along")
-    add("--world-size", metavar="N,N", help="numbers of ranks (1,2,3,4)")
-    add("--train-size", metavar="N,N", help="training samples (a quarter, a half, all)")
-    add("--batch-size", metavar="B,B", help="global batches (64,128,256)")
-    add("--repeats", metavar="N", help="of everything; as many as fit into 8 minutes if left out")
-    add("--epochs", metavar="E", help="of each run (6)")
-    add("--target", metavar="PERCENT", help="held-out accuracy to reach (95)")
+    add_list = partial(add, type=_integers)
+    some = "some of them; PyTorch's counterparts take part as well"
+    add("--strategies", type=_list_of(str), metavar="S,S", help=some)
+    add_list("--world-size", dest="world_sizes", metavar="N,N", help="(1,2,3,4)")
+    add_list("--train-size", dest="train_sizes", metavar="N,N", help="(a quarter, a half, all)")
+    add_list("--batch-size", dest="batch_sizes", metavar="B,B", help="global (64,128,256)")
+    repeats = "of everything; by default as many as fit into 8 minutes"
+    add("--repeats", type=_integer, metavar="N", help=repeats)
+    add("--epochs", type=_integer, metavar="E", help="per run (6)")
+    accuracy = "held-out accuracy to reach (95)"
+    add("--target", type=_typed(_percent), metavar="PERCENT", help=accuracy)
     add("--model", metavar="M")
     add("--dataset", metavar="D")
     add("--device", metavar="auto|cpu|cuda")
@@ -85,54 +145,11 @@ def _add_compare(commands) -> None:
     compare.set_defaults(call=_compare)
 
 
-def _add_train(commands) -> None:
-    train = commands.add_parser("train", help="train with one technique on real processes")
-    add = train.add_argument
-    defaults = RunConfig()
-    add(
-        "--strategy", required=True, metavar="S", help="the technique, ring_all_reduce for example"
-    )
-    add("--builtin", action="store_true", help="run PyTorch's counterpart of the technique")
-    add("--backend", default=defaults.backend, metavar="|".join(BACKENDS), help="below --builtin")
-    add("--transport", default=defaults.transport, metavar="auto|shared|gloo")
-    add(
-        "--world-size", type=_whole, metavar="N", help="number of ranks (default 1, or torchrun's)"
-    )
-    add("--batch-size", type=_whole, default=defaults.batch_size, metavar="B", help="global batch")
-    add("--epochs", type=_whole, default=defaults.epochs, metavar="E")
-    add("--model", default=defaults.model, metavar="M")
-    add("--dataset", default=defaults.dataset, metavar="D")
-    add("--train-size", type=_whole, metavar="N", help="use the first N training samples")
-    add("--device", default=defaults.device, metavar="auto|cpu|cuda")
-    add("--dtype", default=defaults.dtype, metavar="|".join(DTYPES))
-    add("--seed", type=_whole, default=defaults.seed, metavar="K")
-    add("--lr", type=_number, default=defaults.lr)
-    add("--momentum", type=_number, default=defaults.momentum)
-    add("--bucket-mb", type=_number, metavar="MB", help="ddp: gradients sent together")
-    add("--accumulate", type=_whole, metavar="N", help="micro-batches an update")
-    add("--amp", metavar="|".join(AMP), help="mixed precision")
-    add("--compress", metavar="|".join(COMPRESSIONS), help="ring_all_reduce: of gradients")
-    add("--servers", type=_whole, metavar="S", help="parameter_server: ranks that serve")
-    add("--straggler", metavar="RANK:FACTOR", help="slow one rank's computing, 1:4.0 for example")
-    add("--max-staleness", type=_whole, metavar="N", help="async_parameter_server: bound")
-    add("--devices", metavar="D,D", help="of one process: cuda:0,cpu for example")
-    add("--split-points", metavar="K,K", help="staged models: layers that begin a stage")
-    add("--micro-batches", type=_whole, metavar="M", help="pipeline: of a batch")
-    add("--schedule", metavar="|".join(PIPELINES), help="pipeline: order of the micro-batches")
-    add(
-        "--timeout", type=_number, default=24 * 3600, metavar="SECONDS", help="deadline of the run"
-    )
-    add("--download", action="store_true", help="fetch the data set if it is absent")
-    add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")
-    add("--save", metavar="FILE", help="write the parameters as a safetensors file")
-    train.set_defaults(call=_train)
-
-
 def _train(arguments: argparse.Namespace) -> int:
     from labkit import strategies
     from labkit.runtime import preload
 
-    config = _config(arguments)
+    config = config_of(arguments)
     strategies.check_name(config.strategy)
     units.check_above_zero("--timeout", arguments.timeout, units.MOST_SECONDS)
     check_outputs({"--json": arguments.json, "--save": arguments.save}, {})
@@ -148,15 +165,19 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> RunConfig:
-    names = {field.name for field in fields(RunConfig)}
-    chosen = {name: getattr(arguments, name) for name in names}
-    if chosen["world_size"] is None:
-        chosen["world_size"] = units.parse_whole(os.environ.get("WORLD_SIZE", "1"))
-    return RunConfig(**chosen)
+def config_of(arguments: argparse.Namespace) -> RunConfig:
+    """The settings that ``labkit train`` was given; under torchrun, its number of ranks.
+
+    Raises:
+        ValueError: what ``RunConfig`` refuses.
+    """
+    names = {setting.name for setting in fields(RunConfig)}
+    given: dict[str, Any] = {"world_size": units.parse_integer(os.environ.get("WORLD_SIZE", "1"))}
+    given |= {name: value for name, value in vars(arguments).items() if name in names}
+    return RunConfig(**given)
 
 
-def _report(result, arguments: argparse.Namespace) -> None:
+def _report(result: "TrainResult", arguments: argparse.Namespace) -> None:
     outputs = ((arguments.json, result.save_json), (arguments.save, result.save_state))
     try:
         write_each(*(partial(save, path) for path, save in outputs if path is not None))
@@ -164,9 +185,9 @@ def _report(result, arguments: argparse.Namespace) -> None:
         _print_summary(result)
 
 
-def _print_summary(result) -> None:
+def _print_summary(result: "TrainResult") -> None:
     phases = ", ".join(f"{kind} {s:.2f} s" for kind, s in sorted(result.phases_s.items()))
-    print(f"mean seconds of a rank: {phases}")
+    print(f"mean seconds per rank: {phases}")
     if result.bytes_sent is not None:
         print(f"bytes sent by rank: {result.bytes_sent}, in messages: {result.messages}")
     print(f"replicas agree: {result.replicas_agree}")
@@ -181,22 +202,32 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    names = ("world_size", "sizes", "models", "repeats", "device")
     check_outputs({"--json": arguments.json, "--figure": arguments.figure}, {})
     from labkit import bench
 
-    options = {name: getattr(arguments, name) for name in names}
-    return bench.main(arguments.name, arguments.json, arguments.figure, **options)
+    outputs = arguments.json, arguments.figure
+    return bench.main(arguments.names, *outputs, arguments.line, **_settings(arguments))
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    names = ("strategies", "world_size", "train_size", "batch_size", "repeats", "epochs")
-    names += ("target", "model", "dataset", "device")
     check_outputs({"--json": arguments.json}, {"--from": arguments.from_path})
     from labkit.bench import compare
 
-    options = {name: getattr(arguments, name) for name in names}
-    return compare.main(arguments.json, arguments.figures, arguments.from_path, **options)
+    paths = arguments.json, arguments.figures, arguments.from_path
+    return compare.main(*paths, arguments.line, **_settings(arguments))
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    return {name: value for name, value in given.items() if name not in _NO_SETTINGS}
+
+
+def _without_outputs(words: list[str]) -> str:
+    """The command line as a record keeps it: where the results went is left out."""
+    outputs = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--json", "--figure", "--figures"):
+        outputs.add_argument(option)
+    return " ".join(["labkit", *outputs.parse_known_args(words)[1]])
 
 
 def _lab(arguments: argparse.Namespace) -> int:
@@ -207,11 +238,12 @@ def _lab(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse and call. Errors of use are one line and exit 2; a run or a file that failed is 1."""
-    parser = _parser()
-    arguments, arguments.rest = parser.parse_known_args(argv)
+    parser, words = make_parser(), sys.argv[1:] if argv is None else argv
+    arguments, arguments.rest = parser.parse_known_args(words)
     if arguments.rest and arguments.command != "lab":
         parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
     try:
+        arguments.line = _without_outputs(words)
         return arguments.call(arguments)
     except (WorkerError, OutputError) as error:
         print(f"labkit: {error}", file=sys.stderr)

@@ -1,7 +1,9 @@
-"""RunConfig: everything that decides a training run, in one frozen, self-checking place."""
+"""RunConfig: everything that decides a training run: defaults, limits and help in one place."""
 
 import re
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from reprlib import repr as shortened
 from typing import Any
 
@@ -9,119 +11,148 @@ from labkit import units
 from labkit.schedules.pipeline import PIPELINES
 from labkit.units import format_count
 
-DTYPES = ("float32", "float64")
 BACKENDS = ("auto", "gloo", "nccl", "labkit")
-AMP = ("bf16", "fp16")
-COMPRESSIONS = ("fp16", "bf16", "topk")
-# Their ranks share the model out, and not the batch.
+# Their ranks divide the model between them, not the batch.
 STAGED = ("model_parallel", "pipeline")
-# What a technique may take beside the settings that all of them have.
-OPTIONS = (
-    *("backend", "bucket_mb", "accumulate", "amp", "compress"),
-    *("servers", "straggler", "max_staleness", "devices"),
-    *("split_points", "micro_batches", "schedule"),
-)
 
 _MOST_MB = units.MOST_BYTES // 2**20
 # Repeats count upwards from a seed, and torch's generators take 64 bits.
 _MOST_SEED = 2**32 - 1
-# PyTorch refuses a rate that the parameters' type cannot hold.
+# The largest learning rate that a parameter of this type can hold; PyTorch refuses more.
 _MOST_LR = {"float32": 3.4e38, "float64": 1.7e308}
-# A straggler sleeps so many times as long as it has computed.
+# A straggler sleeps this many times as long as it has computed.
 _MOST_SLOWDOWN = 1e6
-_TEXTS = ("strategy", "model", "dataset", "device", "transport")
-_TEXTS += ("straggler", "devices", "split_points")
-_CHOICES = {"dtype": DTYPES, "backend": BACKENDS, "amp": AMP, "compress": COMPRESSIONS}
-_CHOICES["schedule"] = tuple(PIPELINES)
-_WHOLE = {
-    **dict.fromkeys(("batch_size", "epochs", "train_size"), (1, units.MOST)),
-    **dict.fromkeys(("accumulate", "servers", "micro_batches"), (1, units.MOST)),
-    "world_size": (1, units.MOST_RANKS),
-    "max_staleness": (0, units.MOST),
-    "seed": (0, _MOST_SEED),
-}
-# Of a momentum of 1 nothing ever fades.
-_NUMBERS = {"bucket_mb": (0, _MOST_MB), "momentum": (0, 0.999999)}
+
+
+def _setting(
+    default: Any,
+    metavar: str,
+    help: str,
+    check: Callable[[str, Any], None],
+    parse: Callable[[str], Any] = str,
+) -> Any:
+    """A field that knows its help text, how its text is parsed, and which values are valid."""
+    metadata = {"metavar": metavar, "help": help, "check": check, "parse": parse}
+    return field(default=default, metadata=metadata)
+
+
+def _text(default: str | None, metavar: str, help: str) -> Any:
+    return _setting(default, metavar, help, _check_text)
+
+
+def _choice(default: str | None, choices: tuple[str, ...], help: str) -> Any:
+    return _setting(default, "|".join(choices), help, partial(_check_choice, choices))
+
+
+def _integer(
+    default: int | None, metavar: str, help: str, least: int = 1, most: int = units.MOST
+) -> Any:
+    check = partial(units.check_integer, least=least, most=most)
+    return _setting(default, metavar, help, check, units.parse_integer)
+
+
+def _number(default: float | None, metavar: str, help: str, most: float) -> Any:
+    check = partial(units.check_number, least=0, most=most)
+    return _setting(default, metavar, help, check, units.parse_number)
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {value!r}")
+
+
+def _check_choice(choices: tuple[str, ...], name: str, value: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The settings of one training run.
+    """The settings of one training run; ``labkit train`` has an option for each.
 
-    Attributes:
-        strategy: the technique, by its ``--strategy`` name.
-        world_size: number of ranks.
-        batch_size: the global batch, over all ranks together, so that runs with other world sizes
-            do the same arithmetic.
-        epochs: passes over the training samples.
-        model, dataset: names, see ``labkit.workload.datasets``.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        seed: of the parameters and of the order of the samples.
-        lr, momentum: of plain SGD.
-        dtype: ``float32``, or ``float64`` for the equivalence tests.
-        builtin: run PyTorch's counterpart of the technique.
-        backend: the process group below PyTorch's counterpart; ``labkit`` is this package's own
-            collectives, ``auto`` what suits the device.
-        transport: how the messages of our implementations travel, see ``labkit.run``.
-        train_size: use the first so many training samples; None uses all.
-        bucket_mb: MiB of gradients that are sent together; 0 is a bucket a parameter.
-        accumulate: micro-batches a rank's share is cut into; one synchronisation an update.
-        amp: mixed precision, ``bf16`` or ``fp16``.
-        compress: of gradients on the wire, ``fp16``, ``bf16`` or ``topk``.
-        servers: ranks that hold the parameters, of a parameter server.
-        straggler: ``"1:4.0"`` makes rank 1 compute four times as slowly.
-        max_staleness: updates by others that one update may have missed.
-        devices: of one process, ``"cpu,cpu"``, one a replica or stage. Their number is the world
-            size, which may be left at 1.
-        split_points: layers that begin a stage, ``"5,12"`` for three stages. The number of stages
-            is the world size, which may be left at 1; by default an even split by FLOPs.
-        micro_batches: that a batch goes through a pipeline in.
-        schedule: of a pipeline, ``gpipe`` or ``1f1b``.
+    From ``backend`` on, a setting belongs to some techniques only (``OPTIONS``). ``None`` leaves
+    it to the technique's own default. ``devices`` and ``split_points`` decide the world size,
+    which may then be left at 1.
 
-    Of those from bucket_mb on, ``None`` is the technique's own default; each takes its own.
+    Raises:
+        ValueError: a value outside its limits, or settings that contradict each other.
     """
 
-    strategy: str = "single"
-    world_size: int = 1
-    batch_size: int = 64
-    epochs: int = 1
-    model: str = "small_cnn"
-    dataset: str = "digits"
-    device: str = "auto"
-    seed: int = 0
-    lr: float = 0.05
-    momentum: float = 0.9
-    dtype: str = "float32"
-    builtin: bool = False
-    backend: str = "auto"
-    transport: str = "auto"
-    train_size: int | None = None
-    bucket_mb: float | None = None
-    accumulate: int | None = None
-    amp: str | None = None
-    compress: str | None = None
-    servers: int | None = None
-    straggler: str | None = None
-    max_staleness: int | None = None
-    devices: str | None = None
-    split_points: str | None = None
-    micro_batches: int | None = None
-    schedule: str | None = None
+    strategy: str = _text("single", "S", "the technique, ring_all_reduce for example")
+    world_size: int = _integer(1, "N", "number of ranks", most=units.MOST_RANKS)
+    # Global, so that runs with other world sizes do the same arithmetic.
+    batch_size: int = _integer(64, "B", "global batch size, over all ranks together")
+    epochs: int = _integer(1, "E", "passes over the training samples")
+    model: str = _text("small_cnn", "M", "its name, see labkit.workload.models")
+    dataset: str = _text("digits", "D", "its name, see labkit.workload.datasets")
+    device: str = _text("auto", "auto|cpu|cuda", "where the ranks run")
+    seed: int = _integer(0, "K", "of the parameters and of the order of samples", 0, _MOST_SEED)
+    # How large a learning rate may be depends on the dtype.
+    lr: float = _setting(
+        0.05,
+        "RATE",
+        "learning rate of plain SGD",
+        check=partial(units.check_above_zero, most=float("inf")),
+        parse=units.parse_number,
+    )
+    # With a momentum of 1 no gradient would ever fade.
+    momentum: float = _number(0.9, "X", "momentum of plain SGD", most=0.999999)
+    dtype: str = _choice("float32", tuple(_MOST_LR), "of the parameters; float64 is for tests")
+    builtin: bool = _setting(False, "", "run PyTorch's counterpart of the technique", _check_flag)
+    transport: str = _text("auto", "auto|shared|gloo", "how messages travel, see labkit.run")
+    train_size: int | None = _integer(None, "N", "only the first N training samples")
 
-    def __post_init__(self):
-        self._check_each()
+    backend: str = _choice("auto", BACKENDS, "below --builtin; labkit is this package's own")
+    bucket_mb: float | None = _number(
+        None, "MB", "ddp: MiB of gradients sent together; 0 sends each alone", most=_MOST_MB
+    )
+    accumulate: int | None = _integer(None, "N", "micro-batches per update and synchronisation")
+    amp: str | None = _choice(None, ("bf16", "fp16"), "mixed precision")
+    compress: str | None = _choice(
+        None, ("fp16", "bf16", "topk"), "ring_all_reduce: gradients on the wire"
+    )
+    servers: int | None = _integer(None, "S", "parameter_server: ranks that hold parameters")
+    straggler: str | None = _text(
+        None, "RANK:FACTOR", "1:4.0 makes rank 1 compute four times as slowly"
+    )
+    max_staleness: int | None = _integer(
+        None, "N", "async_parameter_server: updates by others that one may have missed", least=0
+    )
+    devices: str | None = _text(
+        None, "D,D", "one process with a replica or a stage on each, cuda:0,cpu for example"
+    )
+    split_points: str | None = _text(
+        None, "K,K", "layers that begin a stage; by default an even split by FLOPs"
+    )
+    micro_batches: int | None = _integer(None, "M", "pipeline: micro-batches per batch")
+    schedule: str | None = _choice(None, tuple(PIPELINES), "pipeline: order of micro-batches")
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value is not None or setting.default is not None:
+                setting.metadata["check"](setting.name, value)
+        units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
         if self.devices is not None and self.split_points is not None:
             _check_one_each(parse_devices(self.devices), parse_split_points(self.split_points))
         if self.devices is not None:
             self._follow("devices", len(parse_devices(self.devices)))
         if self.split_points is not None:
             self._follow("split_points", len(parse_split_points(self.split_points)) + 1)
-        if self.amp and self.dtype != "float32":
-            raise ValueError(f"amp {self.amp} is for dtype float32, got {self.dtype}")
         if self.servers is not None:
             check_servers(self.servers, self.world_size)
         if self.straggler is not None:
             parse_straggler(self.straggler, self.world_size)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.amp and self.dtype != "float32":
+            raise ValueError(f"amp {self.amp} is for dtype float32, got {self.dtype}")
         if self.batch_size < self.world_size and self.strategy not in STAGED:
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than world_size {self.world_size}: some "
@@ -133,27 +164,8 @@ class RunConfig:
                 "or transport for our own implementation"
             )
 
-    def _check_each(self) -> None:
-        """Every setting by itself; None is the technique's own default, where that may be."""
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if name in _TEXTS and not isinstance(value, str):
-                raise ValueError(f"{name} must be a text, got {value!r}")
-            if name == "builtin" and not isinstance(value, bool):
-                raise ValueError(f"builtin must be True or False, got {value!r}")
-            if name in _CHOICES and value not in _CHOICES[name]:
-                known = ", ".join(_CHOICES[name])
-                raise ValueError(f"unknown {name} {value!r}: choose one of {known}")
-            if name in _WHOLE:
-                units.check_whole(name, value, *_WHOLE[name])
-            if name in _NUMBERS:
-                units.check_number(name, value, *_NUMBERS[name])
-        units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
-
     def _follow(self, name: str, count: int) -> None:
-        """Let the world size be what an option makes it."""
+        """Let an option decide the world size, which may be left at 1."""
         if self.world_size not in (1, count):
             made = format_count(count, {"devices": "device", "split_points": "stage"}[name])
             raise ValueError(
@@ -164,12 +176,17 @@ class RunConfig:
 
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as its constructor takes them."""
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = {setting.name: setting.default for setting in fields(self)}
         given = {name: getattr(self, name) for name in OPTIONS}
         return {name: value for name, value in given.items() if value != defaults[name]}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+_NAMES = [setting.name for setting in fields(RunConfig)]
+# What a technique may take beside the settings that all of them have.
+OPTIONS = tuple(_NAMES[_NAMES.index("backend") :])
 
 
 def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
@@ -178,20 +195,20 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
     Raises:
         ValueError: not of this form, no such rank, or a factor below 1.
     """
-    rank, colon, factor = str(text).partition(":")
+    rank_text, _, factor_text = str(text).partition(":")
     try:
-        parsed = units.parse_whole(rank), units.parse_number(factor)
+        rank, factor = units.parse_integer(rank_text), units.parse_number(factor_text)
     except ValueError:
-        colon = ""
-    if not colon:
-        raise ValueError(f"straggler must be RANK:FACTOR, as in 1:4.0, got {shortened(text)}")
-    if not 0 <= parsed[0] < world_size:
+        raise ValueError(
+            f"straggler must be RANK:FACTOR, as in 1:4.0, got {shortened(text)}"
+        ) from None
+    if not 0 <= rank < world_size:
         raise ValueError(
             f"straggler {shortened(text)}: with world_size {world_size} the ranks are 0 to "
             f"{world_size - 1}"
         )
-    units.check_number(f"straggler {shortened(text)}: the factor", parsed[1], 1, _MOST_SLOWDOWN)
-    return parsed
+    units.check_number(f"straggler {shortened(text)}: the factor", factor, 1, _MOST_SLOWDOWN)
+    return rank, factor
 
 
 def check_servers(servers: int, world_size: int) -> None:
@@ -228,7 +245,7 @@ def parse_split_points(text: str) -> tuple[int, ...]:
     """``"5,12"`` is (5, 12); an empty text is one stage.
 
     Raises:
-        ValueError: no whole numbers with commas between.
+        ValueError: not integers with commas between.
     """
     words = [word.strip() for word in str(text).split(",")] if str(text).strip() else []
     if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from labkit.units import MOST_RANKS, check_whole, format_count
+from labkit.units import MOST_RANKS, check_integer, format_count
 
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "shared", "gloo")
@@ -107,9 +107,9 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
     """Refuse a world size that cannot be; warn of one that this machine will feel.
 
     Raises:
-        ValueError: not a whole number from 1, or more ranks than any machine starts.
+        ValueError: not an integer from 1 up, or more ranks than any machine starts.
     """
-    check_whole("world_size", world_size, most=MOST_RANKS)
+    check_integer("world_size", world_size, most=MOST_RANKS)
     cores = num_cores()
     if warn and world_size > 4 * cores:
         warnings.warn(

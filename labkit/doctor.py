@@ -132,7 +132,8 @@ def check_package(name: str) -> Finding:
         found = version(name)
     except PackageNotFoundError:
         return Finding(name, status, f"not installed ({need})", _INSTALL)
-    ranges = {needed.name: needed.specifier for needed in map(Requirement, requires("labkit"))}
+    needed = map(Requirement, requires("labkit") or ())
+    ranges = {requirement.name: requirement.specifier for requirement in needed}
     if ranges[name].contains(found, prereleases=True):
         return Finding(name, "ok", f"{found} ({ranges[name]})")
     # Never a stop: it is tried for real below, and a vendor's own build may carry an odd number.
@@ -151,9 +152,12 @@ def check_torch_loads(name: str) -> Finding:
 def check_torchvision_loads(name: str) -> Finding:
     import torch
 
+    spec = find_spec("torchvision")
     try:
-        # Its compiled part alone: to import the whole of torchvision takes seconds.
-        for library in Path(find_spec("torchvision").origin).parent.glob("_C*.so"):
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError("No module named 'torchvision'")
+        # Only its compiled part: to import all of torchvision takes seconds.
+        for library in Path(spec.origin).parent.glob("_C*.so"):
             torch.ops.load_library(library)
         torch.ops.torchvision.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Writing outputs: a file whole or not at all, a pipe or a device in place.
+"""Writing outputs: a file completely or not at all, a pipe or a device in place.
 
-A crash, a stop or a full disk never leaves half of a file, and what is not a file stays what it
-is.
+A crash, a stop or a full disk never leaves half a file, and a pipe or a device is not replaced by
+a file.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from labkit.errors import OutputError
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Write beside, then rename: a full disk or a stop leaves the old file as it was.
 
-    A link stays, and its target is replaced; an old file's mode and owner stay, too. A pipe, a
-    character device, and whatever stdout or stderr goes to are written to as they are.
+    A link stays, and its target is replaced; the new file has the old one's mode and owner. A
+    pipe, a character device, and the file that stdout or stderr goes to are written in place.
 
     Raises:
         ValueError: what ``check_writable`` refuses.
@@ -78,16 +78,17 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, str | 
     """Refuse outputs that cannot be written, or would overwrite each other or an input.
 
     Args:
-        outputs, inputs: paths by the option that gives them; None was not given.
+        outputs, inputs: paths by option; None if the option was not given.
 
     Raises:
         ValueError: the message names the options.
     """
-    outputs = {option: path for option, path in outputs.items() if path is not None}
-    inputs = {option: path for option, path in inputs.items() if path is not None}
-    for path in outputs.values():
-        check_writable(path)
-    named = [*outputs.items(), *inputs.items()]
+    named = [
+        (option, path) for option, path in (*outputs.items(), *inputs.items()) if path is not None
+    ]
+    for option, path in named:
+        if option in outputs:
+            check_writable(path)
     for (option, path), (other, same) in combinations(named, 2):
         if option in outputs and is_same_file(path, same):
             raise ValueError(
@@ -106,10 +107,10 @@ def is_same_file(path: str | Path, other: str | Path) -> bool:
 
 
 def write_each(*writes: Callable[[], object]) -> None:
-    """Make every write, whether or not another one fails.
+    """Do every write, even if another one fails.
 
     Raises:
-        OutputError: one or more have failed; the message has them all.
+        OutputError: one or more have failed; the message names all of them.
     """
     failures = []
     for write in writes:
@@ -138,7 +139,7 @@ def _stream(found: os.stat_result | None) -> int | None:
 
 def _open_for_writing(path: str | Path) -> int:
     try:
-        # Without O_NONBLOCK the opening of a pipe that nobody reads would wait forever.
+        # Without O_NONBLOCK, opening a pipe that nobody reads would wait forever.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         if error.errno == errno.ENXIO:
@@ -154,7 +155,7 @@ def _write_to(descriptor: int, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes, old: os.stat_result | None) -> None:
-    # A name that nobody can foresee, and "x": in a shared folder it might be another's link.
+    # An unpredictable name, and "x": in a shared folder it could be somebody else's link.
     beside = path.with_name(f".labkit-{secrets.token_hex(8)}.part")
     try:
         with open(beside, "xb") as file:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from labkit.files import write_atomically
 
@@ -68,7 +69,7 @@ class Trace:
     def of(
         self, rank: int | None = None, kind: str | None = None, lane: int | None = None
     ) -> list[Span]:
-        """The spans of one rank, of one kind, in one lane; None leaves that open."""
+        """The spans of one rank, of one kind, in one lane; None means all of them."""
         return [
             span
             for span in self.spans
@@ -83,7 +84,7 @@ class Trace:
         """Seconds spent in each kind, by one rank or summed over all of them.
 
         Summed over the lanes, too: what a rank does in two threads at once counts twice, so the
-        sum may be more than the time that passed. ``lane=0`` is the main thread's time alone.
+        sum may exceed the time that passed. ``lane=0`` is the main thread's time alone.
         """
         seconds: dict[str, float] = defaultdict(float)
         for span in self.of(rank, lane=lane):
@@ -91,8 +92,8 @@ class Trace:
         return dict(seconds)
 
     def save(self, path: str | Path) -> Path:
-        """Write Chrome trace JSON (https://ui.perfetto.dev opens it): a rank's lanes, in us."""
-        events = [
+        """Write Chrome trace JSON, which https://ui.perfetto.dev opens: a process per rank."""
+        events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             for rank in self.ranks
         ]
@@ -117,6 +118,14 @@ class Trace:
         return path
 
 
+class Timer(Protocol):
+    """What measures spans: a mark is a moment, of a type that only the timer knows."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, mark: Any, origin: Any) -> float: ...
+
+
 class ClockTimer:
     """Marks are host times: right for CPU work and for transfers that block the host."""
 
@@ -134,18 +143,18 @@ class CudaTimer:
     recorded on the stream that does the work and read after one synchronisation at the end.
     """
 
-    def __init__(self, device):
+    def __init__(self, device: Any):
         import torch
 
         self._torch = torch
         self._device = torch.device(device)
 
-    def mark(self):
+    def mark(self) -> Any:
         event = self._torch.cuda.Event(enable_timing=True)
         event.record(self._torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, mark, origin) -> float:
+    def seconds(self, mark: Any, origin: Any) -> float:
         mark.synchronize()
         return origin.elapsed_time(mark) / 1e3
 
@@ -153,16 +162,16 @@ class CudaTimer:
 class Recorder:
     """Collects one rank's spans; regions nest, their spans do not overlap.
 
-    Each thread has a lane of its own: 0 for the one that makes the recorder.
+    Each thread has its lane: 0 for the one that makes the recorder.
     """
 
     def __init__(
-        self, rank: int, timer: ClockTimer | CudaTimer | None = None, origin=None, keep=None
+        self, rank: int, timer: Timer | None = None, origin: Any = None, keep: int | None = None
     ):
         self.rank = rank
-        self.timer = timer or ClockTimer()
+        self.timer: Timer = timer or ClockTimer()
         self.origin = self.timer.mark() if origin is None else origin
-        # Of a program without an end only the latest spans are kept.
+        # A program that never ends keeps only the latest spans.
         self._raw: deque[tuple] = deque(maxlen=keep)
         self._open = threading.local()
         self._lanes = itertools.count()
@@ -173,12 +182,14 @@ class Recorder:
             self._open.stack, self._open.lane = [], next(self._lanes)
         return self._open.stack
 
-    def _add(self, kind: str, start, end, num_bytes: int = 0, peer: int | None = None) -> None:
+    def _add(
+        self, kind: str, start: Any, end: Any, num_bytes: int = 0, peer: int | None = None
+    ) -> None:
         self._raw.append((kind, start, end, num_bytes, peer, self._open.lane))
 
     @contextmanager
     def region(self, kind: str) -> Iterator[None]:
-        """Everything inside counts as ``kind``, save for what records itself."""
+        """Everything inside counts as ``kind``, except what records itself."""
         stack = self._stack()
         start = self.timer.mark()
         if stack:
@@ -211,7 +222,7 @@ class Recorder:
         self._add(kind, start, end, num_bytes, peer)
 
     def spans(self) -> list[Span]:
-        """The spans so far, in seconds since the origin; those of no length are left out."""
+        """The spans so far, in seconds since the origin, without those of length zero."""
         found = []
         for kind, start, end, *rest in self._raw:
             start_s = self.timer.seconds(start, self.origin)

@@ -17,18 +17,19 @@ MOST_SECONDS = 1e6
 # A terabyte: more than the memory of a machine that someone learns on.
 MOST_BYTES = 2**40
 
-_WHOLE = re.compile(r"-?[0-9]+")
+_INTEGER = re.compile(r"-?[0-9]+")
+_BYTES_IN = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
-def parse_whole(text: str) -> int:
+def parse_integer(text: str) -> int:
     """``"12"`` is 12. ``int`` would take ``+12``, ``1_2``, and the digits of every script.
 
     Raises:
         ValueError: anything but the digits 0 to 9, perhaps after a minus sign.
     """
-    if not _WHOLE.fullmatch(text):
-        raise ValueError(f"{shortened(text)} is not a whole number")
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"{shortened(text)} is not an integer")
     # Longer than the largest limit, and Python refuses to convert thousands of digits.
     return int(text) if len(text) < 40 else 10**40
 
@@ -44,14 +45,28 @@ def parse_number(text: str) -> float:
     return float(text)
 
 
-def check_whole(name: str, value: Any, least: int = 1, most: int = MOST) -> None:
+def parse_bytes(text: str) -> int:
+    """``parse_bytes("4KiB")`` is 4096.
+
+    Raises:
+        ValueError: not a number, or an unknown unit (KB is not KiB, and is refused).
+    """
+    match = re.fullmatch(r"([0-9]{1,15})\s*([a-z]*)", text.lower())
+    if not match or match[2] not in _BYTES_IN:
+        raise ValueError(
+            f"size {shortened(text)} is not known: give bytes, or KiB, MiB, GiB as in 4KiB"
+        )
+    return int(match[1]) * _BYTES_IN[match[2]]
+
+
+def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> None:
     """Refuse what is not an integer from ``least`` to ``most``.
 
     Raises:
         ValueError: the message says the limit.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number from {least}, got {shortened(value)}")
+        raise ValueError(f"{name} must be an integer from {least} up, got {shortened(value)}")
     _check_most(name, value, most)
 
 
@@ -63,7 +78,7 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not value >= least:
-        raise ValueError(f"{name} must be a number from {least:,.10g}, got {shortened(value)}")
+        raise ValueError(f"{name} must be a number from {least:,.10g} up, got {shortened(value)}")
     _check_most(name, value, most)
 
 
@@ -82,20 +97,6 @@ def check_above_zero(name: str, value: Any, most: float) -> None:
 def _check_most(name: str, value: float, most: float) -> None:
     if value > most:
         raise ValueError(f"{name} must be at most {most:,.10g}, got {shortened(value)}")
-
-
-def whole_option(option: str, text: str, most: int = MOST) -> int:
-    """The whole number from 1 that an option of the command line gives.
-
-    Raises:
-        ValueError: the message names the option.
-    """
-    try:
-        value = parse_whole(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-    check_whole(option, value, most=most)
-    return value
 
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

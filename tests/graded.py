@@ -1,23 +1,57 @@
-"""Many answers graded in one run of ranks, where each would be a run of its own."""
+"""Answers to exercises, and many of them graded in one run of ranks instead of one run each."""
 
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 from ranks import travel_by_value
 
 import labkit
 from labkit.check import Verdict
-from labkit.check.grading import runs
+from labkit.check.grading import on_ranks
 
 travel_by_value(__name__)
 
+ENDS_ITS_RUN = {"run.stuck", "run.error"}
 
-def default_sizes(checker: Callable[..., Verdict]) -> tuple[int, ...]:
-    """The world sizes that a check tries."""
-    return inspect.signature(checker).parameters["world_sizes"].default
+
+class Answers(NamedTuple):
+    """What a check is tried with.
+
+    Attributes:
+        check: the check, called with an answer (and ``world_sizes=``, if it takes them).
+        right: answers that pass on each of its world sizes.
+        wrong: an answer, and the ids of mistakes that it has to get.
+        on: the world size of the wrong ones.
+    """
+
+    check: Callable[..., Verdict]
+    right: list[Callable]
+    wrong: list[tuple]
+    on: int = 3
+
+    def grade(self, fn: Callable, world_size: int | None = None) -> Verdict:
+        options = {"world_sizes": (world_size,)} if self.sizes and world_size else {}
+        return self.check(fn, **options)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The world sizes that the check tries; () if they cannot be chosen."""
+        parameter = inspect.signature(self.check).parameters.get("world_sizes")
+        return parameter.default if parameter else ()
+
+    def verdicts(self) -> dict[Hashable, Verdict]:
+        """By right answer and world size, and by wrong answer."""
+        found = {(fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes}
+        found |= {(fn, None): partial(self.grade, fn) for fn in self.right if not self.sizes}
+        together = [fn for fn, *ids in self.wrong if not ENDS_ITS_RUN & {*ids}]
+        found |= {fn: partial(self.grade, fn, self.on) for fn in together}
+        alone = {fn for fn, *_ in self.wrong} - {*together}
+        return in_shared_runs(found) | {fn: self.grade(fn, self.on) for fn in alone}
 
 
 class _Asked(BaseException):
@@ -25,16 +59,19 @@ class _Asked(BaseException):
 
 
 def in_shared_runs(gradings: dict[Hashable, Callable[[], Verdict]]) -> dict[Hashable, Verdict]:
-    """The verdicts of gradings that take one run each; those of one world size share one.
+    """The verdicts of gradings that take one run at most; those of one world size share one.
 
     On the ranks each answer meets what it meets in a run of its own, one answer after the other.
     One that raises or stands still ends its run, and then each gets its own: grade it by itself.
     """
-    by_size = defaultdict(dict)
-    for name, grade in gradings.items():
-        call, options = _asked_by(grade)
-        by_size[options["world_size"]][name] = call
+    by_size: dict[int, dict] = defaultdict(dict)
     verdicts = {}
+    for name, grade in gradings.items():
+        try:
+            verdicts[name] = _with_run(grade, _ask)
+        except _Asked as asked:
+            call, options = asked.args
+            by_size[options["world_size"]][name] = call
     for world_size, calls in by_size.items():
         try:
             by_rank = labkit.run(_one_after_another, list(calls.values()), world_size=world_size)
@@ -42,29 +79,19 @@ def in_shared_runs(gradings: dict[Hashable, Callable[[], Verdict]]) -> dict[Hash
             verdicts |= {name: gradings[name]() for name in calls}
             continue
         for name, outcomes in zip(calls, zip(*by_rank.values)):
-            verdicts[name] = _with_run(gradings[name], mock.Mock(return_value=_ran(outcomes)))
+            ran = SimpleNamespace(values=list(outcomes))
+            verdicts[name] = _with_run(gradings[name], mock.Mock(return_value=ran))
     return verdicts
 
 
 def _with_run(grade: Callable[[], Verdict], run: Callable) -> Verdict:
     """Grade with ``run`` in the place of ``labkit.run``."""
-    with mock.patch.object(runs, "run", run):
+    with mock.patch.object(on_ranks, "run", run):
         return grade()
 
 
-def _ran(values: tuple) -> SimpleNamespace:
-    return SimpleNamespace(values=list(values))
-
-
-def _asked_by(grade: Callable[[], Verdict]) -> tuple[tuple, dict]:
-    def ask(*args, **options):
-        raise _Asked(args, options)
-
-    try:
-        _with_run(grade, ask)
-    except _Asked as asked:
-        return asked.args
-    raise ValueError(f"{grade} takes no run: grade it by itself")
+def _ask(*args, **options):
+    raise _Asked(args, options)
 
 
 def _one_after_another(comm, calls):

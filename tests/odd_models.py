@@ -97,8 +97,7 @@ def train_by_hand(comm, make_strategy, make_model, batches, end_epoch=True) -> d
     if end_epoch:
         strategy.end_epoch()
     state = strategy.full_state()
-    if hasattr(strategy, "close"):
-        strategy.close()
+    strategy.close()
     return state
 
 
@@ -108,5 +107,5 @@ def in_turn(comm, function: Callable, calls: dict) -> dict:
 
 
 def fit_in_turn(comm, jobs: dict) -> dict:
-    """What ``labkit.training.loop.fit`` reports of each (config, make_strategy)."""
+    """What ``labkit.training.loop.fit`` reports of each (config, strategy)."""
     return {name: fit(comm, *job, False) for name, job in jobs.items()}

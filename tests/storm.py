@@ -38,7 +38,9 @@ from ranks import (
 )
 
 from labkit import WorkerError, run
-from labkit.runtime import preload, supervisor
+from labkit.runtime import supervisor
+from labkit.runtime.forkserver import server_fault
+from labkit.runtime.preload import FOR_TRAINING
 
 travel_by_value(__name__)
 
@@ -260,7 +262,7 @@ def weather(runs: int, programs: int, seed: int) -> Counter:
     run(returns_at_once, world_size=1)
     for index in range(runs):
         strike = Strike.drawn(draw, *KINDS[index % len(KINDS)])
-        if preload.server_fault():
+        if server_fault():
             run(returns_at_once, world_size=1)
         outcome = strike_run(strike, draw)
         seen[strike.target, strike.number.name, outcome if strike.has_hit else "missed"] += 1
@@ -279,7 +281,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     chosen = parser.parse_args()
     # No function here trains: a server that was hit is back in half the time.
-    preload.FOR_TRAINING.clear()
+    FOR_TRAINING.clear()
     print(f"seed {chosen.seed}")
     started_s = time.monotonic()
     # The forkserver's folder goes at the end of this process, after the one made here.

@@ -54,7 +54,7 @@ def ranks(monkeypatch):
 
         monkeypatch.setattr(launch, "run", run)
 
-    monkeypatch.setattr(launch, "warm_up", lambda: None)
+    monkeypatch.setattr("labkit.runtime.preload.warm_up", lambda **_: None)
     return pretend
 
 

@@ -30,7 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--cell-timeout", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument(
+        "--tidy", action="store_true", help="run nothing; leave out what is noise in these files"
+    )
     options = parser.parse_args(argv)
+    if options.tidy:
+        for path in options.notebooks:
+            write(path, nbformat.read(path, as_version=4))
+        return 0
     # The kernel must be this environment's, whatever the person's own folders hold.
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     failed = [path for path in options.notebooks if not _report(path, options.cell_timeout)]
@@ -66,12 +73,17 @@ def store(path: Path, cell_timeout_s: float = 300.0) -> None:
     environment = {**os.environ, "LABKIT_LIVE": "0"}
     # The kernel's own start-up notes are not the notebook's; that one died is told all the same.
     client.execute(env=environment, stderr=subprocess.DEVNULL)
+    write(path, notebook)
+
+
+def write(path: Path, notebook: nbformat.NotebookNode) -> None:
+    """Write a notebook without its noise: same content, same bytes."""
     tidy(notebook)
     write_atomically(path, nbformat.writes(notebook).rstrip("\n") + "\n")
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Leave only what belongs to the notebook: same content, same bytes."""
+    """Leave only what belongs to the notebook."""
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     notebook.metadata.pop("widgets", None)
     notebook.metadata["kernelspec"] = dict(KERNEL)

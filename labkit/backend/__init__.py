@@ -4,5 +4,10 @@ import lazy_loader
 
 # Lazy: ``import labkit`` registers the backend's name, and must not wait for torch.distributed.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, submod_attrs={"group": ["LabkitGroup", "all_reduce", "ddp_hook", "sent", "use"]}
+    __name__,
+    submod_attrs={
+        "chosen": ["all_reduce", "ddp_hook", "use"],
+        "group": ["LabkitGroup"],
+        "queues": ["sent"],
+    },
 )

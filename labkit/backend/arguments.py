@@ -1,10 +1,12 @@
 """What PyTorch passes to a backend: reductions, outputs, splits, checked before any message."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.collectives.common import check_fits
-from labkit.comm.comm import describe
+from labkit.comm.tensors import describe
 from labkit.units import format_count
 
 REDUCTIONS = {
@@ -18,8 +20,8 @@ REDUCTIONS = {
     dist.ReduceOp.BXOR: "bxor",
 }
 
-# What is not served, with the reason or what to call instead. Methods of a process group, and
-# reductions.
+# Methods of a process group and reductions that are not supported, with the reason or what to
+# call instead.
 REFUSED = {
     "PREMUL_SUM": "it multiplies on the GPU, on the way; multiply the tensor, then use SUM",
     "new_window": "one-sided access is for GPUs with NCCL; use send and recv",
@@ -34,11 +36,11 @@ def refusal(name: str) -> ValueError:
     return ValueError(f'the "labkit" backend does not serve {name}: {REFUSED[name]}')
 
 
-def reduction_of(opts) -> str:
-    """The name that ``Reduction`` has for what the options ask for.
+def reduction_of(opts: Any) -> str:
+    """The name that ``Reduction`` has for the options' reduction.
 
     Raises:
-        ValueError: it is not served.
+        ValueError: it is not supported.
     """
     asked = getattr(opts, "reduceOp", opts) if opts is not None else dist.ReduceOp.SUM
     for known, name in REDUCTIONS.items():
@@ -58,7 +60,7 @@ def equal_parts(whole: Tensor, size: int, like: Tensor) -> list[Tensor]:
 
 
 def split_parts(whole: Tensor, size: int, splits: list[int]) -> list[Tensor]:
-    """P views of ``whole``: of the given lengths, or all of one."""
+    """P views of ``whole``: of the given lengths, or all of equal length."""
     length, rest = divmod(len(whole), size)
     if not splits and rest:
         raise ValueError(
@@ -68,7 +70,7 @@ def split_parts(whole: Tensor, size: int, splits: list[int]) -> list[Tensor]:
 
 
 def check_outputs(outputs: list[Tensor], tensor: Tensor, size: int) -> None:
-    """ValueError unless there is one output a rank, each like ``tensor``."""
+    """ValueError unless there is one output per rank, each like ``tensor``."""
     if len(outputs) != size:
         given = format_count(len(outputs), "output tensor")
         raise ValueError(f"{given} for {format_count(size, 'rank')}: give one for each rank")

@@ -1,9 +1,10 @@
-"""Messages matched by source and tag, on a ``Comm`` whose edges know only first in, first out.
+"""Messages matched by source and tag, on a ``Comm`` whose edges are first in, first out.
 
 Every message travels as an envelope (its tag, dtype and shape) and then its tensor. A receiver
-reads the edges it waits for: what nobody has asked for yet is kept as an *unexpected message*;
-who asks before it comes has a *posted receive*. So a send ends when the receiver reads that edge,
-which it does only while a receive is posted that could be filled from there.
+reads the edges it waits for. A message that arrives before it is asked for is kept as an
+*unexpected message*; a receive that is called before its message arrives is a *posted receive*. So
+a send ends when the receiver reads that edge, which it does only while a receive is posted that
+this edge could fill.
 
 Source: the two queues of MPI implementations, for example Gropp and Lusk, "An abstract device
 definition to support the implementation of a high-level point-to-point message-passing interface"
@@ -20,15 +21,16 @@ from torch import Tensor
 
 from labkit.collectives.common import check_fits
 from labkit.comm.comm import Comm
-from labkit.comm.source_lines import work_for
-from labkit.comm.work import Line, Task
+from labkit.comm.source_lines import credit_to
+from labkit.comm.work import Work
+from labkit.comm.work_queue import WorkQueue
 from labkit.errors import PeerLostError
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _MOST_DIMENSIONS = 13
 # Tag, dtype, number of dimensions, sizes.
 _ENVELOPE_LENGTH = 3 + _MOST_DIMENSIONS
-# For all receives together that nobody has waited for when the group is destroyed.
+# When the group is destroyed: for all the receives together that nobody has waited for.
 _LAST_PATIENCE_S = 1.0
 
 
@@ -39,7 +41,7 @@ class _Receive:
     tensor: Tensor
     tag: int
     sources: set[int]
-    task: Task
+    work: Work
     posted_s: float = field(default_factory=time.monotonic)
     is_taken: bool = False
 
@@ -50,43 +52,45 @@ class Mailbox:
     Args:
         rank: this rank.
         size: P.
-        line: gives the line of an edge: ``line("to", dst)``, ``line("from", src)``.
+        queue: gives the queue of an edge: ``queue("to", dst)``, ``queue("from", src)``.
         timeout_s: the longest wait for a message.
     """
 
-    def __init__(self, rank: int, size: int, line: Callable[[str, int], Line], timeout_s: float):
+    def __init__(
+        self, rank: int, size: int, queue: Callable[[str, int], WorkQueue], timeout_s: float
+    ):
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._line = line
+        self._queue = queue
         self._lock = threading.Lock()
         self._posted: list[_Receive] = []
         self._unexpected: list[tuple[int, int, Tensor]] = []
         self._read_from: set[int] = set()
         self._broken: dict[int, BaseException] = {}
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> Task:
-        """Queue a message; to this rank itself it is there at once."""
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        """Queue a message; one to this rank itself arrives at once."""
         _check_tag(tag)
         envelope = _envelope(tensor, tag)
         if dst == self.rank:
-            task = Task("send", [tensor], [tensor], str)
+            work = Work("send", [tensor], [tensor], str)
             self._keep(dst, tag, tensor.detach().clone())
-            task.end()
-            return task
+            work.finish()
+            return work
 
         def send(comm: Comm) -> None:
             comm.send(envelope, dst)
             comm.send(tensor, dst)
 
-        return self._line("to", dst).add("send", send, [tensor], [tensor])
+        return self._queue("to", dst).add("send", send, [tensor], [tensor])
 
-    def recv(self, tensor: Tensor, src: int | None, tag: int) -> Task:
-        """Post a receive from ``src``; None takes the first that comes from anywhere."""
+    def recv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
+        """Post a receive from ``src``; None takes the first message from any rank."""
         _check_tag(tag)
         sources = set(range(self.size)) if src is None else {src}
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         name = "recv" if src is not None else "recvAnySource"
-        task = Task(name, [tensor], [tensor], lambda: self._why_late(began_s))
-        receive = _Receive(tensor, tag, sources, task)
+        work = Work(name, [tensor], [tensor], lambda: self._why_late(started_s))
+        receive = _Receive(tensor, tag, sources, work)
         with self._lock:
             self._posted.append(receive)
             message = self._first_unexpected(receive)
@@ -95,28 +99,28 @@ class Mailbox:
         if message:
             self._fill(receive, *message)
         for source in unread:
-            self._line("from", source).add(
+            self._queue("from", source).add(
                 "", lambda comm, source=source: self._read(comm, source), [], []
             )
-        return task
+        return work
 
     def end(self) -> None:
-        """Give the receives that are posted a moment: their messages may be under way."""
+        """Give posted receives a moment: their messages may be under way."""
         until_s = time.monotonic() + min(_LAST_PATIENCE_S, self.timeout_s)
         for receive in list(self._posted):
-            receive.task.over.wait(max(0.0, until_s - time.monotonic()))
+            receive.work.done.wait(max(0.0, until_s - time.monotonic()))
 
-    def _why_late(self, began_s: float) -> str:
-        took_s = time.monotonic() - began_s
-        # The line that reads comes to its timeout first, and says which rank is missing.
+    def _why_late(self, started_s: float) -> str:
+        took_s = time.monotonic() - started_s
+        # The queue that reads reaches its timeout first, and says which rank is missing.
         return f"nothing came in {took_s:.1f} s" if took_s > self.timeout_s + 2 else ""
 
-    # In the thread of an edge
+    # In the thread of an edge's queue
 
     def _read(self, comm: Comm, src: int) -> None:
-        """Read the edge from ``src`` as long as a receive could be filled from there."""
+        """Read the edge from ``src`` while a posted receive could be filled from there."""
         while self._is_wanted(src):
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             envelope = torch.empty(_ENVELOPE_LENGTH, dtype=torch.int64)
             try:
                 if src in self._broken:
@@ -124,8 +128,8 @@ class Mailbox:
                 comm.recv(envelope, src)
                 self._read_message(comm, src, envelope.tolist())
             except BaseException as error:
-                if self._fail(src, began_s, error) or not isinstance(error, PeerLostError):
-                    # Where the next message begins on this edge, nobody knows any more.
+                if self._fail(src, started_s, error) or not isinstance(error, PeerLostError):
+                    # Nobody knows where the next message on this edge begins.
                     self._broken.setdefault(src, error)
         if src in self._broken:
             raise self._broken[src]
@@ -145,7 +149,7 @@ class Mailbox:
             tensor = torch.empty(sizes[:num_dimensions], dtype=_DTYPES[dtype])
             self._keep(src, tag, comm.recv(tensor, src))
             return
-        work_for(receive.task.location)
+        credit_to(receive.work.location)
         try:
             comm.recv(receive.tensor, src)
         except BaseException as error:
@@ -154,7 +158,7 @@ class Mailbox:
         self._end(receive, src)
 
     def _keep(self, src: int, tag: int, tensor: Tensor) -> None:
-        """An unexpected message; but it may be expected by now."""
+        """Keep an unexpected message, unless a receive has been posted meanwhile."""
         with self._lock:
             receive = self._first_posted(src, tag)
             if receive is None:
@@ -162,12 +166,12 @@ class Mailbox:
         if receive is not None:
             self._fill(receive, src, tensor)
 
-    def _fail(self, src: int, began_s: float, error: BaseException) -> bool:
-        """Nothing more comes from ``src``: whether a receive that has waited so long ends."""
+    def _fail(self, src: int, started_s: float, error: BaseException) -> bool:
+        """Nothing more comes from ``src``: end receives that need it; whether there were any."""
         with self._lock:
             waiting = [r for r in self._posted if src in r.sources and not r.is_taken]
-            # One that was posted later has not waited for the whole timeout yet.
-            waiting = [r for r in waiting if r.posted_s <= began_s]
+            # A receive that was posted later has not waited for the whole timeout yet.
+            waiting = [r for r in waiting if r.posted_s <= started_s]
             for receive in waiting:
                 receive.sources.discard(src)
             hopeless = [r for r in waiting if not r.sources - {self.rank}]
@@ -175,7 +179,7 @@ class Mailbox:
             self._end(receive, src, error)
         return bool(hopeless)
 
-    # Matching; the first two under the lock
+    # Matching. The first two are called with the lock held.
 
     def _first_posted(self, src: int, tag: int) -> _Receive | None:
         for receive in self._posted:
@@ -202,18 +206,18 @@ class Mailbox:
         self._end(receive, src, error)
 
     def _end(self, receive: _Receive, src: int, error: BaseException | None = None) -> None:
-        receive.task.source = src
-        receive.task.end(error)
+        receive.work.source = src
+        receive.work.finish(error)
         with self._lock:
             self._posted.remove(receive)
-        if receive.task.has_futures:
-            # Its callbacks may wait for a message of the very edge that this thread reads.
-            threading.Thread(target=receive.task.complete_futures, daemon=True).start()
+        if receive.work.has_futures:
+            # Its callbacks may wait for a message of the edge that this thread reads.
+            threading.Thread(target=receive.work.complete_futures, daemon=True).start()
 
 
 def _check_tag(tag: int) -> None:
     if tag < 0:
-        raise ValueError(f"a tag is 0 or more, got {tag}")
+        raise ValueError(f"a tag is 0 or more, got {tag}: give both ends the same tag")
 
 
 def _envelope(tensor: Tensor, tag: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""The monitored barrier: one that names the ranks that do not come, for finding who hangs.
+"""The monitored barrier: it names the ranks that do not come, to find out which one hangs.
 
-It goes through the store of the process group, not through the ranks' messages: it works, and
-blames nobody else, while one of them is stuck in a collective.
+It goes through the store of the process group, not through the ranks' messages: so it works, and
+blames the right rank, while one of them is stuck in a collective.
 """
 
 import time
@@ -21,10 +21,9 @@ def monitored_barrier(
 
     Args:
         store: the group's.
-        rank: this rank.
-        size: P.
+        rank, size: this rank, P.
         timeout: the longest wait.
-        wait_all_ranks: let rank 0 name all the ranks that did not come, instead of the first.
+        wait_all_ranks: let rank 0 name all the ranks that did not come, not only the first.
 
     Raises:
         RuntimeError: on every rank that came, when one did not.
@@ -33,16 +32,18 @@ def monitored_barrier(
     place = f"labkit/monitored/{number}"
     if rank == 0:
         missing = _missing(store, place, size, timeout, wait_all_ranks)
-        seconds = f"{timeout.total_seconds():g} s"
-        verdict = f"{missing} did not come to the monitored barrier in {seconds}" * bool(missing)
-        store.set(f"{place}/verdict", verdict or _FINE)
+        verdict = _FINE
+        if missing:
+            seconds = f"{timeout.total_seconds():g} s"
+            verdict = f"{missing} did not come to the monitored barrier in {seconds}"
+        store.set(f"{place}/verdict", verdict)
     else:
         store.set(f"{place}/{rank}", "came")
-        # Rank 0 may come last, and take as long again to find out who is missing.
+        # Rank 0 may come last, and take as long again to find out which ranks are missing.
         if not _comes(store, f"{place}/verdict", 2 * timeout):
             raise RuntimeError(f"rank 0 did not come to the monitored barrier of rank {rank}")
         verdict = store.get(f"{place}/verdict").decode()
-    if verdict and verdict != _FINE:
+    if verdict != _FINE:
         raise RuntimeError(verdict)
 
 

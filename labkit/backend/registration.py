@@ -1,39 +1,46 @@
 """``import labkit`` makes the backend "labkit" known to PyTorch, without importing PyTorch.
 
-The name is registered at once where ``torch.distributed`` is there already, and otherwise as soon
-as it is imported. The backend itself is loaded by the first process group that asks for it.
+The name is registered at once where ``torch.distributed`` has been imported already, and otherwise
+as soon as it is. The backend itself is loaded by the first process group that asks for it.
 """
+# PyTorch's entry point "torch.backends" could not do this: it needs labkit to be installed (not
+# only on PYTHONPATH), and every ``import torch`` of that environment would load labkit.
 
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 _NAME = "labkit"
 _HOST = "torch.distributed"
 
 
 def register_backend() -> None:
-    """Register now, or when ``torch.distributed`` comes; again is harmless."""
+    """Register now, or when ``torch.distributed`` is imported; a second call does no harm."""
     if hasattr(sys.modules.get(_HOST), "Backend"):
         _register(sys.modules[_HOST])
     elif not any(isinstance(finder, _WhenTorchComes) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenTorchComes())
 
 
-def _register(distributed) -> None:
+def _register(distributed: ModuleType) -> None:
     # A build of PyTorch without distributed has no Backend.
     if hasattr(distributed, "Backend") and not hasattr(distributed.Backend, _NAME.upper()):
         distributed.Backend.register_backend(_NAME, _new_group, devices=["cpu"])
 
 
-def _new_group(*args):
+def _new_group(*args: Any) -> Any:
     return importlib.import_module("labkit.backend.group").LabkitGroup(*args)
 
 
 class _WhenTorchComes:
-    """A finder that finds nothing itself: it sees one import pass, and acts after it."""
+    """A finder that finds nothing itself: it watches for one import, and acts after it."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != _HOST:
             return None
         sys.meta_path.remove(self)
@@ -41,7 +48,7 @@ class _WhenTorchComes:
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_register(module):
+            def load_and_register(module: ModuleType) -> None:
                 load(module)
                 _register(module)
 

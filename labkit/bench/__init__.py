@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import Any
 
 from labkit.bench import all_reduce_result, ddp, launch, pipeline, pipeline_result, placement
@@ -26,7 +25,6 @@ from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import Comparison, bench_launch, run_ours, run_spawned
 from labkit.devices import hardware, versions
 from labkit.files import check_writable, write_atomically, write_each
-from labkit.units import MOST_RANKS, whole_option
 
 __all__ = [
     "BENCHES",
@@ -35,7 +33,6 @@ __all__ = [
     "bench_ddp",
     "bench_launch",
     "main",
-    "parse_options",
     "run_ours",
     "run_spawned",
 ]
@@ -57,14 +54,14 @@ _RECORDS = {
 }
 _FIGURES = {"all-reduce": all_reduce_result.draw, "placement": placement.draw}
 _PICTURES = (".png", ".svg")
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def main(
     names: list[str],
     json_path: str | None = None,
     figure_path: str | None = None,
-    **options: str | int | None,
+    command: str = "",
+    **settings: Any,
 ) -> int:
     """Run the benches of these names (all of them if none is given), print and record them.
 
@@ -72,14 +69,13 @@ def main(
         names: out of ``BENCHES``.
         json_path: where to write one bench's figures, with hardware and versions.
         figure_path: where to write its figure.
-        options: as texts from the command line, see ``parse_options``; None was not given.
+        command: the command line, for the record.
+        settings: arguments of the benches.
 
     Raises:
         ValueError: before anything runs, for options that are wrong or belong to another bench.
     """
     chosen = names or list(BENCHES)
-    given = {name: text for name, text in options.items() if text is not None}
-    settings = parse_options(**given)
     _check(chosen, settings, json_path, figure_path)
     # Each checks its settings when it is called, and runs when its results are asked for.
     runs = {name: BENCHES[name](**settings) for name in chosen}
@@ -89,19 +85,19 @@ def main(
             print(result, flush=True)
             found.append(result)
         write_each(
-            partial(_write_record, name, given, settings, found, json_path),
+            partial(_write_record, name, command, settings, found, json_path),
             partial(_draw, name, found, figure_path),
         )
     return 0
 
 
 def _write_record(
-    name: str, given: dict, settings: dict, found: list, json_path: str | None
+    name: str, command: str, settings: dict, found: list, json_path: str | None
 ) -> None:
     if json_path is None:
         return
     record = {
-        "command": _command(name, given),
+        "command": command,
         "config": _config(name, settings),
         **_RECORDS[name](found),
         "hardware": hardware(),
@@ -115,44 +111,6 @@ def _draw(name: str, found: list, figure_path: str | None) -> None:
         return
     for path in _FIGURES[name](found, Path(figure_path)):
         print(f"figure: {path}")
-
-
-def parse_options(**texts: Any) -> dict[str, Any]:
-    """The command line's texts as the benches' arguments: ``sizes="4KiB,1MiB"`` and so on.
-
-    Raises:
-        ValueError: a text that says no size, number or name.
-    """
-    parsed: dict[str, Any] = {}
-    for name, text in texts.items():
-        words = [word.strip() for word in str(text).split(",")]
-        if name == "sizes":
-            parsed["sizes_bytes"] = tuple(map(parse_size, words))
-        elif name == "world_size":
-            parsed["world_sizes"] = tuple(
-                whole_option("--world-size", word, MOST_RANKS) for word in words
-            )
-        elif name == "repeats":
-            parsed["repeats"] = whole_option("--repeats", str(text))
-        elif name == "models":
-            parsed["models"] = tuple(words)
-        else:
-            parsed[name] = text
-    return parsed
-
-
-def parse_size(text: str) -> int:
-    """``parse_size("4KiB")`` is 4096.
-
-    Raises:
-        ValueError: no number, or an unknown unit (KB and KiB differ, so KB is none).
-    """
-    match = re.fullmatch(r"([0-9]{1,15})\s*([a-z]*)", text.lower())
-    if not match or match[2] not in _UNITS:
-        raise ValueError(
-            f"size {shortened(text)} is not known: give bytes, or KiB, MiB, GiB as in 4KiB"
-        )
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def _check(chosen: list[str], settings: dict, json_path, figure_path) -> None:
@@ -192,11 +150,6 @@ def _dumped(record: dict) -> str:
     """JSON with a list of numbers on one line: there are many repeats."""
     text = json.dumps(record, indent=2) + "\n"
     return re.sub(r"\[[\d\s.,e+-]+\]", lambda found: " ".join(found[0].split()), text)
-
-
-def _command(name: str, given: dict) -> str:
-    words = [f"--{option.replace('_', '-')} {text}" for option, text in given.items()]
-    return " ".join(["labkit bench", name, *words])
 
 
 def _config(name: str, settings: dict) -> dict:

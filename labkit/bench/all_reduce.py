@@ -22,9 +22,9 @@ from labkit.collectives import (
     tree_all_reduce,
 )
 from labkit.comm.comm import Comm
-from labkit.comm.transports import TorchTransport
+from labkit.comm.torch_transport import TorchTransport
 from labkit.runtime.launch import run
-from labkit.units import MOST_BYTES, check_whole, format_bytes
+from labkit.units import MOST_BYTES, check_integer, format_bytes
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
 # Seconds for the repeats of one size.
@@ -57,7 +57,7 @@ def bench_all_reduce(
         ValueError: sizes or world sizes that cannot be, before anything runs.
         WorkerError: a contender failed, or its result was wrong.
     """
-    check_whole("repeats", repeats)
+    check_integer("repeats", repeats)
     check_sizes(sizes_bytes)
     for world_size in world_sizes:
         devices.check_world_size(world_size)
@@ -92,7 +92,7 @@ def _results(
 def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
     """ValueError unless these are sizes of float32 tensors."""
     for size in sizes_bytes:
-        check_whole("a size in bytes", size, least=0, most=MOST_BYTES)
+        check_integer("a size in bytes", size, least=0, most=MOST_BYTES)
         if size < 4 or size % 4:
             raise ValueError(
                 f"{size} bytes are no whole number of float32 elements: give multiples of 4"

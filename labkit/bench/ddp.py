@@ -18,7 +18,7 @@ from labkit.bench.turns import Spread, process_groups, ratios, slowest, table, t
 from labkit.comm.comm import Comm
 from labkit.runtime.launch import run
 from labkit.strategies.ddp.bucketed import BucketedDDP
-from labkit.units import check_whole, format_number, format_seconds
+from labkit.units import check_integer, format_number, format_seconds
 from labkit.workload.models import build_model, import_torchvision
 
 SHAPE = (3, 32, 32)
@@ -139,7 +139,7 @@ def bench_ddp(
         ValueError: an unknown model or an impossible world size, before anything runs.
         WorkerError: a step failed.
     """
-    check_whole("repeats", repeats)
+    check_integer("repeats", repeats)
     for model in models:
         if model not in WORKLOADS:
             raise ValueError(f"unknown model {model!r}: choose some of {', '.join(WORKLOADS)}")

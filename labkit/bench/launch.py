@@ -16,7 +16,7 @@ from labkit.collectives import ring_all_reduce
 from labkit.comm.meeting import loopback
 from labkit.devices import check_world_size
 from labkit.runtime.launch import run
-from labkit.units import check_whole, format_seconds
+from labkit.units import check_integer, format_seconds
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def bench_launch(world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3) -> Ite
     Raises:
         ValueError: an impossible world size or number of repeats, before anything runs.
     """
-    check_whole("repeats", repeats)
+    check_integer("repeats", repeats)
     for world_size in world_sizes:
         check_world_size(world_size)
     return _compare(world_sizes, repeats)

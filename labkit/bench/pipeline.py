@@ -27,8 +27,8 @@ from labkit.bench.pipeline_result import (
 )
 from labkit.bench.turns import slowest, take_turns, timed
 from labkit.comm.comm import Comm
-from labkit.comm.transports import TorchTransport
-from labkit.placement.profile import even_split
+from labkit.comm.torch_transport import TorchTransport
+from labkit.placement.even_split import even_split
 from labkit.runtime.launch import run
 from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.model_parallel import ModelParallel
@@ -36,7 +36,7 @@ from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.single import Single
 from labkit.strategies.stage import StagedModel
 from labkit.training.state import largest_difference
-from labkit.units import check_whole
+from labkit.units import check_integer
 from labkit.workload.models import build_model
 
 SHAPE = (3, 32, 32)
@@ -70,7 +70,7 @@ def bench_pipeline(
         ValueError: an impossible number of stages or an unknown model, before anything runs.
         WorkerError: a step failed.
     """
-    check_whole("repeats", repeats)
+    check_integer("repeats", repeats)
     for world_size in world_sizes:
         devices.check_world_size(world_size)
         if world_size < 2:

@@ -2,7 +2,7 @@
 
 Three parts. How fast an activation moves between two stages, in shared memory and over gloo, and
 beside them a plain copy inside one process. The communication time of every named placement
-(``placement.VGG16_PLACEMENTS``), by cut, direction and batch size, with everything trained and
+(``placement.VGG16_SPLITS``), by cut, direction and batch size, with everything trained and
 with a frozen backbone. And the step of every single cut into two stages, unpipelined and as a
 pipeline, beside what the planner predicts.
 """
@@ -18,12 +18,13 @@ import torch
 from labkit.bench.single_cuts import SHAPE, Cuts, measure_cuts
 from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
 from labkit.comm.comm import Comm
-from labkit.comm.transports import TorchTransport
+from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
-from labkit.placement.planner import VGG16_PLACEMENTS, predict_split
+from labkit.placement.planner import predict_split
+from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.runtime.launch import run
 from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split, stage_link
-from labkit.units import check_whole, format_bytes, format_number, format_seconds
+from labkit.units import check_integer, format_bytes, format_number, format_seconds
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
@@ -113,7 +114,7 @@ def bench_placement(repeats: int = 6) -> Iterator[Transport | Hops | Cuts]:
         ValueError: an impossible number of repeats, before anything runs.
         WorkerError: a stage failed.
     """
-    check_whole("repeats", repeats)
+    check_integer("repeats", repeats)
     return _results(repeats)
 
 
@@ -160,14 +161,14 @@ def _copy(comm: Comm, tensor: torch.Tensor, landing: torch.Tensor) -> None:
 def measure_hops(link: Link, repeats: int) -> Hops:
     """Every placement of more than one device, with all trained and with a frozen backbone."""
     # Here and in ``draw``, since every rank of a bench imports this module: without matplotlib.
-    from labkit.plots.hops import hop_rows
+    from labkit.plots.communication_time import hop_rows
 
     rows = []
     for batch_size in BATCH_SIZES:
         profile = measure_profile(
             MODEL, batch_size=batch_size, input_shape=SHAPE, device="cpu", repeats=1
         )
-        for (name, points), frozen in itertools.product(VGG16_PLACEMENTS.items(), (0, BACKBONE)):
+        for (name, points), frozen in itertools.product(VGG16_SPLITS.items(), (0, BACKBONE)):
             if not points:
                 continue
             predicted = predict_split(profile, points, link, frozen=frozen)
@@ -188,8 +189,8 @@ def record(found: list[Transport | Hops | Cuts]) -> dict:
 
 def draw(found: list[Transport | Hops | Cuts], path: Path) -> list[Path]:
     """The hops of full training, and a scatter for each number of micro-batches."""
-    from labkit.plots.hops import communication_time
-    from labkit.plots.scatter import split_scatter
+    from labkit.plots.communication_time import communication_time
+    from labkit.plots.split_scatter import split_scatter
 
     paths = []
     for result in found:

@@ -40,9 +40,9 @@ from labkit.check import (
     staleness,
     tree,
 )
-from labkit.check.grading.core import grade, returns
 from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.plain import answers
+from labkit.check.grading.grader import grade, returns
+from labkit.check.grading.in_process import answers
 from labkit.check.grading.report import Verdict
 from labkit.runtime.preload import FOR_RANKS
 

@@ -9,9 +9,16 @@ from functools import partial
 
 import torch
 
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target, tensor_and_root
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import (
+    WORLD_SIZES,
+    Case,
+    Exercise,
+    Mistake,
+    Target,
+    Verdict,
+    grade,
+)
+from labkit.check.grading.exercise import tensor_and_root
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost, broadcast_cost, gather_cost, reduce_cost, scatter_cost
 
@@ -21,7 +28,7 @@ _LATE_S = 0.03
 def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, tensor, root)``: the root's values on all ranks, in place.
 
-    Target: P - 1 messages of S bytes by all ranks together; which ones send is left open.
+    Target: P - 1 messages of S bytes by all ranks together; any rank may send.
     """
     exercise = Exercise(
         "collectives.broadcast",
@@ -37,7 +44,7 @@ def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
 def reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, tensor, root)``: the sum over the ranks on the root, in place.
 
-    What the other ranks' tensors hold is left open. Target: P - 1 messages of S bytes by all ranks
+    The other ranks' tensors may hold anything. Target: P - 1 messages of S bytes by all ranks
     together.
     """
     exercise = Exercise(
@@ -65,9 +72,8 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         written=None,
         target=_gather_target,
         mistakes={
-            "every entry of another rank holds the last one's values: is it one buffer, received "
-            "into again and again": _one_buffer,
-            "the entries are in another order than the ranks": _root_first,
+            "gather.one_buffer": _one_buffer,
+            "gather.order": _root_first,
         },
         rooted="root",
     )
@@ -88,12 +94,12 @@ def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         written=1,
         target=_scatter_target,
         mistakes={
-            "unchanged: nothing was written into out": lambda rank, case: _out(rank, case),
-            "it holds the share of the first rank": lambda rank, case: _share(0, case),
-            "it holds the root's own share": lambda rank, case: _share(case.root, case),
-            "it holds the share of the next rank": lambda rank, case: _share(rank + 1, case),
-            "it holds the share of the rank before": lambda rank, case: _share(rank - 1, case),
-            "the shares are in reverse order": lambda rank, case: _share(-1 - rank, case),
+            "scatter.unchanged": _out,
+            "scatter.first": lambda rank, case: _share(0, case),
+            "scatter.root": lambda rank, case: _share(case.root, case),
+            "scatter.next": lambda rank, case: _share(rank + 1, case),
+            "scatter.before": lambda rank, case: _share(rank - 1, case),
+            "scatter.reversed": lambda rank, case: _share(-1 - rank, case),
         },
         rooted="root",
     )
@@ -103,8 +109,8 @@ def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm)``: no rank leaves it before every rank has entered it.
 
-    Every rank comes late once, and the others have to wait for it. It has to be made of messages;
-    how many is left open.
+    Every rank comes late once, and the others have to wait for it. It has to be made of messages,
+    however many.
     """
     exercise = Exercise(
         "collectives.barrier",
@@ -177,18 +183,12 @@ def _come_late(fn: Callable, comm: Comm, late: int) -> tuple[float, float, int]:
     return entered_s, time.monotonic(), comm.messages - before
 
 
-def _left_too_early(case: Case, values: list[tuple[float, float, int]]) -> str | None:
+def _left_too_early(case: Case, values: list[tuple[float, float, int]]) -> Mistake | None:
     entered_s, left_s, messages = zip(*values)
     last_entered_s = max(entered_s)
     early = [rank for rank, s in enumerate(left_s) if s < last_entered_s]
     if early:
+        id = "barrier.alone" if len(early) >= case.world_size - 1 else "barrier.some"
         absent = entered_s.index(last_entered_s)
-        return f"rank {early[0]} left before rank {absent} had come ({_how_many(early, case)})"
-    if not any(messages):
-        return "no message was sent: comm.barrier did the waiting; build it of send and recv"
-    return None
-
-
-def _how_many(early: list[int], case: Case) -> str:
-    everyone = len(early) >= case.world_size - 1
-    return "nobody waits for it" if everyone else f"{len(early)} of the ranks did not wait"
+        return Mistake(id, early=early[0], absent=absent, count=len(early))
+    return None if any(messages) else Mistake("barrier.borrowed")

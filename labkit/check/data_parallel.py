@@ -5,16 +5,15 @@ Symbols: P devices, n samples.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labkit.check.grading.compare import same
-from labkit.check.grading.core import grade
-from labkit.check.grading.exercise import Case, Exercise
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import Case, Exercise, Found, Mistake, Verdict, grade
+from labkit.check.grading.compare import same, short
+from labkit.check.grading.exercise import no_arguments
 
 DEVICES = 4
 _MEET_S = 1.0
@@ -30,12 +29,7 @@ def scatter(fn: Callable) -> Verdict:
         inputs=lambda rank, case: (_samples(case), DEVICES),
         signature="inputs, num_devices",
         written=None,
-        judge=lambda case, values: _named(
-            list(values[0]) if isinstance(values[0], tuple) else values[0],
-            list(_samples(case).tensor_split(min(DEVICES, case.size))),
-            _wrong_parts(_samples(case)),
-            f"for {DEVICES} devices",
-        ),
+        judge=_judge_parts,
         call=_without_comm,
         sizes=(6, 7, 2, 1),
     )
@@ -54,38 +48,26 @@ def _wrong_parts(inputs: Tensor) -> dict[str, Any]:
     fair, whole = len(inputs) // DEVICES, list(inputs.split(1))
     head = [inputs[i * fair : (i + 1) * fair] for i in range(DEVICES)]
     return {
-        "a device without a sample is there, too: its replica would run on nothing": (
-            list(inputs.tensor_split(DEVICES))
-        ),
-        "a device gets nothing while others have two more: torch.chunk rounds sizes up": (
-            list(inputs.chunk(DEVICES))
-        ),
-        "samples are dealt out in turn: what is gathered will not be in the batch's order": (
-            [inputs[i::DEVICES] for i in range(min(DEVICES, len(inputs)))]
-        ),
-        "samples that do not divide are dropped": head,
-        "the last device gets all that does not divide": (
-            [*head[:-1], inputs[(DEVICES - 1) * fair :]]
-        ),
-        "every device gets the whole batch": [inputs] * DEVICES,
-        "every sample is a part of its own": whole,
+        "scatter_fairly.empty_device": list(inputs.tensor_split(DEVICES)),
+        "scatter_fairly.chunk": list(inputs.chunk(DEVICES)),
+        "scatter_fairly.in_turn": [inputs[i::DEVICES] for i in range(min(DEVICES, len(inputs)))],
+        "scatter_fairly.dropped": head,
+        "scatter_fairly.rest_to_last": [*head[:-1], inputs[(DEVICES - 1) * fair :]],
+        "scatter_fairly.whole_batch": [inputs] * DEVICES,
+        "scatter_fairly.one_each": whole,
     }
 
 
-def _named(value: Any, due: Any, wrong: Mapping[str, Any], where: str) -> str | None:
-    """What is wrong with ``value``: a mistake's own sentence, or the two values."""
-    if same(value, due):
+def _judge_parts(case: Case, values: list[Any]) -> Found:
+    parts, samples = values[0], _samples(case)
+    parts = list(parts) if isinstance(parts, tuple) else parts
+    due = list(samples.tensor_split(min(DEVICES, case.size)))
+    if same(parts, due):
         return None
-    sentence = next((text for text, result in wrong.items() if same(value, result)), None)
-    return f"{where}: {sentence or f'it is {_short(value)}, where {_short(due)} is due'}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_short, value)) + "]"
-    return f"{value:.4g}" if isinstance(value, float) else repr(value)
+    wrong = _wrong_parts(samples).items()
+    found = next((Mistake(id) for id, result in wrong if same(parts, result)), None)
+    found = found or Mistake("value.differs", value=short(parts), due=short(due))
+    return Mistake("scatter_fairly.devices", found, devices=DEVICES)
 
 
 def parallel_apply(fn: Callable) -> Verdict:
@@ -96,7 +78,7 @@ def parallel_apply(fn: Callable) -> Verdict:
     """
     exercise = Exercise(
         "data_parallel.parallel_apply",
-        inputs=lambda rank, case: (),
+        inputs=no_arguments,
         signature="functions, inputs",
         written=None,
         judge=lambda case, values: values[0],
@@ -106,12 +88,12 @@ def parallel_apply(fn: Callable) -> Verdict:
     return grade(fn, exercise, (1,))
 
 
-def _observe(fn: Callable, comm: Any) -> str | None:
-    """On the rank: try ``fn`` out, and say what is wrong."""
+def _observe(fn: Callable, comm: Any) -> Mistake | None:
+    """On the rank: what is wrong when ``fn`` is tried."""
     return _look_at_threads(fn) or _look_at_errors(fn) or _look_at_autograd(fn)
 
 
-def _look_at_threads(fn: Callable) -> str | None:
+def _look_at_threads(fn: Callable) -> Mistake | None:
     meeting, seen = threading.Barrier(3, timeout=_MEET_S), set()
 
     def part(number: int) -> int:
@@ -130,27 +112,25 @@ def _look_at_threads(fn: Callable) -> str | None:
     if meeting.broken or len(seen) < 3:
         return _one_by_one(seen)
     if sorted(r for r in results or [] if r is not None) == [0, 10, 20]:
-        return "the results come in the order in which the threads ended, not in that of the parts"
-    return f"it returned {results!r}, where [0, 10, 20] is due: did all threads end before it did?"
+        return Mistake("threads.order")
+    return Mistake("threads.results", results=repr(results))
 
 
-def _one_by_one(seen: set[int]) -> str:
+def _one_by_one(seen: set[int]) -> Mistake:
     if seen == {threading.get_ident()}:
-        return "no threads: the parts run one after another in the caller's own"
-    return "the parts do not run at the same time: start all threads before you wait for one"
+        return Mistake("threads.none")
+    return Mistake("threads.one_by_one")
 
 
-def _look_at_errors(fn: Callable) -> str | None:
+def _look_at_errors(fn: Callable) -> Mistake | None:
     return next(filter(None, (_look_at_error_in(fn, failing) for failing in (1, 0, 2))), None)
 
 
-def _look_at_error_in(fn: Callable, failing: int) -> str | None:
+def _look_at_error_in(fn: Callable, failing: int) -> Mistake | None:
     def part(number: int) -> int:
         if number == failing:
             raise KeyError(f"part {failing} has failed")
         return number
-
-    what = f"part {failing} raised KeyError, and the caller"
 
     kept, threading.excepthook = threading.excepthook, lambda args: None
     try:
@@ -158,22 +138,22 @@ def _look_at_error_in(fn: Callable, failing: int) -> str | None:
     except KeyError:
         return None
     except Exception as error:
-        return f"{what} saw {type(error).__name__}: raise its own"
+        return Mistake("threads.other_error", part=failing, kind=type(error).__name__)
     finally:
         threading.excepthook = kept
-    return f"{what} got {results!r}: the exception was lost"
+    return Mistake("threads.lost_error", part=failing, results=repr(results))
 
 
-def _look_at_autograd(fn: Callable) -> str | None:
+def _look_at_autograd(fn: Callable) -> Mistake | None:
     def part(_: int) -> bool:
         return torch.is_grad_enabled()
 
     with torch.no_grad():
         modes = list(fn([part] * 2, [0, 1]))
     if any(modes):
-        return "under torch.no_grad() the threads still record: each begins with autograd enabled"
+        return Mistake("threads.record")
     if not all(fn([part] * 2, [0, 1])) or not torch.is_grad_enabled():
-        return "the caller records, and the threads do not: training would get no gradients"
+        return Mistake("threads.do_not_record")
     return None
 
 
@@ -212,40 +192,34 @@ def _equal(row: list, other: list) -> bool:
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(row, other))
 
 
-def _judge_sums(result: Any, others_kept: bool) -> str | None:
+def _judge_sums(result: Any, others_kept: bool) -> Mistake | None:
     columns = list(zip(*_gradients()))
     due = [_sum(column) for column in columns]
     firsts = [column[0] for column in columns]
     wrong = {
-        "the mean over the devices: the parts of a sum over samples are to be added": (
-            [d if d is None else d / 3 for d in due]
-        ),
-        "device 0's own gradients alone": firsts,
-        "device 0's own gradients are not in it": [_sum(column[1:]) for column in columns],
-        "a parameter without a gradient on device 0 is left out": (
-            [None if first is None else d for first, d in zip(firsts, due)]
-        ),
-        "a parameter without a gradient on any one device is left out": (
-            [None if any(g is None for g in column) else _sum(column) for column in columns]
-        ),
-        "only devices 0 and 1 are in it": [_sum(column[:2]) for column in columns],
-        "zeros for a parameter that no device used, where None is due": (
-            [torch.zeros(4) if d is None else d for d in due]
-        ),
-        "the mean over those devices that have a gradient: the sum is due": (
-            [d if d is None else d / sum(g is not None for g in c) for c, d in zip(columns, due)]
-        ),
+        "sum_devices.mean": [d if d is None else d / 3 for d in due],
+        "sum_devices.first_alone": firsts,
+        "sum_devices.first_missing": [_sum(column[1:]) for column in columns],
+        "sum_devices.follows_first": [
+            None if first is None else d for first, d in zip(firsts, due)
+        ],
+        "sum_devices.wants_all": [
+            None if any(g is None for g in column) else _sum(column) for column in columns
+        ],
+        "sum_devices.two_alone": [_sum(column[:2]) for column in columns],
+        "sum_devices.zeros": [torch.zeros(4) if d is None else d for d in due],
+        "sum_devices.mean_of_some": [
+            d if d is None else d / sum(g is not None for g in c) for c, d in zip(columns, due)
+        ],
     }
     if not isinstance(result, (list, tuple)) or len(result) != len(due):
-        return f"a list of {len(due)} sums is due, one a parameter, and it returned {result!r:.60}"
-    for sentence, sums in wrong.items():
+        return Mistake("sum_devices.kind", count=len(due), result=f"{result!r:.60}")
+    for id, sums in wrong.items():
         if _alike(result, sums) and not _alike(sums, due):
-            return sentence
+            return Mistake(id)
     if not _alike(result, due):
-        return f"it is {_short(list(result))}, where {_short(due)} is due"
-    if not others_kept:
-        return "the gradients of other devices were changed: add into a copy of device 0's"
-    return None
+        return Mistake("value.differs", value=short(list(result)), due=short(due))
+    return None if others_kept else Mistake("sum_devices.others_changed")
 
 
 def _sum(column: tuple) -> Tensor | None:

@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.plain import answers
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import (
+    WORLD_SIZES,
+    Case,
+    Exercise,
+    Mistake,
+    Target,
+    Verdict,
+    answers,
+    grade,
+)
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.schedules.buckets import assign_buckets
@@ -28,7 +34,7 @@ _BUCKETINGS = (
     ((1, 3, 2, 3, 3, 3), 7, 4),
     ((2, 2), 9, 9),
 )
-# The sampler's epoch by number of samples: 10 and 7 do not divide by every P, 1 is fewer than P.
+# The sampler's epoch by number of samples: not every P divides 10 and 7, and 1 is fewer than P.
 _EPOCHS = {10: 1, 12: 0, 7: 2, 1: 0}
 _SEED = 5
 _FEATURES, _CLASSES = 4, 3
@@ -48,7 +54,7 @@ def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 
     At the end each parameter's ``grad`` is the gradient of the mean loss over the B samples of
     all ranks. Shares have 5, 3 and 2 samples, the last rank's none. Target: one
-    ``ring_all_reduce`` a parameter.
+    ``ring_all_reduce`` per parameter.
     """
     exercise = _gradients_exercise(
         "ddp.average",
@@ -61,10 +67,10 @@ def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 
 
 def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, model, micro_batches, batch_size)``: one synchronisation an update.
+    """Grade ``fn(comm, model, micro_batches, batch_size)``: one synchronisation per update.
 
     ``micro_batches`` are three pairs of inputs and targets, of 3, 2 and 1 samples. At the end each
-    ``grad`` is the gradient of the mean over all B samples. Target: one ``ring_all_reduce`` a
+    ``grad`` is the gradient of the mean over all B samples. Target: one ``ring_all_reduce`` per
     parameter, however many micro-batches there are.
     """
     exercise = _gradients_exercise(
@@ -117,27 +123,15 @@ def _closed_before(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[lis
 
 
 _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
-    "it goes forward: backward finds the last parameter's gradient first": _backwards,
-    "the right buckets, but the first to leave comes last": (
-        lambda *case: assign_buckets(*case)[::-1]
-    ),
-    "the right buckets, but inside one the last parameter comes first": (
-        lambda *case: [sorted(bucket) for bucket in assign_buckets(*case)]
-    ),
-    "the first bucket has a cap of its own": lambda sizes, cap, _: assign_buckets(sizes, cap, cap),
-    "the first bucket's cap is for the first bucket alone": (
-        lambda sizes, _, first: assign_buckets(sizes, first, first)
-    ),
-    "a bucket is closed once it holds its cap or more, not before it would hold more": (
-        _closed_before
-    ),
-    "a bucket that holds its cap is closed, and need not hold more": (
-        lambda sizes, cap, first: assign_buckets(sizes, cap + 1, first + 1)
-    ),
-    "what is left at the end is a bucket, too": lambda *case: assign_buckets(*case)[:-1],
-    "nothing is left at the end, and an empty bucket is none": (
-        lambda *case: [*assign_buckets(*case), []]
-    ),
+    "buckets.forward": _backwards,
+    "buckets.order": lambda *case: assign_buckets(*case)[::-1],
+    "buckets.order_inside": lambda *case: [sorted(bucket) for bucket in assign_buckets(*case)],
+    "buckets.first_cap": lambda sizes, cap, _: assign_buckets(sizes, cap, cap),
+    "buckets.first_cap_for_all": lambda sizes, _, first: assign_buckets(sizes, first, first),
+    "buckets.closed_before": (_closed_before),
+    "buckets.closed_late": lambda sizes, cap, first: assign_buckets(sizes, cap + 1, first + 1),
+    "buckets.rest_lost": lambda *case: assign_buckets(*case)[:-1],
+    "buckets.empty": lambda *case: [*assign_buckets(*case), []],
 }
 
 
@@ -171,19 +165,19 @@ def _micro_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [_samples(rank, count) for count in (3, 2, 1)]
 
 
-def _gradients_of(fn: Callable, comm: Comm, *args: Any) -> list[Tensor]:
+def _gradients_of(fn: Callable, comm: Comm, *args: Any) -> list[Tensor] | Mistake:
     """By parameter."""
     model = _model()
     fn(comm, model, *args)
-    found = [parameter.grad for parameter in model.parameters()]
-    if any(gradient is None for gradient in found):
-        raise ValueError("a parameter has no gradient: a rank without samples brings zeros")
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if len(found) < len(list(model.parameters())):
+        return Mistake("gradient.none")
     if not all(gradient.isfinite().all() for gradient in found):
-        raise ValueError("a gradient is NaN: was it divided by a share's number of samples, 0?")
+        return Mistake("gradient.nan")
     return found
 
 
-def _one_ring_a_parameter(rank: int, case: Case) -> Target:
+def _one_ring_per_parameter(rank: int, case: Case) -> Target:
     sizes = [parameter.numel() for parameter in _model().parameters()]
     costs = [ring_all_reduce_cost(size, 4, case.world_size, rank) for size in sizes]
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
@@ -192,8 +186,9 @@ def _one_ring_a_parameter(rank: int, case: Case) -> Target:
 def _sum_gradient(inputs: Tensor, targets: Tensor) -> Tensor:
     """[N], of the summed loss: all parameters in one row."""
     model = _model()
-    functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def _by_parameter(row: Tensor) -> list[Tensor]:
@@ -206,7 +201,7 @@ class _Parts:
     """What a wrong gradient may be made of: the sums of each rank's parts, and their counts."""
 
     def __init__(self, parts: list[list[tuple[Tensor, Tensor]]]):
-        self.sums = [[_sum_gradient(*part) for part in rank] for rank in parts]
+        self.sums = [torch.stack([_sum_gradient(*part) for part in rank]) for rank in parts]
         self.counts = [[len(targets) for _, targets in rank] for rank in parts]
         self.world_size = len(parts)
         self.batch_size = sum(map(sum, self.counts))
@@ -214,24 +209,24 @@ class _Parts:
         self.due = self.total / self.batch_size
 
     def own(self, rank: int) -> Tensor:
-        return sum(self.sums[rank])
+        return self.sums[rank].sum(0)
 
     def own_mean(self, rank: int) -> Tensor:
         """The mean over the rank's samples, zeros where it has none."""
         return self.own(rank) / max(sum(self.counts[rank]), 1)
 
     def own_part_means(self, rank: int) -> Tensor:
-        pairs = zip(self.sums[rank], self.counts[rank])
-        return sum(total / max(count, 1) for total, count in pairs)
+        counts = torch.tensor(self.counts[rank]).clamp(min=1)
+        return (self.sums[rank] / counts.unsqueeze(1)).sum(0)
 
     def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
-        return sum(of(rank) for rank in range(self.world_size))
+        return torch.stack([of(rank) for rank in range(self.world_size)]).sum(0)
 
     def summed_each_time(self) -> Tensor:
         """Every micro-batch's gradient is added to what the ranks have summed before."""
-        held = 0
-        for each in zip(*self.sums):
-            held = self.world_size * held + sum(each)
+        held = torch.zeros_like(self.total)
+        for each in torch.stack(self.sums, dim=1):
+            held = self.world_size * held + each.sum(0)
         return held
 
 
@@ -257,60 +252,42 @@ def _gradients_exercise(
         inputs=inputs,
         written=None,
         call=_gradients_of,
-        mistakes={sentence: leads_to(wrong) for sentence, wrong in mistakes.items()},
-        target=_one_ring_a_parameter,
+        mistakes={id: leads_to(wrong) for id, wrong in mistakes.items()},
+        target=_one_ring_per_parameter,
         sizes=(),
     )
 
 
 _COMMON_MISTAKES: Mistakes = {
-    "it is the sum over the samples: divide by the samples of the global batch": (
-        lambda parts, rank: parts.total
-    ),
-    "it is divided twice: by the samples and by the ranks": (
-        lambda parts, rank: parts.due / parts.world_size
-    ),
-    "it holds this rank's own samples alone: nothing was summed over the ranks": (
-        lambda parts, rank: parts.own(rank) / parts.batch_size
-    ),
+    "gradient.sum": lambda parts, rank: parts.total,
+    "gradient.twice_by_ranks": lambda parts, rank: parts.due / parts.world_size,
+    "gradient.own_share": lambda parts, rank: parts.own(rank) / parts.batch_size,
 }
 _AVERAGE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
-    "every rank counts alike, however many samples it has: a mean of means is not the mean": (
+    "gradient.mean_of_means": (
         lambda parts, rank: parts.over_ranks(parts.own_mean) / parts.world_size
     ),
-    "it is a sum of the ranks' means": lambda parts, rank: parts.over_ranks(parts.own_mean),
-    "it is divided by the number of ranks, where the samples count": (
-        lambda parts, rank: parts.total / parts.world_size
-    ),
-    "it is the mean over this rank's own samples: nothing was summed over the ranks": (
-        lambda parts, rank: parts.own_mean(rank)
-    ),
-    "it is the sum over this rank's own samples: nothing was summed over the ranks": (
-        lambda parts, rank: parts.own(rank)
-    ),
+    "gradient.sum_of_means": lambda parts, rank: parts.over_ranks(parts.own_mean),
+    "gradient.over_ranks": lambda parts, rank: parts.total / parts.world_size,
+    "gradient.own_mean": lambda parts, rank: parts.own_mean(rank),
+    "gradient.own_sum": lambda parts, rank: parts.own(rank),
 }
 _ACCUMULATE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
-    "it is divided twice: by the samples and by the micro-batches": (
-        lambda parts, rank: parts.due / 3
-    ),
-    "only the last micro-batch is in it: was the gradient zeroed in between": (
+    "gradient.twice_by_micro_batches": lambda parts, rank: parts.due / 3,
+    "gradient.last_only": (
         lambda parts, rank: parts.over_ranks(lambda r: parts.sums[r][-1]) / parts.batch_size
     ),
-    "the last micro-batch is not in it: sum over the ranks after its backward": (
+    "gradient.last_missing": (
         lambda parts, rank: (
-            parts.over_ranks(lambda r: sum(parts.sums[r][:-1])) / parts.batch_size
+            parts.over_ranks(lambda r: parts.sums[r][:-1].sum(0)) / parts.batch_size
             + parts.sums[rank][-1] / parts.batch_size
         )
     ),
-    "the ranks sum after every micro-batch, and what they had summed before is summed again": (
-        lambda parts, rank: parts.summed_each_time() / parts.batch_size
-    ),
-    "micro-batches count alike, however many samples they have": (
+    "gradient.summed_again": lambda parts, rank: parts.summed_each_time() / parts.batch_size,
+    "gradient.micro_batches_alike": (
         lambda parts, rank: parts.over_ranks(parts.own_part_means) / 3 / parts.world_size
     ),
-    "it is a sum of the micro-batches' means": (
-        lambda parts, rank: parts.over_ranks(parts.own_part_means)
-    ),
+    "gradient.sum_of_micro_means": lambda parts, rank: parts.over_ranks(parts.own_part_means),
 }
 
 
@@ -324,7 +301,9 @@ def _indices_of(fn: Callable, comm: Comm, *args: Any) -> list:
 
 
 def _torch_samples(rank: int, case: Case) -> list[list[int]]:
-    found = DistributedSampler(range(case.size), case.world_size, rank, seed=_SEED)
+    found = DistributedSampler(
+        TensorDataset(torch.empty(case.size)), case.world_size, rank, seed=_SEED
+    )
     found.set_epoch(_EPOCHS[case.size])
     return [list(found)]
 
@@ -348,30 +327,21 @@ def _block(rank: int, case: Case) -> list[list[int]]:
 
 
 _SAMPLER_MISTAKES: Mapping[str, Callable[[int, Case], list]] = {
-    "the order is that of epoch 0: the seed of an epoch is seed + epoch": (
+    "sampler.epoch": (
         lambda rank, case: _dealt(rank, case, _order(case, _SEED - _EPOCHS[case.size]))
     ),
-    "the samples come in their own order: shuffle them": (
-        lambda rank, case: _dealt(rank, case, list(range(case.size)))
-    ),
-    "one rank has a sample more than another, makes a step more, and waits for ever: pad until "
-    "all have equally many": lambda rank, case: [_order(case)[rank :: case.world_size]],
-    "the rest was dropped: pad, so that no sample is left out": (
+    "sampler.not_shuffled": lambda rank, case: _dealt(rank, case, list(range(case.size))),
+    "sampler.not_padded": lambda rank, case: [_order(case)[rank :: case.world_size]],
+    "sampler.dropped": (
         lambda rank, case: [
             _order(case)[rank : case.size - case.size % case.world_size][:: case.world_size]
         ]
     ),
-    "the padding is other samples: it repeats the beginning of the shuffled order": (
+    "sampler.padding": (
         lambda rank, case: _dealt(rank, case, _order(case), padding=_order(case)[-1:])
     ),
-    "the right samples, but rank r takes every P-th from number r on, and no block": _block,
-    "each rank shuffles with another seed, so a sample is on two ranks, or on none": (
-        lambda rank, case: _dealt(rank, case, _order(case, _SEED + rank))
-    ),
-    "they are another rank's: rank r takes every P-th from number r on": (
-        lambda rank, case: _torch_samples((rank + 1) % case.world_size, case)
-    ),
-    "the right samples in another order": (
-        lambda rank, case: [sorted(*_torch_samples(rank, case))]
-    ),
+    "sampler.block": _block,
+    "sampler.seed_by_rank": lambda rank, case: _dealt(rank, case, _order(case, _SEED + rank)),
+    "sampler.other_rank": lambda rank, case: _torch_samples((rank + 1) % case.world_size, case),
+    "sampler.order": lambda rank, case: [sorted(*_torch_samples(rank, case))],
 }

@@ -5,15 +5,24 @@ is sent in the place of another arrives, and the mistake can be named.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from labkit.check.grading.compare import misshapen, same
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import (
+    WORLD_SIZES,
+    Case,
+    Exercise,
+    Found,
+    Mistake,
+    Target,
+    Verdict,
+    grade,
+)
+from labkit.check.grading.compare import other_kind, same
+from labkit.check.grading.exercise import no_arguments
 from labkit.comm.comm import Comm
 
 _SAMPLES, _WIDTH = 5, 4
@@ -48,17 +57,12 @@ def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ver
     """
     exercise = Exercise(
         "hops.backward",
-        lambda rank, case: _gradients(case.world_size)[rank],
+        partial(_wrong_gradients, {}),
         signature="comm, entering, leaving",
-        inputs=lambda rank, case: (),
+        inputs=no_arguments,
         written=None,
         call=_gradients_of,
-        mistakes={
-            sentence: lambda rank, case, options=options: _gradients(case.world_size, **options)[
-                rank
-            ]
-            for sentence, options in _BACKWARD_MISTAKES.items()
-        },
+        mistakes={id: partial(_wrong_gradients, by) for id, by in _BACKWARD_MISTAKES.items()},
         target=_to_the_one_before,
         sizes=(),
     )
@@ -109,14 +113,14 @@ class _Seen(NamedTuple):
     collects: bool
 
 
-def _seen_forward(fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor) -> _Seen | str:
+def _seen_forward(fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor) -> _Seen | Mistake:
     """On the rank: call ``fn``, and try whether a gradient would come out at the other end."""
     runs: list[int] = []
     layers.register_forward_hook(lambda *_: runs.append(1))
     found = fn(comm, layers, inputs)
     pair = isinstance(found, (tuple, list)) and len(found) == 2
     if not pair or not all(isinstance(one, Tensor) for one in found):
-        return "it returns something else than (entering, leaving), two tensors"
+        return Mistake("hops.no_pair")
     entering, leaving = found
     values = entering.detach().clone(), leaving.detach().clone()
     looks = leaving.requires_grad, entering.requires_grad, entering.is_leaf
@@ -125,80 +129,62 @@ def _seen_forward(fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor) -
     return _Seen(*values, len(runs), *looks, entering.is_leaf and entering.grad is not None)
 
 
-def _judge_forward(case: Case, values: list[_Seen | str]) -> str | None:
+def _judge_forward(case: Case, values: list[_Seen]) -> Found:
     for rank, seen in enumerate(values):
-        if isinstance(seen, str):
-            return f"rank {rank}: {seen}"
-        sentence = _wrong_values(rank, seen) or _wrong_graph(rank, seen)
-        if sentence:
-            return f"rank {rank} is the first that is wrong: {sentence}"
+        if wrong := _wrong_values(rank, seen) or _wrong_graph(rank, seen):
+            return Mistake("hops.rank", wrong, rank=rank)
     return None
 
 
 @torch.no_grad()
 def _after(num_stages: int) -> Tensor:
-    """[n, 4]: what leaves the first so many stages."""
+    """[n, 4]: what leaves the last of the first ``num_stages`` stages."""
     value = _inputs()
     for rank in range(num_stages):
         value = _stage(rank)(value)
     return value
 
 
-def _wrong_values(rank: int, seen: _Seen) -> str:
-    due = {"entering": _after(rank), "leaving": _after(rank + 1)}
-    for name, value in due.items():
-        found = getattr(seen, name)
-        if same(found, value):
-            continue
-        if other_shape := misshapen(found, value):
-            return f"{name}: {other_shape}"
-        return f"{name} {_look(rank, name, found)}"
-    return ""
+def _wrong_values(rank: int, seen: _Seen) -> Mistake | None:
+    for name, found, due in (
+        ("entering", seen.entering, _after(rank)),
+        ("leaving", seen.leaving, _after(rank + 1)),
+    ):
+        if kind := other_kind(found, due):
+            return Mistake("hops.kind", name=name, **kind.details)
+        if not same(found, due):
+            return (
+                _wrong_leaving(rank, found) if name == "leaving" else _wrong_entering(rank, found)
+            )
+    return None
 
 
-def _look(rank: int, name: str, found: Tensor) -> str:
+def _wrong_leaving(rank: int, found: Tensor) -> Mistake:
     with torch.no_grad():
-        skipped = same(found, _stage(rank)(_inputs()))
-    if name == "leaving":
-        if skipped:
-            return "is made of inputs, which enter stage 0 alone: run the layers on what came in"
-        if same(found, _after(rank)):
-            return "is what entered: the layers did not run"
-        return "is not what the layers make of what entered"
+        on_inputs = _stage(rank)(_inputs())
+    if same(found, on_inputs):
+        return Mistake("hops.ran_on_inputs")
+    return Mistake("hops.not_run" if same(found, _after(rank)) else "hops.other_output")
+
+
+def _wrong_entering(rank: int, found: Tensor) -> Mistake:
     if same(found, _after(rank - 1)):
-        return (
-            f"is what had entered stage {rank - 1}, too: what leaves a stage has to be sent, not "
-            "what entered it"
-        )
+        return Mistake("hops.sent_what_entered", before=rank - 1)
     if same(found, _after(rank + 1)):
-        return "is what the layers made: return what went into them first, what came out second"
-    return f"is not what left stage {rank - 1}: was it sent before the layers had run?"
+        return Mistake("hops.swapped")
+    return Mistake("hops.other_input", before=rank - 1)
 
 
-def _wrong_graph(rank: int, seen: _Seen) -> str:
+def _wrong_graph(rank: int, seen: _Seen) -> Mistake | None:
     if seen.runs != 1:
-        return f"its layers ran {seen.runs} times, where once is due"
+        return Mistake("hops.runs", runs=seen.runs)
     if not seen.in_graph:
-        return (
-            "leaving has no graph behind it, and backward could not begin there: only what is "
-            "sent may be detached, not what is kept (was it computed under no_grad?)"
-        )
+        return Mistake("hops.no_graph")
     if rank == 0 or seen.collects:
-        return ""
+        return None
     if not seen.asks:
-        return (
-            "entering asks for no gradient, so none could go back to the stage before: "
-            "entering.requires_grad_() before the layers run"
-        )
-    if not seen.is_leaf:
-        return (
-            "entering is no leaf of the graph (a copy, or a result), and autograd stores no .grad "
-            "there: return the very tensor that was received"
-        )
-    return (
-        "entering asks for a gradient and gets none: the layers ran before it asked, or ran on "
-        "another tensor"
-    )
+        return Mistake("hops.asks_nothing")
+    return Mistake("hops.gets_nothing" if seen.is_leaf else "hops.no_leaf")
 
 
 # Backward
@@ -213,73 +199,52 @@ def _ran(rank: int, world_size: int) -> tuple[nn.Module, Tensor, Tensor]:
     return layers, entering, leaving
 
 
-def _gradients_of(fn: Callable, comm: Comm) -> list[Tensor]:
+def _gradients_of(fn: Callable, comm: Comm) -> list[Tensor | None] | Mistake:
     """By parameter."""
     layers, entering, leaving = _ran(comm.rank, comm.world_size)
     fn(comm, entering, leaving)
     found = [parameter.grad for parameter in layers.parameters()]
     if any(gradient is None for gradient in found):
-        raise ValueError(
-            "the stage's parameters have no gradient: backward has not run (torch.autograd.grad "
-            "returns gradients and stores none; leaving.backward(gradient) stores them)"
-        )
+        return Mistake("hops.no_gradients")
     return found
 
 
-def _from_what_came(leaving: Tensor, gradient: Tensor | None) -> Tensor | None:
-    return gradient
+Gradient = Tensor | None
 
 
-def _of_what_entered(entering: Tensor, gradient: Tensor | None, world_size: int) -> Tensor:
-    return entering.grad
-
-
-def _gradients(
-    world_size: int, begin: Callable = _from_what_came, pass_on: Callable = _of_what_entered
-) -> list[list[Tensor]]:
-    """By rank and parameter, in one process; each option is a mistake.
+def _wrong_gradients(by: dict[str, Callable], rank: int, case: Case) -> list[Gradient]:
+    """Of one rank, by parameter, in one process; each option is a mistake.
 
     Args:
-        world_size: P.
-        begin: of what leaves a stage and the gradient that came: what its backward begins with.
-        pass_on: of what entered, the gradient that came, and P: what goes to the stage before.
+        by: ``begin`` with (leaving, the gradient that came): what a stage's backward begins with;
+            ``pass_on`` with (what entered, the gradient that came, P): what goes to the stage
+            before.
+        rank, case: whose gradients, on how many stages.
     """
-    found, gradient = [], None
-    for rank in reversed(range(world_size)):
-        layers, entering, leaving = _ran(rank, world_size)
+    begin = by.get("begin", lambda leaving, gradient: gradient)
+    pass_on = by.get("pass_on", lambda entering, gradient, P: entering.grad)
+    layers, gradient = nn.Module(), None
+    for stage in reversed(range(rank, case.world_size)):
+        layers, entering, leaving = _ran(stage, case.world_size)
         leaving.backward(begin(leaving, gradient))
-        found.append([parameter.grad for parameter in layers.parameters()])
-        if rank:
-            gradient = pass_on(entering, gradient, world_size)
-    return found[::-1]
-
-
-def _plus(entering: Tensor, gradient: Tensor | None, world_size: int) -> Tensor:
-    return entering.grad if gradient is None else entering.grad + gradient
+        gradient = pass_on(entering, gradient, case.world_size) if stage else None
+    return [parameter.grad for parameter in layers.parameters()]
 
 
 _BACKWARD_MISTAKES: dict[str, dict[str, Callable]] = {
-    "the gradient that came is not used: backward began with ones": {
-        "begin": lambda leaving, gradient: torch.ones_like(leaving)
-    },
-    "a stage passes on the gradient that it got; what goes back is that of what had entered, "
-    "entering.grad": {
+    "hops.began_with_ones": {"begin": lambda leaving, gradient: torch.ones_like(leaving)},
+    "hops.passed_on": {
         "pass_on": lambda entering, gradient, P: entering.grad if gradient is None else gradient
     },
-    "the activation went back, where its gradient is due: entering.grad": {
-        "pass_on": lambda entering, gradient, P: entering.detach()
+    "hops.activation_back": {"pass_on": lambda entering, gradient, P: entering.detach()},
+    "hops.added": {
+        "pass_on": lambda entering, gradient, P: (
+            entering.grad if gradient is None else entering.grad + gradient
+        )
     },
-    "the gradient that came is added to entering.grad: the layers' backward has it in already": {
-        "pass_on": _plus
-    },
-    "a gradient was divided by the number of ranks on its way: these are parts of one model, no "
-    "replicas, and nothing is averaged": {
-        "pass_on": lambda entering, gradient, P: entering.grad / P
-    },
-    "backward ran twice, and gradients add up": {
+    "hops.averaged": {"pass_on": lambda entering, gradient, P: entering.grad / P},
+    "hops.twice": {
         "begin": lambda leaving, gradient: 2 * (torch.ones(()) if gradient is None else gradient)
     },
-    "what went back is all zeros: was .grad taken after it had been zeroed, or never filled?": {
-        "pass_on": lambda entering, gradient, P: torch.zeros_like(entering)
-    },
+    "hops.zeros": {"pass_on": lambda entering, gradient, P: torch.zeros_like(entering)},
 }

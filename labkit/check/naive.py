@@ -6,9 +6,7 @@ Symbols: P ranks, S bytes of a rank's tensor.
 from collections.abc import Callable
 from functools import partial
 
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
 from labkit.check.ring import reduced
 from labkit.costs.traffic import naive_all_reduce_cost
 

@@ -9,9 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
 
 LR, SCALE, KEPT = 0.5, 1024.0, 2
 
@@ -30,32 +28,24 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
         written=None,
         target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
         mistakes={
-            "micro-batches of different sizes count alike: it is the mean of their means": (
-                lambda rank, case: (
-                    _over(case, lambda r: sum(_gradients(r, case)) / 9) * (3 / case.world_size)
-                )
+            "accumulate.mean_of_means": lambda rank, case: (
+                case.over_ranks(lambda r: _gradients(r, case).mean(0)) / case.world_size
             ),
-            "the sum over the samples: it is not divided by batch_size": (
-                lambda rank, case: _mean_over_samples(rank, case) * _batch_size(case)
+            "accumulate.sum": lambda rank, case: (
+                _mean_over_samples(rank, case) * _batch_size(case)
             ),
-            "divided by this rank's own samples, where those of all ranks are due": (
-                lambda rank, case: (
-                    _mean_over_samples(rank, case) * (_batch_size(case) / sum(_num_samples(rank)))
-                )
+            "accumulate.own_samples": lambda rank, case: (
+                _mean_over_samples(rank, case) * (_batch_size(case) / sum(_num_samples(rank)))
             ),
-            "only the last micro-batch is in it: each one overwrites what was there": (
-                lambda rank, case: (
-                    _over(case, lambda r: _weighted(r, case)[-1]) / _batch_size(case)
-                )
+            "accumulate.last": lambda rank, case: (
+                case.over_ranks(lambda r: _weighted(r, case)[-1]) / _batch_size(case)
             ),
-            "this rank's share alone: nothing of the other ranks is in it": (
-                lambda rank, case: sum(_weighted(rank, case)) / _batch_size(case)
+            "accumulate.own_share": lambda rank, case: (
+                _weighted(rank, case).sum(0) / _batch_size(case)
             ),
-            "every rank counts alike: it is the mean of the ranks' means": (
-                lambda rank, case: (
-                    _over(case, lambda r: sum(_weighted(r, case)) / sum(_num_samples(r)))
-                    / case.world_size
-                )
+            "accumulate.ranks_alike": lambda rank, case: (
+                case.over_ranks(lambda r: _weighted(r, case).sum(0) / sum(_num_samples(r)))
+                / case.world_size
             ),
         },
         sizes=(12, 1),
@@ -67,9 +57,10 @@ def _num_samples(rank: int) -> list[int]:
     return [4, 2, 1 + 2 * rank]
 
 
-def _gradients(rank: int, case: Case) -> list[Tensor]:
+def _gradients(rank: int, case: Case) -> Tensor:
+    """[3, N], by micro-batch."""
     generator = torch.Generator().manual_seed(100 * rank + case.size)
-    return list(torch.randn(3, case.size, generator=generator))
+    return torch.randn(3, case.size, generator=generator)
 
 
 def _batch_size(case: Case) -> int:
@@ -77,19 +68,16 @@ def _batch_size(case: Case) -> int:
 
 
 def _micro_batches(rank: int, case: Case) -> tuple:
-    return _gradients(rank, case), _num_samples(rank), _batch_size(case)
+    return list(_gradients(rank, case)), _num_samples(rank), _batch_size(case)
 
 
-def _weighted(rank: int, case: Case) -> list[Tensor]:
-    return [n * gradient for n, gradient in zip(_num_samples(rank), _gradients(rank, case))]
-
-
-def _over(case: Case, of_rank: Callable[[int], Tensor]) -> Tensor:
-    return sum(of_rank(rank) for rank in range(case.world_size))
+def _weighted(rank: int, case: Case) -> Tensor:
+    """[3, N]: of the summed loss of each micro-batch."""
+    return torch.tensor(_num_samples(rank)).unsqueeze(1) * _gradients(rank, case)
 
 
 def _mean_over_samples(rank: int, case: Case) -> Tensor:
-    return _over(case, lambda r: sum(_weighted(r, case))) / _batch_size(case)
+    return case.over_ranks(lambda r: _weighted(r, case).sum(0)) / _batch_size(case)
 
 
 def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -102,40 +90,28 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
     """
     exercise = Exercise(
         "one_device.loss_scaling",
-        partial(_scaled_update, _lowered),
+        partial(_scaled_update, SCALE / 2),
         _scaled_inputs,
         "comm, weight, gradient, scale, lr",
         written=None,
         target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
         mistakes={
-            "the gradient is still multiplied by the scale": partial(_taken, 1.0),
-            "divided by the ranks, too: the parts already add up to the gradient of the mean": (
-                lambda rank, case: _taken(1 / SCALE / case.world_size, rank, case)
+            "scaling.still_scaled": partial(_taken, 1.0),
+            "scaling.over_ranks": lambda rank, case: _taken(
+                1 / SCALE / case.world_size, rank, case
             ),
-            "the update was made although the sum had overflowed": partial(_taken, 1 / SCALE),
-            "the scale was lowered, and yet the update was made with what had overflowed": (
-                lambda rank, case: _lowered_anyway(rank, case, overflowed=True)
-            ),
-            "the scale was lowered although nothing had overflowed": (
-                lambda rank, case: _lowered_anyway(rank, case, overflowed=False)
-            ),
-            "only the numbers that had overflowed were left out: the whole update has to be": (
-                _patched
-            ),
-            "the update was left out, but the scale not lowered: the next will overflow, too": (
-                partial(_scaled_update, lambda scale: scale)
-            ),
-            "ranks disagree: each looked at its own gradient, not at the sum": _alone_decided,
-            "this rank's own gradient alone": partial(_own_taken),
+            "scaling.update_anyway": partial(_taken, 1 / SCALE),
+            "scaling.lowered_and_updated": partial(_lowered_anyway, True),
+            "scaling.lowered_for_nothing": partial(_lowered_anyway, False),
+            "scaling.patched": _patched,
+            "scaling.not_lowered": partial(_scaled_update, SCALE),
+            "scaling.ranks_disagree": _alone_decided,
+            "scaling.own_gradient": partial(_own_taken),
         },
         # With five numbers the last rank's gradient has overflowed.
         sizes=(8, 5),
     )
     return grade(fn, exercise, world_sizes)
-
-
-def _lowered(scale: float) -> float:
-    return scale / 2
 
 
 def _scaled_gradient(rank: int, case: Case) -> Tensor:
@@ -154,7 +130,7 @@ def _scaled_inputs(rank: int, case: Case) -> tuple:
 
 
 def _total(case: Case) -> Tensor:
-    return _over(case, lambda rank: _scaled_gradient(rank, case))
+    return case.over_ranks(lambda rank: _scaled_gradient(rank, case))
 
 
 def _taken(factor: float, rank: int, case: Case) -> list:
@@ -162,7 +138,7 @@ def _taken(factor: float, rank: int, case: Case) -> list:
     return [_weight(case) - LR * factor * _total(case), SCALE]
 
 
-def _lowered_anyway(rank: int, case: Case, *, overflowed: bool) -> list:
+def _lowered_anyway(overflowed: bool, rank: int, case: Case) -> list:
     """The update and half the scale, where the sum has overflowed or where not; else nothing."""
     if overflowed == bool(_total(case).isfinite().all()):
         return []
@@ -179,10 +155,11 @@ def _own_taken(rank: int, case: Case) -> list:
     return [_weight(case) - LR / SCALE * _scaled_gradient(rank, case), SCALE]
 
 
-def _scaled_update(after_overflow: Callable[[float], float], rank: int, case: Case) -> list:
+def _scaled_update(after_overflow: float, rank: int, case: Case) -> list:
+    """The update, or where the sum has overflowed the same weight and this scale."""
     if _total(case).isfinite().all():
         return _taken(1 / SCALE, rank, case)
-    return [_weight(case), after_overflow(SCALE)]
+    return [_weight(case), after_overflow]
 
 
 def _alone_decided(rank: int, case: Case) -> list:
@@ -196,7 +173,7 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
 
     Due is [sum over the ranks of the k elements of gradient + residual that each holds largest in
     magnitude, this rank's new residual], both [N]. Target: (P - 1) k values (float32) and as many
-    places (int64), 12 (P - 1) k bytes.
+    indices (int64), 12 (P - 1) k bytes.
     """
     exercise = Exercise(
         "one_device.top_k",
@@ -206,31 +183,29 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
         written=None,
         target=lambda rank, case: Target(num_bytes=12 * KEPT * (case.world_size - 1)),
         mistakes={
-            "what is not sent is lost: the new residual is zero": (
-                lambda rank, case: [_sparse_sum(_sent, case), torch.zeros(case.size)]
-            ),
-            "the old residual was not added to the gradient": partial(_sparse, _sent_forgetful),
-            "what was sent is in the residual, too: it will be sent again": (
-                lambda rank, case: [_sparse_sum(_sent, case), _with_memory(rank, case)]
-            ),
-            "the new residual is what was sent, where what was not sent is due": (
-                lambda rank, case: [_sparse_sum(_sent, case), _sent(rank, case)]
-            ),
-            "the k largest numbers were taken, not those largest in magnitude": (
-                partial(_sparse, _sent_largest)
-            ),
-            "where two ranks send the same place, the last one wins: add them up": (
-                lambda rank, case: [_overwritten(case), _sparse(_sent, rank, case)[1]]
-            ),
-            "this rank's own elements alone": (
-                lambda rank, case: [_sent(rank, case), _sparse(_sent, rank, case)[1]]
-            ),
-            "divided by the number of ranks: it is the mean, where the sum is due": (
-                lambda rank, case: [
-                    _sparse_sum(_sent, case) / case.world_size,
-                    _sparse(_sent, rank, case)[1],
-                ]
-            ),
+            "top_k.lost": lambda rank, case: [_sparse_sum(_sent, case), torch.zeros(case.size)],
+            "top_k.forgot_residual": partial(_sparse, _sent_forgetful),
+            "top_k.sent_and_kept": lambda rank, case: [
+                _sparse_sum(_sent, case),
+                _with_memory(rank, case),
+            ],
+            "top_k.kept_the_sent": lambda rank, case: [
+                _sparse_sum(_sent, case),
+                _sent(rank, case),
+            ],
+            "top_k.not_by_magnitude": partial(_sparse, _sent_largest),
+            "top_k.last_wins": lambda rank, case: [
+                _overwritten(case),
+                _sparse(_sent, rank, case)[1],
+            ],
+            "top_k.own_alone": lambda rank, case: [
+                _sent(rank, case),
+                _sparse(_sent, rank, case)[1],
+            ],
+            "top_k.mean": lambda rank, case: [
+                _sparse_sum(_sent, case) / case.world_size,
+                _sparse(_sent, rank, case)[1],
+            ],
         },
         sizes=(12, 7),
     )
@@ -271,7 +246,7 @@ def _sent_forgetful(rank: int, case: Case) -> Tensor:
 
 
 def _sparse_sum(sent: Callable[[int, Case], Tensor], case: Case) -> Tensor:
-    return _over(case, lambda rank: sent(rank, case))
+    return case.over_ranks(lambda rank: sent(rank, case))
 
 
 def _overwritten(case: Case) -> Tensor:

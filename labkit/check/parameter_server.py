@@ -11,16 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
 from labkit.collectives.ring import split_chunks
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import parameter_server_cost, ring_all_reduce_cost
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 
 LR = 0.1
-# No number of ranks that is tried divides it, so that no wrong divisor comes out right.
+# Not divisible by any number of ranks that is tried, so that no wrong divisor comes out right.
 BATCH_SIZE = 7
 
 
@@ -73,10 +71,7 @@ def shards(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         signature="comm, gradient, values, batch_size",
         written=1,
         chunked=True,
-        target=lambda rank, case: Target(
-            ring_all_reduce_cost(case.size, 4, case.world_size, rank).messages,
-            ring_all_reduce_cost(case.size, 4, case.world_size, rank).num_bytes,
-        ),
+        target=_as_a_ring,
         same_bits=True,
         mistakes=_SHARDS,
     )
@@ -118,6 +113,11 @@ def _target(rank: int, case: Case, servers: int) -> Target:
     return Target(cost.messages, cost.num_bytes)
 
 
+def _as_a_ring(rank: int, case: Case) -> Target:
+    cost = ring_all_reduce_cost(case.size, 4, case.world_size, rank)
+    return Target(cost.messages, cost.num_bytes)
+
+
 def _start(case: Case) -> Tensor:
     """v: the same on all ranks."""
     return case.tensor(case.world_size)
@@ -142,7 +142,7 @@ def _server_right(rank: int, case: Case, workers_value: Tensor) -> Tensor:
 
 def _sum_of_sums(case: Case) -> Tensor:
     """Of the first push, of the first two, and so on."""
-    return sum(_sum(case, range(1, last + 1)) for last in _all_but_0(case))
+    return case.over_ranks(lambda last: _sum(case, range(1, last + 1)))
 
 
 def _own_chunk_alone(rank: int, case: Case) -> Tensor:
@@ -152,77 +152,37 @@ def _own_chunk_alone(rank: int, case: Case) -> Tensor:
     return values
 
 
-# Sentence -> what this mistake leaves on rank r. c is the case.
+# A mistake's id -> what it leaves on rank r. c is the case.
 
 _SERVER = {
-    "only the last push counts: each was received over the one before, and never added": (
-        lambda r, c: _updated(c, range(c.world_size - 1, c.world_size))
-    ),
-    "the sum of the gradients is not divided by batch_size": (
-        lambda r, c: _updated(c, _all_but_0(c), 1)
-    ),
-    "the sum is divided by the number of workers, where batch_size samples are in it": (
-        lambda r, c: _updated(c, _all_but_0(c), 1 / (c.world_size - 1))
-    ),
-    "the update goes uphill: it is added, where it must be subtracted": (
-        lambda r, c: _updated(c, _all_but_0(c), -1 / BATCH_SIZE)
-    ),
-    "the workers get the parameters from before the update": (
-        lambda r, c: _server_right(r, c, _start(c))
-    ),
-    "a worker gets what the pushes so far have made of the parameters, as from an asynchronous "
-    "server: wait for the last push, then update": (
-        lambda r, c: _server_right(r, c, _updated(c, range(1, r + 1)))
-    ),
-    "the workers get the sum of the gradients, where the new parameters are due": (
-        lambda r, c: _server_right(r, c, _sum(c, _all_but_0(c)))
-    ),
-    "the parameters are in the sum: it has to start from zeros, or from the first push": (
+    "server.last_push_only": lambda r, c: _updated(c, range(c.world_size - 1, c.world_size)),
+    "server.not_divided": lambda r, c: _updated(c, _all_but_0(c), 1),
+    "server.over_workers": lambda r, c: _updated(c, _all_but_0(c), 1 / (c.world_size - 1)),
+    "server.uphill": lambda r, c: _updated(c, _all_but_0(c), -1 / BATCH_SIZE),
+    "server.sent_old": lambda r, c: _server_right(r, c, _start(c)),
+    "server.asynchronous": lambda r, c: _server_right(r, c, _updated(c, range(1, r + 1))),
+    "server.sent_sum": lambda r, c: _server_right(r, c, _sum(c, _all_but_0(c))),
+    "server.parameters_in_sum": (
         lambda r, c: _updated(c, _all_but_0(c)) - LR / BATCH_SIZE * _start(c)
     ),
-    "every push makes an update with the sum so far: add all of them up, then update once": (
-        lambda r, c: _start(c) - LR / BATCH_SIZE * _sum_of_sums(c)
-    ),
-    "the workers have the new parameters, and the server the old: update values in place": (
-        lambda r, c: _updated(c, _all_but_0(c)) if r else _start(c)
-    ),
+    "server.update_per_push": lambda r, c: _start(c) - LR / BATCH_SIZE * _sum_of_sums(c),
+    "server.not_in_place": lambda r, c: _updated(c, _all_but_0(c)) if r else _start(c),
 }
 
 _WORKER = {
-    "values is unchanged: what is pulled must land in slices of it (recv writes in place)": (
-        lambda r, c: _start(c)
-    ),
-    "what is pulled is added to the old values, where it must take their place": (
-        lambda r, c: _start(c) + _updated(c, _workers(c))
-    ),
-    "the parameters were pushed, where the gradient is due": (
-        lambda r, c: (1 - LR * len(_workers(c)) / BATCH_SIZE) * _start(c)
-    ),
-    "the gradient was scaled before the push: learning rate and division are the server's": (
-        lambda r, c: _updated(c, _workers(c), LR / BATCH_SIZE)
-    ),
-    "values is updated once more after the pull: the server has done it": (
-        lambda r, c: _updated(c, _workers(c)) - LR * c.tensor(r)
-    ),
+    "worker.unchanged": lambda r, c: _start(c),
+    "worker.added": lambda r, c: _start(c) + _updated(c, _workers(c)),
+    "worker.pushed_parameters": lambda r, c: (1 - LR * len(_workers(c)) / BATCH_SIZE) * _start(c),
+    "worker.scaled": lambda r, c: _updated(c, _workers(c), LR / BATCH_SIZE),
+    "worker.updated_again": lambda r, c: _updated(c, _workers(c)) - LR * c.tensor(r),
 }
 
 _SHARDS = {
-    "the sum of the gradients is not divided by batch_size": (
-        lambda r, c: _updated(c, range(c.world_size), 1)
-    ),
-    "the sum is divided by the number of ranks, where batch_size samples are in it": (
-        lambda r, c: _updated(c, range(c.world_size), 1 / c.world_size)
-    ),
-    "each rank has updated with its own gradient alone: no server has added them up": (
-        lambda r, c: _updated(c, range(r, r + 1))
-    ),
-    "each rank has only the slice that it serves: nobody has pulled the others": _own_chunk_alone,
-    "nothing has changed: share_reduce leaves chunk (rank + 1) mod P complete, was another one "
-    "updated?": lambda r, c: _start(c),
-    "the update goes uphill: it is added, where it must be subtracted": (
-        lambda r, c: _updated(c, range(c.world_size), -1 / BATCH_SIZE)
-    ),
-    "the ranks have the sum of the gradients, where the new parameters are due": (
-        lambda r, c: _sum(c, range(c.world_size))
-    ),
+    "server.not_divided": lambda r, c: _updated(c, range(c.world_size), 1),
+    "shards.over_ranks": lambda r, c: _updated(c, range(c.world_size), 1 / c.world_size),
+    "shards.own_gradient": lambda r, c: _updated(c, range(r, r + 1)),
+    "shards.own_slice": _own_chunk_alone,
+    "shards.unchanged": lambda r, c: _start(c),
+    "server.uphill": lambda r, c: _updated(c, range(c.world_size), -1 / BATCH_SIZE),
+    "shards.sum": lambda r, c: _sum(c, range(c.world_size)),
 }

@@ -1,9 +1,10 @@
 """The checks of page 09: the bubble of a timetable, the 1F1B stream, the hop between two stages.
 
-Symbols: P stages and ranks, M micro-batches.
+Symbols: P stages and ranks, M micro-batches, s a stage.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +12,52 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit import schedules
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.report import Verdict, told
-from labkit.check.pipeline_bubble import bubble
-from labkit.check.pipeline_streams import on_paper, stream_of
+from labkit.check.grading import (
+    WORLD_SIZES,
+    Case,
+    Exercise,
+    Found,
+    Mistake,
+    Question,
+    Target,
+    Verdict,
+    Wrong,
+    ask,
+    grade,
+    told,
+)
+from labkit.check.grading.compare import agree
+from labkit.check.grading.exercise import no_arguments
 from labkit.comm.comm import Comm
-from labkit.schedules.pipeline import Hop, Message, with_hops
+from labkit.costs.pipeline_timeline import Slot, predicted_slots
+from labkit.costs.pipeline_timeline import bubble as idle_share
+from labkit.schedules.pipeline import Action, Hop, Message, in_flight, with_hops
 from labkit.strategies.stage import Stage
+from labkit.units import format_count
 
-__all__ = ["bubble", "hop", "one_f_one_b"]
-
+# A backward costs about two forwards.
+_FORWARD_S, _BACKWARD_S = 1.0, 2.0
 _WIDTH, _MICRO_BATCHES = 3, 5
+
+Streams = list[list[Action]]
+
+# (P, M) to look at, most telling first; the last two have fewer micro-batches than stages.
+_SIZES = ((4, 8), (3, 5), (2, 4), (2, 1), (4, 2))
+
+
+def bubble(fn: Callable) -> Verdict:
+    """Grade ``fn(slots)``: the idle share, 0 to 1, of a timetable's stages. Runs in this process.
+
+    ``slots`` is a list of ``labkit.costs.pipeline_timeline.Slot``, in any order; the first one may
+    start at any second.
+    """
+    name = "pipeline.bubble"
+    questions = [Question((slots,), case, idle_share(slots)) for case, slots in _tables().items()]
+    mistakes = _BUBBLE_MISTAKES.items()
+    return told(
+        name,
+        lambda: ask(name, fn, questions, _wrong_bubble, mistakes=mistakes, call=_share_of),
+    )
 
 
 def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -33,13 +68,13 @@ def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> 
     them, and has to find the gradients of one device.
     """
     name = "pipeline.one_f_one_b"
-    verdict = on_paper(name, fn)
-    if verdict is not None:
-        return told(name, lambda: verdict)
+    on_paper = ask(name, fn, _stream_questions(), _wrong_streams, call=_streams_of)
+    if not on_paper:
+        return told(name, lambda: on_paper)
     exercise = Exercise(
         name,
         expected=_gradients_alone,
-        inputs=lambda rank, case: (),
+        inputs=no_arguments,
         signature="stage, num_stages, num_micro_batches",
         written=None,
         call=_train_by,
@@ -52,11 +87,11 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, hop, outgoing, landing)``: carry out one ``schedules.Hop``.
 
     ``outgoing`` is what to send and ``landing`` the memory to receive into; None where the hop has
-    no such half. All hops of a 1F1B step are played. Target: one call of comm a hop.
+    no such half. All hops of a 1F1B step are played. Target: one call of comm per hop.
     """
     exercise = Exercise(
         "pipeline.hop",
-        inputs=lambda rank, case: (),
+        inputs=no_arguments,
         signature="comm, hop, outgoing, landing",
         written=None,
         call=_play,
@@ -67,16 +102,235 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     return grade(fn, exercise, world_sizes)
 
 
+# The bubble of a predicted_slots
+
+
+def _share_of(fn: Callable, slots: list[Slot]) -> float:
+    answer = fn(slots)
+    if answer is None:
+        raise Wrong(Mistake("answer.nothing"))
+    return float(answer)
+
+
+def _wrong_bubble(question: Question, answer: float) -> Mistake | None:
+    if agree(answer, question.due):
+        return None
+    return Mistake("bubble.differs", case=question.words, due=question.due, answer=answer)
+
+
+def _tables() -> dict[str, list[Slot]]:
+    """The last three tell mistakes apart that the textbook's table lets pass."""
+    late = [
+        slot._replace(start_s=slot.start_s + 10, end_s=slot.end_s + 10)
+        for slot in _table(schedules.gpipe, (1.0, 1.0), 2)
+    ]
+    return {
+        "GPipe, 3 stages, 4 micro-batches": _table(schedules.gpipe, (1.0,) * 3, 4),
+        "1F1B, 4 stages, 2 micro-batches": _table(schedules.one_f_one_b, (1.0,) * 4, 2),
+        "a single stage, 3 micro-batches": _table(schedules.gpipe, (1.0,), 3),
+        "GPipe, 3 micro-batches, stages of 1, 3 and 2 s": _table(
+            schedules.gpipe, (1.0, 3.0, 2.0), 3
+        ),
+        "GPipe, 2 stages, 2 micro-batches, from second 10 on": late,
+    }
+
+
+def _table(schedule: Callable, forward_s: Sequence[float], micro_batches: int) -> list[Slot]:
+    P = len(forward_s)
+    streams = [list(schedule(stage, P, micro_batches)) for stage in range(P)]
+    return predicted_slots(streams, forward_s, [_BACKWARD_S * s for s in forward_s])
+
+
+def _stages(slots: Iterable[Slot]) -> set[int]:
+    return {slot.stage for slot in slots}
+
+
+def _busy_s(slots: Iterable[Slot]) -> float:
+    return sum(slot.end_s - slot.start_s for slot in slots)
+
+
+def _start_s(slots: Iterable[Slot]) -> float:
+    return min(slot.start_s for slot in slots)
+
+
+def _end_s(slots: Iterable[Slot]) -> float:
+    return max(slot.end_s for slot in slots)
+
+
+def _idle_over(seconds: float, slots: Sequence[Slot]) -> float:
+    return 1 - _busy_s(slots) / (len(_stages(slots)) * seconds)
+
+
+def _between_actions(slots: Sequence[Slot]) -> float:
+    rows = [[slot for slot in slots if slot.stage == stage] for stage in _stages(slots)]
+    gaps_s = sum(_end_s(row) - _start_s(row) - _busy_s(row) for row in rows)
+    return gaps_s / (len(rows) * (_end_s(slots) - _start_s(slots)))
+
+
+def _by_formula(slots: Sequence[Slot]) -> float:
+    stages = len(_stages(slots))
+    micro_batches = len({slot.micro_batch for slot in slots})
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+_BUBBLE_MISTAKES: dict[str, Callable[[list[Slot]], float]] = {
+    "bubble.work": lambda s: 1 - idle_share(s),
+    "bubble.of_working": lambda s: idle_share(s) / (1 - idle_share(s)),
+    "bubble.of_step": lambda s: len(_stages(s)) * idle_share(s),
+    "bubble.formula": _by_formula,
+    "bubble.from_zero": lambda s: _idle_over(_end_s(s), s),
+    "bubble.last_in_list": lambda s: _idle_over(s[-1].end_s - _start_s(s), s),
+    "bubble.inner_gaps": _between_actions,
+    "bubble.percent": lambda s: 100 * idle_share(s),
+}
+
+
+# The 1F1B stream, on paper
+
+
+def _stream_questions() -> list[Question]:
+    return [
+        Question((P, M), f"with {format_count(P, 'stage')} and {format_count(M, 'micro-batch')}")
+        for P, M in _SIZES
+    ]
+
+
+def _streams_of(fn: Callable, P: int, M: int) -> Streams:
+    return [_stream_of(fn, stage, P, M) for stage in range(P)]
+
+
+def _stream_of(fn: Callable, stage: int, P: int, M: int) -> list[Action]:
+    """What ``fn`` yields for a stage; an action may also be a pair, or "F3".
+
+    Raises:
+        Wrong: it is something else.
+    """
+    yielded = fn(stage, P, M)
+    if yielded is None:
+        raise Wrong(Mistake("stream.nothing"))
+    # An endless loop must not become one here.
+    return [_action(thing) for thing in itertools.islice(yielded, 4 * M + 4)]
+
+
+def _action(thing: Any) -> Action:
+    kinds = {"F": "forward", "B": "backward"}
+    if isinstance(thing, str) and thing[:1] in kinds and thing[1:].isdecimal():
+        return Action(kinds[thing[0]], int(thing[1:]))
+    if isinstance(thing, tuple) and len(thing) == 2 and thing[0] in kinds.values():
+        return Action(thing[0], int(thing[1]))
+    raise Wrong(Mistake("stream.no_action", thing=repr(thing)))
+
+
+# A mistake's id -> how many forwards stage s of P runs ahead.
+_WARM_UPS: dict[str, Callable[[int, int, int], int]] = {
+    "stream.fill_and_drain": lambda s, P, M: M,
+    "stream.all_last": lambda s, P, M: 0,
+    "stream.all_first": lambda s, P, M: P - 1,
+    "stream.wrong_end": lambda s, P, M: s,
+    "stream.too_long": lambda s, P, M: P - s,
+    "stream.too_short": lambda s, P, M: max(P - 2 - s, 0),
+}
+
+
+def _wrong_streams(question: Question, streams: Streams) -> Mistake | None:
+    found = _well_known(streams, question.args[1]) or _problem(streams, question.args[1])
+    return Mistake("place", place=question.words, what=found) if found else None
+
+
+def _well_known(streams: Streams, M: int) -> Mistake | None:
+    """A well-known mistake, with what it leads to."""
+    P = len(streams)
+    if streams == [list(schedules.one_f_one_b(stage, P, M)) for stage in range(P)]:
+        return None
+    for id, ahead in _WARM_UPS.items():
+        # ``one_f_one_b`` runs num_stages - 1 - stage forwards ahead.
+        rows = [list(schedules.one_f_one_b(0, ahead(s, P, M) + 1, M)) for s in range(P)]
+        if streams == rows:
+            consequence = _problem(streams, M)
+            so = consequence and Mistake("stream.so", consequence=consequence)
+            return Mistake(id, also=[so])
+    return None
+
+
+def _problem(streams: Streams, M: int) -> Mistake | None:
+    """What is wrong with streams that may be anything; None for those as good as 1F1B's."""
+    right = _right_stages(streams, M)
+    for stage, stream in enumerate(streams):
+        if found := _of_one_stage(stream, M):
+            return Mistake("stream.stage", stage=stage, found=found, right=right)
+    return _of_orders(streams, right) or _of_timetable(streams, M, right)
+
+
+def _of_orders(streams: Streams, right: str) -> Mistake | None:
+    for kind in ("forward", "backward"):
+        first, *others = [[a.micro_batch for a in row if a.kind == kind] for row in streams]
+        for stage, order in enumerate(others, start=1):
+            if order != first:
+                named = {"stage": stage, "kind": kind, "first": first, "other": order}
+                return Mistake("stream.orders", **named, right=right)
+    return None
+
+
+def _of_timetable(streams: Streams, M: int, right: str) -> Mistake | None:
+    P = len(streams)
+    try:
+        slots = predicted_slots(streams, [_FORWARD_S] * P, [_BACKWARD_S] * P)
+    except ValueError as error:
+        return Mistake("stream.never_ends", error=error, right=right)
+    for stage, stream in enumerate(streams):
+        held, due = in_flight(stream), min(M, P - stage)
+        if held > due:
+            count = format_count(held, "micro-batch")
+            return Mistake("stream.holds", stage=stage, held=count, due=due, right=right)
+    step_s, due_s = max(slot.end_s for slot in slots), (M + P - 1) * (_FORWARD_S + _BACKWARD_S)
+    if step_s > due_s:
+        return Mistake("stream.slow", step=step_s, due=due_s, right=right)
+    return None
+
+
+def _of_one_stage(stream: list[Action], M: int) -> Mistake | None:
+    """What is wrong with a stream by itself."""
+    wanted = [Action(kind, m) for kind in ("forward", "backward") for m in range(M)]
+    repeated = sorted({a for a in stream if stream.count(a) > 1}, key=stream.index)
+    strange = [a for a in stream if a not in wanted]
+    missing = [a for a in wanted if a not in stream]
+    if strange:
+        id = "stream.strange_forward" if strange[0].kind == "forward" else "stream.strange"
+        return Mistake(id, actions=_listed(strange), last=M - 1)
+    if repeated:
+        return Mistake("stream.repeated", actions=_listed(repeated))
+    if missing:
+        drain = all(a.kind == "backward" for a in missing)
+        id = "stream.no_drain" if drain else "stream.missing"
+        return Mistake(id, actions=_listed(missing))
+    for m in range(M):
+        if stream.index(Action("backward", m)) < stream.index(Action("forward", m)):
+            return Mistake("stream.backward_first", m=m)
+    return None
+
+
+def _listed(actions: Iterable[Action]) -> str:
+    return ", ".join(map(str, actions))
+
+
+def _right_stages(streams: Streams, M: int) -> str:
+    P = len(streams)
+    right = [s for s in range(P) if streams[s] == list(schedules.one_f_one_b(s, P, M))]
+    if not right:
+        return ""
+    stages = f"stages {', '.join(map(str, right))} alone are"
+    return f" ({f'stage {right[0]} alone is' if len(right) == 1 else stages} right)"
+
+
 # The 1F1B stream, executed
 
 
 def _model(P: int) -> nn.Sequential:
     generator = torch.Generator().manual_seed(P)
-    layers = [nn.utils.skip_init(nn.Linear, _WIDTH, _WIDTH, dtype=torch.float64) for _ in range(P)]
+    layers = [nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.float64) for _ in range(P)]
     with torch.no_grad():
         for layer in layers:
             layer.weight.copy_(torch.randn(_WIDTH, _WIDTH, generator=generator))
-            layer.bias.zero_()
     return nn.Sequential(*layers)
 
 
@@ -87,19 +341,19 @@ def _batch() -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(_WIDTH, (7,), generator=generator)
 
 
-def _train_by(fn: Callable, comm: Comm) -> list[Tensor]:
+def _train_by(fn: Callable, comm: Comm) -> list[Tensor | None]:
     """Forward and backward of this rank's stage by ``fn``'s stream: its gradients."""
     split_points = range(1, comm.world_size)
-    stage = Stage(comm, _model(comm.world_size), split_points, make_optimizer=list)
+    stage = Stage(comm, _model(comm.world_size), split_points, make_optimizer=torch.optim.SGD)
     inputs, targets = _batch()
     stage.start(inputs, targets, len(targets), _MICRO_BATCHES)
-    actions = stream_of(fn, stage.index, stage.count, stage.micro_batches)
+    actions = _stream_of(fn, stage.index, stage.count, stage.micro_batches)
     for step in with_hops(actions, stage.index, stage.count):
         stage.do(step)
     return [parameter.grad for parameter in stage.module.parameters()]
 
 
-def _gradients_alone(rank: int, case: Case) -> list[Tensor]:
+def _gradients_alone(rank: int, case: Case) -> list[Tensor | None]:
     """Of layer ``rank``, which is that rank's stage."""
     model, (inputs, targets) = _model(case.world_size), _batch()
     functional.cross_entropy(model(inputs), targets).backward()
@@ -123,10 +377,10 @@ def _play(fn: Callable, comm: Comm) -> tuple[list[list[float]], int, int]:
     """All hops of a step, without the work between them: what landed; calls of comm, and hops."""
     landed, hops, before = [], _hops(comm.rank, comm.world_size), comm.operations
     for one in hops:
-        outgoing = one.send and _payload(one.send, comm.rank)
-        landing = one.recv and torch.full((3,), -1.0)
+        outgoing = _payload(one.send, comm.rank) if one.send else None
+        landing = torch.full((3,), -1.0) if one.recv else None
         fn(comm, one, outgoing, landing)
-        if one.recv:
+        if landing is not None:
             landed.append(landing.tolist())
     return landed, comm.operations - before, len(hops)
 
@@ -135,26 +389,22 @@ def _messages_of_hops(rank: int, case: Case) -> Target:
     return Target(sum(one.send is not None for one in _hops(rank, case.world_size)))
 
 
-def _judge_hops(case: Case, values: list[Any]) -> str | None:
+def _judge_hops(case: Case, values: list[Any]) -> Found:
     for rank, (landed, _, _) in enumerate(values):
         due = [one.recv for one in _hops(rank, case.world_size) if one.recv]
         for message, found in zip(due, landed):
-            what = f"the {message.kind} of micro-batch {message.micro_batch}, due on rank {rank}"
+            what: dict[str, Any] = {
+                "kind": message.kind,
+                "micro_batch": message.micro_batch,
+                "rank": rank,
+            }
             if found == [-1.0] * 3:
-                return (
-                    f"{what}, never landed: receive into landing, in place, since a tensor of "
-                    "your own is lost"
-                )
+                return Mistake("hop.never_landed", **what)
             if found != _payload(message, message.peer).tolist():
-                kind = "gradient" if found[0] else "activation"
-                return (
-                    f"{what} from rank {message.peer}, is instead the {kind} of micro-batch "
-                    f"{found[1]:g} of rank {found[2]:g}"
-                )
+                kind, of, by = "gradient" if found[0] else "activation", *found[1:]
+                came: dict[str, Any] = {"source": message.peer, "found": kind, "of": of, "by": by}
+                return Mistake("hop.other_landed", **what, **came)
     for rank, (_, calls, hops) in enumerate(values):
         if calls != hops:
-            return (
-                f"everything lands, and rank {rank} takes {calls} calls of comm for {hops} hops: "
-                "a hop with both halves is one comm.exchange"
-            )
+            return Mistake("hop.calls", rank=rank, calls=calls, hops=hops)
     return None

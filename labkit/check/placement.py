@@ -4,12 +4,12 @@ Symbols: L layers, P stages, a device each.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from labkit.check.grading.plain import from_a_stub
-from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_function, told
+from labkit.check.grading import Mistake, Question, Verdict, ask, told
 from labkit.costs.link import Link
 from labkit.placement.planner import SplitModel, best_split, predict_split
 from labkit.placement.stage_costs import LayerCost, Profile
@@ -28,10 +28,35 @@ def best_cuts(fn: Callable) -> Verdict:
     """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
 
     At most ``max_stages`` devices, one micro-batch, everything trained: a step is the compute of
-    all layers, and over each cut an activation and its gradient. Every stage has to keep within
+    all layers, and an activation and its gradient over each cut. No stage may need more than
     ``cap_bytes``. Any split is right that is as quick as the planner's. Runs in this process.
     """
-    return told(_NAME, lambda: _judge(fn))
+    questions = [Question(tuple(case), str(case)) for case in CASES]
+    mistakes = [
+        (id, partial(_search_by, rule)) for id, rules in MISTAKES.items() for rule in rules
+    ]
+    praise = f"all {len(CASES)} splits are as quick as the planner's, and keep their caps"
+
+    def judge() -> Verdict:
+        return ask(
+            _NAME,
+            fn,
+            questions,
+            _problem,
+            mistakes=mistakes,
+            call=lambda fn, *case: _as_points(fn(*case)),
+            right=lambda answers: praise,
+        )
+
+    return told(_NAME, judge)
+
+
+def _as_points(answer: Any) -> Any:
+    return tuple(answer) if isinstance(answer, list) else answer
+
+
+def _search_by(rule: dict[str, Any], *case: Any) -> Points | None:
+    return search(_Case(*case), **rule)
 
 
 class _Case(NamedTuple):
@@ -84,7 +109,7 @@ _DUMBBELL = _profile(
 )
 _NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
 # No two mistakes below find the same splits for all of these.
-_CASES = (
+CASES = (
     _Case(_FUNNEL, 2, _NEAR, 887 * _KIB),
     _Case(_FUNNEL, 3, _NEAR, 640 * _KIB),
     _Case(_DUMBBELL, 4, _NEAR, 460 * _KIB),
@@ -93,46 +118,30 @@ _CASES = (
 )
 
 
-def _judge(fn: Callable) -> Verdict:
-    if not callable(fn):
-        return Verdict(_NAME, NOT_YET, notes=[no_function(fn)])
-    answers = []
-    for case in _CASES:
-        try:
-            answers.append(fn(*case))
-        except Exception as error:
-            if from_a_stub(error):
-                return Verdict(_NAME, NOT_ATTEMPTED)
-            note = f"{case}: it raised {type(error).__name__}: {error}"
-            return Verdict(_NAME, NOT_YET, notes=[note])
-    found = ((case, _problem(case, answer)) for case, answer in zip(_CASES, answers))
-    case, problem = next((pair for pair in found if pair[1]), (None, ""))
-    if not problem:
-        note = f"all {len(_CASES)} splits are as quick as the planner's, and keep their caps"
-        return Verdict(_NAME, PASSED, notes=[note])
-    mistake = next((said for said, rules in _MISTAKES.items() if _fits(rules, answers)), "")
-    return Verdict(_NAME, NOT_YET, notes=[": ".join(filter(None, (str(case), problem, mistake)))])
+def _problem(question: Question, answer: Any) -> Mistake | None:
+    """What is wrong with one answer; None where it is as good as the planner's."""
+    found = _wrong_split(_Case(*question.args), answer)
+    return Mistake("cuts.case", found, case=question.words) if found else None
 
 
-def _problem(case: _Case, answer: Any) -> str:
-    """What is wrong with one answer; empty where it is as good as the planner's."""
-    if not isinstance(answer, (tuple, list)):
-        return f"it returns {answer!r}, where split points are due, as in (3, 5)"
+def _wrong_split(case: _Case, answer: Any) -> Mistake | None:
+    if not isinstance(answer, tuple):
+        return Mistake("cuts.kind", answer=repr(answer))
     try:
         points = check_split_points(answer, len(case.profile.layers))
     except ValueError as error:
-        return str(error)
+        return Mistake("cuts.invalid", error=error)
     if len(points) >= case.max_stages:
-        stages = format_count(len(points) + 1, "stage")
-        return f"{points} makes {stages}: there are {format_count(case.max_stages, 'device')}"
+        stages, devices = len(points) + 1, format_count(case.max_stages, "device")
+        return Mistake("cuts.devices", points=points, stages=stages, devices=devices)
     split, best_s = case.split(points), case.best_s()
     for stage, needed in enumerate(split.memory_bytes):
         if needed > case.cap_bytes:
-            return f"with {points} stage {stage} needs {format_bytes(needed)}"
+            return Mistake("cuts.memory", points=points, stage=stage, needs=format_bytes(needed))
     if split.step_s <= best_s * _SAME:
-        return ""
+        return None
     yours, best = format_seconds(split.step_s), format_seconds(best_s)
-    return f"with {points} a step takes {yours}, and {best} is possible"
+    return Mistake("cuts.slower", points=points, yours=yours, best=best)
 
 
 # The search that is wanted, and what it finds with a mistake in it.
@@ -148,7 +157,7 @@ def _needed(case: _Case, points: Points) -> float:
     return max(case.split(points).memory_bytes)
 
 
-def _search(
+def search(
     case: _Case, cost: Cost = _hops_s, needed: Cost = _needed, cuts: str = "up to all"
 ) -> Points | None:
     """The cheapest of all splits that keep the cap; None if there is none."""
@@ -196,47 +205,31 @@ def _nothing(case: _Case, points: Points) -> float:
     return 0.0
 
 
-def _fits(rules: Sequence[dict], answers: list) -> bool:
-    given = [tuple(answer) if isinstance(answer, list) else answer for answer in answers]
-    return any([_search(case, **rule) for case in _CASES] == given for rule in rules)
-
-
-# Sentence -> the searches with this mistake.
-_MISTAKES: dict[str, list[dict]] = {
-    "stages have equally many layers, and layers differ in bytes and in what they need": [
+# A mistake's id -> the searches with this mistake.
+MISTAKES: dict[str, list[dict]] = {
+    "cuts.equal_layers": [
         {"cost": _num_layers, "cuts": "all"},
         {"cost": _num_layers, "cuts": "all", "needed": _nothing},
     ],
-    "stages are made equally long; without a pipeline one works at a time, and what a cut adds "
-    "to the step are its hops": [
+    "cuts.equal_seconds": [
         {"cost": _compute_s, "cuts": "all"},
         {"cost": _compute_s, "cuts": "all", "needed": _nothing},
     ],
-    "the cap is forgotten: every stage has to keep it": [
+    "cuts.cap_forgotten": [
         {"needed": _nothing},
         {"needed": _nothing, "cuts": "all"},
     ],
-    "a stage may need all that the cap allows": [
-        {"needed": lambda case, points: _needed(case, points) + 1}
-    ],
-    "over the cut before layer k goes the output of layer k - 1, not that of layer k": [
+    "cuts.cap_excluded": [{"needed": lambda case, points: _needed(case, points) + 1}],
+    "cuts.output_behind": [
         {"cost": _bytes_behind},
         {"cost": _bytes_behind, "cuts": "all"},
     ],
-    "not all devices have to be used: a cut more is two messages more": [{"cuts": "all"}],
-    "the fewest cuts are not always best: two cheap ones may cost less than a dear one": [
-        {"cuts": "fewest"}
-    ],
-    "bytes alone are counted: a message costs alpha, however short it is": [
-        {"cost": lambda case, points: sum(case.split(points).hop_bytes)}
-    ],
-    "the dearest hop alone is counted: hops come one after the other, and add up": [
+    "cuts.all_devices": [{"cuts": "all"}],
+    "cuts.fewest": [{"cuts": "fewest"}],
+    "cuts.bytes_alone": [{"cost": lambda case, points: sum(case.split(points).hop_bytes)}],
+    "cuts.dearest_hop": [
         {"cost": lambda case, points: max(case.split(points).hop_s, default=0.0)}
     ],
-    "training holds a parameter three times: its value, its gradient, its momentum": [
-        {"needed": _values_alone}
-    ],
-    "a stage holds its activations until backward, and they need memory as well": [
-        {"needed": _parameters_alone}
-    ],
+    "cuts.value_alone": [{"needed": _values_alone}],
+    "cuts.activations_forgotten": [{"needed": _parameters_alone}],
 }

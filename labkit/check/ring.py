@@ -8,9 +8,7 @@ from functools import partial
 
 import torch
 
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
 from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
 from labkit.schedules.ring import chunk_bounds, owned_chunk
@@ -19,7 +17,7 @@ from labkit.schedules.ring import chunk_bounds, owned_chunk
 def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, chunks)``, the first half of the ring, to the right.
 
-    At the end chunk (rank + 1) mod P holds the sum over the ranks, written in place. Target of a
+    At the end chunk (rank + 1) mod P holds the sum over the ranks, written in place. Target per
     rank: P - 1 messages of one chunk each, in P - 1 exchanges, all to its right neighbour.
     """
     exercise = Exercise(
@@ -39,7 +37,7 @@ def share_only(
     """Grade ``fn(comm, chunks)``, the second half of the ring.
 
     It starts where share-reduce ends: chunk (rank + 1) mod P is complete, the others hold the
-    rank's own values. At the end all are complete. Target of a rank: P - 1 messages of one chunk
+    rank's own values. At the end all are complete. Target per rank: P - 1 messages of one chunk
     each, in P - 1 exchanges, all to its right (or ``to="left"``) neighbour.
     """
     exercise = Exercise(
@@ -58,8 +56,8 @@ def all_reduce(
 ) -> Verdict:
     """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
 
-    Target of a rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
-    2 (P - 1) exchanges, all to its right neighbour; the same result to the bit on every rank.
+    Target per rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
+    2 (P - 1) exchanges, all to its right neighbour; the same to the bit on all ranks.
     """
     exercise = Exercise(
         "ring.all_reduce",
@@ -105,7 +103,7 @@ def _one_complete_chunk(rank: int, case: Case) -> tuple:
 
 
 def _leftward_cost(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
-    """Share-only to the left: a rank passes on every chunk but number ``rank``, its last one."""
+    """Share-only to the left: a rank passes on every chunk but number ``rank``, its last."""
     start, end = chunk_bounds(num_elements, world_size)[rank]
     steps = world_size - 1
     return Cost(steps, steps, (num_elements - (end - start)) * element_bytes)

@@ -5,15 +5,23 @@ Symbols: W workers, P = W + 1 ranks, V the parameters' version.
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labkit.check.grading.core import WORLD_SIZES, grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.plain import from_a_stub
-from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, no_function, told
+from labkit.check.grading import (
+    WORLD_SIZES,
+    Case,
+    Exercise,
+    Found,
+    Mistake,
+    Target,
+    Verdict,
+    answers,
+    grade,
+)
 from labkit.comm.comm import Comm
 from labkit.schedules.staleness import in_time
 
@@ -45,23 +53,36 @@ def bookkeeping(fn: Callable) -> Verdict:
 
     ``events`` are ("pull", worker) and ("push", worker) in their order. Runs in this process.
     """
-    return told("staleness.bookkeeping", lambda: _judge_bookkeeping(fn))
+    return answers(
+        fn,
+        [((list(events),), _by_version(events)) for events in _HISTORIES],
+        name="staleness.bookkeeping",
+        mistakes=_BOOKKEEPING_MISTAKES,
+        call=lambda fn, events: _as(list, fn(events)),
+    )
 
 
 def admission(fn: Callable) -> Verdict:
     """Grade ``fn(worker, version, pulled, bound)``: whether a push may be applied now.
 
-    ``pulled`` holds, of every gradient under way (the worker's own too), the version that it is
-    computed from. Runs in this process.
+    ``pulled`` holds the version that each gradient under way is computed from (the worker's own,
+    too). Runs in this process.
     """
-    return told("staleness.admission", lambda: _judge_admission(fn))
+    arguments = [(1, version, dict(pulled), bound) for version, pulled, bound in _SITUATIONS]
+    return answers(
+        fn,
+        [(args, _right(*args)) for args in arguments],
+        name="staleness.admission",
+        mistakes=_ADMISSION_MISTAKES,
+        call=lambda fn, *args: _as(bool, fn(*args)),
+    )
 
 
 def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, parameters, num_updates)``: rank 0 of an asynchronous parameter server.
 
     Workers send a gradient [W] and receive the parameters [W], worker w doing so w times.
-    ``parameters`` [W] has to become parameters - gradient with each. Target: one message a push.
+    ``parameters`` [W] has to become parameters - gradient with each. Target: one message per push.
     """
     exercise = Exercise(
         "staleness.server",
@@ -70,10 +91,15 @@ def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         written=None,
         call=_serve_and_work,
         judge=_judge_server,
-        target=_one_message_a_push,
+        target=_one_message_per_push,
         sizes=(),
     )
     return grade(fn, exercise, world_sizes)
+
+
+def _as(kind: Callable[[Any], Any], answer: Any) -> Any:
+    """The answer as a list or as a bool; a missing one stays None."""
+    return None if answer is None else kind(answer)
 
 
 # From a list of events
@@ -105,34 +131,19 @@ def _by_version(
     return late
 
 
-_BOOKKEEPING_MISTAKES = {
-    "the update itself is counted, too: staleness is what came before it": {"own_too": True},
-    "it counts from the worker's latest push; the parameters are as old as its latest pull": {
-        "since": "push"
-    },
-    "it counts from the worker's first pull: each pull makes the parameters new": {
-        "first_pull": True
-    },
-    "one version is kept for all workers: each has pulled at a time of its own": {
-        "one_for_all": True
-    },
-    "pulls are counted as well: they change no parameters": {"every_event": True},
-    "a worker's own update between its pull and its push makes it late as well": {
-        "others_only": True
-    },
+def _positions(events: Iterable[Event]) -> list[int]:
+    return list(range(sum(kind == "push" for kind, _ in events)))
+
+
+_BOOKKEEPING_MISTAKES: dict[str, Callable[[Iterable[Event]], list[int]]] = {
+    "staleness.itself": partial(_by_version, own_too=True),
+    "staleness.since_push": partial(_by_version, since="push"),
+    "staleness.since_first_pull": partial(_by_version, first_pull=True),
+    "staleness.one_for_all": partial(_by_version, one_for_all=True),
+    "staleness.pulls": partial(_by_version, every_event=True),
+    "staleness.others_only": partial(_by_version, others_only=True),
+    "staleness.version": _positions,
 }
-
-
-def _judge_bookkeeping(fn: Callable) -> Verdict:
-    cases = [((list(events),), _by_version(events)) for events in _HISTORIES]
-    mistakes = {
-        sentence: [_by_version(events, **options) for events in _HISTORIES]
-        for sentence, options in _BOOKKEEPING_MISTAKES.items()
-    }
-    mistakes["it says which version was reached: staleness is how many came since the pull"] = [
-        list(range(len(due))) for _, due in cases
-    ]
-    return _judge("staleness.bookkeeping", fn, cases, mistakes, list)
 
 
 # The rule of a bound
@@ -147,75 +158,27 @@ def _others(worker: int, pulled: Mapping[int, int]) -> list[int]:
 
 
 _ADMISSION_MISTAKES: dict[str, Callable[[int, int, Mapping[int, int], int], bool]] = {
-    "that lets everything in: while all others can come in time the pushing worker can, too; the "
-    "question is whether they still can once the version is one higher": (
-        lambda worker, version, pulled, bound: True
-    ),
-    "it looks one update ahead; of two that are late alike one has to come after the other": (
+    "admission.everything": (lambda worker, version, pulled, bound: True),
+    "admission.one_ahead": (
         lambda worker, version, pulled, bound: all(
             version + 1 - v <= bound for v in _others(worker, pulled)
         )
     ),
-    "a staleness equal to the bound is allowed": (
+    "admission.bound_allowed": (
         lambda worker, version, pulled, bound: in_time(
             _others(worker, pulled), version + 1, bound - 1
         )
     ),
-    "the pushing worker is done with its gradient: only the others still have to come": (
+    "admission.counts_itself": (
         lambda worker, version, pulled, bound: in_time(pulled.values(), version + 1, bound)
     ),
-    "the newest is taken first: the oldest has least time left": (
+    "admission.newest_first": (
         lambda worker, version, pulled, bound: all(
             version + 1 + place - v <= bound
             for place, v in enumerate(sorted(_others(worker, pulled), reverse=True))
         )
     ),
 }
-
-
-def _judge_admission(fn: Callable) -> Verdict:
-    # A dictionary of its own for each call: an answer may take things out of it.
-    arguments = [(1, version, dict(pulled), bound) for version, pulled, bound in _SITUATIONS]
-    cases = [(args, _right(*args)) for args in arguments]
-    mistakes = {
-        sentence: [wrong(*args) for args in arguments]
-        for sentence, wrong in _ADMISSION_MISTAKES.items()
-    }
-    return _judge("staleness.admission", fn, cases, mistakes, bool)
-
-
-def _judge(
-    name: str,
-    fn: Callable,
-    cases: list[tuple[tuple, Any]],
-    mistakes: Mapping[str, list],
-    kind: Callable[[Any], Any],
-) -> Verdict:
-    """Call ``fn`` for each case; a wrong one is named if its answers are those of a mistake."""
-    if not callable(fn):
-        return Verdict(name, NOT_YET, notes=[no_function(fn)])
-    answers = []
-    for args, _ in cases:
-        call = f"{getattr(fn, '__name__', 'yours')}({', '.join(map(repr, args))})"
-        try:
-            answer = fn(*args)
-            if answer is None:
-                return Verdict(
-                    name, NOT_YET, notes=[f"{call} returned nothing: return the answer"]
-                )
-            answers.append(kind(answer))
-        except Exception as error:
-            if from_a_stub(error):
-                return Verdict(name, NOT_ATTEMPTED)
-            return Verdict(name, NOT_YET, notes=[f"{call} raised {type(error).__name__}: {error}"])
-    wrong = [index for index, (_, due) in enumerate(cases) if answers[index] != due]
-    if not wrong:
-        return Verdict(name, PASSED, notes=[f"all {len(cases)} answers are right"])
-    args, due = cases[wrong[0]]
-    named = next((sentence for sentence, found in mistakes.items() if found == answers), None)
-    note = f"{getattr(fn, '__name__', 'yours')}({', '.join(map(repr, args))}) is {due}, and yours "
-    note += f"says {answers[wrong[0]]}" + (f": {named}" if named else "")
-    return Verdict(name, NOT_YET, notes=[note])
 
 
 # The server, on real ranks
@@ -225,7 +188,7 @@ def _num_updates(case: Case) -> int:
     return sum(range(1, case.world_size))
 
 
-def _one_message_a_push(rank: int, case: Case) -> Target:
+def _one_message_per_push(rank: int, case: Case) -> Target:
     pushes = rank or _num_updates(case)
     return Target(pushes, 4 * pushes * (case.world_size - 1))
 
@@ -245,31 +208,22 @@ def _serve_and_work(fn: Callable, comm: Comm, parameters: Tensor, num_updates: i
     return pulled
 
 
-def _judge_server(case: Case, values: list[Any]) -> str | None:
+def _judge_server(case: Case, values: list[Any]) -> Found:
     workers = range(1, case.world_size)
     ended = values[0]
     due = [-float(worker) for worker in workers]
     if not any(ended):
-        return (
-            "the parameters have not changed: work in place (parameters -= gradient), since "
-            "parameters = parameters - gradient makes a new tensor"
-        )
-    if ended == [float(worker) for worker in workers]:
-        return "the parameters went up: an update goes against the gradient"
-    if ended == [-worker / len(workers) for worker in workers] and len(workers) > 1:
-        return "each gradient was divided by the number of workers: here a push is an update"
+        return Mistake("async.unchanged")
+    if ended == [-update for update in due]:
+        return Mistake("async.uphill")
+    if ended == [update / len(workers) for update in due] and len(workers) > 1:
+        return Mistake("async.averaged")
     if ended != due:
-        return f"the parameters end as {ended}, where {due} is due: one update a push"
+        return Mistake("async.ended", ended=ended, due=due)
     for worker in workers:
         own = [-pulled[worker - 1] for pulled in values[worker]]
         if own == list(range(worker)):
-            return (
-                f"worker {worker} pulls parameters from before its own push: update first, then "
-                "answer"
-            )
+            return Mistake("async.answered_first", worker=worker)
         if own != list(range(1, worker + 1)):
-            return (
-                f"worker {worker} should find 1, 2, ... of its own updates in what it pulls, and "
-                f"finds {own}"
-            )
+            return Mistake("async.own", worker=worker, own=own)
     return None

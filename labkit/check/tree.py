@@ -6,9 +6,7 @@ Symbols: P ranks, S bytes of a rank's tensor.
 from collections.abc import Callable
 from functools import partial
 
-from labkit.check.grading.core import grade
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import Case, Exercise, Target, Verdict, grade
 from labkit.check.ring import reduced
 from labkit.costs.traffic import tree_all_reduce_cost
 
@@ -21,8 +19,8 @@ def all_reduce(
 ) -> Verdict:
     """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
 
-    Target of a rank, where P is a power of two: log2 P exchanges of S bytes, each with the rank
-    whose number differs in one bit. For another P only the result is looked at.
+    Target per rank, where P is a power of two: log2 P exchanges of S bytes, each with the rank
+    whose number differs in one bit. For any other P only the result is looked at.
     """
     exercise = Exercise(
         "tree.all_reduce", expected=partial(reduced, op), target=_target, same_bits=True

@@ -1,17 +1,36 @@
-"""Collectives as readable functions on ``Comm``, one algorithm a file.
+"""Collectives as readable functions on ``Comm``, one algorithm per file.
 
-Each takes tensors that every rank holds in the same shape and dtype. What changes a tensor does so
-in place and returns it. Steps, messages and bytes stand in each docstring and in
-``labkit.costs.traffic``.
+Each takes tensors of the same shape and dtype on every rank. A collective that changes a tensor
+does so in place, and returns it. P ranks, S bytes of one rank's tensor; per rank:
+
+    collective              file            steps               bytes sent
+    naive_all_reduce        naive           2 (P - 1)           rank 0 (P - 1) S, the others S
+    tree_all_reduce         tree            log2 P              log2 P x S
+    ring_all_reduce         ring            2 (P - 1)           2 (P - 1) / P x S
+    fast_ring_all_reduce    fast_ring       2 (P - 1)           2 (P - 1) / P x S
+    share_reduce            ring            P - 1               (P - 1) / P x S
+    share_only              ring            P - 1               (P - 1) / P x S
+    reduce_scatter          ring_halves     P - 1               (P - 1) S
+    all_gather              ring_halves     P - 1               (P - 1) S
+    all_to_all              pairwise        P - 1               (P - 1) S
+    broadcast               rooted          ceil(log2 P)        root ceil(log2 P) S
+    reduce                  rooted          ceil(log2 P)        S, the root 0
+    gather                  rooted          P - 1               S, the root 0
+    scatter                 rooted          P - 1               root (P - 1) S, the others 0
+    sparse_all_reduce       sparse          3 (P - 1)           (P - 1) x the most entries
+    dissemination_barrier   barrier         ceil(log2 P)        one per step
+
+The exact numbers are in ``labkit.costs.traffic``. Gradients in half the bytes or fewer:
+``compressed``.
 """
 
 from labkit.collectives.barrier import dissemination_barrier
 from labkit.collectives.fast_ring import fast_ring_all_reduce
-from labkit.collectives.halves import all_gather, reduce_scatter
 from labkit.collectives.naive import naive_all_reduce
 from labkit.collectives.pairwise import all_to_all
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import ring_all_reduce, share_only, share_reduce
+from labkit.collectives.ring_halves import all_gather, reduce_scatter
 from labkit.collectives.rooted import broadcast, gather, reduce, scatter
 from labkit.collectives.sparse import sparse_all_reduce
 from labkit.collectives.tree import tree_all_reduce

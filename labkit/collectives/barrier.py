@@ -1,4 +1,4 @@
-"""A barrier out of messages: nobody leaves before everybody has come.
+"""A barrier made of messages: no rank leaves before all ranks have arrived.
 
 Symbols: P ranks. Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization"
 (1988), the dissemination barrier.
@@ -12,10 +12,10 @@ from labkit.schedules.tree import dissemination
 
 
 def dissemination_barrier(comm: Comm) -> None:
-    """Return when every rank has come here: ceil(log2 P) steps and messages of one byte.
+    """Return when every rank has called this: ceil(log2 P) steps, a message of one byte in each.
 
-    In step s a rank tells rank + 2^s that it has come, and all it has heard of with it: 1 rank,
-    then 3, then 7. After the last step it has heard of all, directly or through others.
+    In step s a rank tells rank + 2^s that it has arrived, and so have all that it has heard of: 1
+    rank, then 3, then 7. After the last step it has heard of all, directly or through others.
     """
     token = torch.zeros(1, dtype=torch.uint8, device=comm.device)
     heard = torch.empty_like(token)

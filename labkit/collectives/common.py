@@ -1,11 +1,12 @@
-"""What the collectives share: a flat tensor to work in, a step of a timetable, checks."""
+"""What the collectives share: a flat tensor to work on, one step of a timetable, checks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from labkit.comm.comm import Comm, describe
+from labkit.comm.comm import Comm
+from labkit.comm.tensors import describe
 from labkit.schedules.tree import Transfer
 from labkit.units import format_count
 
@@ -14,12 +15,12 @@ from labkit.units import format_count
 def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Lend ``tensor`` (any shape, strides, with or without gradients) as a flat one [N].
 
-    It is a view where memory allows it, so that work in it is work in place; otherwise a copy that
-    is written back at the end.
+    It is a view where the memory layout allows it, otherwise a copy that is written back at the
+    end.
 
     Raises:
-        ValueError: it is no dense tensor, or expanded (its elements share memory, so they could
-            not take values of their own). The same text on every rank, before any message.
+        ValueError: not a dense tensor, or an expanded one (its elements share memory, so they
+            cannot take different values). The same text on every rank, before any message.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
@@ -30,7 +31,7 @@ def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             "cannot work in place in an expanded tensor: its elements share memory. "
             "Use a tensor of its own (.clone() or torch.empty)"
         )
-    # What is lazily conjugated or negated (tensor.conj()) holds other bytes than it shows.
+    # A lazily conjugated or negated tensor (tensor.conj()) holds other bytes than it shows.
     mine = tensor.detach()
     flat = mine.resolve_conj().resolve_neg().contiguous().view(-1)
     yield flat
@@ -40,12 +41,12 @@ def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def transfer(comm: Comm, step: Transfer, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
     """Do one step of a timetable: send ``outgoing``, fill ``incoming``, or both at once."""
-    if step.src is None:
-        comm.send(outgoing, step.dst)
-    elif step.dst is None:
-        comm.recv(incoming, step.src)
-    else:
+    if step.dst is not None and step.src is not None:
         comm.exchange(outgoing, step.dst, incoming, step.src)
+    elif step.dst is not None:
+        comm.send(outgoing, step.dst)
+    elif step.src is not None:
+        comm.recv(incoming, step.src)
 
 
 def new_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ def check_one_per_rank(comm: Comm, tensors: list[torch.Tensor], what: str) -> No
 
 
 def check_fits(tensor: torch.Tensor, out: torch.Tensor, what: str) -> None:
-    """ValueError unless both have one shape and dtype: a copy would convert and broadcast."""
+    """ValueError unless shape and dtype are the same: a copy would convert and broadcast."""
     if describe(tensor) != describe(out):
         raise ValueError(
             f"{what} is {describe(tensor)}, but what receives it is {describe(out)}: "

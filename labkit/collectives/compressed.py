@@ -1,8 +1,7 @@
-"""All-reduce in fewer bytes: half precision on the wire, or the largest elements alone.
+"""All-reduce in fewer bytes: 16-bit floats on the wire, or only the largest elements.
 
-Both stand in the place of ``ring_all_reduce(comm, flat)`` for gradients, and leave the same bits
-on every rank. Neither leaves the exact sum; ``labkit.costs.traffic.compressed_cost`` has the
-bytes.
+Both replace ``ring_all_reduce(comm, flat)`` for gradients, and end with the same bits on every
+rank, but not with the exact sum. ``labkit.costs.traffic.compressed_cost`` has the bytes.
 
 Symbols: P ranks, N elements, k of them kept.
 """
@@ -16,7 +15,7 @@ from labkit.collectives import all_gather, ring_all_reduce, share_only
 from labkit.collectives.ring import phase, split_chunks
 from labkit.comm.comm import Comm
 from labkit.schedules.ring import ring_share_reduce
-from labkit.schedules.sparse import top_k_elements
+from labkit.schedules.top_k import kept_elements
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 
@@ -24,7 +23,7 @@ AllReduce = Callable[[Comm, Tensor], Tensor]
 def all_reduce_of(compress: str | None) -> AllReduce:
     """The all-reduce behind ``--compress``: ``fp16``, ``bf16``, ``topk``; None is the exact ring.
 
-    A new object at each call, since ``TopK`` remembers what it left out.
+    A new object at each call, since ``TopK`` remembers what it has not sent.
     """
     if compress is None:
         return ring_all_reduce
@@ -34,11 +33,11 @@ def all_reduce_of(compress: str | None) -> AllReduce:
 class HalfRing:
     """Ring all-reduce whose messages are 16-bit floats: half the bytes of float32.
 
-    Each hop widens what arrives, adds its own numbers in their own precision, and rounds the sum
-    for the next hop. A sum is thus rounded P times (once by each rank that sends it on, the
-    owner's is what all ranks end with): the relative error is at most about P x 2^-11 of the
-    largest partial sum for fp16, P x 2^-8 for bf16. fp16 ends at 65504, beyond which a sum is
-    infinite; what is below 6e-8 is lost. bf16 has the range of float32.
+    At each hop the receiver adds its own numbers to the incoming ones in its own precision, and
+    rounds the sum for the next hop. So a sum is rounded P times, and all ranks end with the
+    owner's: the relative error is at most about P x 2^-11 of the largest partial sum for fp16,
+    P x 2^-8 for bf16. In fp16 a sum above 65504 becomes infinite and one below 6e-8 becomes 0;
+    bf16 has the range of float32.
 
     Args:
         half: ``fp16`` or ``bf16``.
@@ -53,7 +52,7 @@ class HalfRing:
         chunks = split_chunks(flat, comm.world_size)
         halves = split_chunks(torch.empty_like(flat, dtype=self.dtype), comm.world_size)
         with comm.span("compress"):
-            # What leaves in step 0 is this rank's own chunk; with one rank it is the sum.
+            # In step 0 a rank sends its own chunk; with one rank this is the sum.
             halves[comm.rank].copy_(chunks[comm.rank])
         with phase(comm, "share_reduce", chunks, f"as {self.dtype}"):
             for step in ring_share_reduce(comm.rank, comm.world_size):
@@ -72,17 +71,17 @@ class TopK:
 
     What a rank does not send stays in its ``residual`` and is added to its next gradient (error
     feedback), so every element is sent sooner or later: without it, small gradients would never
-    count. Ranks gather all values and places, P k of each, and add them in the order of the ranks.
+    count. Ranks gather all values and indices, P k of each, and add them in the order of ranks.
 
-    The residual is of this rank's past gradients: it must not be rescaled between updates, and a
-    NaN stays in it. Sources: Stich et al. (2018), "Sparsified SGD with memory", algorithm 1; Lin
-    et al. (2018), "Deep gradient compression", whose momentum correction is left out here.
+    The residual sums past gradients of this rank: gradients must not be rescaled between updates,
+    and a NaN stays. Sources: Stich et al. (2018), "Sparsified SGD with memory", algorithm 1; Lin
+    et al. (2018), "Deep gradient compression", without its momentum correction.
 
     Attributes:
         residual: [N], what has not been sent yet; None before the first call.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.residual: Tensor | None = None
 
     @torch.no_grad()
@@ -92,16 +91,16 @@ class TopK:
             if self.residual is None:
                 self.residual = torch.zeros_like(flat)
             self.residual += flat
-            places = self.residual.abs().topk(top_k_elements(flat.numel())).indices
-            values = self.residual[places]
-            self.residual[places] = 0
-            # One message, not two: the places travel as integers of the values' size.
+            indices = self.residual.abs().topk(kept_elements(flat.numel())).indices
+            values = self.residual[indices]
+            self.residual[indices] = 0
+            # One message, not two: the indices travel as integers of the values' size.
             integers = torch.int64 if flat.dtype == torch.float64 else torch.int32
-            packed = torch.cat([values.view(integers), places.to(integers)])
+            packed = torch.cat([values.view(integers), indices.to(integers)])
         everyone = all_gather(comm, packed)
         with comm.span("compress"):
             flat.zero_()
             for packed in everyone:
-                values, places = packed.chunk(2)
-                flat.index_add_(0, places.long(), values.view(flat.dtype))
+                values, indices = packed.chunk(2)
+                flat.index_add_(0, indices.long(), values.view(flat.dtype))
         return flat

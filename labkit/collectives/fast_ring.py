@@ -3,11 +3,11 @@
 ``ring_all_reduce`` moves a whole chunk, then adds it, then moves the next: with large tensors each
 of these passes goes through main memory. Here the two loops are swapped. Each chunk is cut into
 segments; segment g of all P chunks makes a column, and the whole timetable runs for one column
-before the next. What arrives is added straight out of the neighbour's memory, and written straight
-into the slot from which the next rank reads it.
+before the next. An incoming segment is read directly from the neighbour's memory, and the sum is
+written directly into the slot from which the next rank reads it.
 
-Chunks, order of additions, messages and bytes are those of the readable ring, and so are the bits
-of the result. Source of the pipelining: Baidu's and gloo's ``allreduce_ring_chunked``.
+Chunks, order of additions, messages and bytes are those of the readable ring, so the result is the
+same to the bit. Source of the pipelining: Baidu's and gloo's ``allreduce_ring_chunked``.
 
 Symbols: P ranks, S bytes, a column = P segments of up to the channel's ``segment_bytes``
 (512 KiB between CPU ranks, 4 MiB between GPU ranks).
@@ -28,7 +28,7 @@ from labkit.schedules.ring import ring_all_reduce as timetable
 
 
 def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
-    """``ring_all_reduce`` on shared memory; over other transports, the readable ring itself.
+    """``ring_all_reduce`` in shared memory; over other transports, the readable ring itself.
 
     Args:
         comm: this rank's Comm.
@@ -60,7 +60,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     return tensor
 
 
-# A small all-reduce takes as long as its bookkeeping: what depends on the ranks alone is kept.
+# In a small all-reduce the bookkeeping takes most of the time: the timetable is made only once.
 @lru_cache(maxsize=64)
 def _steps(rank: int, world_size: int) -> list[tuple[RingStep, RingStep | None]]:
     """Each step of the timetable with the one that follows it."""
@@ -76,24 +76,25 @@ class Ring:
         self.steps = _steps(comm.rank, comm.world_size)
         first = self.steps[0][0]
         self.dst = first.dst
-        self.right, self.left = comm.channel_to(first.dst), comm.channel_from(first.src)
+        self.right = comm.transport.channel_to(first.dst)
+        self.left = comm.transport.channel_from(first.src)
         self.reduction = reduction
-        # A message is a chunk: it begins with the chunk's segment in the first column.
+        # A message is a chunk, so it begins with the chunk's segment in the first column.
         self.begins_messages = True
         self.segment_elements = self.right.segment_bytes // reduction.wide.itemsize
 
     def begin(self, segments: tuple[Tensor, ...]) -> None:
-        """Send the first of P segments, a column: the one that no other has to reach before."""
+        """Send the first of a column's P segments: the one that needs nothing from the left."""
         first, _ = self.steps[0]
         self.put(segments[first.send_chunk], self.reduction.wide)
 
     def reduce_column(
         self, segments: tuple[Tensor, ...], following_column: tuple[Tensor, ...] | None
     ) -> None:
-        """Run the timetable on P segments, one of each chunk, of which the first is on its way.
+        """Run the timetable on a column, P segments, of which the first has been sent already.
 
-        What arrives in one step leaves in the next, so each step ends with sending on. The last
-        has nothing to send on: there the following column begins, so that nobody waits for it.
+        What arrives in one step leaves in the next, so each step ends with sending it. The last
+        step sends nothing: there the following column begins, so that no rank waits for it.
         """
         wide = self.reduction.wide
         for step, following in self.steps:
@@ -106,8 +107,8 @@ class Ring:
                 mine.copy_(incoming)
             else:
                 incoming = self.left.arrive(mine.numel(), wide)
-                if following.phase == "share_reduce":
-                    # A partial sum is of no use here: it goes straight into the outgoing slot.
+                if following and following.phase == "share_reduce":
+                    # No rank but the next needs this partial sum: straight into the outgoing slot.
                     slot = self.right.reserve(mine.numel(), wide)
                     self.reduction.combine(mine, incoming, slot)
                     self.right.commit(self.begins_messages)
@@ -119,7 +120,7 @@ class Ring:
                 self.put(mine, mine.dtype)
 
     def complete(self, mine: Tensor, incoming: Tensor) -> None:
-        """Add the last partial sum: the segment is then complete on this rank, its owner."""
+        """Add the last partial sum: the segment is now complete on this rank, its owner."""
         total = mine if mine.dtype == incoming.dtype else torch.empty_like(incoming)
         self.reduction.combine(mine, incoming, total)
         self.reduction.finish(total, self.world_size)

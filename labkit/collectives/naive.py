@@ -1,4 +1,4 @@
-"""All-reduce through one rank: the first idea everyone has, and what the ring is better than.
+"""All-reduce through one rank: the first idea that everyone has, and the ring improves on it.
 
 Symbols: P ranks, S bytes.
 """
@@ -11,16 +11,16 @@ from labkit.comm.comm import Comm
 
 
 def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Reduce ``tensor`` over all ranks, in place: everyone sends to rank 0, rank 0 sends back.
+    """Reduce ``tensor`` over all ranks, in place: all send to rank 0, which sends the result back.
 
     Args:
         comm: this rank's Comm.
         tensor: any shape, the same on every rank; returned.
         op: an operation of ``Reduction``: "sum", "mean", "max", ...
-            16-bit floats are added up in float32.
+            16-bit floats are summed in float32.
 
-    Rank 0 moves 2 (P - 1) S bytes while the others wait for it: it is the bottleneck, and it gets
-    worse with every rank. Steps 2 (P - 1); rank 0 sends (P - 1) S bytes, every other rank S.
+    Rank 0 moves 2 (P - 1) S bytes while the others wait: it is the bottleneck, more so with every
+    rank. Steps 2 (P - 1); rank 0 sends (P - 1) S bytes, every other rank S.
     """
     reduction = Reduction.of(op, tensor)
     with (

@@ -1,4 +1,4 @@
-"""All-to-all: everyone has something else for everyone.
+"""All-to-all: every rank has a different tensor for every other.
 
 Symbols: P ranks, S bytes of one tensor. Source: pairwise exchange, Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH" (2005), section 4.
@@ -15,17 +15,18 @@ from labkit.schedules.tree import pairwise_exchange
 def all_to_all(
     comm: Comm, tensors: list[torch.Tensor], out: list[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Send ``tensors[r]`` to rank r, for all r; receive one tensor from each rank.
+    """Send ``tensors[r]`` to rank r, for all r, and receive one tensor from each rank.
 
     Args:
         comm: this rank's Comm.
         tensors: P tensors of one dtype; not changed.
         out: P tensors to receive into, from rank 0 to P - 1; returned. Needed where shapes differ,
-            since a rank cannot know what the others send. Otherwise new ones are made. They share
+            since a rank cannot know what the others send; by default new ones. They must share
             memory neither with each other nor with ``tensors``.
 
-    At step s every rank sends to rank + s and receives from rank - s (mod P), so that no rank is
-    flooded. Steps and messages P - 1, bytes (P - 1) S on every rank if the shapes are equal.
+    In step s every rank sends to rank + s and receives from rank - s (mod P), so that no rank gets
+    several messages at once. Steps and messages P - 1, bytes (P - 1) S per rank if shapes are
+    equal.
     """
     check_one_per_rank(comm, tensors, "tensors to send")
     if out is None:
@@ -39,6 +40,8 @@ def all_to_all(
     # Announced without a tensor: the shapes may differ from rank to rank.
     with comm.collective("all_to_all"), comm.span("all_to_all"):
         for step in pairwise_exchange(comm.rank, comm.world_size):
+            assert step.dst is not None
+            assert step.src is not None
             transfer(comm, step, tensors[step.dst], out[step.src])
         out[comm.rank].detach().copy_(tensors[comm.rank].detach())
     return out

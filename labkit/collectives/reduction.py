@@ -1,7 +1,7 @@
-"""What the ranks' values become on the way: their sum, mean, product, largest, common bits.
+"""How two ranks' values become one: sum, mean, product, maximum, minimum, bits.
 
-All collectives reduce through this one class, so an operation that a dtype cannot do is refused
-with the same words everywhere, and before the first message.
+All collectives reduce through this one class, so an operation that does not suit a dtype is
+refused in the same words everywhere, before the first message.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ COMBINE = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-# What rounds: these accumulate in more bits than the tensor has.
+# These round, and so accumulate in more bits than 16-bit floats have.
 ROUNDED = {"sum", "mean", "product"}
 BITWISE = {"band", "bor", "bxor"}
 
-# PyTorch stores more dtypes than it can add: float8, uint16 to uint64 and quantised ones are not
-# here. What has 16 bits is added in 32: the rounding errors of P - 1 additions would show.
+# PyTorch stores more dtypes than it can add: float8, uint16 to uint64 and quantised ones are
+# missing here. 16-bit floats are added in 32 bits: rounding errors of P - 1 additions would show.
 WIDE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -38,10 +38,9 @@ class Reduction:
     """An operation that suits a dtype. Make one with ``Reduction.of``.
 
     Attributes:
-        op: "sum", "mean", "max", "min", "product", or of bits "band" (and), "bor" (or), "bxor".
-        wide: the dtype in which partial results travel and accumulate. For sum, mean and product
-            of float16 and bfloat16 it is float32, of complex32 complex64; otherwise the tensor's
-            own.
+        op: "sum", "mean", "max", "min", "product", or bitwise "band" (and), "bor" (or), "bxor".
+        wide: the dtype in which partial results travel and accumulate: for sum, mean and product
+            of float16 and bfloat16 float32, of complex32 complex64; otherwise the tensor's dtype.
     """
 
     op: str
@@ -52,8 +51,8 @@ class Reduction:
         """Check ``op`` against the tensor's layout and dtype.
 
         Raises:
-            ValueError: there is no such operation, the tensor is sparse, or its dtype cannot be
-                reduced that way. The text names no rank: it is the same on all of them.
+            ValueError: unknown operation, a sparse tensor, or a dtype that cannot be reduced that
+                way. The text is the same on all ranks.
         """
         if not isinstance(op, str) or op not in COMBINE:
             raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(COMBINE)}")
@@ -80,7 +79,7 @@ class Reduction:
         return COMBINE[self.op](mine, incoming, out=out)
 
     def finish(self, total: torch.Tensor, world_size: int) -> torch.Tensor:
-        """Make the complete result of ``total``, in place: the mean divides by P."""
+        """Turn ``total`` into the result, in place: the mean divides by P."""
         return total.div_(world_size) if self.op == "mean" else total
 
 
@@ -91,7 +90,7 @@ def _problem(op: str, dtype: torch.dtype) -> str | None:
     if op in ("max", "min") and dtype.is_complex:
         return "complex numbers have no order; reduce .abs(), or torch.view_as_real(tensor)"
     if op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        return "only whole numbers and bool have bits to combine; use sum, product, max or min"
+        return "only integers and bool have bits to combine; use sum, product, max or min"
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        return "a mean is not a whole number; take the sum, or convert first with .float()"
+        return "a mean is not an integer; take the sum, or convert first with .float()"
     return None

@@ -1,15 +1,15 @@
-"""Ring all-reduce: every rank sends and receives all the time, and no rank is a bottleneck.
+"""Ring all-reduce: every rank sends and receives in every step, and no rank is a bottleneck.
 
     rank 0 -> rank 1 -> rank 2 -> rank 3
       ^                              |
       +------------------------------+
 
 1. Cut the tensor into P chunks. 2. ``share_reduce``: in P - 1 steps each chunk travels once around
-the ring and collects every rank's values; at the end each rank owns one complete chunk. 3.
-``share_only``: in P - 1 more steps the complete chunks travel around, and each rank copies them.
+the ring, and every rank adds its own values to it; at the end each rank owns one complete chunk.
+3. ``share_only``: in P - 1 more steps the complete chunks travel around, and all ranks copy them.
 
-Each rank sends 2 (P - 1) / P x S bytes in 2 (P - 1) messages: hardly more for many ranks than
-for two.
+Each rank sends 2 (P - 1) / P x S bytes in 2 (P - 1) messages: with many ranks hardly more than
+twice S. Which chunk goes where in which step: ``labkit.schedules.ring``.
 
 Symbols: P ranks, S bytes. Source: Patarasuk and Yuan (2009), section 3.
 """
@@ -35,8 +35,7 @@ def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
             dtype on every rank. Returned.
         op: an operation of ``Reduction``: "sum", "mean", "max", ....
 
-    Each chunk is added up along one way around the ring, so the result is the same to the bit on
-    all ranks.
+    Each chunk is summed in one order, along the ring, so all ranks get the same bits.
     """
     with in_place(tensor) as flat, comm.collective("ring_all_reduce", tensor, op):
         chunks = split_chunks(flat, comm.world_size)
@@ -46,34 +45,38 @@ def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
 
 
 def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> None:
-    """P - 1 steps, each adding the left neighbour's chunk (the literature's reduce-scatter).
+    """P - 1 steps, each adding the left neighbour's partial sum (literature: reduce-scatter).
+
+    In step s rank r sends chunk r - s to its right neighbour, receives chunk r - s - 1 from its
+    left one, and adds its own values of that chunk to it (numbers mod P).
 
     Args:
         comm: this rank's Comm.
         chunks: P tensors, one per rank. On return chunk (rank + 1) mod P holds the complete
-            result; what the others hold nobody needs any more.
+            result; the contents of the others are not defined.
         op: an operation of ``Reduction``; for "mean" the owner divides the chunk.
 
-    Messages P - 1, bytes (P - 1) / P x S. 16-bit floats travel and add up as float32: twice that.
+    Messages P - 1, bytes (P - 1) / P x S; twice that for 16-bit floats, whose partial sums travel
+    as float32.
     """
     with phase(comm, "share_reduce", chunks, op):
         reduction = Reduction.of(op, chunks[0])
         partial = [chunk.to(reduction.wide) for chunk in chunks]
         for step in ring_share_reduce(comm.rank, comm.world_size):
-            target = partial[step.recv_chunk]
-            incoming = torch.empty_like(target)
+            mine = partial[step.recv_chunk]
+            incoming = torch.empty_like(mine)
             comm.exchange(partial[step.send_chunk], step.dst, incoming, step.src)
-            reduction.combine(target, incoming, out=target)
+            reduction.combine(mine, incoming, out=mine)
         owned = owned_chunk(comm.rank, comm.world_size)
         chunks[owned].copy_(reduction.finish(partial[owned], comm.world_size))
 
 
 def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
-    """P - 1 steps, each copying the left neighbour's complete chunk (the literature's all-gather).
+    """P - 1 steps, each copying the left neighbour's complete chunk (literature: all-gather).
 
     Args:
         comm: this rank's Comm.
-        chunks: P tensors; chunk (rank + 1) mod P is complete. On return all of them are.
+        chunks: P tensors, of which chunk (rank + 1) mod P is complete. On return all are.
 
     Messages P - 1, bytes (P - 1) / P x S.
     """

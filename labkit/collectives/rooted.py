@@ -2,8 +2,8 @@
 
 ``broadcast`` and ``reduce`` move S bytes to or from every rank, and any rank that has them can
 pass them on (or add them up): a binomial tree needs ceil(log2 P) steps. ``gather`` and ``scatter``
-move other bytes for every rank, and all of them cross the root's link. A tree would save steps,
-but send most bytes several times: here the root simply serves one rank after another.
+move different bytes for every rank, and all of them cross the root's link. A tree would save
+steps, but send most bytes several times: here the root simply serves one rank after another.
 
 Symbols: P ranks, S bytes of one rank's tensor. Source: Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH" (2005), section 4.
@@ -78,7 +78,7 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
 
 
 def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
-    """Bring every rank's ``tensor`` to the root.
+    """Give the root every rank's ``tensor``.
 
     Args:
         comm: this rank's Comm.
@@ -106,7 +106,7 @@ def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor
 def scatter(
     comm: Comm, tensors: list[torch.Tensor] | None, out: torch.Tensor, root: int = 0
 ) -> torch.Tensor:
-    """Give each rank its own one of the root's ``tensors``.
+    """Give rank r ``tensors[r]`` of the root.
 
     Args:
         comm: this rank's Comm.
@@ -118,7 +118,7 @@ def scatter(
     The root sends P - 1 messages of S bytes in as many steps, the others nothing.
 
     Raises:
-        ValueError: the root has not one tensor for each rank, or one does not fit ``out``.
+        ValueError: the root does not have one tensor per rank, or one does not fit ``out``.
     """
     check_root(comm, root)
     with (
@@ -127,13 +127,14 @@ def scatter(
         comm.span("scatter"),
     ):
         if comm.rank == root:
-            check_one_per_rank(comm, tensors or [], "tensors to scatter")
-            for rank, share in enumerate(tensors):
+            shares = tensors or []
+            check_one_per_rank(comm, shares, "tensors to scatter")
+            for rank, share in enumerate(shares):
                 check_fits(share, out, f"the share of rank {rank}")
-            for dst, share in enumerate(tensors):
+            for dst, share in enumerate(shares):
                 if dst != root:
                     comm.send(share.reshape(-1), dst)
-            flat.copy_(tensors[root].detach().reshape(-1))
+            flat.copy_(shares[root].detach().reshape(-1))
         else:
             comm.recv(flat, root)
     return out

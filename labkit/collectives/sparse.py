@@ -1,12 +1,12 @@
-"""All-reduce of sparse tensors: each rank brings other entries, so they are gathered, then added.
+"""All-reduce of sparse tensors: ranks have different entries, so these are gathered, then added.
 
 Symbols: P ranks, E the most entries of any rank (an entry is an index and its values).
 """
 
 import torch
 
-from labkit.collectives.halves import all_gather
 from labkit.collectives.reduction import Reduction
+from labkit.collectives.ring_halves import all_gather
 from labkit.comm.comm import Comm
 
 
@@ -17,7 +17,7 @@ def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torc
         comm: this rank's Comm.
         tensor: sparse COO, the same shape, dtype and number of sparse dimensions on every rank;
             returned, coalesced.
-        op: "sum". Of what is not there on some ranks there is no largest, and no product.
+        op: "sum". An entry may be missing on some ranks: no maximum or product is defined.
 
     Three all-gathers, of the number of entries and of the entries, padded to E: 3 (P - 1)
     messages on every rank, (P - 1) x E entries. Every rank adds in the order of the ranks, so all
@@ -41,7 +41,7 @@ def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torc
     total = _sparse(indices[:, :0], values[:0], tensor.shape)
     for count, others_indices, others_values in zip(counts, all_indices, all_values):
         total = total + _sparse(others_indices[:count].t(), others_values[:count], tensor.shape)
-    # A detached sparse tensor has entries of its own: what is copied into it stays there.
+    # Not into tensor.detach(): that has its own entries, and ``tensor`` would stay as it was.
     with torch.no_grad():
         return tensor.copy_(total.coalesce())
 

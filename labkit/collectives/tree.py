@@ -1,4 +1,4 @@
-"""Tree all-reduce: few steps, each with the whole tensor. It wins where tensors are small.
+"""Tree all-reduce: few steps, each with the whole tensor. It is the fastest for small tensors.
 
 Symbols: P ranks, S bytes. Source: recursive doubling, Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH" (2005), section 4.
@@ -20,10 +20,10 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
         tensor: any shape and size; the same shape and dtype on every rank. Returned.
         op: an operation of ``Reduction``: "sum", "mean", "max", ....
 
-    In every step a rank swaps all it has with a partner, and both combine the two. Steps and
-    messages log2 P, bytes log2 P x S on every rank. If P is no power of two, the ranks beyond
-    the largest one hand their values over first and get the result at the end: 2 steps more.
-    16-bit floats travel and add up as float32: twice the bytes, but for the last of those steps.
+    In every step a rank exchanges all it has with a partner, and both combine the two. Steps and
+    messages log2 P, bytes log2 P x S on every rank. If P is not a power of two, the ranks beyond
+    the largest power send their values to others first and get the result at the end: 2 more
+    steps. Partial sums of 16-bit floats travel as float32, twice the bytes; the result does not.
 
     Partners combine in the same order, the lower rank's values first, so all ranks end with the
     same bits.

@@ -1,9 +1,9 @@
 """Shared memory on the GPU: ranks that share a device, or neighbour one, read each other's slots.
 
-The host side is ``labkit.comm.shared_memory``: its semaphores say which slot is whose. Here the
-slots lie in the sender's GPU memory, opened by the receiver through CUDA IPC, and since a copy is
-only queued when the host goes on, each slot has two interprocess events: ``filled`` orders the
-receiver's reading behind the sender's writing, ``free`` the next writing behind that reading.
+The host side is ``labkit.comm.channels``: semaphores say which slot is whose. Here the slots lie
+in the sender's GPU memory, and the receiver opens them through CUDA IPC. The host does not wait
+for a copy to end, so each slot also has two interprocess events: ``filled`` orders the receiver's
+reading behind the sender's writing, ``free`` the next writing behind that reading.
 
 Source: CUDA Runtime API, "Interprocess Communication" (an event opened from a handle may be
 recorded and waited for in either process).
@@ -11,16 +11,17 @@ recorded and waited for in either process).
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from labkit.comm.channels import Channel
+from labkit.comm.sent import Sent
 from labkit.comm.shared_memory import NUM_SLOTS, Arena, Semaphore
 from labkit.comm.shared_transport import SharedTransport
 
-# A copy of less would take shorter than its launch.
+# A copy of less would take less time than its launch.
 CUDA_SEGMENT_BYTES = 4 * 1024 * 1024
 
 
@@ -33,8 +34,16 @@ class CudaChannel(Channel):
 
     segment_bytes = CUDA_SEGMENT_BYTES
 
-    def __init__(self, device: torch.device, arena: Arena, source: int, destination: int, *rest):
-        super().__init__(arena, source, destination, *rest)
+    def __init__(
+        self,
+        device: torch.device,
+        arena: Arena,
+        source: int,
+        destination: int,
+        wait: Callable[[Semaphore, int], None],
+        sent: Sent | None,
+    ):
+        super().__init__(arena, source, destination, wait, sent)
         self._device = device
         self._letter = self._slots[0]
         # Only the receiving end has a source as its peer.
@@ -87,7 +96,7 @@ class CudaChannel(Channel):
         self._free_events[self._next].record(self._stream())
         super().release()
 
-    def _stream(self):
+    def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
 
@@ -100,20 +109,23 @@ class CudaTransport(SharedTransport):
     # A peer may still have to read this rank's slots: they must outlast its queue.
     ends_together = True
 
-    def __init__(self, arena: Arena, rank: int, device: torch.device, **settings):
-        super().__init__(arena, rank, **settings)
+    def __init__(
+        self, arena: Arena, rank: int, device: torch.device, timeout_s: float = float("inf")
+    ):
+        super().__init__(arena, rank, timeout_s)
         self.device = device
 
-    def _new_channel(self, *edge) -> Channel:
-        return CudaChannel(self.device, *edge)
+    def _new_channel(self, source: int, destination: int, sent: Sent | None) -> Channel:
+        wait = self.waiter.wait
+        return CudaChannel(self.device, self.arena, source, destination, wait, sent)
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         super().barrier()
 
 
-# Of the arguments with which PyTorch rebuilds a tensor, those before are known at both ends: its
-# type, shape, strides, offset, its storage's type, and its dtype.
+# Of the arguments with which PyTorch rebuilds a tensor, both ends know those before this index:
+# its type, shape, strides, offset, its storage's type, and its dtype.
 _FIRST_HANDLE = 6
 
 
@@ -135,7 +147,7 @@ def imported(handles: list, shape: tuple[int, int]) -> Tensor:
 
 
 def _write(slot: Tensor, letter: list[list]) -> None:
-    """Handles are written in hexadecimal, so that what is read is text and numbers, no objects."""
+    """Handles are written in hexadecimal: what is read is text and numbers, never objects."""
     data = json.dumps(letter, default=bytes.hex).encode("ascii")
     framed = struct.pack("q", len(data)) + data
     slot[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)

@@ -1,66 +1,120 @@
-"""The words of a deadlock: who waits for whom, in which operation, at which line."""
+"""Finding a deadlock on the board: who waits for whom, and who can never continue.
 
-from labkit.comm.board import RECV_ANY, Board, Waiting
+The launcher calls this on a copy of the board. The sentences about what is found are written in
+``labkit.comm.explain``.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from labkit.comm.board import DEPTH, RECV, RECV_ANY, RETURNED, RUNNING, SEND, Board
 
 
-def cycle_among(waits: dict[int, list[Waiting]]) -> list[int]:
-    """A cycle of ranks in which each waits for the next; empty when there is none."""
-    for start in waits:
+@dataclass(frozen=True)
+class Waiting:
+    """One thing that keeps ``rank`` from continuing: ``peer`` has not come to ``what``.
+
+    With ``any_of`` it is one of several, any one of which is enough.
+    """
+
+    rank: int
+    peer: int
+    op: str
+    what: str
+    any_of: bool = False
+
+
+def waits(board: Board, rank: int) -> list[Waiting]:
+    """What the rank is waiting for at this moment; empty when it can continue by itself."""
+    slot = board.ranks[rank]
+    op = slot["op"].decode()
+    if slot["state"] != RUNNING or not op:
+        return []
+    dst, src = int(slot["dst"]), int(slot["src"])
+    if op == RECV_ANY and src < 0:
+        return _waits_for_any(board, rank)
+    if dst < 0 and src < 0:
+        number, came = int(slot["meetings"]), board.ranks["meetings"]
+        missing = (peer for peer in range(board.world_size) if came[peer] < number)
+        return [Waiting(rank, peer, op, f"at {op} number {number}") for peer in missing]
+    found = []
+    if dst >= 0 and _is_ahead(board, SEND, rank, dst):
+        found.append(Waiting(rank, dst, op, f"to receive {_latest(board, SEND, rank, dst)}"))
+    if src >= 0 and _is_ahead(board, RECV, src, rank):
+        found.append(Waiting(rank, src, op, f"to send {_latest(board, RECV, src, rank)}"))
+    return found
+
+
+def _waits_for_any(board: Board, rank: int) -> list[Waiting]:
+    sources = [int(source) for source in np.flatnonzero(board.wanted[rank])]
+    if board.first_sender(rank, sources) is not None:
+        return []
+    what = f"to send {board.ranks[rank]['any_what'].decode()}"
+    return [Waiting(rank, source, RECV_ANY, what, any_of=True) for source in sources]
+
+
+def _is_ahead(board: Board, side: int, source: int, destination: int) -> bool:
+    """Whether this end of the edge has posted an operation that the other has not."""
+    counts = board.counts[:, source, destination]
+    return bool(counts[side] > counts[1 - side])
+
+
+def _latest(board: Board, side: int, source: int, destination: int) -> str:
+    end = (side, source, destination)
+    return board.what[end][(int(board.counts[end]) - 1) % DEPTH].decode()
+
+
+def takes_part(board: Board, rank: int, peer: int) -> bool:
+    """Whether ``rank`` is in an operation that ``peer`` takes part in."""
+    slot = board.ranks[rank]
+    peers = int(slot["dst"]), int(slot["src"])
+    if not slot["op"]:
+        return False
+    if peers != (-1, -1):
+        return peer in peers
+    return slot["op"].decode() != RECV_ANY or bool(board.wanted[rank, peer])
+
+
+def stuck_ranks(board: Board) -> list[int]:
+    """The ranks that can never continue, whatever the others do.
+
+    A rank that computes may still come to any meeting; one that has returned never will. So a
+    rank is stuck when it waits for a rank that has returned, or for another stuck rank; where any
+    of several would do, when that holds for all of them. (A rank that waits for a lost rank is
+    told so, and continues.)
+    """
+    everyone = range(board.world_size)
+    ended = {rank for rank in everyone if board.ranks[rank]["state"] == RETURNED}
+    reasons = {rank: waits(board, rank) for rank in everyone if rank not in ended}
+    # A cycle has no first member: start from all that wait, and free those that can continue.
+    waiting = {rank for rank, found in reasons.items() if found}
+    freed = True
+    while freed:
+        freed = {rank for rank in waiting if _can_continue(reasons[rank], waiting | ended)}
+        waiting -= freed
+    return sorted(waiting)
+
+
+def _can_continue(reasons: list[Waiting], hopeless: set[int]) -> bool:
+    hopes = [reason.peer not in hopeless for reason in reasons]
+    return any(hopes) if reasons[0].any_of else all(hopes)
+
+
+def find_cycle(reasons: dict[int, list[Waiting]]) -> list[int]:
+    """A cycle of ranks in which each waits for the next; empty when there is none.
+
+    Args:
+        reasons: what each stuck rank waits for.
+    """
+    for start in reasons:
         path: list[int] = []
         rank = start
-        while rank in waits and waits[rank] and rank not in path:
+        while rank in reasons and reasons[rank] and rank not in path:
             path.append(rank)
-            rank = next((w.peer for w in waits[rank] if w.peer in waits), waits[rank][0].peer)
+            rank = next(
+                (w.peer for w in reasons[rank] if w.peer in reasons), reasons[rank][0].peer
+            )
         if rank in path:
             return path[path.index(rank) :]
     return []
-
-
-def explain(board: Board, stuck: list[int]) -> str:
-    """Sentences a learner can act on: who waits for whom, where, the cycle or the missing rank.
-
-    Args:
-        board: a copy of the board, taken while nothing moved.
-        stuck: the ranks that cannot go on.
-    """
-    waits = {rank: board.waits(rank) for rank in stuck}
-    lines = []
-    cycle = cycle_among(waits)
-    missing = sorted({w.peer for rank in stuck for w in waits[rank] if w.peer not in waits})
-    if cycle:
-        chain = " -> ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
-        lines.append(f"deadlock: {chain}, each waits for the next, so none can go on.")
-    for peer in missing:
-        waiting = [f"rank {r}" for r in stuck if any(w.peer == peer for w in waits[r])]
-        verb = "waits" if len(waiting) == 1 else "wait"
-        lines.append(
-            f"rank {peer} has returned and never came: {', '.join(waiting)} {verb} for it."
-        )
-    for rank in stuck:
-        op, location = waits[rank][0].op, board.ranks[rank]["location"].decode()
-        joint = " or " if waits[rank][0].any_of else " and "
-        needs = joint.join(f"rank {wait.peer} {wait.what}" for wait in waits[rank])
-        lines.append(f"  rank {rank} is in {op}, waiting for {needs}, at {location}")
-    if sequences := board.compared(*sorted({*stuck, *missing})):
-        lines.append(sequences.lstrip())
-        lines.append(
-            "Next step: give every send a receive, and let all ranks call the same collectives, "
-            "equally often."
-        )
-    else:
-        lines.append(_next_step(board, cycle, waits))
-    return "\n".join(lines)
-
-
-def _next_step(board: Board, cycle: list[int], waits: dict[int, list[Waiting]]) -> str:
-    ops = {wait.op for rank in cycle for wait in waits[rank]}
-    if ops and ops <= {"recv", RECV_ANY}:
-        return "Next step: all of them receive first. Let one send first, or use comm.exchange."
-    if ops == {"send"}:
-        return (
-            "Next step: all of them send first, and a send ends only when its receive has begun. "
-            "Let one receive first, or use comm.exchange."
-        )
-    if cycle:
-        return "Next step: bring the operations of these ranks into an order in which each meets."
-    return "Next step: give every send a receive, and let every rank reach every barrier."

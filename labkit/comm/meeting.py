@@ -1,9 +1,9 @@
-"""How ranks that nobody has launched together come to map one arena.
+"""How ranks without a common launcher come to map one arena.
 
-All they have in common is a ``torch.distributed`` store, and under torchrun that listens on every
-interface without a password: whoever reaches it may write into it. So a note in the store is plain
-numbers of one length, and only a hint where to look. What is found there is mapped when it is what
-a meeting makes and nothing else: memory of this user's own, sealed, of the right size. That all
+All they have in common is a ``torch.distributed`` store. Under torchrun it listens on every
+interface without a password, and anyone who reaches it can write into it. So a note in the store
+is plain numbers of fixed length, and only a hint where to look. What is found there is mapped only
+if it is what a meeting makes: memory of the same user, sealed, of the right size. Whether all
 ranks have come is then read in that memory, which nobody else can open, and not in the store.
 
 Source: memfd_create(2) and fcntl(2) for seals; proc(5), /proc/PID/fd, for who may open what.
@@ -16,6 +16,7 @@ import stat
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 from labkit.comm.board import LEFT
 from labkit.comm.shared_memory import Arena
@@ -31,18 +32,19 @@ _SUSPICION = (
 )
 
 
-def meet(store, rank: int, world_size: int) -> Arena | None:
-    """Let all ranks map one arena: rank 0 makes it, the others open it.
+def meet(store: Any, rank: int, world_size: int) -> Arena | None:
+    """Map one arena on all ranks: rank 0 makes it, the others open it.
 
     Args:
-        store: the ``torch.distributed`` store of these ranks.
+        store: the ``torch.distributed`` store of these ranks. (PyTorch states that it takes
+            strings; it takes bytes.)
 
     Returns None, on all ranks, when one of them cannot (another machine, another container).
 
     Raises:
-        ConnectionError: the store holds what no rank has written.
+        ConnectionError: the store holds something that no rank has written.
     """
-    # A store may outlive a group: the next one must not read what this one has written.
+    # A store may outlive a group: the next group must not read what this one has written.
     place = f"labkit/arena/{store.add(f'labkit/arenas/{rank}', 1)}"
     if rank == 0:
         arena = Arena(world_size)
@@ -63,7 +65,7 @@ def meet(store, rank: int, world_size: int) -> Arena | None:
 
 
 def _agree(answers: list[bytes], arena: Arena | None, rank: int) -> Arena | None:
-    """The arena when all have it, None when one has not."""
+    """The arena if all ranks have opened it; None if one has not."""
     for other, answer in enumerate(answers):
         if answer not in (_OPEN, _NOT_OPEN):
             raise ConnectionError(f"the answer of rank {other} is {answer[:20]!r}. {_SUSPICION}")
@@ -71,7 +73,7 @@ def _agree(answers: list[bytes], arena: Arena | None, rank: int) -> Arena | None
         return None
     arena.close_file()
     if _NOT_OPEN in answers:
-        # Whoever has been told something else, and waits here, finds that nobody will come.
+        # A rank that has been told something else, and waits here, finds that nobody will come.
         arena.board.ranks[rank]["state"] = LEFT
         return None
     for other, pid in enumerate(arena.board.ranks["pid"]):
@@ -84,7 +86,7 @@ def _agree(answers: list[bytes], arena: Arena | None, rank: int) -> Arena | None
 
 
 def _note(descriptor: int) -> bytes:
-    """Where this process's arena is. From here on it is a meeting's: no other carries seals."""
+    """Where this process's arena is. The seals mark it as a meeting's: no other arena has them."""
     with contextlib.suppress(AttributeError, OSError):
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
     inode = os.fstat(descriptor).st_ino
@@ -103,19 +105,19 @@ def _read_note(note: bytes) -> tuple[int, int, int, bytes]:
 
 
 def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -> Arena | None:
-    """Map that arena; None when it is not there, or not what a meeting of this user's makes."""
+    """Map that arena; None if it is not there, or not what a meeting of this user makes."""
     if boot != _boot() or not boot.strip(b"\0"):
         return None
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
-        # O_PATH opens nothing yet: a device would notice, and a pipe would wait.
+        # O_PATH does not open the file yet: a device would notice, and a pipe would wait.
         found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
         stack.callback(os.close, found)
         status = os.fstat(found)
         if _is_own_memory(status) and status.st_ino == inode:
             opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
             stack.callback(os.close, opened)
-            # In another container the same path is another file. Sealed memory cannot shrink,
-            # which would end whoever touches it.
+            # In another container the same path is another file. Sealed memory cannot shrink:
+            # that would kill the processes that touch it.
             if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == _seals():
                 return _mapped(world_size, opened, status.st_size)
     return None
@@ -136,18 +138,18 @@ def _seals() -> int:
 
 
 def _boot() -> bytes:
-    """What tells this machine, since it was switched on, from any other; empty if unknown."""
+    """An id of this machine and its latest boot; empty if unknown."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_bytes().strip() if path.exists() else b""
 
 
 def stay_on_loopback() -> None:
-    """Where torchrun has started all ranks on this machine, let gloo listen on loopback alone."""
+    """If torchrun has started all ranks on this machine, let gloo listen on loopback alone."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if local is not None and local == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
 
 
 def loopback() -> str:
-    """The interface that only this machine's own processes reach."""
+    """The network interface that only processes of this machine reach."""
     return "lo0" if sys.platform == "darwin" else "lo"

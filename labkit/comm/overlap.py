@@ -1,9 +1,9 @@
 """Which tensors share memory: one that is still being sent must not be received into.
 
-Exact for strided tensors of any dtype, and cheap: tensors that lie apart are told by their ends.
-Others share a byte if steps from the first of the one and from the first of the other lead to the
-same place, an integer equation with bounds; in views of one tensor the strides nest, and few
-branches are left.
+Exact for strided tensors of any dtype, and cheap: most pairs lie apart, which the addresses of
+their ends show. Two others share a byte if steps from the start of each lead to the same address:
+an integer equation with bounds. The strides of views of one tensor are multiples of each other, so
+the search has few branches.
 """
 
 import math
@@ -17,8 +17,8 @@ def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None
     """ValueError if a tensor that is written shares memory with another, written or read.
 
     Args:
-        written, read: by the name that the message gives them. What is no dense tensor, or has
-            no memory, is left to others to refuse.
+        written, read: tensors by name, for the message. Anything that is not a dense tensor, or
+            has no memory, is ignored here.
     """
     named = [(name, tensor, True) for name, tensor in written.items()]
     named += [(name, tensor, False) for name, tensor in (read or {}).items()]
@@ -31,12 +31,12 @@ def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None
             if (is_written or is_other_written) and overlap(tensor, other):
                 raise ValueError(
                     f"{name} and {other_name} share memory, and one would be overwritten before "
-                    "it is sent: give each memory of its own, for example with .clone()"
+                    "it is sent: use separate memory for each, for example with .clone()"
                 )
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors share a byte: views that only interleave do not."""
+    """Whether two dense tensors share a byte; views that only interleave do not."""
     (start, end), (first, last) = _ends(one), _ends(other)
     if min(end, last) <= max(start, first):
         return False
@@ -51,13 +51,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _leads_to(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether the distance is a sum of ``step`` x an integer from ``low`` to ``high`` of each."""
+    """Whether the distance is a sum of ``step * n``, with ``low <= n <= high`` for each step."""
     if not steps:
         return distance == 0
     if distance % math.gcd(*(step for step, _, _ in steps)):
         return False
     (step, low, high), *rest = steps
-    # The rest must be able to make up for what this step leaves.
+    # What this step leaves must be within reach of the rest.
     least = sum(step * low for step, low, _ in rest)
     greatest = sum(step * high for step, _, high in rest)
     fewest = max(low, -((greatest - distance) // step))
@@ -65,12 +65,12 @@ def _leads_to(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
     return any(_leads_to(distance - n * step, rest) for n in range(fewest, most + 1))
 
 
-def _has_memory(tensor) -> bool:
+def _has_memory(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _ends(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of the one behind the last; equal if there is none."""
+    """Addresses of the first byte and of the byte after the last; equal if there are none."""
     start = tensor.data_ptr()
     if tensor.is_contiguous() or not tensor.numel():
         return start, start + tensor.nbytes
@@ -79,5 +79,5 @@ def _ends(tensor: Tensor) -> tuple[int, int]:
 
 
 def _dims(tensor: Tensor) -> list[tuple[int, int]]:
-    """(size, stride) in elements of each dimension that leads anywhere."""
+    """(size, stride) in elements of each dimension with more than one address."""
     return [(n, step) for n, step in zip(tensor.shape, tensor.stride()) if n > 1 and step]

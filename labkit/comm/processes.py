@@ -1,4 +1,4 @@
-"""What the system says of a process that is not ours to wait for."""
+"""What the operating system says about a process that is not our child."""
 
 import contextlib
 import os
@@ -12,17 +12,17 @@ _STOPPED = "Tt"
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives; one that nobody has waited for yet (a zombie) does not."""
+    """Whether a process is alive; a zombie (ended, not yet waited for) is not."""
     return _state(pid) not in _ENDED
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is suspended by a signal: it does nothing until SIGCONT or its end."""
+    """Whether a process is suspended by a signal: it does nothing until SIGCONT."""
     return _state(pid) in _STOPPED
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; a real-time signal has no name."""
+    """``SIGKILL`` for 9; ``signal 40`` for one without a name (real-time signals)."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -30,7 +30,7 @@ def signal_name(number: int) -> str:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process and whatever it has started, as far as that stayed in its group."""
+    """Kill a process, and those it has started that are still in its process group."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
@@ -39,7 +39,7 @@ def kill_group(leader: int) -> None:
 def _state(pid: int) -> str:
     """The letter in ``/proc/PID/stat``; X where there is no such process."""
     if not _PROCESSES.is_dir():
-        # Elsewhere than on Linux only whether it is there can be asked so simply.
+        # Other systems can only be asked, this simply, whether the process exists.
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

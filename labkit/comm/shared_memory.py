@@ -1,7 +1,8 @@
 """Memory that the ranks of one machine share: the arena, and semaphores in it.
 
 An arena is one piece of memory that all ranks map: the status board, and for every edge (source ->
-destination) a channel of a few slots. Counting semaphores, a few per edge, say who may go on.
+destination) a few slots for segments of a message. Counting semaphores, a few per edge, say whose
+turn it is.
 
 The arena has no name in any file system, so nothing is left behind however its processes end.
 
@@ -16,26 +17,22 @@ import sys
 import tempfile
 import time
 from multiprocessing.reduction import DupFd
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from labkit.comm.board import Board
 
+# See ``labkit.comm.channels`` for why.
 SEGMENT_BYTES = 512 * 1024
-
-
 NUM_SLOTS = 4
 
-
-# More than any sem_t, and a cache line of its own, so that two ranks never write to one line.
+# More than any sem_t, and a whole cache line, so that two ranks never write to one line.
 _SEMAPHORE_BYTES = 64
-
-
 _KINDS = ("ready", "filled", "free", "met")
-
-
 _PAGE_BYTES = 4096
+_LIBC = ctypes.CDLL(None)
 
 
 class Arena:
@@ -49,7 +46,7 @@ class Arena:
     def __init__(self, world_size: int, descriptor: int | None = None):
         self.world_size = world_size
         board_bytes = Board.num_bytes(world_size)
-        # Those of the edges, then a doorbell a rank.
+        # Those of the edges, then one doorbell per rank.
         self.has_semaphores = sys.platform.startswith("linux")
         num_edge_semaphores = len(_KINDS) * world_size**2 if self.has_semaphores else 0
         num_semaphores = num_edge_semaphores + (world_size if self.has_semaphores else 0)
@@ -70,22 +67,22 @@ class Arena:
                 initial = NUM_SLOTS if is_free and number < num_edge_semaphores else 0
                 Semaphore(self._semaphore_address(number)).initialise(initial)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         # To a process that is being started, an open file travels as a duplicate.
         return _from_duplicate, (self.world_size, DupFd(self.descriptor))
 
-    def __del__(self):
+    def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
             self.close_file()
 
     def close_file(self) -> None:
-        """The memory stays; nobody else can open it any more."""
+        """The memory stays; from now on nobody else can open it."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Give the memory back, as soon as nobody here looks at the board any more."""
+        """Give the memory back, once nothing in this process refers to the board."""
         self.close_file()
         del self.board, self._bytes, self._map
 
@@ -95,7 +92,7 @@ class Arena:
         return [Semaphore(self._semaphore_address(first + n)) for n in range(len(_KINDS))]
 
     def doorbell(self, rank: int) -> "Semaphore":
-        """What senders ring before they wait for ``rank`` to receive."""
+        """The semaphore that senders post before they wait for ``rank`` to receive."""
         return Semaphore(self._semaphore_address(len(_KINDS) * self.world_size**2 + rank))
 
     def slots(self, source: int, destination: int) -> list[Tensor]:
@@ -109,7 +106,7 @@ class Arena:
         return self._address + self._semaphores_at + number * _SEMAPHORE_BYTES
 
 
-def _from_duplicate(world_size: int, duplicate) -> Arena:
+def _from_duplicate(world_size: int, duplicate: Any) -> Arena:
     arena = Arena(world_size, duplicate.detach())
     arena.close_file()
     return arena
@@ -120,9 +117,9 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _unnamed_file(num_bytes: int) -> int:
-    """A file in memory that no folder lists. Neither the size of /dev/shm limits it."""
+    """A file in memory that no folder lists, and that the size of /dev/shm does not limit."""
     if hasattr(os, "memfd_create"):
-        # The system gives such a file to all who reach it, and may let it grow and shrink.
+        # Its mode would let everyone open it. Sealing lets a meeting fix its size.
         descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(descriptor, 0o600)
     else:
@@ -142,17 +139,13 @@ class Semaphore:
     Source: POSIX.1-2017, sem_init (process-shared), sem_post, sem_trywait, sem_timedwait.
     """
 
-    _libc: ctypes.CDLL | None = None
-
     def __init__(self, address: int):
-        if Semaphore._libc is None:
-            Semaphore._libc = ctypes.CDLL(None)
         self._address = ctypes.c_void_p(address)
-        self._post, self._trywait = self._libc.sem_post, self._libc.sem_trywait
+        self._post, self._trywait = _LIBC.sem_post, _LIBC.sem_trywait
 
     def initialise(self, value: int) -> None:
         shared_between_processes = 1
-        failed = self._libc.sem_init(self._address, shared_between_processes, value)
+        failed = _LIBC.sem_init(self._address, shared_between_processes, value)
         assert not failed
 
     def post(self) -> None:
@@ -162,7 +155,7 @@ class Semaphore:
         return not self._trywait(self._address)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until the counter is above 0, and take one; False when the time is over."""
+        """Sleep until the counter is above 0, and take one; False after ``timeout_s``."""
         until_s = time.time() + timeout_s
         timespec = _Timespec(int(until_s), int(until_s % 1 * 1e9))
-        return not self._libc.sem_timedwait(self._address, ctypes.byref(timespec))
+        return not _LIBC.sem_timedwait(self._address, ctypes.byref(timespec))

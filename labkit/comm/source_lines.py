@@ -31,8 +31,8 @@ def caller_location() -> str:
     return f'"{frame.f_code.co_filename}", line {frame.f_lineno}'
 
 
-def work_for(location: str) -> None:
-    """Let what this thread does from here on be ascribed to the line that asked for it."""
+def credit_to(location: str) -> None:
+    """From now on, what this thread does is credited to the line that asked for it."""
     _asked.location = location
 
 
@@ -47,7 +47,7 @@ def is_internal(filename: str) -> bool:
 
 
 def learner_frames(stack: str) -> str:
-    """The lines of a stack dump that are in the learner's code; all of them when none is."""
+    """The lines of a stack dump that are in the learner's code; all lines if none is."""
     found = [
         line
         for line in stack.splitlines()

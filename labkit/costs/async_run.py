@@ -4,18 +4,21 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from labkit.schedules.staleness import Books, Update, check_bound
+from labkit.schedules.staleness import StalenessTracker, Update, check_bound
 from labkit.trace import Span, Trace
+
+# The spans of a run, and its updates, each with the second at which it is done.
+_Events = tuple[list[Span], list[tuple[float, Update]]]
 
 
 @dataclass(frozen=True)
-class Timetable:
-    """Who would do what when: the model's prediction.
+class AsyncRun:
+    """A predicted run.
 
     Attributes:
         spans: ``compute`` and ``wait`` of the workers 1 .. W, ``update`` of the server, rank 0.
         updates: the gradients applied; in synchronous rounds they have staleness 0.
-        duration_s: how long the model was watched.
+        duration_s: seconds of the run that were simulated.
     """
 
     spans: tuple[Span, ...]
@@ -31,11 +34,11 @@ class Timetable:
         return len(self.updates) / self.duration_s
 
     def mean_staleness(self) -> float:
-        """Over the updates; 0 where there is none."""
+        """The mean over the updates; 0 if there is none."""
         return sum(u.staleness for u in self.updates) / max(1, len(self.updates))
 
     def waiting_share(self) -> float:
-        """The part of the workers' time that they wait, from 0 to 1."""
+        """The share of the workers' time that they wait, 0 to 1."""
         workers = [span for span in self.spans if span.rank]
         total_s = sum(span.duration_s for span in workers)
         return sum(span.duration_s for span in workers if span.kind == "wait") / total_s
@@ -50,17 +53,17 @@ def simulate(
     compute_s: float = 1.0,
     server_s: float = 0.1,
     synchronous: bool = False,
-) -> Timetable:
-    """A parameter server on paper.
+) -> AsyncRun:
+    """Predict the first ``duration_s`` seconds of a run with one straggler.
 
     Args:
         workers: W; worker 1 is the straggler.
-        factor: the straggler computes this many times as long.
-        bound: the largest staleness, see ``Books``; None allows any.
-        duration_s: how long to watch.
-        compute_s: a gradient's time on a worker that does not straggle.
-        server_s: the server's time for a gradient: receive it, update, send parameters back.
-        synchronous: instead, all push, the server adds up, all pull: one round after another.
+        factor: how many times as long the straggler computes.
+        bound: the largest staleness, see ``StalenessTracker``; None allows any.
+        duration_s: seconds to simulate.
+        compute_s: seconds per gradient on the other workers.
+        server_s: seconds of the server per gradient: receive it, update, send parameters back.
+        synchronous: instead, in rounds: all push, the server adds up, all pull.
 
     Raises:
         ValueError: impossible numbers.
@@ -73,47 +76,20 @@ def simulate(
     check_bound(workers, bound)
     computes_s = {w: compute_s * (factor if w == 1 else 1.0) for w in range(1, workers + 1)}
     if synchronous:
-        spans, ends = _rounds(computes_s, server_s, duration_s)
+        spans, ends = _in_rounds(computes_s, server_s, duration_s)
     else:
-        spans, ends = _own_pace(computes_s, server_s, duration_s, bound)
+        spans, ends = _as_they_come(computes_s, server_s, duration_s, bound)
     updates = tuple(update for end_s, update in ends if end_s <= duration_s)
-    return Timetable(_until(spans, duration_s), updates, duration_s)
+    return AsyncRun(_until(spans, duration_s), updates, duration_s)
 
 
-def _own_pace(computes_s: dict[int, float], server_s: float, until_s: float, bound: int | None):
-    """Spans, and (second of its end, update) of each: pushes are served as they come."""
-    books = Books(computes_s, bound)
-    spans, ends, arrived_s, now_s = [], [], {}, 0.0
-    coming = [(seconds, worker) for worker, seconds in computes_s.items()]
-    heapq.heapify(coming)
-    spans += [Span(worker, "compute", 0.0, seconds) for seconds, worker in coming]
-    while now_s < until_s:
-        time_s, worker = heapq.heappop(coming)
-        books.push(worker)
-        arrived_s[worker] = time_s
-        now_s = max(now_s, time_s)
-        while (worker := books.next()) is not None:
-            books.apply(worker)
-            spans.append(Span(0, "update", now_s, now_s + server_s))
-            now_s += server_s
-            ends.append((now_s, books.updates[-1]))
-            books.pull(worker)
-            spans.append(Span(worker, "wait", arrived_s[worker], now_s))
-            spans.append(Span(worker, "compute", now_s, now_s + computes_s[worker]))
-            heapq.heappush(coming, (now_s + computes_s[worker], worker))
-    # Whose push is held when time is up waits to the end.
-    spans += [Span(worker, "wait", arrived_s[worker], until_s) for worker in books.held]
-    return spans, ends
-
-
-def _rounds(computes_s: dict[int, float], server_s: float, until_s: float):
-    """The same, in step: a round ends when the last has been served."""
+def _in_rounds(computes_s: dict[int, float], server_s: float, until_s: float) -> _Events:
+    """A round ends for everyone when the last worker has been served."""
     spans, ends, start_s = [], [], 0.0
     while start_s < until_s:
         now_s = start_s
-        for worker in sorted(computes_s, key=computes_s.get):
-            arrived_s = start_s + computes_s[worker]
-            now_s = max(now_s, arrived_s)
+        for seconds in sorted(computes_s.values()):
+            now_s = max(now_s, start_s + seconds)
             spans.append(Span(0, "update", now_s, now_s + server_s))
             now_s += server_s
         for worker, seconds in computes_s.items():
@@ -124,7 +100,36 @@ def _rounds(computes_s: dict[int, float], server_s: float, until_s: float):
     return spans, ends
 
 
+def _as_they_come(
+    computes_s: dict[int, float], server_s: float, until_s: float, bound: int | None
+) -> _Events:
+    """The server serves one push after another, as they come; the tracker says which is next."""
+    tracker = StalenessTracker(computes_s, bound)
+    spans, ends, arrived_s, now_s = [], [], {}, 0.0
+    coming = [(seconds, worker) for worker, seconds in computes_s.items()]
+    heapq.heapify(coming)
+    spans += [Span(worker, "compute", 0.0, seconds) for seconds, worker in coming]
+    while now_s < until_s:
+        time_s, sender = heapq.heappop(coming)
+        tracker.push(sender)
+        arrived_s[sender] = time_s
+        now_s = max(now_s, time_s)
+        while (worker := tracker.next()) is not None:
+            tracker.apply(worker)
+            spans.append(Span(0, "update", now_s, now_s + server_s))
+            now_s += server_s
+            ends.append((now_s, tracker.updates[-1]))
+            tracker.pull(worker)
+            spans.append(Span(worker, "wait", arrived_s[worker], now_s))
+            spans.append(Span(worker, "compute", now_s, now_s + computes_s[worker]))
+            heapq.heappush(coming, (now_s + computes_s[worker], worker))
+    # A worker whose push is still held waits until the end.
+    spans += [Span(worker, "wait", arrived_s[worker], until_s) for worker in tracker.held]
+    return spans, ends
+
+
 def _until(spans: Iterable[Span], until_s: float) -> tuple[Span, ...]:
+    """The spans cut off at ``until_s``, without empty ones."""
     cut = [
         Span(s.rank, s.kind, s.start_s, min(s.end_s, until_s))
         for s in spans

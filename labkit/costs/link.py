@@ -1,7 +1,10 @@
 """The alpha-beta model of a link, and how it is fitted to measured messages.
 
-Symbols: alpha seconds a message takes however short it is, beta seconds per byte on the wire,
-gamma seconds to add one byte.
+Symbols: alpha seconds per message of any size, beta seconds per byte sent, gamma seconds per byte
+added.
+Sources: Hockney, "The communication challenge for MPP" (1994), for alpha and beta; Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005),
+section 3, for all three.
 """
 
 import math
@@ -12,24 +15,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs between two ranks: alpha + beta x bytes, and gamma a byte to add it.
-
-    Attributes:
-        alpha_s: seconds a message takes however short it is (latency, start-up).
-        beta_s_per_byte: seconds per byte on the wire; 1 / beta is the bandwidth.
-        gamma_s_per_byte: seconds to combine one received byte with one's own.
+    """What a message between two ranks costs: alpha + beta x bytes; adding it, gamma x bytes.
 
     The model leaves out that messages share a memory bus, a network card or a core: with more
-    ranks than cores a collective takes longer than it says. Source: Hockney, "The communication
-    challenge for MPP" (1994), for alpha and beta; Thakur, Rabenseifner and Gropp, "Optimization
-    of collective communication operations in MPICH" (2005), section 3, for all three.
+    ranks than cores a collective takes longer than predicted.
+
+    Attributes:
+        alpha_s: seconds per message, even an empty one (latency, start-up).
+        beta_s_per_byte: seconds per byte sent; 1 / beta is the bandwidth.
+        gamma_s_per_byte: seconds to add one received byte.
     """
 
     alpha_s: float
     beta_s_per_byte: float
     gamma_s_per_byte: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("alpha_s", "beta_s_per_byte", "gamma_s_per_byte"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -43,21 +44,21 @@ class Link:
 def fit_link(
     sizes_bytes: Sequence[float], seconds: Sequence[float], gamma_s_per_byte: float = 0.0
 ) -> Link:
-    """The alpha and beta that explain measured messages best: seconds = alpha + beta x bytes.
+    """The alpha and beta that best explain measured messages: seconds = alpha + beta x bytes.
 
-    Least squares of the *relative* errors, or the largest sizes alone would decide and alpha be
-    lost in their noise. Where a repeat is disturbed by another program it is always too slow, so
-    of several measurements of one size the median counts. Neither can be negative: if the best
-    line has a negative alpha (or beta), it is 0 and the other is fitted alone.
+    Least squares of the *relative* errors: otherwise the largest sizes would decide alone, and
+    alpha would be lost in their noise. Of several measurements of one size the median counts, as
+    a repeat that another program disturbs is always too slow. If the best line has a negative
+    alpha (or beta), that is set to 0 and the other is fitted alone.
 
     Args:
-        sizes_bytes: size of each measured message; at least two different ones.
-        seconds: what each took, above 0.
-        gamma_s_per_byte: measured apart, since no message adds; passed on to the Link.
+        sizes_bytes: of the measured messages; at least two different sizes.
+        seconds: of each message, above 0.
+        gamma_s_per_byte: for the Link; measured separately, since no message adds.
 
     Raises:
-        ValueError: the lists differ in length, hold fewer than two sizes, or a value that is no
-            measurement.
+        ValueError: the lists differ in length, have fewer than two sizes, or contain a value that
+            cannot be a measurement.
     """
     points = _medians(sizes_bytes, seconds)
     weights = [1 / time_s**2 for _, time_s in points]
@@ -77,14 +78,14 @@ def fit_link(
 
 
 def _medians(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> list[tuple[float, float]]:
-    """(size, median seconds) by size; checks what ``fit_link`` was given."""
+    """(size, median seconds) by size; checks the arguments of ``fit_link``."""
     if len(sizes_bytes) != len(seconds):
         raise ValueError(f"{len(sizes_bytes)} sizes and {len(seconds)} times do not pair up")
     by_size: dict[float, list[float]] = {}
     for size, time_s in zip(sizes_bytes, seconds):
         if not (math.isfinite(size) and size >= 0 and math.isfinite(time_s) and time_s > 0):
             raise ValueError(
-                f"{size} bytes in {time_s} s is no measurement: give sizes from 0 up "
+                f"{size} bytes in {time_s} s is not a measurement: give sizes from 0 up "
                 "and seconds above 0"
             )
         by_size.setdefault(size, []).append(time_s)

@@ -1,14 +1,14 @@
-"""How long a step of a pipeline takes, without its timetable: a search asks thousands of times.
+"""How long a step of a pipeline takes, without its slots: a search asks thousands of times.
 
 The dependencies of a schedule do not change with the seconds. So they are put in order once, by
-``labkit.costs.pipeline_timeline``, and a step is then one pass over them; the seconds that come
-out are the timetable's to the bit. Symbols: P stages, M micro-batches.
+``costs.pipeline_timeline``, and each step is one pass over them. The result equals the end of the
+last slot to the bit. Symbols: P stages, M micro-batches.
 """
 
 import functools
 from collections.abc import Sequence
 
-from labkit.costs.pipeline_timeline import timetable
+from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.schedules.pipeline import PIPELINES, Action
 
 
@@ -35,7 +35,7 @@ def makespan_s(
     """When the last action of a step ends; the first begins at second 0.
 
     Args:
-        schedule: a name out of ``schedules.PIPELINES``.
+        schedule: a name in ``schedules.PIPELINES``.
         micro_batches: M.
         forward_s, backward_s: by stage, seconds for one micro-batch.
         hop_s: by cut, seconds from a stage to the next one, and back.
@@ -55,13 +55,14 @@ def makespan_s(
 def _order(
     schedule: str, num_stages: int, micro_batches: int, first_trained: int
 ) -> list[tuple[int, int, int, int]]:
-    """Each action after those it needs.
+    """All actions, each after those that it needs: (stage, is a backward, input, cut).
 
-    By action: its stage, 1 if it is a backward, the place of its input, the cut that this comes
-    over. Places count from 1; place 0 and cut -1 stand for an input that is there from the start.
+    ``input`` is the place in this list, from 1, of the action whose result it needs; ``cut`` is
+    the cut that the result crosses. Place 0 and cut -1 stand for an input that is there from the
+    start.
     """
     streams = pipeline_streams(schedule, num_stages, micro_batches, first_trained)
-    slots = timetable(streams, [1.0] * num_stages, [1.0] * num_stages)
+    slots = predicted_slots(streams, [1.0] * num_stages, [1.0] * num_stages)
     slots.sort(key=lambda slot: slot.start_s)
     places = {slot[:3]: place for place, slot in enumerate(slots, 1)}
     order = []

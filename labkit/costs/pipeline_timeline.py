@@ -1,18 +1,22 @@
-"""When each stage of a pipeline does what: instruction streams and seconds in, a timetable out.
+"""A pipeline step on paper: when each stage does what, from its schedule and the seconds.
 
-It is the model that stands beside a real run, and it finds streams that can never finish before
+This model stands beside the real run. It also finds schedules that can never finish, before
 anything is started. Symbols: P stages, M micro-batches.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from labkit.schedules.pipeline import Action
 from labkit.units import format_count
 
+# (stage, action) -> when it has ended.
+_Ended = dict[tuple[int, Action], float]
+
 
 class Slot(NamedTuple):
-    """One action of one stage, from when to when."""
+    """One action of one stage, with its start and end."""
 
     stage: int
     kind: str
@@ -21,52 +25,47 @@ class Slot(NamedTuple):
     end_s: float
 
 
-def timetable(
+def predicted_slots(
     streams: Sequence[Sequence[Action]],
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     hop_s: Sequence[float] | None = None,
 ) -> list[Slot]:
-    """Every action as early as it can be: in the order of its stage, when its input is there.
+    """Run every action as early as possible: in the stage's order, once its input is there.
 
-    A forward needs that of the stage before, a backward that of the stage behind and the stage's
-    own forward. A transfer takes time and occupies nobody. Where no stage runs a backward (nothing
-    is trained before the stage behind), streams leave it out.
+    A forward needs that of the stage before; a backward needs that of the stage after and the
+    stage's own forward. A transfer takes time and occupies no stage. Streams of the first stages
+    leave out the backwards where nothing is trained.
 
     Args:
         streams: by stage, its actions in order (``schedules.gpipe``, ``one_f_one_b``).
         forward_s, backward_s: by stage, seconds for one micro-batch.
-        hop_s: by cut, seconds from a stage to the next one and back; none by default.
+        hop_s: by cut, seconds from a stage to the next one and back; 0 by default.
 
     Returns:
         The slots, stage after stage.
 
     Raises:
-        ValueError: a stream lacks an action, repeats one, or waits for what comes never; the
-            message names stages and actions. Or seconds are missing for a stage or a cut.
+        ValueError: a stream lacks an action, repeats one, or waits for what never comes (the
+            message names stages and actions); or seconds are missing for a stage or a cut.
     """
     _check_streams(streams)
     hop_s = hop_s or [0.0] * (len(streams) - 1)
     _check_seconds(len(streams), forward_s=forward_s, backward_s=backward_s, hop_s=hop_s)
-    ended: dict[tuple[int, Action], float] = {}
-    free_s = [0.0] * len(streams)
+    todo = [deque(stream) for stream in streams]
     slots: list[list[Slot]] = [[] for _ in streams]
-    left = sum(map(len, streams))
-    while left:
-        before = left
-        for stage, stream in enumerate(streams):
-            while len(slots[stage]) < len(stream):
-                action = stream[len(slots[stage])]
-                ready_s = _ready_s(ended, stage, action, streams, hop_s)
-                if ready_s is None:
-                    break
+    free_s = [0.0] * len(streams)
+    ended: _Ended = {}
+    while left := sum(map(len, todo)):
+        for stage, actions in enumerate(todo):
+            while actions and (ready_s := _ready_s(ended, stage, actions[0], hop_s)) is not None:
+                action = actions.popleft()
                 start_s = max(ready_s, free_s[stage])
                 seconds = forward_s[stage] if action.kind == "forward" else backward_s[stage]
                 free_s[stage] = ended[stage, action] = start_s + seconds
                 slots[stage].append(Slot(stage, *action, start_s, free_s[stage]))
-                left -= 1
-        if left == before:
-            raise ValueError(_standstill(streams, slots, ended, hop_s))
+        if sum(map(len, todo)) == left:
+            raise ValueError(_standstill(todo, ended))
     return [slot for row in slots for slot in row]
 
 
@@ -81,30 +80,30 @@ def bubble(slots: Sequence[Slot]) -> float:
 
 
 def bubble_formula(num_stages: int, num_micro_batches: int) -> float:
-    """(P - 1) / (M + P - 1): ``bubble`` of equal stages and free transfers, either schedule.
+    """(P - 1) / (M + P - 1): the bubble of equal stages and free transfers, GPipe or 1F1B.
 
     Source: Huang et al., "GPipe" (2019), section 2.3.
     """
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
-def _needs(stage: int, action: Action, streams: Sequence) -> list[tuple[int, Action, int | None]]:
-    """What must have ended: (stage, action, the cut that lies between, if one does)."""
-    kind, micro_batch = action
-    if kind == "forward":
-        return [(stage - 1, action, stage - 1)] if stage > 0 else []
-    needs = [(stage, Action("forward", micro_batch), None)]
-    return needs + ([(stage + 1, action, stage)] if stage + 1 < len(streams) else [])
-
-
-def _ready_s(ended: dict, stage: int, action: Action, streams, hop_s) -> float | None:
-    """When the inputs are there; None while one is not."""
+def _ready_s(ended: _Ended, stage: int, action: Action, hop_s: Sequence[float]) -> float | None:
+    """When the inputs of an action are there; None if one is still missing."""
     ready_s = 0.0
-    for source, needed, cut in _needs(stage, action, streams):
+    for source, needed in _needs(stage, action, len(hop_s) + 1):
         if (source, needed) not in ended:
             return None
-        ready_s = max(ready_s, ended[source, needed] + (0.0 if cut is None else hop_s[cut]))
+        transfer_s = hop_s[min(source, stage)] if source != stage else 0.0
+        ready_s = max(ready_s, ended[source, needed] + transfer_s)
     return ready_s
+
+
+def _needs(stage: int, action: Action, num_stages: int) -> list[tuple[int, Action]]:
+    """The (stage, action) pairs that must have ended before this action."""
+    if action.kind == "forward":
+        return [(stage - 1, action)] if stage > 0 else []
+    own = (stage, Action("forward", action.micro_batch))
+    return [own, (stage + 1, action)] if stage + 1 < num_stages else [own]
 
 
 def _check_streams(streams: Sequence[Sequence[Action]]) -> None:
@@ -133,17 +132,16 @@ def _check_seconds(num_stages: int, **seconds: Sequence[float]) -> None:
             )
 
 
-def _standstill(streams, slots, ended, hop_s) -> str:
-    """Who waits for what when nothing can go on."""
+def _standstill(todo: Sequence[Sequence[Action]], ended: _Ended) -> str:
+    """Who waits for what when no stage can continue."""
     waits = []
-    for stage, stream in enumerate(streams):
-        if len(slots[stage]) == len(stream):
+    for stage, actions in enumerate(todo):
+        if not actions:
             continue
-        action = stream[len(slots[stage])]
         needs = [
             f"{needed} of stage {source}" if source != stage else f"its own {needed}"
-            for source, needed, _ in _needs(stage, action, streams)
+            for source, needed in _needs(stage, actions[0], len(todo))
             if (source, needed) not in ended
         ]
-        waits.append(f"stage {stage} stands before {action} and needs {' and '.join(needs)}")
+        waits.append(f"stage {stage} stands before {actions[0]} and needs {' and '.join(needs)}")
     return f"these streams can never finish: {'; '.join(waits)}"

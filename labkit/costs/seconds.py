@@ -1,6 +1,10 @@
 """Predicted seconds of an all-reduce and of a parameter server, over a ``Link``.
 
 Symbols: P ranks, S bytes of one rank's tensor; alpha, beta and gamma as in ``Link``.
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH" (2005), section 4; for the ring, Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations" (2009), section 3; for the parameter server's slices, Li
+et al., "Scaling distributed machine learning with the parameter server" (2014).
 """
 
 import math
@@ -10,19 +14,18 @@ from labkit.units import format_count
 
 
 def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: Link) -> float:
-    """Predicted seconds of an all-reduce of S = ``num_bytes``, by the longest path through it.
+    """Predicted seconds of an all-reduce of S = ``num_bytes``, along its longest path.
 
     naive: 2 (P - 1) alpha + 2 (P - 1) S beta + (P - 1) S gamma.
-    tree: L alpha + L S beta + L S gamma with L = log2 P. If P is no power of two, L is rounded
-    down, and the fold adds 2 alpha + 2 S beta + S gamma.
+    tree: L alpha + L S beta + L S gamma with L = log2 P. If P is not a power of two, L is
+    rounded down, and the fold adds 2 alpha + 2 S beta + S gamma.
     ring: 2 (P - 1) alpha + 2 (P - 1) / P S beta + (P - 1) / P S gamma.
 
-    For tensors whose partial sums have their own dtype (not float16 and bfloat16), and an S that
-    P divides. Source: Thakur, Rabenseifner and Gropp (2005), section 4; for the ring, Patarasuk
-    and Yuan (2009), section 3.
+    It holds if P divides S, and partial sums have the tensor's dtype (float16's and bfloat16's
+    are wider).
 
     Raises:
-        ValueError: no such algorithm, a world size below 1, a negative size.
+        ValueError: an unknown algorithm, a world size below 1, a negative size.
     """
     if algorithm not in _PATHS:
         raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(_PATHS)}")
@@ -35,15 +38,14 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
 def parameter_server_seconds(
     num_bytes: float, num_workers: int, servers: int, link: Link
 ) -> float:
-    """Predicted seconds of a push of S = ``num_bytes`` by W workers, and of the pull after it.
+    """Predicted seconds of a push of S = ``num_bytes`` by each of W workers, and the pull after.
 
     2 M alpha + 2 M S / K beta + (W - 1) S / K gamma, with K = ``servers`` and M = max(W, K).
 
-    A server takes one message after the other; in each of M turns the servers meet different
+    A server handles one message after another; in each of M turns the servers meet different
     workers (``schedules.server_turns``). With one server it is the naive all-reduce: its time
-    grows with the number of workers. With as many servers as workers each worker's own link is
-    the limit, and more servers gain nothing. Source: Li et al., "Scaling distributed machine
-    learning with the parameter server" (2014), for the slices; the terms are ``Link``'s.
+    grows with the number of workers. With as many servers as workers, each worker's link is the
+    limit, and more servers gain nothing.
 
     Raises:
         ValueError: no worker, no server, a negative size.
@@ -59,16 +61,16 @@ def parameter_server_seconds(
 
 
 def crossover_bytes(world_size: int, link: Link) -> float:
-    """The size of tensor at which tree and ring all-reduce cost the same, in bytes.
+    """The tensor size in bytes at which tree and ring all-reduce take the same time.
 
-    Below it the tree wins, since it has fewer steps; above it the ring, since it sends less. Both
-    costs are straight lines in S, so they cross once, at (difference of the fixed parts) /
+    Below it the tree is faster, since it has fewer steps; above it the ring, since it sends less.
+    Both times are straight lines in S, so they cross once, at (difference of the fixed parts) /
     (difference of the parts per byte).
 
     Returns:
-        0 where the ring is never the slower one: alpha is 0, or P is 1 and nothing is sent.
-        ``math.inf`` where it never catches up: for P = 2 both send S bytes, so only gamma (the
-        ring adds half as much) could make up for its second message.
+        0 where the ring is never slower: alpha is 0, or P is 1 and nothing is sent. ``math.inf``
+        where it never catches up: for P = 2 both send S bytes, so only gamma (the ring adds half
+        as much) can make up for its second message.
     """
     tree_fixed_s, tree_per_byte_s = _line("tree", world_size, link)
     ring_fixed_s, ring_per_byte_s = _line("ring", world_size, link)

@@ -1,15 +1,22 @@
-"""What each technique sends: steps, messages and bytes, exact, so tests hold them to the byte.
+"""What each collective and each technique sends: steps, messages and bytes.
 
-Symbols: P ranks, S bytes of one rank's tensor (S = N elements x the size of one).
+The counts are exact: tests hold the real runs to them, byte for byte.
+Symbols: P ranks, N elements of one rank's tensor, S its bytes (N x the size of an element).
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from labkit.schedules.pipeline import PIPELINES, Hop, check_micro_batches, with_hops
-from labkit.schedules.ring import chunk_bounds, ring_share_only, ring_share_reduce
-from labkit.schedules.sparse import top_k_elements
+from labkit.schedules.pipeline import (
+    PIPELINES,
+    Hop,
+    check_micro_batches,
+    pipeline_schedule,
+    with_hops,
+)
+from labkit.schedules.ring import RingStep, chunk_bounds, ring_share_only, ring_share_reduce
+from labkit.schedules.top_k import kept_elements
 from labkit.schedules.tree import (
     Transfer,
     binomial_broadcast,
@@ -24,12 +31,12 @@ from labkit.units import format_count
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank pays for one collective.
+    """What one rank does for one collective, or one step of a technique.
 
     Attributes:
         steps: rounds in which the rank sends, receives, or both at once.
-        messages: messages this rank sends.
-        num_bytes: payload bytes this rank sends.
+        messages: that this rank sends.
+        num_bytes: payload that this rank sends.
     """
 
     steps: int
@@ -47,6 +54,17 @@ class Cost:
 NOTHING = Cost(0, 0, 0)
 
 
+def naive_all_reduce_cost(
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
+) -> Cost:
+    """All to rank 0 and back: it receives P - 1 tensors of S bytes, then sends P - 1.
+
+    Rank 0 takes 2 (P - 1) steps and sends (P - 1) S bytes; each other rank sends S bytes, once.
+    """
+    gather = gather_cost(num_elements, element_bytes, world_size, rank)
+    return gather + scatter_cost(num_elements, element_bytes, world_size, rank)
+
+
 def ring_all_reduce_cost(
     num_elements: int,
     element_bytes: int,
@@ -56,16 +74,16 @@ def ring_all_reduce_cost(
 ) -> Cost:
     """Ring all-reduce: 2 (P - 1) steps and messages, 2 (P - 1) / P x S bytes sent by each rank.
 
-    The fraction is exact when P divides the number of elements; otherwise chunks differ by one
-    element, and so do the ranks: the sum over the schedule's chunks is exact always.
+    The fraction is exact when P divides N; otherwise chunks differ by one element, and so do the
+    ranks: the sum over the schedule's chunks is always exact.
 
     Args:
-        num_elements: elements of the tensor.
+        num_elements: N.
         element_bytes: bytes of one.
         world_size: P.
         rank: whose cost.
-        partial_bytes: bytes of one element of a partial sum, where it is not ``element_bytes``:
-            4 for float16 and bfloat16, whose sums travel as float32 (``Reduction.wide``).
+        partial_bytes: bytes of one element of a partial sum, if not ``element_bytes``: 4 for
+            float16 and bfloat16, whose sums are sent as float32 (``Reduction.wide``).
     """
     counts = num_elements, element_bytes, world_size, rank
     return share_reduce_cost(*counts, partial_bytes) + share_only_cost(*counts)
@@ -78,7 +96,7 @@ def share_reduce_cost(
     rank: int = 0,
     partial_bytes: int | None = None,
 ) -> Cost:
-    """Half a ring: P - 1 steps and messages, (P - 1) / P x S bytes (of partial sums)."""
+    """Half a ring: P - 1 steps and messages, (P - 1) / P x S bytes of partial sums."""
     steps = ring_share_reduce(rank, world_size)
     return _chunks_cost(steps, num_elements, partial_bytes or element_bytes, world_size)
 
@@ -87,21 +105,6 @@ def share_only_cost(num_elements: int, element_bytes: int, world_size: int, rank
     """The other half: P - 1 steps and messages, (P - 1) / P x S bytes."""
     steps = ring_share_only(rank, world_size)
     return _chunks_cost(steps, num_elements, element_bytes, world_size)
-
-
-def naive_all_reduce_cost(
-    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
-) -> Cost:
-    """All-to-one and back: rank 0 receives P - 1 tensors of S bytes, then sends P - 1.
-
-    Rank 0 needs 2 (P - 1) steps and sends (P - 1) S bytes; each other rank sends S bytes, once.
-    """
-    size = num_elements * element_bytes
-    if world_size == 1:
-        return NOTHING
-    if rank == 0:
-        return Cost(2 * (world_size - 1), world_size - 1, (world_size - 1) * size)
-    return Cost(2, 1, size)
 
 
 def tree_all_reduce_cost(
@@ -113,9 +116,9 @@ def tree_all_reduce_cost(
 ) -> Cost:
     """Recursive doubling: log2 P steps and messages of S bytes if P is a power of two.
 
-    Otherwise two steps more: Q is the largest power of two below P, ranks Q and up only send once
-    and receive once, and each of the first P - Q ranks receives one tensor more and sends one
-    more. ``partial_bytes`` as in ``ring_all_reduce_cost``.
+    Otherwise two more steps: with Q the largest power of two below P, ranks Q and up only send
+    once and receive once, and each of the first P - Q ranks receives one more tensor and sends
+    one more. ``partial_bytes`` as in ``ring_all_reduce_cost``.
     """
     partial = num_elements * (partial_bytes or element_bytes)
     doubling = _transfers_cost(recursive_doubling(rank, world_size), partial)
@@ -126,7 +129,7 @@ def tree_all_reduce_cost(
 def broadcast_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
-    """Binomial tree: the root sends ceil(log2 P) messages of S bytes, all ranks P - 1."""
+    """Binomial tree: the root sends ceil(log2 P) messages of S bytes, all ranks together P - 1."""
     steps = binomial_broadcast(rank, world_size, root)
     return _transfers_cost(steps, num_elements * element_bytes)
 
@@ -150,7 +153,7 @@ def reduce_cost(
 def gather_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
-    """The root receives P - 1 messages in as many steps; every other rank sends S bytes, once."""
+    """The root receives P - 1 messages, one per step; every other rank sends S bytes, once."""
     if world_size == 1:
         return NOTHING
     if rank == root:
@@ -161,7 +164,7 @@ def gather_cost(
 def scatter_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
-    """The root sends P - 1 messages of S bytes (one rank's share); every other receives one."""
+    """The root sends P - 1 messages of S bytes (one rank's share), one per step."""
     if world_size == 1:
         return NOTHING
     if rank == root:
@@ -171,7 +174,7 @@ def scatter_cost(
 
 
 def all_gather_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
-    """Share-only of one tensor a rank: P - 1 steps and messages, (P - 1) S bytes."""
+    """Share-only of one tensor per rank: P - 1 steps and messages, (P - 1) S bytes."""
     return share_only_cost(num_elements * world_size, element_bytes, world_size, rank)
 
 
@@ -182,7 +185,7 @@ def reduce_scatter_cost(
     rank: int = 0,
     partial_bytes: int | None = None,
 ) -> Cost:
-    """Share-reduce of P tensors a rank, S bytes each: P - 1 steps and messages, (P - 1) S bytes.
+    """Share-reduce of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes.
 
     ``partial_bytes`` as in ``ring_all_reduce_cost``.
     """
@@ -191,7 +194,7 @@ def reduce_scatter_cost(
 
 
 def all_to_all_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
-    """Pairwise exchange of P tensors a rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
+    """Pairwise exchange of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
     return _transfers_cost(pairwise_exchange(rank, world_size), num_elements * element_bytes)
 
 
@@ -207,13 +210,13 @@ def parameter_server_cost(
 
     A worker pushes one slice to each server and pulls one back: 2 K steps, K messages, S bytes.
     A server receives W slices of S / K bytes and sends as many: 2 W steps, W messages, W / K x S
-    bytes. With P = 1 the one rank is server and worker, and nothing is sent.
+    bytes. With P = 1 the only rank is server and worker, and nothing is sent.
 
     Args:
-        num_elements: trained parameters; slices differ by one element at most.
+        num_elements: trained parameters; slices differ by at most one element.
         element_bytes: bytes of one.
         world_size: P.
-        rank: whose cost; ranks 0 to K - 1 serve.
+        rank: whose cost; ranks 0 to K - 1 are servers.
         servers: K.
     """
     if world_size == 1:
@@ -228,7 +231,7 @@ def parameter_server_cost(
 def async_parameter_server_cost(
     num_elements: int, num_buffers: int, element_bytes: int, pushes: int, serves: bool
 ) -> Cost:
-    """``pushes`` times to the asynchronous parameter server and back, of one side.
+    """What one side sends for ``pushes`` pushes to an asynchronous parameter server, and pulls.
 
     A push is a gradient, and a short message with 2 numbers and the model's buffers; the answer is
     the parameters, and a short message with 1 number and the buffers. A run of E epochs of b
@@ -237,9 +240,9 @@ def async_parameter_server_cost(
     Args:
         num_elements: trained parameters.
         num_buffers: elements of the model's buffers.
-        element_bytes: bytes of one of either.
+        element_bytes: bytes of an element of either.
         pushes: of one worker, or of all together.
-        serves: the server's side; otherwise the workers'.
+        serves: whether it is the server's side; otherwise the workers'.
     """
     short = (1 if serves else 2) + num_buffers
     return Cost(4 * pushes, 2 * pushes, pushes * (num_elements + short) * element_bytes)
@@ -250,12 +253,12 @@ def compressed_cost(
 ) -> Cost:
     """All-reduce of gradients by ``labkit.collectives.compressed``.
 
-    ``fp16`` and ``bf16``: the ring's messages in two bytes an element, (P - 1) / P x 4 N bytes.
-    ``topk``: P - 1 messages of k values and k places, 2 (P - 1) k elements. Unlike the ring's its
-    bytes grow with P: from P = 100 on nothing is saved where k is 1 % of N.
+    ``fp16`` and ``bf16``: the ring's messages with 2 bytes per element, (P - 1) / P x 4 N bytes.
+    ``topk``: P - 1 messages of k values and k indices, 2 (P - 1) k elements. Unlike the ring's,
+    its bytes grow with P: with k = 1 % of N, nothing is saved from P = 100 on.
     """
     if compress == "topk":
-        kept = top_k_elements(num_elements)
+        kept = kept_elements(num_elements)
         return all_gather_cost(2 * kept, element_bytes, world_size, rank)
     return ring_all_reduce_cost(num_elements, 2, world_size, rank)
 
@@ -272,14 +275,14 @@ def data_parallel_cost(
     """Bytes that one step of data parallelism in one process moves between P devices, by phase.
 
     Device 0 keeps the first ceil(B / P) of the B samples; a batch of fewer than P samples uses B
-    devices. All of it passes through device 0, whose links are the bottleneck.
+    devices. Everything passes through device 0, whose links are the bottleneck.
 
     Args:
         batch_size: B, samples of the global batch.
         world_size: P, devices.
         input_bytes, output_bytes: of one sample.
-        state_bytes: parameters and buffers, S.
-        gradient_bytes: of the parameters that are trained.
+        state_bytes: S, parameters and buffers.
+        gradient_bytes: of the trained parameters.
 
     Returns:
         ``scatter``: inputs out. ``replicate``: (P - 1) S. ``gather``: outputs in, and their
@@ -302,15 +305,15 @@ def ddp_update_cost(
     rank: int = 0,
     buffer_bytes: Sequence[int] = (),
 ) -> Cost:
-    """One update of ``BucketedDDP``: a ring a bucket, and a broadcast of rank 0's buffers.
+    """One update of ``BucketedDDP``: a ring per bucket, and a broadcast of rank 0's buffers.
 
     Args:
-        bucket_elements: gradients of each bucket. In how many buckets they go changes the
-            messages, 2 (P - 1) a bucket, and hardly the bytes.
-        element_bytes: bytes of one gradient.
+        bucket_elements: elements of each bucket. The number of buckets changes the messages,
+            2 (P - 1) per bucket, and hardly the bytes.
+        element_bytes: bytes of one.
         world_size: P.
         rank: whose cost.
-        buffer_bytes: of the module's buffers, a figure for each dtype.
+        buffer_bytes: of the module's buffers, one number per dtype.
     """
     total = NOTHING
     for elements in bucket_elements:
@@ -329,53 +332,55 @@ def model_parallel_cost(
     first_trained: int = 0,
     schedule: str | None = None,
 ) -> Cost:
-    """One training step of a model that is cut into stages, of one rank.
+    """One training step of a model that is cut into stages, on one rank.
 
-    A cut of S bytes a sample carries M messages and B x S bytes forward, and as much backward,
-    unless nothing before it is trained. Into how many micro-batches the batch is cut changes the
-    messages, and not the bytes. What tied parameters on several stages add is left out.
+    A cut of S bytes per sample carries M messages and B x S bytes forward, and the same backward
+    unless nothing before it is trained. The number of micro-batches changes the messages and not
+    the bytes. What tied parameters on several stages add is left out.
 
     Args:
-        cut_bytes_per_sample: by cut, what a layer hands on for one sample.
+        cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
         batch_size: B, samples.
         rank: whose cost, 0 to P - 1.
-        num_stages: P, one a rank.
-        micro_batches: M; a batch of fewer samples makes as many.
+        num_stages: P, one per rank.
+        micro_batches: M, at most one per sample.
         first_trained: the first stage that trains anything; P if none does.
-        schedule: of ``Pipeline``, a name out of ``schedules.PIPELINES``. It decides how often a
-            send and a receive are one exchange (``schedules.with_hops``), that is the steps. None
-            is ``ModelParallel``: one micro-batch, and each message a step of its own.
+        schedule: of ``Pipeline``, a name in ``schedules.PIPELINES``. It decides how often a send
+            and a receive are one exchange (``schedules.with_hops``), and so the steps. None is
+            ``ModelParallel``: one micro-batch, and one step per message.
 
     Raises:
-        ValueError: not one figure for each of the P - 1 cuts, no such rank or schedule, no
+        ValueError: not one number for each of the P - 1 cuts, no such rank or schedule, no
             micro-batch, or several of them without a schedule.
     """
-    if len(cut_bytes_per_sample) != num_stages - 1:
-        raise ValueError(
-            f"bytes for {format_count(len(cut_bytes_per_sample), 'cut')} of "
-            f"{format_count(num_stages, 'stage')}: give {num_stages - 1}"
-        )
-    if not 0 <= rank < num_stages:
-        stages = format_count(num_stages, "stage")
-        raise ValueError(f"no rank {rank}: with {stages} the ranks are 0 to {num_stages - 1}")
+    _check_stages(len(cut_bytes_per_sample), rank, num_stages)
     count = min(check_micro_batches(micro_batches), batch_size)
-    known = ", ".join(PIPELINES)
-    if schedule not in (None, *PIPELINES):
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {known}")
     if schedule is None and micro_batches > 1:
+        known = ", ".join(PIPELINES)
         raise ValueError(f"{micro_batches} micro-batches need a schedule: choose one of {known}")
-    actions = PIPELINES[schedule or "gpipe"](rank, num_stages, count)
+    actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)
     stream = with_hops(actions, rank, num_stages, first_trained)
     hops = [step for step in stream if isinstance(step, Hop)]
     sent = [hop.send for hop in hops if hop.send]
     steps = len(hops) if schedule else len(sent) + sum(hop.recv is not None for hop in hops)
-    # Each micro-batch is sent once to each peer, so what a peer gets is the batch.
+    # Each micro-batch is sent once to each peer, so each peer gets the whole batch.
     cuts = [min(rank, peer) for peer in {message.peer for message in sent}]
     num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for cut in cuts)
     return Cost(steps, len(sent), num_bytes)
 
 
-def _chunks_cost(steps: Iterable, num_elements: int, element_bytes: int, world_size: int) -> Cost:
+def _check_stages(num_cuts: int, rank: int, num_stages: int) -> None:
+    stages = format_count(num_stages, "stage")
+    if num_cuts != num_stages - 1:
+        cuts = format_count(num_cuts, "cut")
+        raise ValueError(f"bytes for {cuts} of {stages}: give {num_stages - 1}")
+    if not 0 <= rank < num_stages:
+        raise ValueError(f"no rank {rank}: with {stages} the ranks are 0 to {num_stages - 1}")
+
+
+def _chunks_cost(
+    steps: Iterable[RingStep], num_elements: int, element_bytes: int, world_size: int
+) -> Cost:
     """Each step of a ring sends one chunk."""
     sizes = [end - start for start, end in chunk_bounds(num_elements, world_size)]
     sent = [sizes[step.send_chunk] for step in steps]
@@ -383,7 +388,7 @@ def _chunks_cost(steps: Iterable, num_elements: int, element_bytes: int, world_s
 
 
 def _transfers_cost(steps: Iterable[Transfer], size_bytes: int) -> Cost:
-    """Each step that has somewhere to send to sends ``size_bytes``."""
+    """Each step with a destination sends ``size_bytes``."""
     steps = list(steps)
     messages = sum(step.dst is not None for step in steps)
     return Cost(len(steps), messages, messages * size_bytes)

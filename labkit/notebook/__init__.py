@@ -1,1 +1,1 @@
-"""What notebook cells use besides figures: predictions, and the library's source."""
+"""For notebook cells, besides figures: predictions, and the library's source code."""

@@ -1,7 +1,8 @@
-"""Showing labkit's own code in a notebook: the page and the run are of one source."""
+"""Show labkit's source code in a notebook, so that the page shows the code that runs."""
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 
 class Source:
@@ -29,11 +30,11 @@ class Source:
         return f"<details open><summary><code>{self.where}</code></summary>{body}</details>"
 
 
-def show_source(thing: Callable | type) -> Source:
+def show_source(thing: Callable[..., Any] | type) -> Source:
     """Show the source of a labkit function or class, as installed.
 
     Raises:
-        ValueError: it has no Python source to show.
+        ValueError: it has no Python source, for example because it is written in C.
     """
     try:
         text = inspect.getsource(thing)

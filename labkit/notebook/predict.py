@@ -1,7 +1,7 @@
 """Predict, run, explain: prediction, model and measurement of one quantity side by side.
 
-A prediction is a way of asking, so a wrong one is never an error and is not marked: the ratio
-says how far it was off, and the text after it says why.
+A wrong prediction is never an error and is not marked: the ratio says how far it was off, and the
+text that follows it in the notebook says why.
 """
 
 import html
@@ -26,11 +26,11 @@ class PredictionRow:
     """One quantity: what was predicted, what a formula gives, what was measured.
 
     Attributes:
-        quantity: its name, for example ``bytes sent by a rank``.
-        unit: ``bytes`` and ``s`` are shown scaled (MiB, ms), any other as it is.
+        quantity: its name, for example ``bytes sent per rank``.
+        unit: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other is not.
         prediction: the learner's number, None where there is none.
         model: the formula's number, None where there is none.
-        repeats: the measurements; their median counts.
+        repeats: the measurements, of which the median is shown and compared.
     """
 
     quantity: str
@@ -54,7 +54,7 @@ class PredictionRow:
         return _over(self.measured, self.model)
 
     def cells(self) -> tuple[str, ...]:
-        """The row as texts, in the order of the table's columns."""
+        """The texts of the row, in the order of the table's columns."""
         return (
             self.quantity,
             self._text(self.prediction, "no prediction"),
@@ -68,9 +68,11 @@ class PredictionRow:
         quantity, prediction, model, measured, ratio, model_ratio = self.cells()
         ratios = [f"{ratio} the prediction"] if self.ratio is not None else []
         ratios += [f"{model_ratio} the model"] if self.model_ratio is not None else []
-        text = f"{quantity}: prediction {prediction}, model {model}, measured {measured}"
-        text = text.replace("prediction no prediction", "no prediction")
-        text = text.replace("model no model", "no model")
+        if self.prediction is not None:
+            prediction = f"prediction {prediction}"
+        if self.model is not None:
+            model = f"model {model}"
+        text = f"{quantity}: {prediction}, {model}, measured {measured}"
         return f"{text} ({', '.join(ratios)})" if ratios else text
 
     def _repr_html_(self) -> str:
@@ -132,7 +134,7 @@ def _number(value: float | None, name: str, unit: str) -> float | None:
     except (TypeError, ValueError):
         raise ValueError(
             f"{name} must be a number in {unit}, got {value!r}: give it without its unit, "
-            "or None to go on without"
+            "or None to continue without one"
         ) from None
 
 

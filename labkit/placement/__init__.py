@@ -1,15 +1,19 @@
-"""Where to cut a model into stages: what layers cost, what a split costs, and the best one."""
+"""Where to cut a model into stages.
 
-from labkit.placement.planner import (
-    VGG16_PLACEMENTS,
-    SplitModel,
-    best_split,
-    predict_split,
-)
+profile        what each layer costs, measured
+stage_costs    layer costs as data, and what stages made of the layers cost
+planner        what a split costs, and the best split
+search         the cheapest cuts: dynamic programming, branch and bound
+even_split     a split by counted FLOPs, the same in every process
+vgg16_splits   split points of VGG16 to compare
+"""
+
+from labkit.placement.planner import SplitModel, best_split, predict_split
 from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.placement.vgg16_splits import VGG16_SPLITS
 
 __all__ = [
-    "VGG16_PLACEMENTS",
+    "VGG16_SPLITS",
     "LayerCost",
     "Profile",
     "SplitModel",

@@ -1,76 +1,53 @@
-"""Where to cut a model into stages: what a split costs on paper, and the best one. No torch.
+"""What a split costs on paper, and the best split. No torch.
 
 What crosses a cut is the output of the layer before it, forward, and a gradient of the same size,
 backward, unless nothing before the cut is trained.
 
 The model leaves out that stages share a memory bus or a core, and that a small micro-batch costs
-more a sample than a large one: times of a micro-batch are those of the batch divided by M.
+more per sample than a large one: times of a micro-batch are those of the batch divided by M.
 
-Symbols: L layers, P stages, M micro-batches. Times and bytes are those of one batch, if nothing
-else is said.
+Symbols: L layers, P stages, M micro-batches. Times and bytes are of one batch unless stated.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from labkit.costs.link import Link
 from labkit.costs.makespan import pipeline_streams
-from labkit.costs.pipeline_timeline import Slot, timetable
-from labkit.placement.search import StageCost, cheapest_cuts, cheapest_rest, search_cuts
-from labkit.placement.stage_costs import LayerCost, Profile, StageCosts
+from labkit.costs.pipeline_timeline import Slot, predicted_slots
+from labkit.placement.search import (
+    Combine,
+    StageCost,
+    cheapest_cuts,
+    cheapest_rest,
+    search_cuts,
+)
+from labkit.placement.stage_costs import Profile, StageCosts
 from labkit.schedules.stages import check_split_points, stage_bounds
 from labkit.units import format_bytes, format_count
 
-__all__ = [
-    "VGG16_PLACEMENTS",
-    "LayerCost",
-    "Profile",
-    "SplitModel",
-    "best_split",
-    "check_split_points",
-    "predict_split",
-    "stage_bounds",
-]
-
-# Split points of labkit's vgg16: layers 0 to 30 are its features (pools are layers 4, 9, 16, 23
-# and 30), 31 averages, 32 flattens, 33 classifies. The first four are those of the experiment
-# that the course corrects, whose cuts nobody chose for the bytes that cross them; the others use
-# as many devices and cut elsewhere.
-VGG16_PLACEMENTS: dict[str, tuple[int, ...]] = {
-    "1 device": (),
-    "2 devices": (31,),
-    "3 devices": (31, 33),
-    "4 devices": (15, 31, 33),
-    "2 devices, after pool 1": (5,),
-    "2 devices, after pool 2": (10,),
-    "2 devices, after pool 3": (17,),
-    "2 devices, after pool 4": (24,),
-    "3 devices, after pools 2 and 3": (10, 17),
-    "4 devices, after pools 2, 3 and 4": (10, 17, 24),
-    "4 devices, even compute": (7, 14, 21),
-}
 OBJECTIVES = ("step", "largest_stage")
 
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A training step of a split model on paper.
+    """A predicted training step of a split model.
 
     Attributes:
         split_points: where stages 1 to P - 1 begin.
         schedule: "gpipe" or "1f1b"; with one micro-batch they are the same.
         micro_batches: M.
-        forward_s, backward_s: by stage, seconds of the whole batch.
-        hop_bytes: by cut, what a whole batch sends in one direction.
-        hop_s: by cut, seconds of these bytes in M messages, one direction.
+        forward_s, backward_s: by stage, seconds for the whole batch.
+        hop_bytes: by cut, what the whole batch sends in one direction.
+        hop_s: by cut, seconds of these bytes in M messages.
         memory_bytes: by stage, parameters with what training adds, and activations held.
-        step_s: from the first forward to the last backward.
-        bubble: share of stages x step in which a stage does not compute.
-        first_trained: the first stage with a backward; P if there is none. A cut carries
-            gradients if a stage before it has one.
+        step_s: from the start of the first forward to the end of the last backward.
+        bubble: share of P x step_s in which a stage does not compute.
+        first_trained: the first stage with a backward; P if there is none. A cut after it carries
+            gradients.
     """
 
     split_points: tuple[int, ...]
@@ -91,11 +68,13 @@ class SplitModel:
         return tuple(s if cut >= self.first_trained else 0.0 for cut, s in enumerate(self.hop_s))
 
     def slots(self) -> list[Slot]:
-        """The step as a timetable, to be drawn; its last slot ends at ``step_s``."""
+        """What each stage does when; the last slot ends at ``step_s``."""
         stages, micro_batches = len(self.forward_s), self.micro_batches
         streams = pipeline_streams(self.schedule, stages, micro_batches, self.first_trained)
         times = [self.forward_s, self.backward_s, self.hop_s]
-        return timetable(streams, *([s / micro_batches for s in by_part] for by_part in times))
+        return predicted_slots(
+            streams, *([s / micro_batches for s in by_part] for by_part in times)
+        )
 
 
 def predict_split(
@@ -107,22 +86,22 @@ def predict_split(
     schedule: str = "gpipe",
     frozen: int = 0,
 ) -> SplitModel:
-    """One training step of a split model, by the alpha-beta model of its hops.
+    """One training step of a split model; its hops follow the alpha-beta model.
 
-    One micro-batch: the stages' compute and all hops, one after the other. More of them: the
-    schedule's timetable, in which a transfer occupies no stage.
+    With one micro-batch: all stages and hops, one after another. With more: as the schedule
+    overlaps them, where a transfer occupies no stage.
 
     Args:
         profile: costs of the layers.
-        split_points: layers that begin a stage; none of them for one stage.
+        split_points: layers that begin stages 1 to P - 1; empty for one stage.
         link: between two stages.
-        micro_batches: M; a batch of fewer samples makes as many.
+        micro_batches: M, at most one per sample.
         schedule: "gpipe" or "1f1b".
-        frozen: so many layers from the first on are not trained. What comes before the first
-            trained parameter has no backward, and a cut before it carries no gradient.
+        frozen: the number of layers, from the first on, that are not trained. Layers before the
+            first trained parameter have no backward, and a cut before it carries no gradient.
 
     Raises:
-        ValueError: impossible split points or settings, with the possible ones.
+        ValueError: impossible split points or settings; the message names the possible ones.
     """
     points = check_split_points(split_points, len(profile.layers))
     costs = StageCosts(profile, len(points) + 1, link, micro_batches, schedule, frozen)
@@ -140,22 +119,23 @@ def best_split(
     memory_cap_bytes: float | None = None,
     frozen: int = 0,
 ) -> SplitModel:
-    """The split that ``predict_split`` finds best, of all there are; of equal ones the earliest.
+    """The best of all splits by ``predict_split``; of equally good ones, the earliest cuts.
 
-    Exact. "largest_stage", and "step" with one micro-batch (all hops, since the sum of compute is
-    the same for every split), are dynamic programmes. The step of a pipeline is no sum over its
-    stages: it is found by branch and bound, quick for 4 stages, with many more perhaps not.
+    The result is exact. "largest_stage", and "step" with one micro-batch (which only has to
+    minimise the hops, as the compute adds up to the same), are dynamic programs. The step of a
+    pipeline is not a sum over its stages: branch and bound finds it, fast for 4 stages, perhaps
+    not for many more.
 
     Args:
         profile, link, micro_batches, schedule, frozen: as in ``predict_split``.
         num_stages: P.
-        objective: "step" has the shortest step, "largest_stage" the least compute on the stage
-            that has most of it, which is what a long pipeline waits for.
+        objective: "step" minimises the step; "largest_stage" minimises the compute of the stage
+            that has the most, for which a long pipeline waits.
         memory_cap_bytes: of every stage; None for no limit.
 
     Raises:
         ValueError: more stages than layers, impossible settings, or a cap that no split keeps
-            (with the smallest that one does).
+            (the message names the smallest possible one).
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
@@ -195,22 +175,24 @@ def _predict(costs: StageCosts, points: tuple[int, ...]) -> SplitModel:
 
 
 def _capped(cost: StageCost, costs: StageCosts, cap_bytes: float | None) -> StageCost:
-    """``cost``, infinite for a stage that needs more memory than there is."""
+    """``cost``, remembered, and infinite for a stage that needs more memory than the cap."""
+    if cap_bytes is None:
+        return functools.cache(cost)
 
     def capped(stage: int, start: int, end: int) -> float:
         fits = costs.memory_bytes(stage, start, end) <= cap_bytes
         return cost(stage, start, end) if fits else math.inf
 
-    return functools.cache(cost if cap_bytes is None else capped)
+    return functools.cache(capped)
 
 
-def _cheapest(costs: StageCosts, cost: StageCost, combine: Callable) -> tuple[int, ...]:
+def _cheapest(costs: StageCosts, cost: StageCost, combine: Combine) -> tuple[int, ...]:
     rest = cheapest_rest(cost, costs.num_layers, costs.num_stages, combine)
     return cheapest_cuts(cost, rest, combine)
 
 
 def _check_cap(costs: StageCosts, cap_bytes: float) -> None:
-    """Raise ValueError if no split keeps it."""
+    """Raise ValueError if no split keeps the cap."""
     rest = cheapest_rest(costs.memory_bytes, costs.num_layers, costs.num_stages, max)
     least = rest[0][0]
     if least > cap_bytes:

@@ -1,7 +1,9 @@
-"""The cheapest way to cut a row of layers into stages, by dynamic programming.
+"""The cheapest cuts of a chain of layers into stages, exactly.
 
-What is best is exact: ``cheapest_rest`` and ``cheapest_cuts`` for costs that are the sum or the
-largest of the stages' costs, ``search_cuts`` for any other. Symbols: L layers, P stages.
+``cheapest_rest`` and ``cheapest_cuts`` are a dynamic program, for a cost that is the sum or the
+maximum of the stages' costs; ``search_cuts`` is branch and bound, for any other.
+
+Symbols: L layers, P stages.
 """
 
 import heapq
@@ -10,12 +12,9 @@ from collections.abc import Callable
 
 from labkit.schedules.stages import stage_ends
 
-# (stage, start, end) -> what it costs to give that stage the layers start to end - 1.
+# (stage, start, end) -> the cost of that stage with the layers start to end - 1.
 StageCost = Callable[[int, int, int], float]
-
-
 Combine = Callable[[float, float], float]
-
 
 # A bound and a total add up in different orders, so equal ones may differ in their last bits.
 _SAME = 1 + 1e-9
@@ -24,21 +23,21 @@ _SAME = 1 + 1e-9
 def cheapest_rest(
     cost: StageCost, num_layers: int, num_stages: int, combine: Combine
 ) -> list[list[float]]:
-    """Dynamic programme over cuts, from the last stage to the first.
+    """Dynamic program over cuts, from the last stage to the first.
 
-    rest[s][i] = min over k of combine(cost(s, i, k), rest[s + 1][k]): what is best for the layers
-    from i on does not depend on how those before them are cut. That holds for costs that add up
-    (``operator.add``) and for the largest one (``max``). P L^2 / 2 costs are looked at.
+    rest[s][i] = min over k of combine(cost(s, i, k), rest[s + 1][k]): the best cuts of the layers
+    from i on do not depend on how those before are cut. That holds for the sum (``operator.add``)
+    and the maximum (``max``). It evaluates P L^2 / 2 costs.
 
     Args:
-        cost: of one stage, from 0 up; ``math.inf`` where it is not allowed.
+        cost: of one stage, 0 or more; ``math.inf`` where it is not allowed.
         num_layers: L, at least P.
         num_stages: P.
-        combine: of the cost of a stage and of those after it.
+        combine: the cost of a stage with that of the stages after it.
 
     Returns:
         [stage][start] -> the least combined cost of stages ``stage`` to P - 1 on the layers from
-        ``start`` on; ``math.inf`` where there is no such split.
+        ``start`` on; ``math.inf`` where no split is allowed.
     """
     last = num_stages - 1
     rest = [[math.inf] * num_layers for _ in range(num_stages)]
@@ -53,11 +52,11 @@ def cheapest_rest(
 
 
 def cheapest_cuts(cost: StageCost, rest: list[list[float]], combine: Combine) -> tuple[int, ...]:
-    """The split points that reach ``rest[0][0]``; of several, those that cut earliest.
+    """The split points that reach ``rest[0][0]``; of several, the earliest cuts.
 
     Args:
-        cost, combine: as ``cheapest_rest`` was given them.
-        rest: what it returned.
+        cost, combine: the arguments of ``cheapest_rest``.
+        rest: its result.
     """
     num_stages, num_layers = len(rest), len(rest[0])
     points: list[int] = []
@@ -81,21 +80,21 @@ def search_cuts(
 ) -> tuple[int, ...]:
     """Branch and bound: the split with the least ``total``; of several, the earliest cuts.
 
-    A stage cannot be done before its own cost and ``through`` of all stages before it. With the
-    layers before a cut given, the stages behind it cost ``cheapest_rest`` at least. Splits are
-    opened in the order of this lower bound, and when it is above the best total, the rest is not
-    looked at: it may be most of the (L - 1 choose P - 1) splits, or little.
+    A stage takes at least its own cost and ``through`` of all stages before it; with the first
+    cuts given, the stages after them cost at least ``cheapest_rest``. Splits are extended in the
+    order of this lower bound. Once it exceeds the best total, the rest is skipped: it may be most
+    of the (L - 1 choose P - 1) splits, or few.
 
     Args:
         cost: of one stage; ``math.inf`` where it is not allowed.
-        through: what a stage adds to the start of all stages behind it.
-        total: of a whole split, given its split points; the lower bound holds for it.
+        through: what a stage adds to the start of all stages after it.
+        total: of a whole split, given its split points; never below the lower bound.
         num_layers: L, at least P.
         num_stages: P.
     """
     rest = cheapest_rest(cost, num_layers, num_stages, max)
     best: tuple[float, tuple[int, ...]] = (math.inf, ())
-    opened = [(rest[0][0], (), 0.0)]
+    opened: list[tuple[float, tuple[int, ...], float]] = [(rest[0][0], (), 0.0)]
     while opened and opened[0][0] <= best[0] * _SAME:
         bound, points, before = heapq.heappop(opened)
         stage, start = len(points), points[-1] if points else 0

@@ -1,19 +1,18 @@
-"""What the layers of a model cost, and what stages made of them cost on paper.
+"""What the layers of a model cost, and what stages made of them cost.
 
-Symbols: L layers, P stages, M micro-batches, B samples of a batch. Times and bytes are those of
-one batch, if nothing else is said.
+Symbols: L layers, P stages, M micro-batches, B samples of a batch. Times and bytes are of one
+batch unless stated.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 
 from labkit.costs.link import Link
 from labkit.costs.makespan import makespan_s
-from labkit.schedules.pipeline import PIPELINES, in_flight
+from labkit.schedules.pipeline import check_micro_batches, in_flight, pipeline_schedule
 from labkit.schedules.stages import stage_bounds
 
-# What training holds of a parameter: its value, its gradient, its momentum.
+# What training holds for a parameter: value, gradient, momentum.
 _TRAINED_VALUES = 3
 
 
@@ -24,9 +23,9 @@ class LayerCost:
     Attributes:
         name: for people.
         forward_s, backward_s: seconds.
-        output_bytes: what it hands to the next layer; a cut behind it sends this.
-        parameter_bytes: of its values; 0 if it has none, and then there is nothing to train.
-        held_bytes: what it keeps from forward until its backward.
+        output_bytes: what it passes to the next layer; a cut after it sends this.
+        parameter_bytes: 0 if it has nothing to train.
+        held_bytes: what it keeps from its forward to its backward.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Profile:
 
     Attributes:
         model: its name.
-        batch_size: B, the samples that all costs are for.
+        batch_size: B.
         input_bytes: of the batch that enters layer 0.
         layers: in the order in which they run.
     """
@@ -57,15 +56,15 @@ class Profile:
 class StageCosts:
     """What any stage of a model costs, for one number of stages, link and schedule.
 
-    A stage is given by its number and its layers, ``start`` to ``end`` - 1.
+    Stages are given by number and layers, ``start`` to ``end`` - 1.
 
     Args:
         profile: costs of the layers.
         num_stages: P.
         link: between two stages.
-        micro_batches: M; a batch of fewer samples makes as many.
-        schedule: a name out of ``schedules.PIPELINES``.
-        frozen: so many layers from the first on are not trained.
+        micro_batches: M, at most one per sample.
+        schedule: a name in ``schedules.PIPELINES``.
+        frozen: the number of layers, from the first on, that are not trained.
 
     Raises:
         ValueError: settings that no split can have.
@@ -80,13 +79,15 @@ class StageCosts:
         schedule: str,
         frozen: int,
     ):
-        _check_settings(profile, num_stages, micro_batches, schedule, frozen)
         layers = profile.layers
+        _check_up_to_layers("num_stages", num_stages, 1, profile)
+        _check_up_to_layers("frozen", frozen, 0, profile)
+        check_micro_batches(micro_batches)
         self.num_layers, self.num_stages = len(layers), num_stages
         self.micro_batches = micro_batches = min(micro_batches, profile.batch_size)
         self.link, self.schedule = link, schedule
         trained = [i >= frozen and layer.parameter_bytes > 0 for i, layer in enumerate(layers)]
-        # Nothing before the first trained layer needs a gradient, so nothing is held for one.
+        # Layers before the first trained one need no gradient, so they hold nothing for one.
         first = trained.index(True) if any(trained) else self.num_layers
         self.first_trained_layer = first
         self._forward_s = [layer.forward_s for layer in layers]
@@ -98,7 +99,7 @@ class StageCosts:
         ]
         self._output_bytes = [layer.output_bytes for layer in layers]
         self._in_flight = [
-            in_flight(PIPELINES[schedule](stage, num_stages, micro_batches))
+            in_flight(pipeline_schedule(schedule)(stage, num_stages, micro_batches))
             for stage in range(num_stages)
         ]
 
@@ -129,11 +130,11 @@ class StageCosts:
         return self.message_s(cut) * (2 if cut > self.first_trained_layer else 1)
 
     def hops_before_s(self, stage: int, start: int, end: int) -> float:
-        """What a stage adds to the hops of the one micro-batch of an unpipelined step."""
+        """What a stage adds to the hops of a step with one micro-batch: the cut before it."""
         return self.round_trip_s(start) if stage else 0.0
 
     def through_s(self, stage: int, start: int, end: int) -> float:
-        """One micro-batch through a stage and over the cut behind it, and back."""
+        """One micro-batch through a stage and over the cut after it, and back."""
         return self.compute_s(stage, start, end) / self.micro_batches + self.round_trip_s(end)
 
     def first_trained_stage(self, points: tuple[int, ...]) -> int:
@@ -141,7 +142,7 @@ class StageCosts:
         return sum(end <= self.first_trained_layer for end in (*points, self.num_layers))
 
     def step_s(self, points: tuple[int, ...]) -> float:
-        """From the first forward to the last backward of a split."""
+        """Of a split, from the start of the first forward to the end of the last backward."""
         bounds = stage_bounds(points, self.num_layers)
         return makespan_s(
             self.schedule,
@@ -153,18 +154,10 @@ class StageCosts:
         )
 
 
-def _check_settings(profile, num_stages, micro_batches, schedule, frozen) -> None:
-    num_layers = len(profile.layers)
-    so_many = f"to {num_layers}, the layers of {profile.model}"
-    _check_whole("num_stages", num_stages, range(1, num_layers + 1), so_many)
-    _check_whole("micro_batches", micro_batches, range(1, sys.maxsize), "up")
-    _check_whole("frozen", frozen, range(num_layers + 1), so_many)
-    if schedule not in PIPELINES:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(PIPELINES)}")
-
-
-def _check_whole(name: str, value: int, allowed: range, until: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+def _check_up_to_layers(name: str, value: int, least: int, profile: Profile) -> None:
+    most = len(profile.layers)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(
-            f"{name} must be a whole number from {allowed.start} {until}; got {value!r}"
+            f"{name} must be an integer from {least} to {most}, the layers of {profile.model}; "
+            f"got {value!r}"
         )

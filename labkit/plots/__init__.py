@@ -9,27 +9,30 @@
     bucket_overlap    a backward pass with DDP's buckets, on paper
     size_curves       time over the tensor's size (crossings: where two cross)
     staleness_histogram, staleness_model   how late gradients came, or would come
-    placement         a model cut into stages: bytes, memory, time of stages and hops
+    split_costs       a model cut into stages: bytes, memory, time of stages and hops
     communication_time   each hop by cut, direction and batch size (hop_rows: of one split)
     split_scatter     many splits, predicted against measured
     pipeline_timetable, pipeline_timeline   a pipeline's step on paper, and as it ran
     step_by_micro_batches   a step's time and memory over the number of micro-batches
 
-Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes.
+Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes. A figure has the name
+of its file, or of its file and more (``ring_steps`` is in ``ring.py``).
 """
 
-from labkit.plots.buckets import BUCKET_SIZES_MB, LINKS, bucket_overlap
-from labkit.plots.comparisons import bars, learning_curves
-from labkit.plots.curves import crossings, size_curves
+from labkit.plots.bars import bars
+from labkit.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, bucket_overlap
+from labkit.plots.communication_time import communication_time, hop_rows
 from labkit.plots.figure import STYLES, CaptionedFigure, Style
-from labkit.plots.hops import communication_time, hop_rows
-from labkit.plots.micro_batches import step_by_micro_batches
+from labkit.plots.learning_curves import learning_curves
+from labkit.plots.phases import phases
 from labkit.plots.pipeline import measured_slots, pipeline_timeline, pipeline_timetable
-from labkit.plots.placement import placement
 from labkit.plots.ring import RingState, ring_grid, ring_states, ring_step, ring_steps, ring_words
-from labkit.plots.scatter import split_scatter
-from labkit.plots.spans import phases, timeline
+from labkit.plots.size_curves import crossings, size_curves
+from labkit.plots.split_costs import split_costs
+from labkit.plots.split_scatter import split_scatter
 from labkit.plots.staleness import staleness_histogram, staleness_model
+from labkit.plots.step_by_micro_batches import step_by_micro_batches
+from labkit.plots.timeline import timeline
 
 __all__ = [
     "BUCKET_SIZES_MB",
@@ -48,13 +51,13 @@ __all__ = [
     "phases",
     "pipeline_timeline",
     "pipeline_timetable",
-    "placement",
     "ring_grid",
     "ring_states",
     "ring_step",
     "ring_steps",
     "ring_words",
     "size_curves",
+    "split_costs",
     "split_scatter",
     "staleness_histogram",
     "staleness_model",

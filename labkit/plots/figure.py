@@ -1,11 +1,11 @@
-"""What all figures share: the table of looks, and the figure with alt text and caption.
+"""What all figures share: the table of styles, and the figure with alt text and caption.
 
 One meaning has one look everywhere, a colour of the Okabe-Ito palette and a hatch, so that no
 figure needs colour alone. Cool colours work (compute, update, data, evaluate), warm ones move
 bytes (communicate and its phases), grey waits; backward is forward's green, darkened. What was
 measured is filled with its colour; a prediction is pale, hatched, and says "model".
 
-The figures never touch pyplot, so nothing is shown twice and nothing stays open, and they ignore
+The figures do not use pyplot, so nothing is shown twice and nothing stays open, and they ignore
 the style that a notebook has set.
 """
 
@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import matplotlib as mpl
 import matplotlib.style
@@ -31,14 +31,16 @@ from matplotlib.patches import Patch
 
 from labkit.files import write_atomically
 
+P = ParamSpec("P")
+
 BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
 ORANGE, VERMILLION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
 DEEP_GREEN = "#005F46"
 DARK, GREY, GRID = "#1A1A1A", "#BFBFBF", "#D9D9D9"
 
 WIDTH_IN = 8.5
-# An inch of the figure is 100 pixels of the page, so that 10 points are 14 pixels. The picture
-# itself has more, for sharp text on dense screens.
+# An inch of the figure is 100 pixels on the page, so 10 points are 14 pixels. The picture itself
+# has more pixels, for sharp text on dense screens.
 PAGE_DPI = 100
 _PICTURE_DPI = 160
 _SETTINGS = {
@@ -53,6 +55,9 @@ _SETTINGS = {
     "axes.labelsize": 11,
     "axes.edgecolor": DARK,
     "axes.labelcolor": DARK,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
     "text.color": DARK,
     "xtick.color": DARK,
     "ytick.color": DARK,
@@ -65,8 +70,8 @@ _SETTINGS = {
     "svg.hashsalt": "labkit",
 }
 _MODEL_HATCH = "////"
-# matplotlib's settings are the whole process's, and JupyterLab may answer a slider in a thread
-# other than the cells'.
+# matplotlib's settings belong to the whole process, and JupyterLab may handle a slider in another
+# thread than the cells.
 _LOCK = threading.RLock()
 
 
@@ -91,7 +96,7 @@ class Style:
 
     @property
     def model(self) -> "Style":
-        """The same meaning, predicted: pale, with the one hatch that nothing measured has."""
+        """The same meaning, predicted: pale, with the hatch that nothing measured has."""
         return Style(tint(self.color, 0.2), _MODEL_HATCH, shade(self.color, 0.75))
 
 
@@ -108,14 +113,14 @@ STYLES = {
     "all_reduce": Style(ORANGE, "xx", DARK),
     "push": Style(VERMILLION, "||"),
     "pull": Style(ORANGE, "\\\\\\", DARK),
-    # What crosses the cut between two stages, forward and backward.
+    # Over the cut between two stages, forward and backward.
     "activation": Style(VERMILLION, ".."),
     "gradient": Style(ORANGE, "--", DARK),
     "wait": Style(GREY, "..", "#595959"),
     # Time in no span: Python between the spans.
     "other": Style("#F2F2F2", "//", GREY),
 }
-# For phases of communication that have no row above, in the order of their names.
+# For communication phases without a row above, in the order of their names.
 _SPARE = (
     Style(YELLOW, "oo", DARK),
     Style(VERMILLION, "--"),
@@ -125,7 +130,7 @@ _SPARE = (
     Style(YELLOW, "\\\\\\", DARK),
 )
 
-# Bar, marker and line of things that are compared with each other: runs, algorithms.
+# Bar, marker and line of what is compared with each other: runs, algorithms.
 SERIES = (
     (Style(BLUE), "o", "-"),
     (Style(VERMILLION, ".."), "s", "--"),
@@ -138,7 +143,7 @@ SERIES = (
 
 
 def styles_of(kinds: Iterable[str]) -> dict[str, Style]:
-    """The looks of the kinds that are present, in the table's order."""
+    """The styles of these kinds, in the table's order."""
     present = set(kinds)
     styles = {kind: style for kind, style in STYLES.items() if kind in present}
     return styles | dict(zip(sorted(present - styles.keys()), itertools.cycle(_SPARE)))
@@ -146,31 +151,38 @@ def styles_of(kinds: Iterable[str]) -> dict[str, Style]:
 
 def tint(color: str, strength: float) -> str:
     """``color`` thinned with white: 1 leaves it, 0 is white."""
-    return mpl.colors.to_hex(1 - strength * (1 - np.array(mpl.colors.to_rgb(color))))
+    red, green, blue = (1 - strength * (1 - part) for part in mpl.colors.to_rgb(color))
+    return mpl.colors.to_hex((red, green, blue))
 
 
 def shade(color: str, strength: float) -> str:
     """``color`` darkened: 1 leaves it, 0 is black."""
-    return mpl.colors.to_hex(strength * np.array(mpl.colors.to_rgb(color)))
+    red, green, blue = (strength * part for part in mpl.colors.to_rgb(color))
+    return mpl.colors.to_hex((red, green, blue))
+
+
+def fill(style: Style) -> dict[str, Any]:
+    """A style as the keywords that matplotlib's bars and patches take."""
+    return {
+        "facecolor": style.color,
+        "edgecolor": style.ink if style.hatch else style.color,
+        "hatch": style.hatch or None,
+        "linewidth": 0.8 if style.is_model else 0,
+    }
 
 
 def swatch(label: str, style: Style, model: bool = False) -> Patch:
-    """A legend's entry, which also carries a bar's colours."""
-    look = style.model if model else style
-    return Patch(
-        facecolor=look.color,
-        edgecolor=look.ink if look.hatch else look.color,
-        hatch=look.hatch or None,
-        linewidth=0.8 if model else 0,
-        label=label,
-    )
+    """A legend's entry for bars of this style, or for bars that predict it."""
+    return Patch(label=label, **fill(style.model if model else style))
 
 
 def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
     """A legend below the axes, in as few rows as fit, the rows about equally long."""
-    width_in = max(0.08 * len(handle.get_label()) for handle in handles) + 0.85
-    columns = max(1, int(figure.get_figwidth() / width_in))
+    widths_in = [0.08 * len(handle.get_label()) + 0.85 for handle in handles]
+    columns = max(1, int(figure.get_figwidth() / max(widths_in)))
     rows = math.ceil(len(handles) / columns)
+    if sum(widths_in) <= figure.get_figwidth():
+        rows = 1
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -191,7 +203,7 @@ class CaptionedFigure:
     Attributes:
         figure: the matplotlib figure.
         alt: the takeaway in words and numbers, for readers who do not see the picture.
-        caption: what stands below it.
+        caption: the text below it.
     """
 
     def __init__(self, figure: Figure, *, alt: str, caption: str):
@@ -205,7 +217,7 @@ class CaptionedFigure:
         self._png: bytes | None = None
 
     def png(self) -> bytes:
-        """The picture alone; drawn at the first call."""
+        """The picture alone, drawn at the first call."""
         if self._png is None:
             self._png = _with_palette(self._pixels())
         return self._png
@@ -246,7 +258,7 @@ class CaptionedFigure:
         return target.getvalue()
 
     def _pixels(self) -> np.ndarray:
-        """[height, width, RGBA]. ``savefig`` would draw twice, and a slider's hand waits."""
+        """[height, width, RGBA], drawn once; ``savefig`` would draw twice."""
         page_dpi = self.figure.get_dpi()
         with _own_settings():
             try:
@@ -259,14 +271,14 @@ class CaptionedFigure:
 
 
 def _with_palette(picture: np.ndarray) -> bytes:
-    """[height, width, RGBA] as PNG in its 256 commonest colours: few bytes, which notebooks keep.
+    """[height, width, RGBA] as a PNG of its 256 most common colours, small enough for notebooks.
 
-    Fills keep their exact colours, only the soft edges of letters and lines are rounded. (Pillow's
-    own quantizers move every colour a little, white too.)
+    Fills keep their exact colours; only the soft edges of letters and lines are rounded.
+    (Pillow's quantizers change every colour a little, white too.)
     """
     from PIL import Image
 
-    # Runs of one colour are few, and pixels many: a slider's hand waits for this.
+    # Runs of one colour are few and pixels many: for a slider, the difference is felt.
     plain = picture.view(np.uint32).ravel()
     starts = np.concatenate(([0], np.flatnonzero(plain[1:] != plain[:-1]) + 1))
     lengths = np.diff(starts, append=len(plain))
@@ -281,16 +293,16 @@ def _with_palette(picture: np.ndarray) -> bytes:
     image = Image.fromarray(indices.reshape(picture.shape[:2]), "L")
     image.putpalette(palette.astype(np.uint8).tobytes())
     target = io.BytesIO()
-    # The last tenth of the bytes would cost eight times the time.
+    # The highest level saves another tenth of the bytes and takes eight times as long.
     image.save(target, "png", compress_level=6)
     return target.getvalue()
 
 
-def drawn(function: Callable[..., CaptionedFigure]) -> Callable[..., CaptionedFigure]:
-    """Draw under the settings above, whatever the notebook has set."""
+def drawn(function: Callable[P, CaptionedFigure]) -> Callable[P, CaptionedFigure]:
+    """Make a function draw under the settings above, whatever the notebook has set."""
 
     @functools.wraps(function)
-    def with_settings(*args: Any, **kwargs: Any) -> CaptionedFigure:
+    def with_settings(*args: P.args, **kwargs: P.kwargs) -> CaptionedFigure:
         with _own_settings():
             return function(*args, **kwargs)
 

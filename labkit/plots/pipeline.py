@@ -6,6 +6,7 @@ Symbols: P stages, M micro-batches.
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
@@ -18,7 +19,7 @@ from labkit.plots.figure import (
     styles_of,
     swatch,
 )
-from labkit.plots.spans import draw_spans, label_lanes, trace_of
+from labkit.plots.timeline import draw_spans, label_lanes, trace_of
 from labkit.schedules.pipeline import Action, in_flight
 from labkit.trace import Span, Trace
 from labkit.units import format_count, format_number, format_seconds, second_unit
@@ -30,10 +31,10 @@ Streams = Sequence[Sequence[Action]]
 def pipeline_timetable(
     slots: Sequence[Slot], *, title: str | None = None, unit: str | None = None
 ) -> CaptionedFigure:
-    """Draw a pipeline's step on paper: a row a stage, a numbered box a forward or a backward.
+    """Draw a pipeline's step on paper: a row per stage, a numbered box per forward or backward.
 
     Args:
-        slots: ``labkit.costs.pipeline_timeline.timetable``, or ``SplitModel.slots()``.
+        slots: ``labkit.costs.pipeline_timeline.predicted_slots``, or ``SplitModel.slots()``.
         title: above the figure.
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
 
@@ -42,7 +43,8 @@ def pipeline_timetable(
     """
     if not slots:
         raise ValueError(
-            "no slots to draw: give labkit.costs.pipeline_timeline.timetable(...) of a schedule"
+            "no slots to draw: give the predicted_slots(...) of a schedule "
+            "(labkit.costs.pipeline_timeline)"
         )
     title = f"{title or 'Timetable of a step'} (model)"
     spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
@@ -72,7 +74,7 @@ def pipeline_timeline(
     """
     slots = measured_slots(result, streams, step=step)
     start_s, end_s = min(slot.start_s for slot in slots), max(slot.end_s for slot in slots)
-    # What nobody could see is not to stand in the legend either.
+    # A span too short to be seen should not add an entry to the legend.
     least_s = (end_s - start_s) / 5000
     clipped = (
         Span(s.rank, s.kind, max(s.start_s, start_s) - start_s, min(s.end_s, end_s) - start_s)
@@ -91,10 +93,10 @@ def pipeline_timeline(
 
 
 def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:
-    """One step of a real run as a timetable, of which ``labkit.costs.pipeline_timeline.bubble`` is
-    measured.
+    """One step of a real run as a timetable, for ``labkit.costs.pipeline_timeline.bubble``.
 
-    A rank's k-th forward span is the k-th forward of its stream, and so on for each step again.
+    In each step, a rank's k-th forward span is the k-th forward of its stream, and likewise for
+    backward.
 
     Args:
         result: a ``Trace``, or a result that has one as ``.trace``; rank s is stage s.
@@ -121,7 +123,7 @@ def _steps_of(trace: Trace, stage: int, stream: list[Action]) -> list[list[Slot]
     actions = stream * steps
     if rest or not steps or [span.kind for span in spans] != [a.kind for a in actions]:
         raise ValueError(
-            f"rank {stage} ran {len(spans)} forwards and backwards, which are no repeats of its "
+            f"rank {stage} ran {len(spans)} forwards and backwards, which are not repeats of its "
             f"stream's {len(stream)}: give the streams of this run, and a trace of whole steps "
             "whose batches all make as many micro-batches"
         )
@@ -132,7 +134,7 @@ def _steps_of(trace: Trace, stage: int, stream: list[Action]) -> list[list[Slot]
 
 
 def _idle(slots: Sequence[Slot]) -> list[Span]:
-    """What lies between a stage's slots, from the step's start to its end."""
+    """The gaps between a stage's slots, from the step's start to its end."""
     end_s = max(slot.end_s for slot in slots)
     found = []
     for stage, mine in _by_stage(slots).items():
@@ -152,7 +154,7 @@ def _by_stage(slots: Sequence[Slot]) -> dict[int, list[Slot]]:
 def _draw_rows(
     spans: list[Span], slots: Sequence[Slot], title: str, unit: str | None, model: bool
 ) -> Figure:
-    """A row a stage from 0 to the end of the step; ``slots`` say what stands on the boxes."""
+    """One row per stage from 0 to the end of the step; ``slots`` number the boxes."""
     stages, end_s = list(_by_stage(slots)), max(span.end_s for span in spans)
     scale, unit = (1.0, unit) if unit else second_unit(end_s / 2)
     figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.45 * len(stages)))
@@ -172,7 +174,7 @@ def _draw_rows(
     return figure
 
 
-def _write_number(axes, slot: Slot, row: int, scale: float, end_s: float) -> None:
+def _write_number(axes: Axes, slot: Slot, row: int, scale: float, end_s: float) -> None:
     """``F3``, or ``3`` where the box is too narrow for that, or nothing."""
     pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_IN - 0.6) * PAGE_DPI
     name = str(Action(slot.kind, slot.micro_batch))
@@ -190,7 +192,7 @@ def _counts(slots: Sequence[Slot]) -> str:
 
 
 def _orders(slots: Sequence[Slot]) -> str:
-    """What each stage does in order, of many micro-batches how it begins."""
+    """What each stage does in order; with many micro-batches, how it begins."""
     parts = []
     for stage, mine in _by_stage(slots).items():
         names = [str(Action(slot.kind, slot.micro_batch)) for slot in mine]
@@ -206,7 +208,7 @@ def _length_of(slots: Sequence[Slot], unit: str | None) -> str:
 
 
 def _bubble_words(slots: Sequence[Slot]) -> str:
-    """Beside the formula, and what it costs in activations."""
+    """The formula to compare with, and how many activations are held."""
     by_stage = _by_stage(slots)
     count = len({slot.micro_batch for slot in slots})
     formula = bubble_formula(len(by_stage), count)

@@ -1,4 +1,4 @@
-"""The ring on paper: which rank's values each chunk holds, one grid a state."""
+"""The ring on paper: which ranks' values each chunk holds, one grid per state."""
 
 import itertools
 import math
@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -74,7 +75,9 @@ def ring_states(
     return states
 
 
-def _sums(held, values) -> list[list[float]] | None:
+def _sums(
+    held: Sequence[Sequence[Collection[int]]], values: Sequence[Sequence[float]] | None
+) -> list[list[float]] | None:
     if values is None:
         return None
     return [
@@ -110,7 +113,7 @@ def ring_steps(states: Sequence[RingState], *, title: str | None = None) -> Capt
         raise ValueError("no states to draw: give at least one, for example plots.ring_states(3)")
     for state in states:
         _check_state(state)
-    columns, lines, figure = _sheet(states, title, len(states))
+    columns, lines, figure = _grids(states, title, len(states))
     grids = figure.subplots(lines, columns, squeeze=False).flat
     for number, (axes, state) in enumerate(itertools.zip_longest(grids, states)):
         if state is None:
@@ -129,23 +132,24 @@ def ring_step(
 ) -> CaptionedFigure:
     """Draw one step of ring all-reduce: what has just moved, and who holds what after it.
 
-    All steps of one ring have the same size, so that they can be leafed through.
+    All steps of one ring are drawn at the same size, so that nothing jumps from one to the next.
 
     Args:
         step: 0 (the start) to 2 (P - 1) (the end).
         world_size: P, at least 2.
-        values: [P][P], the number that each rank brings for each chunk. By default rank r brings
-            (c + 1) x 10^r for chunk c: the digits of a sum then say whose numbers are in it.
+        values: [P][P], the number that each rank has for each chunk at the start. By default rank
+            r has (c + 1) x 10^r for chunk c: the digits of a sum then say whose numbers are in
+            it.
 
     Raises:
-        ValueError: fewer than 2 ranks, a step that this ring has not, values of another shape.
+        ValueError: fewer than 2 ranks, an impossible step, values of another shape.
     """
     states = ring_states(world_size, _telling_values(world_size) if values is None else values)
     words = ring_words(step, world_size)
     title = states[step].title.replace(":", f" of {len(states) - 1}:")
     state = replace(states[step], title=title)
-    *_, figure = _sheet(states, None, count=1)
-    # Finding out what fits where would take a third of the time, and each step a place of its own.
+    *_, figure = _grids(states, None, count=1)
+    # A layout engine would take a third of the time, and place each step differently.
     figure.set_layout_engine("none")
     width_in, height_in = figure.get_size_inches()
     axes = figure.add_axes(
@@ -213,7 +217,9 @@ def _check_state(state: RingState) -> None:
     sizes = [len(row) for row in state.contributions]
     ranks = len(sizes)
     if not ranks or sizes != [sizes[0]] * ranks or not sizes[0]:
-        raise ValueError(f"contributions must be one row a rank, all as long: lengths {sizes}")
+        raise ValueError(
+            f"contributions must be one row per rank, all of one length: got lengths {sizes}"
+        )
     if state.values is not None and [len(row) for row in state.values] != sizes:
         raise ValueError(f"values must be {ranks} rows of {sizes[0]}, as the contributions are")
     named = {rank for row in state.contributions for cell in row for rank in cell}
@@ -224,8 +230,8 @@ def _check_state(state: RingState) -> None:
         raise ValueError(f"chunks {outside} are not in a grid of chunks 0 to {sizes[0] - 1}")
 
 
-def _sheet(states: Sequence[RingState], title: str | None, count: int) -> tuple[int, int, Figure]:
-    """Columns and lines of ``count`` grids such that each state's texts fit, and their sheet."""
+def _grids(states: Sequence[RingState], title: str | None, count: int) -> tuple[int, int, Figure]:
+    """Columns and lines of ``count`` grids in which each state's texts fit, and their figure."""
     cell_in = max(_cell_width_in(state) for state in states)
     title_in = max(0.1 * len(state.title) for state in states)
     width_in = max(cell_in * max(len(state.contributions[0]) for state in states), title_in) + 0.5
@@ -252,7 +258,7 @@ def _cell_width_in(state: RingState) -> float:
 
 
 def _cell_texts(state: RingState, rank: int, chunk: int) -> list[str]:
-    """The value where there is one; whose values are in it."""
+    """The value if there is one, and the ranks whose values are in it."""
     world_size, cell = len(state.contributions), state.contributions[rank][chunk]
     whose = ",".join(str(rank) for rank in sorted(cell))
     if len(cell) == world_size:
@@ -274,7 +280,7 @@ def _cell_look(count: int, world_size: int) -> tuple[str, str]:
     return tint(ORANGE, 0.25 + 0.55 * (count - 1) / max(world_size - 2, 1)), DARK
 
 
-def _draw_grid(axes, state: RingState, first_in_line: bool) -> None:
+def _draw_grid(axes: Axes, state: RingState, first_in_line: bool) -> None:
     ranks, chunks = len(state.contributions), len(state.contributions[0])
     for rank, row in enumerate(state.contributions):
         for chunk, cell in enumerate(row):
@@ -294,8 +300,8 @@ def _draw_grid(axes, state: RingState, first_in_line: bool) -> None:
     axes.set_title(state.title, fontsize=11)
 
 
-def _write_cell(axes, chunk: int, rank: int, texts: list[str], ink: str) -> None:
-    """A value in bold with its ranks below, or the ranks alone; left of where arrows run."""
+def _write_cell(axes: Axes, chunk: int, rank: int, texts: list[str], ink: str) -> None:
+    """A value in bold with its ranks below, or the ranks alone; the arrows are to the right."""
     place = {"color": ink, "ha": "center", "va": "center"}
     x = chunk - 0.06
     if len(texts) == 1:
@@ -305,7 +311,7 @@ def _write_cell(axes, chunk: int, rank: int, texts: list[str], ink: str) -> None
     axes.text(x, rank + 0.23, texts[1], fontsize=10, **place)
 
 
-def _draw_message(axes, src: int, dst: int, chunk: int) -> None:
+def _draw_message(axes: Axes, src: int, dst: int, chunk: int) -> None:
     box = Rectangle((chunk - 0.46, dst - 0.46), 0.92, 0.92, fill=False, zorder=3)
     box.set(edgecolor=VERMILLION, linewidth=2.2)
     axes.add_patch(box)

@@ -5,28 +5,31 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from labkit.costs.async_run import Timetable, simulate
+from labkit.costs.async_run import AsyncRun, simulate
 from labkit.plots.figure import (
     DARK,
-    GRID,
     SERIES,
     WIDTH_IN,
     CaptionedFigure,
+    Style,
     add_legend,
     add_title,
     drawn,
+    fill,
     styles_of,
     swatch,
 )
-from labkit.plots.spans import draw_spans, label_lanes
+from labkit.plots.timeline import draw_spans, label_lanes
 from labkit.units import format_count
 
 MAX_WORKERS = 6
-# Of the model: seconds are a gradient's time on a worker that does not straggle.
+# The model's unit of time is one gradient on a worker that does not straggle.
 _WATCHED_S = 20.0
 
 Updates = Sequence[tuple[int, int]]
@@ -40,11 +43,11 @@ def staleness_histogram(
     title: str | None = None,
     model: bool = False,
 ) -> CaptionedFigure:
-    """Draw how many updates were how stale, stacked by worker.
+    """Draw the number of updates at each staleness, stacked by worker.
 
     Args:
         updates: (worker, staleness) of each, as in ``result.notes["staleness"]``.
-        bound: the largest staleness that was allowed, drawn as a line; None draws none.
+        bound: the largest staleness that was allowed, drawn as a line.
         title: above the figure.
         model: the updates are predicted, and are drawn as such.
 
@@ -64,7 +67,7 @@ def staleness_histogram(
         figure,
         alt=f"{kind} of the staleness of {len(updates):,} updates, stacked by worker. "
         f"{_by_worker(updates)}.",
-        caption=_histogram_words(updates, bound),
+        caption=_histogram_caption(updates, bound),
     )
 
 
@@ -82,7 +85,10 @@ def staleness_model(
     Raises:
         ValueError: impossible numbers.
     """
-    free, _ = _models(workers, factor, bound)
+    if workers not in range(1, MAX_WORKERS + 1):
+        raise ValueError(f"the model draws 1 to {MAX_WORKERS} workers, got {workers!r}")
+    free = simulate(workers, factor=factor, duration_s=_WATCHED_S, bound=bound)
+    rounds = simulate(workers, factor=factor, duration_s=_WATCHED_S, synchronous=True)
     figure = Figure(figsize=(WIDTH_IN, 5.4))
     above, below = figure.subplots(2, height_ratios=[1, 1])
     styles = styles_of(span.kind for span in free.spans)
@@ -90,7 +96,7 @@ def staleness_model(
     late = _late_by_worker(free.updates)
     others = [s for worker in late if worker != 1 for s in late[worker]]
     groups = {"the straggler": late.get(1, []), "other workers": others}
-    # Looks that no kind of span above has.
+    # These looks differ from those of the spans above.
     entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
     add_title(
         figure,
@@ -104,13 +110,12 @@ def staleness_model(
         alt=f"Predicted timeline of a server and {format_count(workers, 'worker')}, worker 1 "
         f"{factor:g} times as slow, {_bound_name(bound)}: workers wait {free.waiting_share():.0%} "
         f"of their time. Below, predicted staleness. {_by_worker(free.updates)}.",
-        caption=staleness_words(workers, factor, bound),
+        caption=_model_caption(free, rounds, bound),
     )
 
 
-def staleness_words(workers: int = 3, factor: float = 4, bound: int | None = None) -> str:
-    """The model in two sentences: how stale, and how fast beside synchronous rounds."""
-    free, rounds = _models(workers, factor, bound)
+def _model_caption(free: AsyncRun, rounds: AsyncRun, bound: int | None) -> str:
+    """How stale, and how fast compared with synchronous rounds."""
     largest = max(update.staleness for update in free.updates)
     return (
         f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "
@@ -120,40 +125,34 @@ def staleness_words(workers: int = 3, factor: float = 4, bound: int | None = Non
     )
 
 
-def _models(workers: int, factor: float, bound: int | None) -> tuple[Timetable, Timetable]:
-    """The run at the workers' own pace, and in rounds."""
-    if workers not in range(1, MAX_WORKERS + 1):
-        raise ValueError(f"the model draws 1 to {MAX_WORKERS} workers, got {workers!r}")
-    settings = {"factor": factor, "duration_s": _WATCHED_S}
-    free = simulate(workers, bound=bound, **settings)
-    return free, simulate(workers, synchronous=True, **settings)
-
-
 def _bound_name(bound: int | None) -> str:
     return "no bound" if bound is None else f"bound {bound}"
 
 
-def _draw_lanes(axes, timetable: Timetable, workers: int, styles) -> None:
-    axes.set_xlim(0, timetable.duration_s)
-    spans = list(timetable.trace.spans)
+def _draw_lanes(axes: Axes, run: AsyncRun, workers: int, styles: dict[str, Style]) -> None:
+    axes.set_xlim(0, run.duration_s)
+    spans = list(run.trace.spans)
     draw_spans(axes, spans, list(range(workers + 1)), 1.0, styles, model=True)
     label_lanes(axes, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
     axes.set_xlabel("time (gradients of a worker that does not straggle)")
 
 
 def _draw_histogram(
-    axes, groups: dict[str, list[int]], looks: Iterable, bound: int | None, model: bool
-) -> list:
+    axes: Axes,
+    groups: dict[str, list[int]],
+    looks: Iterable[tuple[Style, str, str]],
+    bound: int | None,
+    model: bool,
+) -> list[Artist]:
     """Staleness by group as stacked bars; returns the legend's entries."""
     largest = max(*(late for group in groups.values() for late in group), bound or 0)
     heights = [0] * (largest + 1)
-    entries = []
+    entries: list[Artist] = []
     for (name, late), (style, _, _) in zip(groups.items(), looks):
         counts = Counter(late)
         mine = [counts[staleness] for staleness in range(largest + 1)]
-        look = style.model if model else style
-        bar = {"facecolor": look.color, "edgecolor": look.ink, "hatch": look.hatch or None}
-        axes.bar(range(largest + 1), mine, bottom=heights, width=0.8, linewidth=0.8, **bar)
+        look = fill(style.model if model else style)
+        axes.bar(range(largest + 1), mine, 0.8, heights, **look)
         heights = [low + high for low, high in zip(heights, mine)]
         entries.append(swatch(name + " (model)" * model, style, model))
     if bound is not None:
@@ -163,16 +162,15 @@ def _draw_histogram(
     axes.set_xlim(-0.6, largest + 0.7)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(axis="y")
     return entries
 
 
-def _checked(updates: Iterable) -> Updates:
-    updates = [(int(worker), int(late)) for worker, late in updates]
-    if not updates:
+def _checked(updates: Iterable[Sequence[int]]) -> Updates:
+    found = [(int(worker), int(late)) for worker, late in updates]
+    if not found:
         raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
-    return updates
+    return found
 
 
 def _late_by_worker(updates: Updates) -> dict[int, list[int]]:
@@ -192,7 +190,7 @@ def _by_worker(updates: Updates) -> str:
     return "; ".join(found)
 
 
-def _histogram_words(updates: Updates, bound: int | None) -> str:
+def _histogram_caption(updates: Updates, bound: int | None) -> str:
     late = [staleness for _, staleness in updates]
     workers = format_count(len({worker for worker, _ in updates}), "worker")
     words = f"Mean staleness {statistics.fmean(late):.2f} with {workers}, largest {max(late)}"

@@ -1,8 +1,8 @@
 """The engine under ``labkit.run``: PyTorch's elastic agent in a thread, one machine, no socket.
 
 In a thread the agent leaves the calling process's signal handlers alone, and the caller can watch,
-print, and be stopped. PyTorch's ``SimpleElasticAgent`` is made to be extended: it brings the
-numbering of the ranks and the loop; how processes are started, watched and ended is here.
+print, and be stopped. PyTorch's ``SimpleElasticAgent`` is made to be extended: the numbering of
+the ranks and the loop are its own; how processes are started, watched and ended is here.
 (PyTorch's ``LocalElasticAgent`` waits without bound for a rank that was killed at its end, makes
 semaphores that a kill leaves in /dev/shm, and looks up names.)
 
@@ -25,20 +25,22 @@ from torch.distributed.elastic import events, rendezvous
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
 
 from labkit.comm.processes import is_running, kill_group
-from labkit.runtime.preload import server_fault, start_method
+from labkit.runtime.forkserver import server_fault, start_method
 
 _LOOPBACK = "127.0.0.1"
-# The longest that the agent goes without looking whether it is to stop.
+# How often the agent checks, at the least, whether it is to stop.
 _LOOK_S = 0.1
-# Between two looks; PyTorch sleeps so long, and then waits for what happens anyway.
+# Between two checks; PyTorch sleeps this long, and then waits for events anyway.
 _PAUSE_S = 0.001
 _THREAD_START_S = 1.0
-# For ranks that were killed to be gone; longer only in the kernel's own uninterruptible sleep.
+# For killed ranks to be gone; it takes longer only in the kernel's uninterruptible sleep.
 _END_PATIENCE_S = 5.0
 # What Python says of a child whose end the forkserver could not report.
 _UNKNOWN_CODE = 255
@@ -71,14 +73,14 @@ class Ranks(SimpleElasticAgent):
         )
         super().__init__(spec)
         self.processes: list[multiprocessing.process.BaseProcess] = []
-        # By rank, in the order in which they were seen; None where the code is lost.
+        # By rank, the first to be seen first; None where the code is lost.
         self.exit_codes: dict[int, int | None] = {}
         self.start_error: BaseException | None = None
         self._target, self._ends, self._args = target, ends, args
         self._stop_asked = stop_asked
 
-    def _start_workers(self, worker_group) -> dict[int, Any]:
-        context = multiprocessing.get_context(start_method())
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        context: Any = multiprocessing.get_context(start_method())
         for worker, ends in zip(worker_group.workers, self._ends):
             if self._stop_asked.is_set():
                 break
@@ -92,16 +94,16 @@ class Ranks(SimpleElasticAgent):
             try:
                 process.start()
             except BaseException as error:
-                # Told before the ranks that have started are ended for it.
+                # Recorded before the ranks that have started are ended for it.
                 self.start_error = error
                 raise
             self.processes.append(process)
             # The rank's pipes must end with it: nobody else may hold them open.
             for end in ends:
                 end.close()
-        return {rank: process.pid for rank, process in enumerate(self.processes)}
+        return dict(enumerate(map(_pid, self.processes)))
 
-    def _monitor_workers(self, worker_group) -> RunResult:
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         running = [p for r, p in enumerate(self.processes) if r not in self.exit_codes]
         if any(process.exitcode == _UNKNOWN_CODE for process in running):
             # Their sentinels are of no use then.
@@ -120,25 +122,25 @@ class Ranks(SimpleElasticAgent):
             code = process.exitcode
             if rank in self.exit_codes or code is None:
                 continue
-            if code == _UNKNOWN_CODE and is_running(process.pid):
+            if code == _UNKNOWN_CODE and is_running(_pid(process)):
                 # Without its server a rank lives on, and only the system knows when it ends.
                 continue
             self.exit_codes[rank] = None if code == _UNKNOWN_CODE and server_fault() else code
 
-    def _stop_workers(self, worker_group) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
-        """Whoever is still there has returned, or is to end at once: no other signal is sure."""
+        """Kill the ranks that are left: they have returned, or are to end at once."""
         until_s = time.monotonic() + _END_PATIENCE_S
         for rank, process in enumerate(self.processes):
-            # By its number alone: a rank that has lost its server is no child any more. What it
-            # has started goes with it, also when the rank itself has ended.
-            if rank not in self.exit_codes or self._has_left_a_group(process.pid):
-                kill_group(process.pid)
+            # By its number: a rank that has lost its server is not a child any more. What it has
+            # started ends with it, even when the rank itself has ended.
+            if rank not in self.exit_codes or self._has_left_a_group(_pid(process)):
+                kill_group(_pid(process))
         for process in self.processes:
             process.join(max(0.0, until_s - time.monotonic()))
-            while is_running(process.pid) and time.monotonic() < until_s:
+            while is_running(_pid(process)) and time.monotonic() < until_s:
                 time.sleep(_PAUSE_S)
         self._look()
 
@@ -150,15 +152,15 @@ class Ranks(SimpleElasticAgent):
             return False
         return True
 
-    def _construct_event(self, state: str, source, *args, **kwargs):
+    def _construct_event(self, state: str, source: Any, *args: Any, **kwargs: Any) -> events.Event:
         # PyTorch's own asks a name server for this machine's full name.
         return events.Event(state, source)
 
 
 class OneMachine(rendezvous.RendezvousHandler):
-    """A rendezvous of one agent with itself: nobody to meet, and nothing to listen on.
+    """A rendezvous of one agent with itself: no other machine, and no listening socket.
 
-    PyTorch's own (``c10d``) waits and polls for other machines: 0.1 to 0.3 s of each launch.
+    PyTorch's own (``c10d``) waits and polls for other machines: 0.1 to 0.3 s per launch.
     """
 
     use_agent_store = False
@@ -192,7 +194,12 @@ class OneMachine(rendezvous.RendezvousHandler):
         return True
 
 
-def _environment(worker, group, spec: WorkerSpec) -> dict[str, str]:
+def _pid(process: multiprocessing.process.BaseProcess) -> int:
+    assert process.pid is not None, "it has been started"
+    return process.pid
+
+
+def _environment(worker: Worker, group: WorkerGroup, spec: WorkerSpec) -> dict[str, str]:
     """What torchrun sets for a rank, and what must reach it from a server started long ago."""
     passed_on = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return {name: os.environ[name] for name in passed_on if name in os.environ} | {
@@ -205,14 +212,14 @@ def _environment(worker, group, spec: WorkerSpec) -> dict[str, str]:
         "ROLE_NAME": spec.role,
         "ROLE_RANK": str(worker.role_rank),
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
-        "MASTER_ADDR": group.master_addr,
+        "MASTER_ADDR": group.master_addr or _LOOPBACK,
         "MASTER_PORT": str(group.master_port),
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
     }
 
 
 class Agent(threading.Thread):
-    """The agent in a thread of its own, which can be told to stop.
+    """The agent in a thread, which can be told to stop.
 
     Attributes:
         error: why the ranks could not be started; None while they could.
@@ -240,19 +247,19 @@ class Agent(threading.Thread):
 
     @property
     def exit_codes(self) -> dict[int, int | None]:
-        """Of the ranks that have ended, in the order in which they did; None: nobody knows."""
+        """Exit codes of the ranks that have ended, the first to end first; None if unknown."""
         return dict(self._ranks.exit_codes)
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the ranks that were started, by rank."""
-        return {rank: process.pid for rank, process in enumerate(list(self._ranks.processes))}
+        return dict(enumerate(map(_pid, list(self._ranks.processes))))
 
     def may_start_ranks(self) -> bool:
-        """Whether it still has, or may get, running ranks.
+        """Whether ranks are running or may still be started.
 
-        An interrupt of ``start`` can leave a thread that runs, or is about to, and yet has not
-        said so: ``is_alive`` would be False.
+        ``is_alive`` does not tell: an interrupt of ``start`` can leave a thread that runs, or is
+        about to, and is not yet marked as alive.
         """
         if self._asked_s is None or self.finished.is_set():
             return False

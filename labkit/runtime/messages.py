@@ -1,7 +1,7 @@
-"""What travels between a rank and its launcher over the rank's pipe, and how it is read in time.
+"""The messages between a rank and its launcher, over the rank's pipe.
 
-A rank sends one report; the launcher answers with one byte that lets it go. Either end learns from
-the pipe's end that the other is gone.
+A rank sends one report; the launcher answers with one byte that lets it go. Each learns from the
+end of the pipe that the other is gone.
 """
 
 import os
@@ -15,7 +15,7 @@ from labkit.trace import Span
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
 _GO = b"g"
-# Of one text in a report: what a cell shows is read by a person.
+# Per text in a report: a person reads it below a cell.
 _MOST_CHARS = 20_000
 
 
@@ -40,6 +40,7 @@ class Report:
 
 
 def send_report(control: Connection, report: Report) -> None:
+    """Send it all, however many writes that takes."""
     data = memoryview(pickle.dumps(report))
     for part in (_LENGTH.pack(len(data)), data):
         while part:
@@ -47,12 +48,12 @@ def send_report(control: Connection, report: Report) -> None:
 
 
 def let_go(control: Connection) -> None:
-    """Tell a rank that all have returned: it may end."""
+    """Tell a rank that all ranks have returned: it may end."""
     os.write(control.fileno(), _GO)
 
 
 def may_go(control: Connection) -> bool:
-    """Wait for the launcher's word; False when the launcher is gone."""
+    """Wait until the launcher lets this rank go; False when the launcher is gone."""
     try:
         return os.read(control.fileno(), 1) == _GO
     except OSError:
@@ -60,7 +61,7 @@ def may_go(control: Connection) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """An error's own text, which its class may fail to make, and not without bound."""
+    """An error's text, shortened; its class may even fail to make one."""
     try:
         return shortened(str(error))
     except Exception as failure:
@@ -76,7 +77,7 @@ def shortened(text: str) -> str:
 
 
 class Inbox:
-    """The launcher's end of a rank's pipe: reads what is there, and never waits for the rest.
+    """The launcher's end of a rank's pipe: it reads what is there, and never waits for the rest.
 
     A rank that is stopped in the middle of a large report must not stop its launcher too.
     """
@@ -86,7 +87,7 @@ class Inbox:
         self._data = bytearray()
 
     def read(self) -> Report | None:
-        """Take in what has come; the report when it is whole.
+        """Read what has arrived; the report, once it is complete.
 
         Raises:
             EOFError: the rank is gone.

@@ -1,25 +1,24 @@
-"""What the ranks print and how far they are, shown by the calling process while a run goes on."""
+"""What the ranks print, shown by the calling process during the run."""
 
 import os
 import time
 from collections import deque
+from collections.abc import Collection
 from multiprocessing.connection import Connection
 
 MAX_CHARS = 200_000
-
-
 # Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
-# terminal and under test. A rank's lines wait for the ranks below it, but not for long.
+# terminal and under test. A rank's lines wait for the ranks below it, but only this long.
 _HOLD_S = 2.0
 
 
 def is_live() -> bool:
-    """Off under test (LABKIT_LIVE=0): what a cell shows must not depend on how long it took."""
+    """Whether to show anything during a run; with LABKIT_LIVE=0 a cell's output is repeatable."""
     return os.environ.get("LABKIT_LIVE", "1") != "0"
 
 
 class Output:
-    """Collects the ranks' output and shows it by line, the rank in front, bounded in size."""
+    """Collects the ranks' output and shows it by line, after the rank's name, up to a limit."""
 
     def __init__(self, connections: list[Connection]):
         self._open = {connection: rank for rank, connection in enumerate(connections)}
@@ -33,8 +32,13 @@ class Output:
     def connections(self) -> list[Connection]:
         return list(self._open)
 
-    def read(self, connection: Connection) -> bool:
-        """Take what has come in; False when the rank has closed its end."""
+    def read(self, ready: Collection[object]) -> None:
+        """Read from those of the connections that are ``ready``."""
+        for connection in self.connections:
+            if connection in ready:
+                self._read(connection)
+
+    def _read(self, connection: Connection) -> None:
         rank = self._open[connection]
         try:
             data = os.read(connection.fileno(), 1 << 16)
@@ -45,14 +49,13 @@ class Output:
             connection.close()
             self._add(rank, self._pending[rank])
             self._pending[rank] = b""
-            return False
+            return
         *whole, self._pending[rank] = (self._pending[rank] + data).split(b"\n")
         for line in whole:
             self._add(rank, line, ended=True)
         if len(self._pending[rank]) > MAX_CHARS:
             self._add(rank, self._pending[rank])
             self._pending[rank] = b""
-        return True
 
     def _add(self, rank: int, line: bytes, ended: bool = False) -> None:
         text = line.decode("utf-8", errors="backslashreplace").rstrip("\r")
@@ -69,7 +72,7 @@ class Output:
             self._held_since_s = time.monotonic()
 
     def show(self, finished: set[int]) -> None:
-        """Print what is due: rank 0's lines at once, others' when those below have finished."""
+        """Print rank 0's lines at once, and others' once the ranks below have finished."""
         if self._held_since_s is None or not is_live():
             return
         overdue = time.monotonic() - self._held_since_s > _HOLD_S

@@ -1,7 +1,7 @@
 """The first import of the forkserver: it leaves its caller's process group.
 
 A signal to the whole group (a terminal that closes, a job scheduler) ends the caller. The server
-outlives it for the moment that it takes to tidy up, and then ends by itself.
+survives it just long enough to clean up, and then ends by itself.
 """
 
 import os

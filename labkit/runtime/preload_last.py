@@ -1,30 +1,33 @@
-"""The last import of the forkserver: what it has loaded by then, all ranks share.
+"""The last import of the forkserver: all ranks share what it has loaded by then.
 
-A rank is a fork: a page of memory is copied when one of the two writes to it. Python's garbage
-collection writes to every object it looks at, and it leaves alone what is frozen. With this, a
-rank starts in about half the processor time.
+A rank is a fork: a page of memory is copied when either process writes to it. Python's garbage
+collection writes to every object it visits, except frozen ones. So a rank starts in about half the
+processor time.
 """
 
 import atexit
 import contextlib
 import gc
-from multiprocessing.forkserver import _forkserver
+import multiprocessing.forkserver
 from pathlib import Path
+from typing import Any
+
+_server: Any = multiprocessing.forkserver._forkserver
 
 
 @atexit.register
 def _remove_socket() -> None:
-    """The server's socket and its folder: a parent that was killed could not remove them.
+    """Remove the server's socket and its folder, which a parent that was killed could not.
 
-    The server ends when nobody is left who could ask it for a process.
+    The server ends when no process is left that could ask it for another.
     """
     with contextlib.suppress(OSError, TypeError):
-        socket = Path(_forkserver._forkserver_address)
+        socket = Path(_server._forkserver_address)
         socket.unlink()
         socket.parent.rmdir()
 
 
 gc.collect()
 gc.freeze()
-# The server's own end is an ordinary one: some libraries call what is still frozen then a leak.
+# Before the server's own end: some libraries report what is still frozen then as a leak.
 atexit.register(gc.unfreeze)

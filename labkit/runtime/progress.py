@@ -1,61 +1,46 @@
-"""One progress bar for a run, drawn from the status board."""
+"""One progress bar per run, of its slowest rank, drawn from the status board."""
 
-import sys
 import time
+from typing import Any
 
 from labkit.comm.board import Board
 from labkit.runtime.output import is_live
 
+# A run that is over sooner shows no bar.
 _BAR_AFTER_S = 0.5
+_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 
 
 class ProgressBar:
-    """One bar for the run, drawn from the board: nothing for a run that is over at once."""
+    """The bar of one run: a widget in a notebook, text in a terminal, nothing in a file."""
 
     def __init__(self, board: Board):
         self._board = board
         self._started_s = time.monotonic()
-        self._shown = ""
-        self._handle = None
-        self._in_notebook = _in_notebook()
+        self._bar: Any = None
 
     def update(self) -> None:
+        """Show how far the slowest rank is, if any rank reports progress."""
         if not is_live() or time.monotonic() - self._started_s < _BAR_AFTER_S:
             return
         rows = self._board.ranks[self._board.ranks["total"] > 0]
         if not len(rows):
             return
         slowest = rows[int((rows["done"] / rows["total"]).argmin())]
-        self._draw(int(slowest["done"]), int(slowest["total"]), slowest["label"].decode())
+        done, total = int(slowest["done"]), int(slowest["total"])
+        label = slowest["label"].decode()
+        if self._bar is None:
+            # Not before it is needed: in a notebook it imports ipywidgets.
+            from tqdm.auto import tqdm
 
-    def _draw(self, done: int, total: int, label: str) -> None:
-        filled = round(24 * done / total)
-        elapsed_s = time.monotonic() - self._started_s
-        text = f"{'█' * filled}{'░' * (24 - filled)} {done}/{total} {label}"
-        if text == self._shown:
-            return
-        self._shown = text
-        text = f"{text} [{elapsed_s:.1f} s]"
-        if self._in_notebook:
-            self._display(text)
-        elif sys.stderr.isatty():
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def _display(self, text: str) -> None:
-        from IPython.display import display
-
-        bundle = {"text/plain": text}
-        if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
+            now = {"initial": done, "total": total, "desc": label}
+            self._bar = tqdm(**now, disable=None, bar_format=_FORMAT)
+        self._bar.total = total
+        self._bar.set_description(label, refresh=False)
+        self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
         self.update()
-        if self._shown and not self._in_notebook and sys.stderr.isatty():
-            print(file=sys.stderr)
-
-
-def _in_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return getattr(shell, "kernel", None) is not None
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()

@@ -1,8 +1,8 @@
-"""Buckets of gradients: which parameters travel together, and when. Pure, no torch.
+"""Buckets of gradients: which parameters are sent together.
 
-Backward finds the gradients from the last layer to the first. A message has a price of its own
-(alpha), so gradients are sent in buckets; but a bucket can leave only when its last gradient is
-there, so one bucket for all would leave when there is nothing left to compute beside it.
+Backward computes the gradients from the last layer to the first. Every message has a fixed cost
+(alpha), so gradients are sent in buckets. A bucket can leave only when its last gradient is
+there: a single bucket for all of them would leave when no computation is left to hide it.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (2020), sections 3.2.2 and 3.2.3.
@@ -11,9 +11,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 from collections.abc import Hashable, Sequence
 
 MIB = 2**20
-
-
-# Small, so that communication begins early; PyTorch's figure.
+# PyTorch's value: a small first bucket lets communication begin early.
 FIRST_BUCKET_BYTES = MIB
 
 
@@ -25,20 +23,20 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Put parameters into buckets, in the reverse order of their registration.
 
-    A bucket is closed as soon as it holds ``cap_bytes`` or more, so it may be larger by part of
-    a parameter. That is PyTorch's rule, with one difference: a parameter that fills a bucket by
-    itself has one to itself, while the bucket that was being filled stays open: so a large
-    gradient can be reduced where it lies, and small ones still gather.
+    A bucket is closed as soon as it holds ``cap_bytes`` or more, so it may exceed the cap by part
+    of a parameter. That is PyTorch's rule, with one difference: a parameter that fills a bucket
+    alone gets one to itself, while the bucket being filled stays open. So a large gradient can be
+    reduced in place, and small ones still gather.
 
     Args:
         sizes_bytes: of the parameters, as the model registers them.
-        cap_bytes: 0 makes every parameter a bucket.
-        first_cap_bytes: of the first bucket, where that is less than ``cap_bytes``.
-        kinds: a bucket holds one kind (dtype and device); None takes all for one.
+        cap_bytes: 0 gives every parameter its own bucket.
+        first_cap_bytes: cap of the first bucket, where that is less than ``cap_bytes``.
+        kinds: of the parameters (dtype and device); a bucket holds one kind. None: all are alike.
 
     Returns:
         The buckets in the order in which they become ready (the last gradient of each is that of
-        its smallest index), each the indices of its parameters.
+        its smallest index), each a list of parameter indices.
     """
     buckets: list[list[int]] = []
     filling: list[int] = []
@@ -57,5 +55,5 @@ def assign_buckets(
         if held_bytes >= cap:
             buckets.append(filling)
             filling, held_bytes, cap = [], 0, cap_bytes
-    # A bucket is ready with its first registered parameter, which backward comes to last.
+    # A bucket becomes ready with the gradient of its first registered parameter.
     return sorted([*buckets, filling] if filling else buckets, key=min, reverse=True)

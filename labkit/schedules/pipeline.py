@@ -1,13 +1,12 @@
-"""Pipeline schedules: the stream of forwards, backwards and hops that each stage executes.
+"""Pipeline schedules: the stream of forwards, backwards and messages that each stage executes.
 
-Symbols: P stages, M micro-batches. Sources: Huang et al., "GPipe" (2019); Narayanan et al.,
-"PipeDream" (2019), for 1F1B.
+Symbols: P stages, M micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from labkit.units import check_whole
+from labkit.units import check_integer
 
 
 class Action(NamedTuple):
@@ -21,7 +20,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one stage has for its neighbour: an ``activation``, or the ``gradient`` of one."""
+    """What a stage sends to its neighbour: an ``activation``, or the ``gradient`` of one."""
 
     kind: str
     micro_batch: int
@@ -29,7 +28,7 @@ class Message(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """Messages between two actions. Both at once are one exchange: neither waits for the other."""
+    """What a stage sends and receives between two actions: if both, at once, as one exchange."""
 
     send: Message | None
     recv: Message | None
@@ -43,7 +42,7 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Actio
         stage 2   .  .  F0 F1 F2 B0 B1 B2 .  .
 
     Each stage holds the activations of all M micro-batches when backward begins. The order is the
-    same on every stage; the gaps are waiting (``labkit.costs.pipeline_timeline``).
+    same on every stage; in the gaps it waits (``labkit.costs.pipeline_timeline``).
 
     Source: Huang et al., "GPipe: Efficient training of giant neural networks using pipeline
     parallelism" (2019), figure 2c; backward in the order of PyTorch's ``ScheduleGPipe``.
@@ -54,14 +53,14 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Actio
 
 
 def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
-    """One forward, one backward: as soon as a micro-batch is through, its backward comes first.
+    """One forward, one backward (1F1B): a backward that can run comes before the next forward.
 
         stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3       P = 3, M = 4; backward takes as long
         stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .        as forward
         stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-    Stage s runs P - 1 - s forwards ahead, then takes turns. So it holds the activations of P - s
-    micro-batches at most, however many there are; the bubble is that of ``gpipe``.
+    Stage s runs P - 1 - s forwards ahead, then one forward and one backward in turn. So it holds
+    the activations of at most P - s micro-batches, whatever M is; the bubble is that of ``gpipe``.
 
     Source: Narayanan et al., "PipeDream" (2019), section 3.2, without its weight versions: the
     update waits for all micro-batches, as in Narayanan et al., "Efficient large-scale language
@@ -82,18 +81,29 @@ PIPELINES: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
 }
 
 
+def pipeline_schedule(name: str) -> Callable[[int, int, int], Iterator[Action]]:
+    """The schedule of this name, a function of stage, P and M.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in PIPELINES:
+        raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(PIPELINES)}")
+    return PIPELINES[name]
+
+
 def check_micro_batches(count: int) -> int:
     """``count``, if it is a number of micro-batches.
 
     Raises:
-        ValueError: not a whole number from 1, or one that is too large.
+        ValueError: not an integer from 1 up, or one that is too large.
     """
-    check_whole("micro_batches", count)
+    check_integer("micro_batches", count)
     return count
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """The most micro-batches whose activations a stage holds at once: forward, not yet back."""
+    """The largest number of micro-batches whose activations a stage holds at the same time."""
     held = most = 0
     for action in actions:
         held += 1 if action.kind == "forward" else -1
@@ -104,19 +114,19 @@ def in_flight(actions: Iterable[Action]) -> int:
 def with_hops(
     actions: Iterable[Action], stage: int, num_stages: int, first_trained: int = 0
 ) -> Iterator[Action | Hop]:
-    """A stage's actions, and between them the messages that they need: what a stage executes.
+    """What a stage executes: its actions, and between them the messages that they need.
 
-    After a forward its activation goes to the next stage, before one it comes from the stage
-    before; gradients go the other way. A send ends only when its receive has begun, so what a
-    stage sends to a neighbour and what it needs from the same one next are a single ``Hop``: if
-    stage 0 sends F1 to stage 1 while that one sends B0's gradient to stage 0, no one waits.
+    A forward needs the activation of the stage before, and its own goes to the next stage;
+    gradients go the other way. A send ends only when its receive has begun. So what a stage sends
+    to a neighbour and what it next needs from the same neighbour make a single ``Hop``: if stage 0
+    sends F1's activation while stage 1 sends B0's gradient, neither waits for the other.
 
     Args:
         actions: of this stage, in order.
         stage: 0 to P - 1.
         num_stages: P.
-        first_trained: stages before it hold nothing that is trained. No gradient goes there, and
-            they have no backward.
+        first_trained: the stages before it train nothing: they have no backward, and no gradient
+            is sent to them.
     """
     send = None
     for action in actions:

@@ -1,7 +1,7 @@
-"""The ring's timetable: which chunk each rank sends and receives at each step.
+"""The ring: which chunk each rank sends and receives at each step of ring all-reduce.
 
-Symbols: P ranks, N elements. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
-for clusters of workstations" (2009).
+Symbols: P ranks, r a rank, s a step. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations" (2009), section 3.
 """
 
 from collections.abc import Iterator
@@ -25,9 +25,6 @@ def ring_share_reduce(rank: int, world_size: int) -> Iterator[RingStep]:
     At step s rank r sends chunk (r - s) mod P to its right neighbour, and adds the chunk
     (r - s - 1) mod P that comes from its left one. After the last step rank r holds the complete
     sum of chunk (r + 1) mod P.
-
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations" (2009), section 3.
     """
     yield from _ring(rank, world_size, "share_reduce", first=rank)
 
@@ -36,7 +33,7 @@ def ring_share_only(rank: int, world_size: int) -> Iterator[RingStep]:
     """The second half (the literature's all-gather): P - 1 steps.
 
     At step s rank r passes on chunk (r + 1 - s) mod P, which is complete, and receives the
-    complete chunk (r - s) mod P. Source: as ``ring_share_reduce``.
+    complete chunk (r - s) mod P.
     """
     yield from _ring(rank, world_size, "share_only", first=rank + 1)
 
@@ -75,9 +72,9 @@ def chunk_bounds(num_elements: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
-    """Whose values each chunk holds, on paper: [state][rank][chunk] -> ranks summed in.
+    """Whose values each chunk contains: [state][rank][chunk] -> the ranks summed in.
 
-    State 0 is the start; one more state after each of the 2 (P - 1) steps.
+    State 0 is the start, and each of the 2 (P - 1) steps adds one.
     """
     ranks = range(world_size)
     held = [[frozenset({rank}) for _ in ranks] for rank in ranks]

@@ -1,4 +1,4 @@
-"""Split points: where a row of layers is cut into stages.
+"""Split points: where a chain of layers is cut into stages.
 
 A **split point** k means that a stage begins with layer k; P - 1 of them make P stages.
 Symbols: L layers, P stages.
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from labkit.units import format_count
 
 
-def points_of(split_points: Sequence[int]) -> tuple[int, ...]:
+def as_split_points(split_points: Sequence[int]) -> tuple[int, ...]:
     """Split points as a tuple.
 
     Raises:
-        ValueError: one number, or a text, where a sequence is due.
+        ValueError: a single number or a string instead of a sequence.
     """
     if isinstance(split_points, str) or not isinstance(split_points, Iterable):
         raise ValueError(
@@ -27,22 +27,22 @@ def points_of(split_points: Sequence[int]) -> tuple[int, ...]:
 def check_split_points(
     split_points: Sequence[int], num_layers: int, num_stages: int | None = None
 ) -> tuple[int, ...]:
-    """Split points as a tuple, if they cut ``num_layers`` layers into stages of 1 or more.
+    """Split points as a tuple, if they cut ``num_layers`` layers into non-empty stages.
 
     Args:
-        split_points: layers that begin a stage, in order; none of them for one stage.
-        num_layers: L; split points go from 1 to L - 1.
-        num_stages: P, where it is given by the number of ranks or devices.
+        split_points: the layers that begin stages 1 to P - 1, in order; empty for one stage.
+        num_layers: L; split points are 1 to L - 1.
+        num_stages: P, if the number of ranks or devices determines it.
 
     Raises:
-        ValueError: out of range, out of order, twice, no whole number, not P - 1 of them, or no
-            sequence.
+        ValueError: out of range, out of order, repeated, not an integer, not P - 1 of them, or
+            not a sequence.
     """
-    points = points_of(split_points)
+    points = as_split_points(split_points)
     shown = ", ".join(map(str, points))
     for point in points:
         if isinstance(point, bool) or not isinstance(point, int):
-            raise ValueError(f"split point {point!r} is no whole number: it counts layers from 0")
+            raise ValueError(f"split point {point!r} is not an integer: it counts layers from 0")
         if not 1 <= point < num_layers:
             raise ValueError(
                 f"split point {point} leaves a stage without layers: with "
@@ -63,7 +63,7 @@ def check_split_points(
 
 
 def stage_bounds(split_points: Sequence[int], num_layers: int) -> list[tuple[int, int]]:
-    """By stage, its layers as (start, end), end excluded.
+    """The layers of each stage as (start, end), end excluded.
 
     Raises:
         ValueError: as ``check_split_points``.
@@ -73,7 +73,7 @@ def stage_bounds(split_points: Sequence[int], num_layers: int) -> list[tuple[int
 
 
 def stage_ends(stage: int, start: int, num_layers: int, num_stages: int) -> range:
-    """Where a stage that begins with layer ``start`` may end: every later one gets a layer too."""
+    """Where a stage that begins with layer ``start`` may end: each later stage needs a layer."""
     if stage == num_stages - 1:
         return range(num_layers, num_layers + 1)
     return range(start + 1, num_layers - num_stages + stage + 2)

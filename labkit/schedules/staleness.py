@@ -1,18 +1,18 @@
-"""Staleness: by how many updates a gradient is late, and how a server bounds that.
+"""Staleness: how many updates late a gradient is, and how a server bounds that.
 
 The server's parameters have a version: the number of updates so far. A worker pulls version v,
 computes a gradient from it, and pushes it. By then other workers have moved the parameters on to
-version V: the update has **staleness** V - v. ``Books`` keeps count of it and holds a push back
-where a bound asks for it; the server of ``strategies.async_parameter_server`` and the model below
-ask the same object.
+version V: the update has **staleness** V - v. ``StalenessTracker`` counts it and holds a push back
+where a bound requires that. The server (``strategies.async_parameter_server``) and the model of a
+run (``costs.async_run``) ask the same object.
 
-Why a bound has to look ahead: worker 1 may be let in only if every other gradient that is under
-way can still come in time, in the worst case one after another. It is enough to look at the order
-of their age, oldest first: if that one works, the server can always fall back on it.
+Why a bound needs to look ahead: a push may be applied only if all gradients that are still under
+way can be applied in time after it, in the worst case one after another. Checking one order is
+enough, oldest version first: if that order works, the server can always fall back on it.
 
 Symbols: W workers, V the version, v_j the version that worker j has pulled.
 Sources: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
-server" (2013), the bound; Dijkstra's banker's algorithm (1965), the looking ahead.
+server" (2013), for the bound; Dijkstra's banker's algorithm (1965), for looking ahead.
 """
 
 from collections.abc import Iterable
@@ -20,24 +20,26 @@ from typing import NamedTuple
 
 
 class Update(NamedTuple):
-    """One gradient that the server has applied: whose, and how many updates too late."""
+    """One gradient that the server has applied: from which worker, and how many updates late."""
 
     worker: int
     staleness: int
 
 
-class Books:
-    """Who has pulled which version, whose push waits, and who may come next.
+class StalenessTracker:
+    """Who has pulled which version, whose push waits, and whose may be applied next.
 
     All workers start with version 0.
 
     Attributes:
-        version: V, the updates so far.
-        updates: each of them.
+        version: V, the number of updates so far.
+        updates: all of them, in order.
+        pulled: {worker: v_j}.
+        held: the workers whose push waits, in the order in which they pushed.
 
     Args:
         workers: their ranks.
-        bound: the largest staleness to allow, W - 1 or more; None allows any.
+        bound: the largest staleness allowed, W - 1 or more; None allows any.
 
     Raises:
         ValueError: no workers, or a bound that W workers cannot keep.
@@ -49,19 +51,18 @@ class Books:
         self.bound = bound
         self.version = 0
         self.updates: list[Update] = []
-        # In the order in which they came.
         self.held: list[int] = []
 
     def push(self, worker: int) -> None:
-        """A gradient of ``worker`` has come."""
+        """A gradient of ``worker`` has arrived."""
         self.held.append(worker)
 
     def next(self) -> int | None:
-        """The worker whose push may be applied now; None if none may be yet.
+        """The worker whose push may be applied now; None if none may be.
 
-        Of those that wait the one with the oldest version: if it may not, no other may.
+        Of the waiting workers it is the one with the oldest version: if it has to wait, all do.
         """
-        oldest = min(self.held, key=self.pulled.get, default=None)
+        oldest = min(self.held, key=self.pulled.__getitem__, default=None)
         return oldest if oldest is not None and self._may_apply(oldest) else None
 
     def apply(self, worker: int) -> None:
@@ -71,13 +72,13 @@ class Books:
         self.version += 1
 
     def pull(self, worker: int) -> None:
-        """``worker`` gets the latest parameters, and computes from them next."""
+        """``worker`` gets the latest parameters, and computes its next gradient from them."""
         if worker in self.held:
             self.held.remove(worker)
         self.pulled[worker] = self.version
 
     def drop(self, worker: int) -> None:
-        """Nothing more comes from ``worker``, and nobody has to wait for it."""
+        """Nothing more comes from ``worker``, so nobody has to wait for it."""
         if worker in self.held:
             self.held.remove(worker)
         del self.pulled[worker]
@@ -88,9 +89,9 @@ class Books:
 
 
 def in_time(pulled: Iterable[int], version: int, bound: int) -> bool:
-    """Whether gradients from these versions can all still be applied, each within the bound.
+    """Whether gradients from the ``pulled`` versions can all still be applied within the bound.
 
-    The oldest first: the k-th of them (from 0) meets version V + k, so its staleness is
+    Applied oldest first, the k-th of them (from 0) meets version V + k: its staleness is
     V + k - v_k.
     """
     oldest_first = enumerate(sorted(pulled))
@@ -101,7 +102,7 @@ def check_bound(workers: int, bound: int | None) -> None:
     """Refuse a bound that cannot be kept.
 
     Raises:
-        ValueError: with the smallest that can.
+        ValueError: the message names the smallest bound that can.
     """
     if workers < 1:
         raise ValueError("staleness needs workers: start at least one")
@@ -109,5 +110,5 @@ def check_bound(workers: int, bound: int | None) -> None:
         raise ValueError(
             f"a staleness of at most {bound} cannot be kept with {workers} workers: all start "
             f"from version 0, so one of their first updates is {workers - 1} late. Use "
-            f"{workers - 1} (every worker once a round) or more, or fewer workers"
+            f"{workers - 1} (every worker once per round) or more, or fewer workers"
         )

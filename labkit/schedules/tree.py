@@ -1,6 +1,9 @@
-"""Trees and exchanges: who sends to whom in each round, for all ranks of a power of two or not.
+"""Trees and exchanges: who sends to whom at each step, for any number of ranks.
 
-Symbols: P ranks.
+Symbols: P ranks, Q the largest power of two up to P, r a rank, s a step.
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH" (2005), section 4; for ``dissemination``, Hensgen, Finkel and Manber, "Two algorithms for
+barrier synchronization" (1988).
 """
 
 from collections.abc import Iterator
@@ -8,12 +11,12 @@ from typing import NamedTuple
 
 
 class Transfer(NamedTuple):
-    """What one rank does in one step of a tree or an exchange; it may sit some steps out.
+    """What one rank does in one step; it may skip steps.
 
     Attributes:
-        step: number of the step, counted for all ranks together.
-        dst: the rank it sends to, None if it only receives.
-        src: the rank it receives from, None if it only sends.
+        step: its number, the same on all ranks.
+        dst: the rank to send to; None if this one only receives.
+        src: the rank to receive from; None if this one only sends.
     """
 
     step: int
@@ -22,17 +25,14 @@ class Transfer(NamedTuple):
 
 
 def binomial_broadcast(rank: int, world_size: int, root: int = 0) -> Iterator[Transfer]:
-    """A binomial tree, from the root to all: ceil(log2 P) steps, each doubles who has the data.
+    """A binomial tree, from the root to all: ceil(log2 P) steps, each doubles the informed ranks.
 
-    Count ranks from the root: v = (rank - root) mod P. At step s every v below 2^s, who has the
-    data, sends to v + 2^s, if there is such a rank.
+    Count ranks from the root: v = (rank - root) mod P. At step s every v below 2^s has the data
+    and sends it to v + 2^s, if that is a rank.
 
         step 0    0 -> 1
         step 1    0 -> 2, 1 -> 3
         step 2    0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7
-
-    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
-    in MPICH" (2005), section 4.
     """
     place = (rank - root) % world_size
     for step in range((world_size - 1).bit_length()):
@@ -44,29 +44,23 @@ def binomial_broadcast(rank: int, world_size: int, root: int = 0) -> Iterator[Tr
 
 
 def binomial_reduce(rank: int, world_size: int, root: int = 0) -> Iterator[Transfer]:
-    """``binomial_broadcast`` backwards in time, from all to the root: ceil(log2 P) steps.
-
-    Source: as ``binomial_broadcast``.
-    """
+    """``binomial_broadcast`` backwards in time, from all to the root: ceil(log2 P) steps."""
     last = (world_size - 1).bit_length() - 1
     for step, dst, src in reversed(list(binomial_broadcast(rank, world_size, root))):
         yield Transfer(last - step, src, dst)
 
 
 def recursive_doubling(rank: int, world_size: int) -> Iterator[Transfer]:
-    """All-reduce by pairs: after step s, groups of 2^(s + 1) ranks hold the sum of their group.
+    """All-reduce in pairs: after step s, groups of 2^(s + 1) ranks hold the sum of their group.
 
-    Q is the largest power of two up to P. At step s rank r exchanges what it has so far with the
-    rank whose number differs in bit s:
+    At step s rank r exchanges its sum so far with the rank whose number differs in bit s:
 
         step 0    0 - 1   2 - 3   4 - 5   6 - 7
         step 1    0 - 2   1 - 3   4 - 6   5 - 7
         step 2    0 - 4   1 - 5   2 - 6   3 - 7
 
-    If P is no power of two, a fold comes first: ranks Q and up send their values to rank - Q, and
-    get the result in ``recursive_doubling_return``. Steps: log2 Q, and one more with a fold.
-
-    Source: Thakur, Rabenseifner and Gropp (2005), section 4.
+    If P is not a power of two, a fold comes first: ranks Q and up send their values to rank - Q,
+    and get the result in ``recursive_doubling_return``. Steps: log2 Q, and one more with a fold.
     """
     paired = _largest_power_of_two(world_size)
     fold = paired < world_size
@@ -81,7 +75,7 @@ def recursive_doubling(rank: int, world_size: int) -> Iterator[Transfer]:
 
 
 def recursive_doubling_return(rank: int, world_size: int) -> Iterator[Transfer]:
-    """The fold undone: ranks Q and up get the result. One step, none if P is a power of two."""
+    """Undo the fold: ranks Q and up get the result. One step, or none if P is a power of two."""
     paired = _largest_power_of_two(world_size)
     last = paired.bit_length()
     if rank >= paired:
@@ -90,28 +84,25 @@ def recursive_doubling_return(rank: int, world_size: int) -> Iterator[Transfer]:
         yield Transfer(last, rank + paired, None)
 
 
-def _largest_power_of_two(world_size: int) -> int:
-    return 2 ** (world_size.bit_length() - 1)
-
-
 def pairwise_exchange(rank: int, world_size: int) -> Iterator[Transfer]:
-    """Everyone to everyone in P - 1 steps: at step s to rank + s + 1, from rank - s - 1 (mod P).
+    """All-to-all in P - 1 steps: at step s rank r sends to r + s + 1, receives from r - s - 1.
 
-    In each step every rank sends one message and receives one, so none is flooded.
-    Source: Thakur, Rabenseifner and Gropp (2005), section 4 (all-to-all).
+    Numbers are mod P. In each step every rank sends and receives one message: none is flooded.
     """
     for step in range(world_size - 1):
         yield Transfer(step, (rank + step + 1) % world_size, (rank - step - 1) % world_size)
 
 
 def dissemination(rank: int, world_size: int) -> Iterator[Transfer]:
-    """Word of mouth in ceil(log2 P) steps: after step s a rank has heard of 2^(s + 1) ranks.
+    """A barrier in ceil(log2 P) steps: after step s a rank has heard from 2^(s + 1) ranks.
 
-    At step s rank r sends to r + 2^s and receives from r - 2^s (mod P). It works for any P, where
-    recursive doubling needs a fold.
-
-    Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988).
+    At step s rank r sends to r + 2^s and receives from r - 2^s (mod P). Unlike recursive doubling
+    it needs no fold.
     """
     for step in range((world_size - 1).bit_length()):
         reach = 2**step
         yield Transfer(step, (rank + reach) % world_size, (rank - reach) % world_size)
+
+
+def _largest_power_of_two(world_size: int) -> int:
+    return 2 ** (world_size.bit_length() - 1)

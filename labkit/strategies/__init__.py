@@ -1,7 +1,10 @@
 """The techniques, one a file. They import neither each other nor the training loop."""
 
 import importlib
-from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it imports torch, and to check a name should take no time
+    from labkit.strategies.base import Strategy
 
 # name -> (ours, PyTorch's counterpart), each as module.class
 TECHNIQUES = {
@@ -23,8 +26,8 @@ TECHNIQUES = {
     "pipeline": ("pipeline.Pipeline", "builtin.pipeline.TorchPipeline"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
 }
-# Where devices are named, in one process instead of a rank for each.
-IN_ONE_PROCESS = {"model_parallel": "model_parallel_one_process.PlacedModel"}
+# Where devices are named: one process instead of a rank for each device.
+IN_ONE_PROCESS = {"model_parallel": "model_parallel_one_process.ModelParallelOneProcess"}
 STRATEGIES = tuple(TECHNIQUES)
 
 
@@ -34,20 +37,20 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown strategy {name!r}: choose one of {', '.join(STRATEGIES)}")
 
 
-def get(name: str, *, builtin: bool = False, placed: bool = False) -> Callable:
+def get(name: str, *, builtin: bool = False, in_one_process: bool = False) -> "type[Strategy]":
     """The class that implements a technique, ours or PyTorch's counterpart.
 
     Args:
         name: of the technique.
         builtin: PyTorch's counterpart.
-        placed: the variant of one process on several devices, where ours has one.
+        in_one_process: the variant that names its devices, where ours has one.
 
     Raises:
         ValueError: unknown name.
     """
     check_name(name)
     place = TECHNIQUES[name][builtin]
-    if placed and not builtin:
+    if in_one_process and not builtin:
         place = IN_ONE_PROCESS.get(name, place)
     module, _, class_name = place.rpartition(".")
     return getattr(importlib.import_module(f"labkit.strategies.{module}"), class_name)

@@ -1,13 +1,13 @@
-"""An asynchronous parameter server: nobody waits for anybody else.
+"""An asynchronous parameter server: no worker waits for another.
 
 Rank 0 holds the parameters, the others compute gradients for them. 1. A worker computes the
 gradient of its share of a batch. 2. It **pushes** it to the server, which makes an update of it at
-once, whoever else is still computing. 3. It **pulls** the parameters as they are then, and goes on
-with its share of the next batch. A worker that is slow holds up nobody; its gradients come late,
+once, while the others are still computing. 3. It **pulls** the parameters as they are then, and
+continues with its share of the next batch. A slow worker delays no other; its gradients come late,
 and how late is counted and can be bounded: ``labkit.schedules.staleness``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch. So W pushes,
-one a worker, together move the parameters about as far as one synchronous step would.
+one per worker, together move the parameters about as far as one synchronous step.
 
 Symbols: W workers, N trainable parameters, B numbers in the model's buffers.
 Sources: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 (Downpour SGD);
@@ -17,36 +17,35 @@ Recht et al., "Hogwild!" (2011).
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
-from labkit.schedules.staleness import Books, check_bound
-from labkit.strategies.flat import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
+from labkit.schedules.staleness import StalenessTracker, check_bound
+from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
+from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 _SERVER = 0
 
 
-class AsyncParameterServer:
-    """Data parallelism in which every worker goes at its own pace.
+class AsyncParameterServer(OwnPaceStrategy):
+    """Data parallelism in which every worker runs at its own pace.
 
-    Two messages a push (loss, samples and buffers, [2 + B]; gradient, [N]) and two a pull (the
-    parameters, [N]; whether to go on, and buffers, [1 + B]). A gradient that the bound holds back
-    stays with its worker until its turn.
+    A push takes two messages (loss, samples and buffers, [2 + B]; gradient, [N]), and so does a
+    pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A gradient that the bound
+    holds back stays with its worker until its turn.
 
-    An epoch is through when as many shares have been worked through, by anyone, as it has: a fast
-    worker takes its shares of the next epoch meanwhile. An empty share counts as worked through
-    and makes no update. The loss of an epoch is the mean over the samples that came in it. Frozen
+    An epoch ends when its number of shares have been worked through, by any workers: meanwhile a
+    fast one takes its shares of the next epoch. An empty share counts as worked through and makes
+    no update. The loss of an epoch is the mean over the samples pushed during it. Frozen
     parameters are neither pushed nor pulled; one without a gradient counts as zero.
 
     Batch statistics (BatchNorm): each worker normalises with its own share's. The server takes the
-    running averages and counters of the latest push as they are, and hands them out: they follow
-    one worker at a time, and are never a mix of two.
+    running averages and counters of the latest push as they are, and a pull returns them: they are
+    one worker's at a time, never a mix of two.
 
     A worker that dies is left out from then on, with its part of every batch; the death of the
     last one is an error. (Under ``torchrun`` any death ends the run: that is torchrun's rule.)
@@ -67,24 +66,15 @@ class AsyncParameterServer:
         straggler: tuple[int, float] | None = None,
         max_staleness: int | None = None,
     ):
-        if straggler and straggler[0] == _SERVER:
-            raise ValueError(
-                f"straggler {_SERVER}: this rank serves and computes nothing to be slow at, "
-                "choose a worker, rank 1 or above"
-            )
+        check_straggler(straggler)
         self.settings = {"accumulate": accumulate, "straggler": straggler}
         self.max_staleness = max_staleness
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ValueError unless this technique can run on ``world_size`` ranks."""
-        if world_size < 2:
-            raise ValueError(
-                "an asynchronous parameter server needs a server and at least one worker, got "
-                f"world_size {world_size}: use world_size 2 or more, or strategy single"
-            )
+        super().check_ranks(world_size)
         check_bound(world_size - 1, self.max_staleness)
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
         if self.max_staleness is not None and not comm.can_choose:
             raise ValueError(
@@ -96,40 +86,36 @@ class AsyncParameterServer:
         self.gradients = LocalGradients(comm, self.model, **self.settings)
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.report = self._with_buffers(0, 0)
-        self.books = Books(range(1, comm.world_size), self.max_staleness)
-        # By worker: what it has said about its push that waits or is being made an update.
+        self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
+        self.updates = self.tracker.updates
+        # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
-        # Worked through in this epoch.
-        self.samples = 0
+        self.samples = 0  # of this epoch so far
         if comm.rank == _SERVER:
-            # SGD works number by number: to it they may as well be one parameter.
+            # SGD works element by element, so to it they may as well be one parameter.
             flat = nn.Parameter(self.parameters)
             flat.grad = self.gradient
             self.optimizer = make_optimizer([flat])
 
-    def share(self) -> tuple[int, int]:
-        serves = self.comm.rank == _SERVER
-        return (0, 0) if serves else (self.comm.rank - 1, self.comm.world_size - 1)
-
-    def train(self, batches: Iterator, steps: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
+    def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == _SERVER:
             for passed_s, loss in self.serve(steps * (self.comm.world_size - 1), epochs):
-                # So many shares, by whichever worker, need not be as many samples as there are.
+                # Some shares may have been pushed twice and others not yet: count the samples.
                 yield passed_s, loss / self.samples
                 self.samples = 0
         else:
             self.work(batches)
 
-    def work(self, batches: Iterator[tuple[Tensor, Tensor, int]]) -> None:
-        """On a worker: gradient, push, pull, until the server says that all is done."""
+    def work(self, batches: Iterator[Batch]) -> None:
+        """On a worker: gradient, push, pull, until the server says that it was the last."""
         go_on = True
         while go_on:
             inputs, targets, batch_size = next(batches)
             self.gradient.zero_()
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("push"):
-                self.comm.send(self._with_buffers(loss, len(targets)), _SERVER)
+                self.comm.send(self._with_buffers(float(loss), len(targets)), _SERVER)
                 self.comm.send(self.gradient, _SERVER)
             with self.comm.span("pull"):
                 self.comm.recv(self.parameters, _SERVER)
@@ -137,11 +123,11 @@ class AsyncParameterServer:
             load_flat_buffers(self.model, answer[1:])
             go_on = bool(answer[0])
 
-    def serve(self, shares: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
-        """On the server: an update a push, as they come, until ``epochs`` x ``shares`` of them."""
+    def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
+        """On the server: an update for each push as it comes, ``epochs`` x ``shares`` of them."""
         start_s, done, loss = time.perf_counter(), 0, self.report.new_zeros((), dtype=torch.double)
         while done < shares * epochs:
-            while (worker := self.books.next()) is None:
+            while (worker := self.tracker.next()) is None:
                 self.hear()
             with self._may_be_lost():
                 with self.comm.span("push"):
@@ -156,76 +142,62 @@ class AsyncParameterServer:
         self.dismiss()
 
     def hear(self) -> None:
-        """Sleep until some worker that computes has something to push."""
-        if not self.books.pulled:
+        """Sleep until some worker has something to push."""
+        if not self.tracker.pulled:
             raise RuntimeError(
-                f"no worker is left after {self.books.version} updates: "
+                f"no worker is left after {self.tracker.version} updates: "
                 + "; ".join(f"rank {worker}: {why}" for worker, why in self.lost.items())
             )
         with self._may_be_lost(), self.comm.span("push"):
-            worker = self.comm.recv_any(self.report, self.books.pulled.keys() - self.books.held)
+            worker = self.comm.recv_any(
+                self.report, self.tracker.pulled.keys() - self.tracker.held
+            )
             self.reports[worker] = self.report.clone()
-            self.books.push(worker)
+            self.tracker.push(worker)
 
     def update(self, worker: int) -> Tensor:
-        """Make an update of the gradient that has come; returns the share's sum of losses."""
+        """Apply the gradient that was received; returns the share's sum of losses."""
         loss, num_samples = self.reports[worker][:2]
         self.samples += int(num_samples)
         if num_samples:
             with self.comm.span("update"):
                 self.optimizer.step()
             load_flat_buffers(self.model, self.reports[worker][2:])
-            self.books.apply(worker)
+            self.tracker.apply(worker)
         return loss
 
     def answer(self, worker: int, go_on: bool) -> None:
-        """Let ``worker`` pull the parameters; without ``go_on`` it is its last time."""
+        """Let ``worker`` pull the parameters; without ``go_on`` for the last time."""
         with self.comm.span("pull"):
             self.comm.send(self.parameters, worker)
             self.comm.send(self._with_buffers(go_on), worker)
-        self.books.pull(worker) if go_on else self.books.drop(worker)
+        self.tracker.pull(worker) if go_on else self.tracker.drop(worker)
 
     def dismiss(self) -> None:
-        """All is done: take in what is under way, and send everybody home with the result."""
-        while self.books.pulled:
-            if not self.books.held:
+        """After the last update: receive the pushes under way, answer them with the result."""
+        while self.tracker.pulled:
+            if not self.tracker.held:
                 self.hear()
                 continue
             with self._may_be_lost():
-                worker = self.books.held[0]
+                worker = self.tracker.held[0]
                 self.comm.recv(self.gradient, worker)
                 self.answer(worker, go_on=False)
 
     @contextlib.contextmanager
     def _may_be_lost(self) -> Iterator[None]:
-        """A worker that dies in here is left out from here on."""
+        """A worker that dies in here is left out from now on."""
         try:
             yield
         except PeerLostError as error:
-            if error.rank not in self.books.pulled:
+            if error.rank not in self.tracker.pulled:
                 raise
-            self.books.drop(error.rank)
+            self.tracker.drop(error.rank)
             self.lost[error.rank] = str(error)
             print(
-                f"rank {error.rank} is lost after {self.books.version} updates, going on with "
-                f"workers {sorted(self.books.pulled)}: {error}"
+                f"rank {error.rank} is lost after {self.tracker.version} updates, going on with "
+                f"workers {sorted(self.tracker.pulled)}: {error}"
             )
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(state)
-
-    def notes(self) -> dict[str, Any]:
-        """``staleness``: [worker, staleness] of every update; ``updates_by_rank``; ``lost_ranks``,
-        {rank: why}. They are the server's."""
-        updates = [list(update) for update in self.books.updates]
-        counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
-        return {"staleness": updates, "updates_by_rank": counts, "lost_ranks": dict(self.lost)}
 
     def _with_buffers(self, *numbers: float) -> Tensor:
         """A short message: some numbers, then the model's buffers, [len(numbers) + B]."""

@@ -1,38 +1,73 @@
-"""The protocol of a strategy: what a technique has to say for itself."""
+"""What every technique has in common: the hooks that the training loop calls, with defaults.
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+A technique states how it sets up and how it takes a step; everything else it inherits, unless it
+differs. One object per rank.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.workload.models import logits_of, state_of
 
+# Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
-
-
+# Seconds since the start, and the mean loss of the samples that were worked through.
 EpochEnd = tuple[float, Tensor]
-
-
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Strategy(Protocol):
-    """What a technique has to say for itself; one object a rank.
+class Strategy:
+    """One technique on one rank. The parameters of its constructor are the options it takes.
 
-    One that has something to end (connections of its own) has ``close()``, too: called last, on
-    all ranks, unless one has failed. One whose traffic goes past ``comm`` has ``sent()``: the
-    messages and bytes that this rank has sent so far, or None where nobody counts them.
+    It is made before the ranks start and travels to each of them, so its constructor refuses
+    options that do not go together, and ``setup`` does everything else.
+
+    Attributes:
+        in_one_process: world size N means N ``devices`` in one process instead of N ranks.
+        devices: of a technique in one process, one per replica or stage.
+        survives_lost_workers: the run continues when a rank other than 0 dies.
+        through_comm: all its traffic passes through ``comm``, which counts it.
+        comm, model: set by ``setup``; ``model`` is this rank's whole model on its device. A
+            technique that does not hold one there has its own ``predict`` and ``full_state``.
     """
+
+    in_one_process = False
+    survives_lost_workers = False
+    through_comm = True
+    devices: Sequence[torch.device] = ()
+    comm: Comm
+    model: nn.Module
+
+    @classmethod
+    def options(cls) -> list[str]:
+        """The names of the options that this technique takes."""
+        return list(inspect.signature(cls).parameters)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ValueError unless this technique can run with ``world_size``."""
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Place or replicate ``model`` (the same seeded one on every rank) and make optimizers."""
+        raise NotImplementedError
+
+    @property
+    def workers(self) -> range:
+        """The ranks that divide each batch among themselves; any others serve them."""
+        return range(self.comm.world_size)
 
     def share(self) -> tuple[int, int]:
         """(index, count): this rank works on part ``index`` of ``count`` of every batch.
 
-        (0, 0) is a rank that works on no samples and serves the others.
+        (0, 0) for a rank that works on no samples and serves the others.
         """
+        if self.comm.rank not in self.workers:
+            return 0, 0
+        return self.workers.index(self.comm.rank), len(self.workers)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
@@ -40,44 +75,79 @@ class Strategy(Protocol):
         ``inputs`` [n, C, H, W] and ``targets`` [n] are this rank's part (n may be 0) of a global
         batch of ``batch_size`` samples. The update is that of the mean over the global batch.
         """
+        raise NotImplementedError
+
+    def end_epoch(self) -> None:
+        """Make equal on all ranks what the steps leave different, such as batch statistics."""
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         """Logits [n, classes] in evaluation mode, without gradients.
 
-        None on a rank that does not come by them: one that holds a part of the model.
+        None on a rank that does not obtain them, because it holds only a part of the model.
         """
-
-    def end_epoch(self) -> None:
-        """Bring together what a step leaves apart (batch statistics, say)."""
+        return logits_of(self.model, inputs)
 
     def full_state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, put together again, on the CPU."""
+        return state_of(self.model)
+
+    def notes(self) -> dict[str, Any]:
+        """What is special about the run, for the report; the same keys on every rank."""
+        return {}
+
+    def sent(self) -> tuple[int, int] | None:
+        """Messages and bytes that this rank has sent so far; None where nobody counts them."""
+        return (self.comm.messages, self.comm.bytes_sent) if self.through_comm else None
+
+    def close(self) -> None:
+        """End what ``setup`` opened. Called last, on all ranks, unless one has failed."""
 
 
-class OwnPaceStrategy(Protocol):
-    """A technique whose ranks do not keep step: it runs the epochs by itself.
+class OwnPaceStrategy(Strategy):
+    """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
 
-    ``setup``, ``predict`` and ``full_state`` are those of ``Strategy``; ``share`` is read before
-    the run starts, and (0, 0) is a rank that serves.
+    Rank 0 serves, the others work.
+
+    Attributes:
+        updates: on the server, (worker, staleness) of every update; set by ``setup``.
+        lost: by worker that died, why; set by ``setup``.
     """
+
+    updates: Sequence[Sequence[int]]
+    lost: dict[int, str]
+
+    def check_ranks(self, world_size: int) -> None:
+        if world_size < 2:
+            raise ValueError(
+                "an asynchronous parameter server needs a server and at least one worker, got "
+                f"world_size {world_size}: use world_size 2 or more, or strategy single"
+            )
+
+    @property
+    def workers(self) -> range:
+        return range(1, self.comm.world_size)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the samples of all epochs have been worked through, by whichever rank.
 
         Args:
-            batches: this rank's share of batch after batch, without end: a rank that is ahead goes
-                on with its share of the next epoch. (inputs [n, C, H, W], targets [n], size of the
-                global batch), n may be 0.
-            steps: global batches an epoch.
+            batches: this rank's share of one batch after another, without end: a rank that is
+                ahead continues with its share of the next epoch. n may be 0.
+            steps: global batches per epoch.
             epochs: to train for.
 
-        Yields, on the rank that holds the parameters: (seconds since the start, mean loss of the
-        samples that were worked through) whenever an epoch is through; ``full_state`` is then read
-        at once. The others yield nothing.
+        Yields, on the server, an ``EpochEnd`` whenever an epoch is complete; ``full_state`` is
+        read at once. The workers yield nothing.
         """
+        raise NotImplementedError
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Let ``predict`` use these parameters and buffers from here on."""
+        """Let ``predict`` use these parameters and buffers from now on."""
+        self.model.load_state_dict(state)
 
     def notes(self) -> dict[str, Any]:
-        """What is special about the run, for the report; the same keys on every rank."""
+        """``staleness``: [worker, staleness] of every update; ``updates_by_rank``; ``lost_ranks``,
+        {rank: why}. Rank 0 knows them."""
+        updates = [list(update) for update in self.updates]
+        counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
+        return {"staleness": updates, "updates_by_rank": counts, "lost_ranks": dict(self.lost)}

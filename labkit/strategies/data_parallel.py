@@ -2,7 +2,7 @@
 
 Every step:
 
-    scatter     cut the batch into P parts, one a device
+    scatter     cut the batch into P parts, one per device
     replicate   copy the parameters and buffers from device 0 to all others
     forward     each thread runs its replica on its part
     gather      copy the outputs to device 0, where the loss and its gradient are computed
@@ -10,12 +10,12 @@ Every step:
     reduce      add the replicas' gradients to those of device 0, in the order of the devices
     update      device 0 alone; the other replicas are overwritten in the next step
 
-Device 0 thus holds what every device holds, and on top the whole batch, all outputs, the gradients
-on their way and the optimizer's state. All threads share one interpreter, whose lock (the GIL)
-lets a single one of them run Python.
+So device 0 holds what every device holds, and in addition the whole batch, all outputs, the
+gradients being summed and the optimizer's state. All threads share one interpreter, whose lock
+(the GIL) lets only one of them run Python at a time.
 
 Symbols: P devices. Source: PyTorch's ``nn.DataParallel`` (Li et al. 2020, "PyTorch Distributed",
-section 2.2), which runs the same steps; there autograd walks back through gather and replicate.
+section 2.2), which runs the same steps; there autograd runs back through gather and replicate.
 """
 
 import copy
@@ -30,41 +30,40 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm.comm import Comm
-from labkit.workload.models import logits_of, state_of
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.workload.models import logits_of
 
 
-class DataParallel:
+class DataParallel(Strategy):
     """Synchronous data parallelism on the devices of one process, by hand.
 
     Batch statistics (BatchNorm): each replica normalises with its own part's, and device 0's
-    running averages are kept, as ``nn.DataParallel`` does: the others are lost with the replica.
-    Frozen parameters are left out; one without a gradient counts as zero. A batch of fewer samples
-    than devices leaves the last devices idle. Parameters of several dtypes travel in the widest.
-    Dropout: replicas draw random numbers of their own, so no run with it equals one device.
+    running averages are kept, as in ``nn.DataParallel``; the others are overwritten. Frozen
+    parameters are left out; one without a gradient counts as zero. A batch of fewer samples than
+    devices leaves the last devices idle. Parameters of several dtypes travel in the widest.
+    Dropout: each replica draws its own random numbers, so no run with it equals one device.
 
     Args:
         devices: of the replicas, by name: ``("cpu", "cpu")``; one may be named twice.
     """
 
     in_one_process = True
+    through_comm = False
 
     def __init__(self, devices: Sequence[str]):
         self.devices = [torch.device(name) for name in devices]
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         self.model = model.to(self.devices[0]).train()
         others = [copy.deepcopy(self.model).to(device) for device in self.devices[1:]]
         self.replicas = [self.model, *others]
         self.optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         self.bytes_moved: Counter[str] = Counter(scatter=0, replicate=0, gather=0, reduce=0)
-        # The threads compute at the same time, and each would otherwise start one per core.
+        # The threads compute at the same time, and each would otherwise use all cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(self.devices)))
-        # One worker each, so that a replica stays with its thread. Device 0 has the caller's.
+        # One worker each, so that a replica keeps its thread. Device 0 uses the caller's.
         self.threads = [ThreadPoolExecutor(max_workers=1) for _ in others]
-
-    def share(self) -> tuple[int, int]:
-        return 0, 1
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         parts = self.scatter(inputs)
@@ -88,7 +87,7 @@ class DataParallel:
     def replicate(self, count: int) -> list[nn.Module]:
         """Give the first ``count`` replicas the parameters and buffers of device 0."""
         with self.comm.span("replicate"):
-            # One tensor a device, not one a parameter: a copy costs time however small it is.
+            # One copy per device, not one per parameter: each has a fixed cost.
             flat = torch.cat([parameter.flatten() for parameter in self.model.parameters()])
             sizes = [parameter.numel() for parameter in self.model.parameters()]
             for index, replica in enumerate(self.replicas[1:count], start=1):
@@ -104,10 +103,10 @@ class DataParallel:
     def parallel(self, fn: Callable, *arguments: Sequence) -> list[Any]:
         """``fn(*arguments[.., i])`` for every i at once, in thread i; results in that order.
 
-        What a thread raises is raised here, when all have ended.
+        An exception in a thread is raised here, when all have ended.
         """
         first, *rest = zip(*arguments)
-        grad = torch.is_grad_enabled()  # every thread has a mode of its own
+        grad = torch.is_grad_enabled()  # each thread has its own mode
         futures = [
             thread.submit(self._compute, index, grad, fn, *args)
             for index, (thread, args) in enumerate(zip(self.threads, rest), start=1)
@@ -157,7 +156,7 @@ class DataParallel:
     def _compute(self, index: int, grad: bool, fn: Callable, *args: Any) -> Any:
         device = self.devices[index]
         on_gpu = device.type == "cuda"
-        # The spans' CUDA events are of comm.device, and say nothing about another GPU.
+        # The spans' CUDA events are on comm.device, and say nothing about another GPU.
         timed = device == self.comm.device or not on_gpu
         with (
             torch.set_grad_enabled(grad),
@@ -167,7 +166,7 @@ class DataParallel:
             return fn(*args)
 
     def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
-        """``tensor`` from device 0 to device ``index``; between CPU replicas a real copy, too."""
+        """``tensor`` from device 0 to device ``index``; a real copy between CPU replicas, too."""
         self._count(phase, tensor, index)
         device = self.devices[index]
         return tensor.to(device, non_blocking=device.type == "cuda", copy=index > 0)
@@ -182,22 +181,16 @@ class DataParallel:
             self.bytes_moved[phase] += tensor.nbytes
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """By device 0's model alone: there are no gradients to share the work for."""
+        """On device 0 alone: without a backward pass there is little work to share."""
         return logits_of(self.model, inputs.to(self.devices[0])).to(self.comm.device)
 
-    def end_epoch(self) -> None:
-        pass
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
-
     def notes(self) -> dict[str, Any]:
-        """Bytes moved between devices, by phase: they do not go through ``comm``."""
+        """Bytes moved between devices, by phase: they bypass ``comm``."""
         return {"devices": [str(d) for d in self.devices], "bytes_moved": dict(self.bytes_moved)}
 
 
 def _gradients(model: nn.Module) -> Tensor:
-    """[N]: the gradients of the trained parameters end to end; zeros where there is none."""
+    """[N]: the gradients of the trained parameters as one; zeros where there is none."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]

@@ -1,8 +1,8 @@
-"""The half of a training step that needs no other rank: forward and backward of a share.
+"""The part of a training step that needs no other rank: forward and backward of a share.
 
-It may go in micro-batches (gradient accumulation: activations of one micro-batch at a time, the
-gradients of all of them), in mixed precision (Micikevicius et al. 2018), and slowed down, to play
-a straggler.
+It may run in micro-batches (gradient accumulation: the activations of one micro-batch at a time,
+the gradients of all of them), in mixed precision (Micikevicius et al. 2018), and slowed down, as a
+straggler.
 """
 
 import contextlib
@@ -20,19 +20,27 @@ from labkit.comm.comm import Comm
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> None:
+    """Raise ValueError if the straggler is one of the first ``servers`` ranks, which serve."""
+    if straggler and straggler[0] < servers:
+        raise ValueError(
+            f"straggler {straggler[0]}: this rank serves and computes nothing to be slow at, "
+            f"choose a worker, rank {servers} or above"
+        )
+
+
 class LocalGradients:
     """Forward and backward of one rank's share of a batch, and the update that suits them.
 
     Args:
         comm: this rank's Comm.
-        model: on ``comm.device``, in training mode; parameters stay in their own dtype.
-        accumulate: micro-batches that a share is cut into, as evenly as it goes. The gradient is
+        model: on ``comm.device``, in training mode; parameters keep their dtype.
+        accumulate: micro-batches that a share is cut into, as evenly as possible. The gradient is
             that of the whole share, unless layers look across samples: BatchNorm normalises each
-            micro-batch by itself.
+            micro-batch separately.
         amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
             loss is scaled up so that small gradients do not vanish, and an update whose gradients
-            overflow is left out. Looking at them after they were summed over the ranks, all ranks
-            decide alike.
+            overflow is skipped. All ranks decide alike, from the summed gradients.
         straggler: (rank, factor): that rank takes ``factor`` times as long to compute.
     """
 
@@ -50,7 +58,7 @@ class LocalGradients:
         self.accumulate = accumulate
         self.half = _HALVES[amp] if amp else None
         self.scaler = torch.amp.GradScaler(comm.device.type, enabled=amp == "fp16")
-        # It begins when it first scales, and this rank's first share may have no sample.
+        # It is initialised when it first scales, and this rank's first share may be empty.
         self.scaler.scale(torch.zeros((), device=comm.device))
         slow, factor = straggler or (None, 1.0)
         self.slowdown = factor if comm.rank == slow else 1.0
@@ -69,7 +77,7 @@ class LocalGradients:
             inputs, targets: [n, ...] and [n], this rank's share; n may be 0.
             divisor: the samples of the global batch, for the gradient of their mean.
             no_sync: every micro-batch but the last runs inside it.
-            even_if_empty: go through the model without a sample, too, for hooks that count on it.
+            even_if_empty: run the model on an empty share, too, for hooks that rely on it.
 
         Returns:
             The sum of the losses, a scalar, detached and not scaled.
@@ -79,31 +87,34 @@ class LocalGradients:
         for number, part in enumerate(parts, start=1):
             quietly = no_sync if number < len(parts) else contextlib.nullcontext
             with self.comm.span("compute"), quietly():
-                total += self._forward_backward(*part, divisor)
+                total += self._forward_backward(part, divisor)
         return total
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of ``optimizer``; with fp16, unless a gradient has overflowed."""
+        """One step of ``optimizer``; with fp16 only if no gradient has overflowed."""
         with self.comm.span("update"):
             self.scaler.step(optimizer)
             self.scaler.update()
 
-    def _micro_batches(self, inputs: Tensor, targets: Tensor, even_if_empty: bool) -> list:
+    def _micro_batches(
+        self, inputs: Tensor, targets: Tensor, even_if_empty: bool
+    ) -> list[tuple[Tensor, Tensor]]:
         if not len(targets):
             return [(inputs, targets)] if even_if_empty else []
         count = min(self.accumulate, len(targets))
         return list(zip(inputs.tensor_split(count), targets.tensor_split(count)))
 
-    def _forward_backward(self, inputs: Tensor, targets: Tensor, divisor: float) -> Tensor:
+    def _forward_backward(self, part: tuple[Tensor, Tensor], divisor: float) -> Tensor:
+        inputs, targets = part
         start_s = time.perf_counter()
         with torch.autocast(self.comm.device.type, self.half, enabled=self.half is not None):
             logits = self.model(inputs)
         if self.half is not None:
-            # A sum of many losses does not fit 8 bits.
+            # The sum of many losses needs more than 8 significant bits.
             logits = logits.float()
         if self.slowdown > 1:
-            # DDP waits for other ranks at the end of backward, which is not computing: queued when
-            # backward begins, this comes before.
+            # DDP waits for other ranks at the end of backward, which is not computing. This is
+            # queued when backward starts, so it runs before.
             queue = Variable._execution_engine.queue_callback
             logits.register_hook(lambda _: queue(lambda: self._fall_behind(start_s)))
         loss = functional.cross_entropy(logits, targets, reduction="sum")

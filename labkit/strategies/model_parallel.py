@@ -1,17 +1,17 @@
 """Model parallelism by placement: the model is cut into stages, and each rank holds one.
 
-The batch goes through the stages one after the other, forward and then back:
+The batch passes through the stages one after another, forward and then backward:
 
     stage 0   F . . . . B
     stage 1   . F . . B .
     stage 2   . . F B . .
 
-A rank needs memory for its own stage alone: that is what the technique is for. While one stage
-works all others wait, so it is no faster than one device; ``pipeline`` takes that up. ``placed``
-does the same in one process, on the devices of one machine.
+A rank needs memory only for its own stage: that is the purpose of the technique. While one stage
+works all others wait, so it is no faster than one device; ``pipeline`` improves on that.
+``model_parallel_one_process`` does the same in one process, on the devices of one machine.
 
-Source: the placement by hand that PyTorch's tutorials call model parallelism, here with a process
-for each device.
+Source: the manual placement that PyTorch's tutorials call model parallelism, here with a process
+per device.
 """
 
 from torch import Tensor
@@ -24,11 +24,11 @@ class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
     Every layer sees the whole batch, so this equals one device, BatchNorm included (dropout not:
-    each rank draws its own random numbers). Tied parameters may lie on several stages; to first
-    stages that are frozen goes no gradient.
+    each rank draws its own random numbers). Tied parameters may be on several stages; no gradient
+    is sent to the first stages if these are frozen.
 
     Args:
-        split_points: layers that begin a stage, one less than there are ranks.
+        split_points: layers that begin a stage, one fewer than there are ranks.
     """
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

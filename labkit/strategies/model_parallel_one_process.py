@@ -5,14 +5,13 @@ the model between the card and the host, and the hop is the bus between them.
 
 A copy between devices is queued on a stream and returns at once, so a clock around it measures
 nothing; and an event says nothing about another device's stream. PyTorch copies on the current
-stream of the device that the tensor leaves, or, from the host, of the one that it comes to. So the
-events of a hop are recorded there, forward and backward apart.
+stream of the source device, or, from the host, of the target device. The events of a hop are
+recorded there, forward and backward separately.
 
-Source: the placement by hand that PyTorch's tutorials call model parallelism.
+Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
 import statistics
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,30 +21,33 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm.comm import Comm
-from labkit.schedules.stages import points_of, stage_bounds
+from labkit.schedules.stages import as_split_points, stage_bounds
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.stage import on_several
+from labkit.trace import ClockTimer, CudaTimer
 from labkit.units import format_count
 from labkit.workload.layers import named_layers
-from labkit.workload.models import state_of
 
 _KEPT_HOPS = 10_000
 
 
-class PlacedModel:
+class ModelParallelOneProcess(Strategy):
     """Stage s of the model on device s, all in one process.
 
     Every layer sees the whole batch, so this equals one device, BatchNorm included (dropout not:
-    each device draws its own random numbers). ``notes`` tell of each hop its bytes and seconds,
-    without those of the first step, which warms up.
+    each device draws its own random numbers). ``notes`` gives the bytes and seconds of the hops,
+    except in the first step, which warms up.
 
     Args:
-        split_points: layers that begin a stage, one less than there are devices.
+        split_points: layers that begin a stage, one fewer than there are devices.
         devices: of the stages, by name, each once.
 
     Raises:
-        ValueError: a device twice, not as many as stages; in ``setup``, a tied parameter on two.
+        ValueError: a device twice, or not one per stage; in ``setup``, a tied parameter on two.
     """
 
     in_one_process = True
+    through_comm = False
 
     def __init__(self, split_points: Sequence[int] = (), devices: Sequence[str] = ("cpu",)):
         twice = [name for name, count in Counter(devices).items() if count > 1]
@@ -53,32 +55,34 @@ class PlacedModel:
             raise ValueError(
                 f"devices {', '.join(devices)}: {twice[0]} comes twice, and two stages on one "
                 "device share its memory and its time: name each once, or leave devices out and "
-                "give each stage a process of its own"
+                "give each stage its own process"
             )
-        self.split_points = points_of(split_points)
+        self.split_points = as_split_points(split_points)
         if len(devices) != len(self.split_points) + 1:
             raise ValueError(
                 f"{format_count(len(devices), 'device')} for "
-                f"{format_count(len(self.split_points) + 1, 'stage')}: name one a stage"
+                f"{format_count(len(self.split_points) + 1, 'stage')}: name one per stage"
             )
         self.devices = [torch.device(name) for name in devices]
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model = comm, model
         layers = [layer for _, layer in named_layers(model)]
         parts = [
             nn.ModuleList(layers[a:b]) for a, b in stage_bounds(self.split_points, len(layers))
         ]
-        _refuse_tied(parts, self.devices)
+        for tensor, (home, other, *_) in on_several(parts):
+            raise ValueError(
+                f"a tensor {list(tensor.shape)} belongs to layers on {self.devices[home]} and on "
+                f"{self.devices[other]} (it is tied), and can be on only one device: move a split "
+                "point, or give each stage its own process"
+            )
         self.stages = [
             nn.Sequential(*part).to(device).train() for part, device in zip(parts, self.devices)
         ]
         self.optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         self.hops: deque[_Hop] = deque(maxlen=_KEPT_HOPS)
         self.steps = 0
-
-    def share(self) -> tuple[int, int]:
-        return 0, 1
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -96,10 +100,11 @@ class PlacedModel:
         return loss.detach().to(self.comm.device)
 
     def move(self, tensor: Tensor, cut: int, direction: str) -> Tensor:
-        """``tensor`` over a cut, ``forward`` or ``backward``, and the hop timed."""
+        """Move ``tensor`` over a cut, ``forward`` or ``backward``, and time the hop."""
         ends = self.devices[cut : cut + 2]
         source, target = ends if direction == "forward" else reversed(ends)
-        timer = _CopyTimer(source, target)
+        gpu = next((device for device in (source, target) if device.type == "cuda"), None)
+        timer = CudaTimer(gpu) if gpu else ClockTimer()
         start = timer.mark()
         moved = tensor.to(target, copy=True)
         self.hops.append(
@@ -116,14 +121,8 @@ class PlacedModel:
         self.model.train()
         return value.to(self.comm.device)
 
-    def end_epoch(self) -> None:
-        pass
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
-
     def notes(self) -> dict[str, Any]:
-        """The placement, and by cut and direction the hops' bytes and median seconds."""
+        """The placement, and the hops' bytes and median seconds by cut and direction."""
         edges = [(c, d) for c in range(len(self.devices) - 1) for d in ("forward", "backward")]
         summaries = (self._summary(cut, direction) for cut, direction in edges)
         return {
@@ -133,7 +132,7 @@ class PlacedModel:
         }
 
     def _summary(self, cut: int, direction: str) -> dict[str, Any] | None:
-        """Of the hops with the most frequent number of bytes; None if there were none."""
+        """Of the hops with the most frequent number of bytes; None if nothing was moved."""
         hops = [h for h in self.hops if (h.cut, h.direction) == (cut, direction) and h.step > 0]
         if not hops:
             return None
@@ -150,61 +149,29 @@ class PlacedModel:
 
 
 class _Crossing(torch.autograd.Function):
-    """Forward moves the activation over a cut, backward its gradient, back."""
+    """Forward moves the activation over a cut, backward moves its gradient back."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, placed: PlacedModel, cut: int) -> Tensor:
-        ctx.placed, ctx.cut = placed, cut
-        return placed.move(value, cut, "forward")
+    def forward(ctx: Any, value: Tensor, strategy: ModelParallelOneProcess, cut: int) -> Tensor:
+        ctx.strategy, ctx.cut = strategy, cut
+        return strategy.move(value, cut, "forward")
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.placed.move(gradient, ctx.cut, "backward"), None, None
-
-
-class _CopyTimer:
-    """Marks around a copy between two devices: events on the stream that does it, or a clock."""
-
-    def __init__(self, source: torch.device, target: torch.device):
-        self.gpu = next((d for d in (source, target) if d.type == "cuda"), None)
-
-    def mark(self):
-        if self.gpu is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.gpu))
-        return event
-
-    def seconds(self, start, end) -> float:
-        if self.gpu is None:
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return ctx.strategy.move(gradient, ctx.cut, "backward"), None, None
 
 
 class _Hop(NamedTuple):
-    """One tensor's way over a cut."""
+    """One tensor moved over a cut, in one direction."""
 
     step: int
     cut: int
     direction: str
     num_bytes: int
-    timer: _CopyTimer
+    timer: CudaTimer | ClockTimer
     start: Any
     end: Any
 
     def seconds(self) -> float:
-        return self.timer.seconds(self.start, self.end)
-
-
-def _refuse_tied(parts: list[nn.ModuleList], devices: list[torch.device]) -> None:
-    homes: dict[int, int] = {}
-    for stage, part in enumerate(parts):
-        for tensor in (*part.parameters(), *part.buffers()):
-            home = homes.setdefault(id(tensor), stage)
-            if home != stage:
-                raise ValueError(
-                    f"a tensor {list(tensor.shape)} belongs to layers on {devices[home]} and on "
-                    f"{devices[stage]} (it is tied), and can be on one device alone: move a split "
-                    "point, or give each stage a process of its own"
-                )
+        return self.timer.seconds(self.end, origin=self.start)

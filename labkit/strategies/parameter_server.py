@@ -1,12 +1,12 @@
 """A parameter server: some ranks hold the parameters, the others compute gradients for them.
 
-All trained parameters lie end to end in one flat tensor [N], cut into K slices, one a server. In
-each step a worker computes the gradient of its share of the batch, **pushes** each slice of it to
-that slice's server, and **pulls** the slice's new values. A server adds up what the workers push,
-makes the update, and sends the result to each: the update is made once, not on every rank.
+All trained parameters form one flat tensor [N], cut into K slices, one per server. In each step a
+worker computes the gradient of its share of the batch, **pushes** each slice of it to that slice's
+server, and **pulls** the slice's new values. A server sums what the workers push, makes the
+update, and sends the result to each: the update is made once, not on every rank.
 
-The server's link carries W slices in and W out while a worker's carries one of each, so a step
-takes longer with every worker: ``costs.parameter_server_seconds``. More servers share the load.
+A server's link carries W slices in and W out, a worker's one of each per server, so a step takes
+longer with every worker: ``costs.parameter_server_seconds``. More servers share the load.
 
 Symbols: P ranks, K servers (ranks 0 to K - 1), W = P - K workers, N trainable parameters.
 Source: Li et al., "Scaling distributed machine learning with the parameter server" (2014); this
@@ -21,29 +21,29 @@ from labkit.comm.comm import Comm
 from labkit.config import check_servers
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies.flat import average_buffers, lay_end_to_end
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 
-class ParameterServer:
-    """Synchronous data parallelism through servers: everybody waits for the slowest worker.
+class ParameterServer(Strategy):
+    """Synchronous data parallelism through servers: all wait for the slowest worker.
 
     Servers work on no samples; a batch is cut into P - K equal parts. With world size 1 the one
-    rank is server and worker. Each server adds in an order of its own that never changes, so a run
-    can be repeated to the bit; all workers pull the same bits.
+    rank is server and worker. Each server always adds in the same order, so a run can be repeated
+    to the bit; all workers pull the same bits.
 
-    Batch statistics (BatchNorm): each worker normalises with its own share's; the running averages
-    are averaged over the workers at the end of an epoch, counters are the first worker's, and the
-    servers get the same. Frozen parameters are neither pushed nor pulled; one without a gradient
-    counts as zero. Dropout: each worker draws its own random numbers, so no run equals one device.
+    Batch statistics (BatchNorm): each worker normalises with its own share's; at the end of an
+    epoch all ranks get the mean of the workers' running averages, and the first worker's counters.
+    Frozen parameters are neither pushed nor pulled; one without a gradient counts as zero.
+    Dropout: each worker draws its own random numbers, so no run equals one device.
 
     Args:
         servers: K, below the world size.
         accumulate, straggler: see ``LocalGradients``.
 
     Raises:
-        ValueError: no rank is left to work, or the straggler would be a server.
+        ValueError: the straggler would be a server; in ``setup``, no rank is left to work.
     """
 
     def __init__(
@@ -52,15 +52,11 @@ class ParameterServer:
         accumulate: int = 1,
         straggler: tuple[int, float] | None = None,
     ):
-        if straggler and straggler[0] < servers:
-            raise ValueError(
-                f"straggler {straggler[0]}: this rank serves and computes nothing to be slow at, "
-                f"choose a worker, rank {servers} or above"
-            )
+        check_straggler(straggler, servers)
         self.servers = servers
         self.settings = {"accumulate": accumulate, "straggler": straggler}
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_servers(self.servers, comm.world_size)
         self.comm = comm
         self.model = model.to(comm.device).train()
@@ -70,26 +66,25 @@ class ParameterServer:
         self._take_role()
         if self.serves:
             start, end = self.slices[comm.rank]
-            # SGD works number by number: to it a slice is a parameter like any other.
-            self.slice = nn.Parameter(self.parameters[start:end])
-            self.slice.grad = self.gradient[start:end]
-            self.optimizer = make_optimizer([self.slice])
+            # SGD works element by element, so to it a slice is a parameter like any other.
+            self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
+            parameter = nn.Parameter(self.slice)
+            parameter.grad = self.slice_gradient
+            self.optimizer = make_optimizer([parameter])
+
+    @property
+    def workers(self) -> range:
+        return range(self.servers, self.comm.world_size) or range(1)
 
     def _take_role(self) -> None:
-        """Who this rank meets, in the order of its turns; see ``schedules.server_turns``."""
+        """Whom this rank talks to, in the order of its turns; see ``schedules.server_turns``."""
         rank, servers = self.comm.rank, self.servers
         workers = self.comm.world_size - servers
-        self.workers = range(servers, self.comm.world_size) or range(1)
         self.serves, self.works = rank < servers, rank in self.workers
         if self.serves:
             self.peers = [servers + worker for worker in server_turns(rank, servers, workers)]
         else:
             self.peers = worker_turns(rank - servers, servers, workers)
-
-    def share(self) -> tuple[int, int]:
-        if not self.works:
-            return 0, 0
-        return self.workers.index(self.comm.rank), len(self.workers)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
@@ -103,14 +98,14 @@ class ParameterServer:
         return loss
 
     def push(self) -> None:
-        """On a worker: each server gets its slice of the gradient."""
+        """On a worker: send each server its slice of the gradient."""
         with self.comm.span("push"):
             for server in self.peers:
                 start, end = self.slices[server]
                 self.comm.send(self.gradient[start:end], server)
 
     def pull(self) -> None:
-        """On a worker: each server's new values, straight into the model's parameters."""
+        """On a worker: receive each server's new values, straight into the model's parameters."""
         with self.comm.span("pull"):
             for server in self.peers:
                 start, end = self.slices[server]
@@ -118,27 +113,24 @@ class ParameterServer:
 
     @torch.no_grad()
     def serve(self, batch_size: int) -> None:
-        """On a server: add up what all workers push, update the slice, let all pull it."""
+        """On a server: sum what all workers push, update the slice, send it to all."""
         with self.comm.span("push"):
             for turn, worker in enumerate(self.peers):
                 receive = self.comm.recv_add if turn else self.comm.recv
-                receive(self.slice.grad, worker)
+                receive(self.slice_gradient, worker)
         with self.comm.span("update"):
-            self.slice.grad /= batch_size
+            self.slice_gradient /= batch_size
             self.optimizer.step()
         with self.comm.span("pull"):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)
 
     def full_state(self) -> dict[str, Tensor]:
-        # Workers have all slices already; of several servers each has its own alone.
+        # Workers have all slices already; each of several servers has only its own.
         if self.servers > 1:
             for server, (start, end) in enumerate(self.slices):
                 broadcast(self.comm, self.parameters[start:end], root=server)
-        return state_of(self.model)
+        return super().full_state()

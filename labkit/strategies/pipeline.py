@@ -1,12 +1,12 @@
-"""Pipeline parallelism: the batch goes through the stages in micro-batches, so that all work.
+"""Pipeline parallelism: a batch passes through the stages in micro-batches, so that all work.
 
-Each stage executes a stream of instructions (``schedules.gpipe``, ``schedules.one_f_one_b``); the
-messages between them follow from it (``schedules.with_hops``). The update waits for all
-micro-batches, so that the technique is synchronous: it follows one device that accumulates the
-gradients of the same micro-batches.
+Each stage executes a stream of instructions: ``gpipe`` or ``one_f_one_b`` of
+``labkit.schedules.pipeline`` say which stage runs which micro-batch when, ``with_hops`` adds the
+messages between them. The update waits for all micro-batches, so the technique is synchronous: it
+equals one device that accumulates the gradients of the same micro-batches.
 
 Symbols: P stages, M micro-batches. A stage idles for (P - 1) / (M + P - 1) of the step if all
-stages take equally long (``timetable.bubble_formula``).
+stages take equally long (``costs.bubble_formula``).
 
 Source: Huang et al., "GPipe: Efficient training of giant neural networks using pipeline
 parallelism" (2019); Narayanan et al., "PipeDream" (2019), for the order called 1F1B.
@@ -24,17 +24,16 @@ class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
     Batch statistics (BatchNorm): each micro-batch is normalised by its own, and the running
-    averages take them in one by one, as with gradient accumulation on one device. Dropout as in
-    ``ModelParallel``. Tied parameters may lie on several stages; where the first stages are
-    frozen, no gradient goes there.
+    averages take them in one by one, as with gradient accumulation on one device. Dropout, tied
+    and frozen parameters: as in ``ModelParallel``.
 
     Args:
-        split_points: layers that begin a stage, one less than there are ranks.
-        micro_batches: M; a batch of fewer samples makes as many.
+        split_points: layers that begin a stage, one fewer than there are ranks.
+        micro_batches: M; a batch of fewer samples is cut into single samples.
         schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
 
     Raises:
-        ValueError: no such schedule, or no micro-batch.
+        ValueError: unknown schedule, or no micro-batch.
     """
 
     def __init__(

@@ -1,32 +1,32 @@
 """Data parallelism with our ring: replicate, compute on a share, sum the gradients, update.
 
 1. Every rank holds the whole model. 2. Each computes the gradient of the summed loss of its share
-of the batch. 3. All gradients, laid end to end in one flat tensor [N], are summed by ring
-all-reduce: share_reduce, then share_only. 4. The sum is divided by the number of samples in the
-global batch, and every rank makes the same update.
+of the batch. 3. All gradients, as one flat tensor [N], are summed by ring all-reduce:
+share_reduce, then share_only. 4. The sum is divided by the number of samples in the global batch,
+and every rank makes the same update.
 
-Dividing by the number of samples, not of ranks, is what makes it equal one device when the shares
-are not of one size. Symbols: P ranks, N trainable parameters.
+Dividing by the number of samples, not of ranks, makes it equal one device when the shares differ
+in size. Symbols: P ranks, N trainable parameters.
 """
 
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import ring_all_reduce
 from labkit.collectives.compressed import all_reduce_of
 from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.flat_parameters import average_buffers
 from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
 
 
-class RingAllReduce:
+class RingAllReduce(Strategy):
     """Synchronous data parallelism over ``labkit.collectives.ring``.
 
-    Batch statistics (BatchNorm): each rank normalises with its own share's, as DDP does; the
-    running averages are averaged over the ranks at the end of an epoch, and counters taken from
-    rank 0, so that replicas agree.
-    Frozen parameters are left out; one without a gradient counts as zero. Dropout: each rank draws
-    its own random numbers, so replicas agree, but not with one device.
+    Batch statistics (BatchNorm): each rank normalises with its own share's, as in DDP; at the end
+    of an epoch the running averages are averaged over the ranks, and counters taken from rank 0,
+    so that replicas agree. Frozen parameters are left out; one without a gradient counts as zero.
+    Dropout: each rank draws its own random numbers, so replicas agree with each other, but not
+    with one device.
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
@@ -44,12 +44,12 @@ class RingAllReduce:
         if compress == "topk" and amp == "fp16":
             raise ValueError(
                 "topk keeps what it does not send for the next update, which fp16 may scale "
-                "otherwise or leave out: choose amp bf16, or compress fp16"
+                "differently or skip: choose amp bf16, or compress fp16"
             )
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
         self.all_reduce = all_reduce_of(compress)
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         self.model = model.to(comm.device).train()
         # parameters() lists a tied parameter once.
@@ -59,12 +59,9 @@ class RingAllReduce:
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 
-    def share(self) -> tuple[int, int]:
-        return self.comm.rank, self.comm.world_size
-
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        # Fewer samples than ranks: this rank still takes its part in the ring.
+        # A rank without a sample still takes part in the ring.
         loss = self.gradients.add(inputs, targets)
         self.average_gradients(batch_size)
         self.gradients.update(self.optimizer)
@@ -83,21 +80,8 @@ class RingAllReduce:
         with self.comm.span("update"):
             self.flat /= batch_size
             for piece, parameter in zip(self.slices, self.trained):
-                # Of several dtypes the widest has travelled.
+                # Gradients of several dtypes have travelled in the widest.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
-    @torch.no_grad()
     def end_epoch(self) -> None:
-        for buffer in self.model.buffers():
-            # Counters are rank 0's: it has a share of every batch, others may have sat one out.
-            if not buffer.is_floating_point() and self.comm.rank:
-                buffer.zero_()
-            ring_all_reduce(self.comm, buffer)
-            if buffer.is_floating_point():
-                buffer /= self.comm.world_size
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
+        average_buffers(self.comm, self.model, self.workers)

@@ -1,14 +1,17 @@
 """One stage of a model: the layers of one rank, and the hops to its neighbours.
 
 Rank s of P holds stage s. Going forward it receives an activation from rank s - 1, runs its
-layers, and sends what comes out to rank s + 1; going backward the gradient of that activation
-comes back, and the gradient of its own input goes on to rank s - 1. Autograd sees none of the
-hops: each stage's graph begins with a leaf and ends with a tensor that is given its gradient.
+layers, and sends the output to rank s + 1; going backward it receives the gradient of that
+output, and sends the gradient of its own input to rank s - 1. Autograd sees none of these hops:
+each stage's graph begins with a leaf and ends with a tensor that is given its gradient.
 
-Symbols: P ranks and stages, n samples of a micro-batch, m its number.
+What to run when is not decided here: a stage executes the instructions of ``schedules.pipeline``.
+
+Symbols: P ranks and stages, n samples of a micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,39 +21,48 @@ from torch.nn import functional
 from labkit.collectives import all_gather, broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
-from labkit.schedules.stages import points_of, stage_bounds
+from labkit.schedules.stages import as_split_points, stage_bounds
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
-from labkit.workload.activations import HeldBytes, NoLeaf
-from labkit.workload.layers import ghost_of, named_layers, output_shapes
+from labkit.workload.activations import HeldBytes, NonLeaf
+from labkit.workload.layers import meta_copy, named_layers, output_shapes
 
 
 class Stage:
-    """This rank's layers, run on one micro-batch after the other.
+    """This rank's layers, and what is under way in them, by micro-batch.
 
-    Every rank is given the same seeded model and keeps its slice. A parameter of layers on several
-    stages (tied) lives on each of them: ``update`` sums their gradients first, so that all make
-    the same step. Where nothing before a cut is trained, no gradient crosses it.
+    Every rank is given the same seeded model and keeps its slice. A tied parameter, of layers on
+    several stages, lives on each of them: ``update`` sums its gradients first, so that all stages
+    make the same step. Where nothing before a cut is trained, no gradient crosses it.
 
-    Layers that draw random numbers (dropout) do not equal one device: each rank draws its own.
+    With layers that draw random numbers (dropout) the result differs from one device: each rank
+    draws its own.
 
     Args:
         comm: this rank's Comm; its world size is the number of stages.
-        model: a chain of layers, see ``layers.layers_of``.
-        split_points: P - 1 of them, see ``placement.check_split_points``.
-        make_optimizer: of a list of parameters; not called by a stage that trains none.
+        model: a chain of layers, see ``workload.layers.layers_of``.
+        split_points: P - 1 of them, see ``schedules.stages.check_split_points``.
+        make_optimizer: of a list of parameters; a stage that trains none does not call it.
 
     Attributes:
         module: this stage's layers.
         first_trained: the first stage that trains anything.
-        held_bytes: the most that forwards had kept for their backward at one time, in the first
-            step.
+        loss: the sum of the losses so far in this step, on the last stage.
+        held_bytes: the most that forwards had kept for their backward at one time, measured in
+            the first step.
 
     Raises:
         ValueError: no chain of layers, impossible split points, nothing to train, or a buffer
             (BatchNorm's averages) of layers on several stages.
     """
 
-    def __init__(self, comm: Comm, model: nn.Module, split_points: Sequence[int], make_optimizer):
+    def __init__(
+        self,
+        comm: Comm,
+        model: nn.Module,
+        split_points: Sequence[int],
+        make_optimizer: MakeOptimizer,
+    ):
         self.comm = comm
         self.index, self.count = comm.rank, comm.world_size
         names, layers = zip(*named_layers(model))
@@ -63,12 +75,13 @@ class Stage:
         stages = [nn.ModuleList(layers[start:end]) for start, end in self.bounds]
         self.first_trained = _first_trained(stages)
         self.tied = _tied(stages)
-        # The shapes of all layers; the other stages' parameters are let go.
-        self.names, self.ghost = names, ghost_of(model)
+        # The shapes of all layers, without the other stages' memory.
+        self.names, self.meta_model = names, meta_copy(model)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None
-        self.held_bytes: int | None = None
+        self.held_bytes = 0
+        self._measures = True
         self._shapes: dict[tuple, list] = {}
 
     @property
@@ -86,9 +99,9 @@ class Stage:
 
         Args:
             inputs, targets: [batch_size, ...] and [batch_size], on every rank; the first stage
-                uses the inputs, the last one the targets, and all know the sizes.
-            batch_size: what the sum of the losses is divided by.
-            micro_batches: as many, or as there are samples if that is less.
+                uses the inputs, the last one the targets, the others only their sizes.
+            batch_size: the sum of the losses is divided by it.
+            micro_batches: how many; fewer if there are fewer samples.
         """
         count = min(micro_batches, len(targets))
         self.micro_batches = count
@@ -99,44 +112,38 @@ class Stage:
         self._leaving: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         self._held: dict[int, HeldBytes] = {}
-        self._measures, self.held_bytes = self.held_bytes is None, self.held_bytes or 0
         self.module.zero_grad()
 
     def forward(self, micro_batch: int) -> None:
         """Run the layers; the last stage also computes the loss."""
-        with self.comm.span("forward"):
-            entering = self._enter(micro_batch)
-            if self._measures:
-                with HeldBytes(self.module) as self._held[micro_batch]:
-                    self._leaving[micro_batch] = self._run(entering, micro_batch)
-                held_now = sum(held.num_bytes for held in self._held.values())
-                self.held_bytes = max(self.held_bytes, held_now)
-            else:
-                self._leaving[micro_batch] = self._run(entering, micro_batch)
+        with self.comm.span("forward"), self._measured(micro_batch):
+            self._leaving[micro_batch] = self._run(self._enter(micro_batch), micro_batch)
 
     def backward(self, micro_batch: int) -> None:
-        """From the gradient of what left the stage to the gradient of what had entered it."""
+        """From the gradient of the stage's output to the gradient of its input."""
         with self.comm.span("backward"):
             # The last stage's output is the loss.
             gradient = self._gradients.pop(micro_batch, None)
             leaving = self._leaving.pop(micro_batch)
-            # Layers that detach, or hand on whole numbers, end the way back: zeros go on.
+            # Layers that detach, or output integers, end the way back: zeros are sent instead.
             if leaving.requires_grad or self.is_last:
                 torch.autograd.backward(leaving, gradient)
             self._held.pop(micro_batch, None)
             entered = self._entering.pop(micro_batch)
             if self.index > self.first_trained:
-                missing = entered.grad is None
+                found = entered.grad
                 self._gradients[micro_batch] = (
-                    torch.zeros_like(entered) if missing else entered.grad
+                    torch.zeros_like(entered) if found is None else found
                 )
 
     def do(self, step: Action | Hop) -> None:
-        """Carry out one step of ``schedules.with_hops``."""
+        """Execute one instruction of ``schedules.pipeline.with_hops``."""
         if isinstance(step, Hop):
             self.hop(step)
+        elif step.kind == "forward":
+            self.forward(step.micro_batch)
         else:
-            getattr(self, step.kind)(step.micro_batch)
+            self.backward(step.micro_batch)
 
     def hop(self, hop: Hop) -> None:
         """Send, receive, or both at once."""
@@ -149,7 +156,8 @@ class Stage:
             self.comm.recv(self._landing(hop.recv), hop.recv.peer)
 
     def update(self) -> None:
-        """Sum the gradients of tied parameters over their stages, and make one step."""
+        """Sum the gradients of tied parameters over their stages, then make one step."""
+        self._measures = False
         for parameter, stages in self.tied:
             if self.index in stages:
                 parameter.grad = self._sum_over(stages, parameter)
@@ -162,7 +170,7 @@ class Stage:
         """Logits [n, classes] in evaluation mode on the last stage, None on the others.
 
         Args:
-            inputs: [n, ...] on every rank; the first stage uses them, all know their number.
+            inputs: [n, ...] on every rank; the first stage uses them, the others only their size.
         """
         self.module.eval()
         value = inputs
@@ -177,11 +185,11 @@ class Stage:
 
     def full_state(self) -> dict[str, Tensor]:
         """All stages' parameters and buffers, on every rank: each stage broadcasts its own."""
-        state, ghosts = {}, [layer for _, layer in named_layers(self.ghost)]
+        state, shapes = {}, [layer for _, layer in named_layers(self.meta_model)]
         for stage, (start, end) in enumerate(self.bounds):
             for index in range(start, end):
                 mine = self.module[index - start].state_dict() if stage == self.index else {}
-                for key, shape in ghosts[index].state_dict().items():
+                for key, shape in shapes[index].state_dict().items():
                     value = torch.empty_like(shape, device=self.comm.device)
                     if stage == self.index:
                         value.copy_(mine[key])
@@ -189,13 +197,19 @@ class Stage:
                     state[f"{self.names[index]}.{key}"] = value.cpu()
         return state
 
-    def held_by_stage(self) -> list[int]:
-        """``held_bytes`` of every stage, on every rank."""
-        mine = torch.tensor([self.held_bytes or 0], device=self.comm.device)
-        return torch.cat(all_gather(self.comm, mine)).tolist()
+    @contextmanager
+    def _measured(self, micro_batch: int) -> Iterator[None]:
+        """Count, in the first step, the bytes that a forward keeps for its backward."""
+        if not self._measures:
+            yield
+            return
+        with HeldBytes(self.module) as self._held[micro_batch]:
+            yield
+        held_now = sum(held.num_bytes for held in self._held.values())
+        self.held_bytes = max(self.held_bytes, held_now)
 
     def _enter(self, micro_batch: int) -> Tensor:
-        """What the layers start from: a leaf, which collects a gradient if one has to go back."""
+        """The layers' input: a leaf, which collects a gradient if one has to be sent back."""
         if self.is_first:
             self._entering[micro_batch] = self._inputs[micro_batch]
         entering = self._entering[micro_batch]
@@ -203,7 +217,7 @@ class Stage:
         return entering.requires_grad_(differentiable and self.index > self.first_trained)
 
     def _run(self, entering: Tensor, micro_batch: int) -> Tensor:
-        leaving = self.module(NoLeaf.apply(entering))
+        leaving = self.module(NonLeaf.apply(entering))
         if not self.is_last:
             return leaving
         targets = self._targets[micro_batch]
@@ -220,7 +234,7 @@ class Stage:
         return leaving.detach()
 
     def _landing(self, message: Message) -> Tensor:
-        """Memory to receive into, where forward or backward will look for it."""
+        """Memory to receive into, where forward or backward will find it."""
         like, start = self._inputs[message.micro_batch], self.bounds[self.index][0]
         if message.kind == "activation":
             return self._entering.setdefault(message.micro_batch, self._empty(like, start))
@@ -232,17 +246,17 @@ class Stage:
         key = inputs.shape, inputs.dtype
         if key not in self._shapes:
             n, *sample = inputs.shape
-            self._shapes[key] = output_shapes(self.ghost, tuple(sample), n, inputs.dtype)
+            self._shapes[key] = output_shapes(self.meta_model, tuple(sample), n, inputs.dtype)
         shape, dtype = self._shapes[key][layer - 1]
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 
     def _sum_over(self, stages: list[int], parameter: nn.Parameter) -> Tensor:
-        """The gradient of a tied parameter: added up on its first stage, and sent to the others.
+        """The gradient of a tied parameter: summed on its first stage, and sent to the others.
 
-        Not by the ring: other stages have no part in it, and equal bits are wanted.
+        Not by a ring: only some of the stages take part, and all need the same bits.
         """
-        missing = parameter.grad is None
-        total = torch.zeros_like(parameter) if missing else parameter.grad.contiguous()
+        gradient = parameter.grad
+        total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
         first, *others = stages
         if self.index != first:
             self.comm.send(total, first)
@@ -262,40 +276,46 @@ def _first_trained(stages: list[nn.ModuleList]) -> int:
 
 
 def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
-    """Trained parameters that are on several stages, and on which.
+    """Trained parameters that are on several stages, each with these stages.
 
     Raises:
         ValueError: a buffer is on several stages: each would change its own copy.
     """
-    homes: dict[int, tuple[Tensor, list[int]]] = {}
-    for index, stage in enumerate(stages):
-        for tensor in {id(t): t for t in (*stage.parameters(), *stage.buffers())}.values():
-            homes.setdefault(id(tensor), (tensor, []))[1].append(index)
-    shared = [(tensor, places) for tensor, places in homes.values() if len(places) > 1]
-    for tensor, places in shared:
+    tied = []
+    for tensor, places in on_several(stages):
         if not isinstance(tensor, nn.Parameter):
             raise ValueError(
                 f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
                 "with statistics cannot be on two stages; move a split point"
             )
-    return [(tensor, places) for tensor, places in shared if tensor.requires_grad]
+        if tensor.requires_grad:
+            tied.append((tensor, places))
+    return tied
 
 
-class StagedModel:
-    """What the techniques that cut a model have in common, as a ``train.Strategy`` without step.
+def on_several(stages: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[int]]]:
+    """Parameters and buffers that are on several stages, each with these stages."""
+    homes: dict[int, tuple[Tensor, list[int]]] = {}
+    for index, stage in enumerate(stages):
+        for tensor in {id(t): t for t in (*stage.parameters(), *stage.buffers())}.values():
+            homes.setdefault(id(tensor), (tensor, []))[1].append(index)
+    return (home for home in homes.values() if len(home[1]) > 1)
+
+
+class StagedModel(Strategy):
+    """What the techniques that cut a model into stages have in common; they add ``step``.
 
     Args:
-        split_points: layers that begin a stage, one less than there are ranks.
+        split_points: layers that begin a stage, one fewer than there are ranks.
 
     Raises:
-        ValueError: split points that are no sequence.
+        ValueError: split points that are not a sequence.
     """
 
     def __init__(self, split_points: Sequence[int] = ()):
-        self.split_points = points_of(split_points)
+        self.split_points = as_split_points(split_points)
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ValueError unless there is a rank for each stage."""
         if len(self.split_points) + 1 != world_size:
             raise ValueError(
                 f"{format_count(len(self.split_points), 'split point')} for "
@@ -303,8 +323,8 @@ class StagedModel:
                 f"{world_size - 1}"
             )
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
-        self.stage = Stage(comm, model, self.split_points, make_optimizer)
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.comm, self.stage = comm, Stage(comm, model, self.split_points, make_optimizer)
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
@@ -313,13 +333,11 @@ class StagedModel:
     def predict(self, inputs: Tensor) -> Tensor | None:
         return self.stage.predict(inputs)
 
-    def end_epoch(self) -> None:
-        pass
-
     def full_state(self) -> dict[str, Tensor]:
         return self.stage.full_state()
 
     def notes(self) -> dict[str, Any]:
-        """Where the model was cut, and by stage the activations that were held at most."""
-        held = self.stage.held_by_stage()
-        return {"split_points": list(self.split_points), "held_bytes": held}
+        """Where the model was cut, and by stage the most bytes of activations that it held."""
+        held = torch.tensor([self.stage.held_bytes], device=self.comm.device)
+        by_stage = torch.cat(all_gather(self.comm, held)).tolist()
+        return {"split_points": list(self.split_points), "held_bytes": by_stage}

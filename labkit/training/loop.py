@@ -1,13 +1,14 @@
 """The training loop that all techniques share.
 
-The loop owns the data, the epochs and the measurements; a strategy owns the model and the way the
-ranks are kept together. So two techniques differ in nothing but the technique.
+The loop owns the data, the epochs and the measurements; a strategy owns the model and keeps the
+ranks together. So two techniques differ in nothing but the technique.
 """
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,24 @@ from labkit.workload.sampling import batch_slices, epoch_order, share
 
 _EVALUATION_BATCH = 512
 
+Row = dict[str, float]
+# Messages and bytes; None where nobody counts them.
+Sent = tuple[int, int] | None
+
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank brings home from a training run. ``state`` is kept by rank 0 alone."""
+    """The result of a training run on one rank.
 
-    epochs: list[dict[str, float]]
+    Attributes:
+        epochs: by epoch, ``loss``, ``test_accuracy`` and the ``seconds`` of training.
+        messages, bytes_sent: by this rank while it trained; None where nobody counts them.
+        checksum: of the parameters and buffers.
+        state: these parameters and buffers, on rank 0 only.
+        notes: the strategy's.
+    """
+
+    epochs: list[Row]
     messages: int | None
     bytes_sent: int | None
     checksum: str
@@ -37,93 +50,56 @@ class RankReport:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def fit(
-    comm: Comm, config: RunConfig, make_strategy: Callable[[], Strategy], verbose: bool
-) -> RankReport:
-    """Train on this rank; the function that ``labkit.run`` calls on all of them."""
+def fit(comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool) -> RankReport:
+    """Train on this rank; ``labkit.run`` calls this function on all of them."""
     if comm.device.type == "cuda":
         # TF32 rounds to 10 bits, and no run would equal another.
         torch.backends.cudnn.allow_tf32 = False
     dtype = getattr(torch, config.dtype)
     data = load_dataset(config.dataset, train_size=config.train_size, dtype=dtype)
-    model = build_model(
+    # No name for the model here: a strategy may keep only a part of it, and free the rest.
+    strategy.setup(comm, _build(config, data, dtype), partial(_sgd, config))
+    if isinstance(strategy, OwnPaceStrategy):
+        epochs, sent = _at_own_pace(comm, config, data, strategy, verbose)
+    else:
+        epochs, sent = _in_step(comm, config, data, strategy, verbose)
+    state, notes = strategy.full_state(), strategy.notes()
+    strategy.close()
+    kept = state if comm.rank == 0 else None
+    return RankReport(epochs, *(sent or (None, None)), checksum(state), kept, notes)
+
+
+def _build(config: RunConfig, data: Data, dtype: torch.dtype) -> nn.Module:
+    return build_model(
         config.model,
         num_classes=data.num_classes,
         input_shape=data.input_shape,
         seed=config.seed,
         dtype=dtype,
     )
-    strategy = make_strategy()
-    strategy.setup(comm, model, lambda parameters: _sgd(parameters, config))
-    del model  # a strategy may keep a part of it, and let the rest go
-    go = _at_own_pace if hasattr(strategy, "train") else _in_step
-    epochs, messages, bytes_sent = go(comm, config, data, strategy, verbose)
-    state = strategy.full_state()
-    notes = strategy.notes() if hasattr(strategy, "notes") else {}
-    if hasattr(strategy, "close"):
-        strategy.close()
-    kept = state if comm.rank == 0 else None
-    return RankReport(epochs, messages, bytes_sent, checksum(state), kept, notes)
 
 
-def _in_step(comm: Comm, config: RunConfig, data: Data, strategy: Strategy, verbose: bool):
-    """All ranks work on the same batch. Returns (rows of the epochs, messages, bytes)."""
-    epochs, sent = [], (0, 0)
+def _sgd(config: RunConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=float(config.lr), momentum=config.momentum)
+
+
+def _in_step(
+    comm: Comm, config: RunConfig, data: Data, strategy: Strategy, verbose: bool
+) -> tuple[list[Row], Sent]:
+    """All ranks work on the same batch."""
+    epochs: list[Row] = []
+    sent: Sent = (0, 0)
     for epoch in range(config.epochs):
-        before = _sent(comm, strategy)
-        start_s = time.perf_counter()
+        before, start_s = strategy.sent(), time.perf_counter()
         loss_sum = _train_epoch(comm, config, data, strategy, epoch)
         seconds = time.perf_counter() - start_s
         # Evaluation stays outside the clock and the counters: it is not the technique's.
-        sent = _added(sent, before, _sent(comm, strategy))
+        sent = _added(sent, before, strategy.sent())
         correct = _correct(comm, data, strategy, *strategy.share())
         epochs.append(_row(comm, data, loss_sum, correct) | {"seconds": seconds})
         if verbose and comm.rank == 0:
             _print_epoch(epoch, config.epochs, epochs[-1])
-    return epochs, *sent
-
-
-def _sent(comm: Comm, strategy: Strategy) -> tuple[int, int] | None:
-    """Messages and bytes of the technique so far."""
-    if hasattr(strategy, "sent"):
-        return strategy.sent()
-    return comm.messages, comm.bytes_sent
-
-
-def _added(total: tuple, before: tuple | None, after: tuple | None) -> tuple:
-    """``total`` and what came between ``before`` and ``after``; Nones where nobody counts."""
-    if before is None or after is None:
-        return None, None
-    return tuple(sum_ + end - start for sum_, start, end in zip(total, before, after))
-
-
-def _at_own_pace(
-    comm: Comm, config: RunConfig, data: Data, strategy: OwnPaceStrategy, verbose: bool
-):
-    """Every rank for itself. Returns what ``_in_step`` does.
-
-    Held-out accuracy is measured afterwards, from the parameters that each epoch ended with: to
-    stop for it would bring the ranks in step.
-    """
-    steps = len(batch_slices(data.train_targets, config.batch_size))
-    batches = _endless_shares(comm, config, data, strategy.share())
-    ends = [(*end, strategy.full_state()) for end in strategy.train(batches, steps, config.epochs)]
-    messages, bytes_sent = comm.messages, comm.bytes_sent
-    epochs, before_s = [], 0.0
-    for epoch, (passed_s, loss, state) in enumerate(ends):
-        strategy.load_state(state)
-        accuracy = _correct(comm, data, strategy, 0, 1).item() / len(data.test_targets)
-        seconds = passed_s - before_s
-        row = {"loss": loss.item(), "test_accuracy": accuracy, "seconds": seconds}
-        before_s = passed_s
-        epochs.append(row)
-        if verbose:
-            _print_epoch(epoch, config.epochs, row)
-    return epochs, messages, bytes_sent
-
-
-def _sgd(parameters: Iterable[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=float(config.lr), momentum=config.momentum)
+    return epochs, sent
 
 
 def _train_epoch(
@@ -138,6 +114,38 @@ def _train_epoch(
         comm.progress(done, config.epochs * len(batches), f"steps, epoch {epoch + 1}")
     strategy.end_epoch()
     return total
+
+
+def _added(total: Sent, before: Sent, after: Sent) -> Sent:
+    """``total`` and what was sent between ``before`` and ``after``."""
+    if total is None or before is None or after is None:
+        return None
+    return total[0] + after[0] - before[0], total[1] + after[1] - before[1]
+
+
+def _at_own_pace(
+    comm: Comm, config: RunConfig, data: Data, strategy: OwnPaceStrategy, verbose: bool
+) -> tuple[list[Row], Sent]:
+    """No rank waits for the others.
+
+    Held-out accuracy is measured afterwards, from the parameters at the end of each epoch: to stop
+    for it would make the ranks wait for each other.
+    """
+    steps = len(_epoch_batches(config, data, 0))
+    batches = _endless_shares(comm, config, data, strategy.share())
+    ends = [(*end, strategy.full_state()) for end in strategy.train(batches, steps, config.epochs)]
+    sent = strategy.sent()
+    epochs: list[Row] = []
+    before_s = 0.0
+    for epoch, (passed_s, loss, state) in enumerate(ends):
+        strategy.load_state(state)
+        accuracy = _correct(comm, data, strategy, 0, 1).item() / len(data.test_targets)
+        seconds = passed_s - before_s
+        before_s = passed_s
+        epochs.append({"loss": loss.item(), "test_accuracy": accuracy, "seconds": seconds})
+        if verbose:
+            _print_epoch(epoch, config.epochs, epochs[-1])
+    return epochs, sent
 
 
 def _epoch_batches(config: RunConfig, data: Data, epoch: int) -> Sequence[Tensor]:

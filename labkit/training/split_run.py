@@ -1,8 +1,8 @@
 """A split model on real processes, measured stage by stage and hop by hop.
 
-What ``placement.predict_split`` says on paper, run: the same model, split points, schedule and
-batch, random samples, steps from barrier to barrier. Times of hops are those of the transfers
-alone: the trace tells them from waiting for the other stage.
+What ``placement.predict_split`` says on paper is run here: the same model, split points, schedule
+and batch, on random samples, every step from barrier to barrier. Times of hops are those of the
+transfers alone: the trace distinguishes them from waiting for the other stage.
 
 Symbols: P stages and ranks, M micro-batches.
 """
@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +19,10 @@ from torch import nn
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
 from labkit.devices import num_cores
-from labkit.placement.profile import profile
+from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
-from labkit.runtime.launch import run
-from labkit.schedules.stages import check_split_points
+from labkit.runtime.launch import RunResult, run
+from labkit.schedules.stages import as_split_points, check_split_points
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
@@ -34,23 +35,23 @@ NUM_CLASSES = 10
 _LEARNING_RATE = 1e-3
 _TIMEOUT_S = 600
 _WARM_UP = 1
-# A span of no length to speak of, where a step begins.
+# A span of almost no length, where a step begins.
 _MARK = "data"
 
 
 @dataclass(frozen=True)
 class MeasuredSplit:
-    """What the steps of a split model took.
+    """The time and memory that the steps of a split model took.
 
     Attributes:
         split_points, batch_size, micro_batches, schedule: what was run.
-        forward_s, backward_s: by stage, seconds of a whole batch, the median over the steps.
+        forward_s, backward_s: by stage, seconds per batch, the median over the steps.
         forward_hop_s, backward_hop_s: by cut and step, seconds of all transfers over the cut in
             that direction; empty where nothing crosses.
         hop_bytes: by cut, of one step in one direction.
-        step_s: of each step, from the first rank's start to the last one's end.
-        memory_bytes: by stage, parameters, gradients and momentum, and activations held.
-        held_bytes: by stage, activations held at most.
+        step_s: by step, from the first rank's start to the last one's end.
+        memory_bytes: by stage, parameters, gradients, momentum, and the most activations held.
+        held_bytes: by stage, the most activations held.
         trace: of the counted steps.
     """
 
@@ -82,50 +83,81 @@ def measure_split(
     transport: str = "auto",
     device: str = "auto",
 ) -> MeasuredSplit:
-    """Train ``model`` for some steps with a process for each stage, and measure.
+    """Train ``model`` for some steps with a process per stage, and measure.
 
     Args:
         model: one of ``labkit.workload.models.MODELS``.
         split_points: layers that begin a stage; P - 1 of them for P ranks.
-        batch_size: random samples a step.
+        batch_size: random samples per step.
         input_shape: of one sample.
-        micro_batches: M, or as many as there are samples; 1 is the placement without a pipeline.
+        micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
         schedule: ``gpipe`` or ``1f1b``.
-        frozen: layers at the beginning that are not trained, as in a frozen backbone.
-        steps: counted, after one that warms up.
-        transport, device: as for ``labkit.run``.
+        frozen: the number of first layers that are not trained, as in a frozen backbone.
+        steps: to measure, after one that warms up.
+        transport, device: see ``labkit.run``.
 
     Raises:
-        ValueError: an unknown model or schedule, split points or frozen layers that the model has
-            not, no steps, no micro-batch.
+        ValueError: unknown model or schedule, impossible split points or frozen layers, no steps,
+            no micro-batch.
         WorkerError: a stage failed.
     """
-    built = _build(model, input_shape)
-    points = check_split_points(split_points, len(layers_of(built)))
-    if not 0 <= frozen < len(layers_of(built)):
-        raise ValueError(
-            f"{frozen} frozen layers of {len(layers_of(built))}: at least one has to be trained"
+    points = as_split_points(split_points)
+    split = _Split(model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps)
+    split.check()
+    settings = {"transport": transport, "device": device, "timeout_s": _TIMEOUT_S}
+    return _measured(split, run(_train, split, world_size=len(points) + 1, **settings))
+
+
+class _Split(NamedTuple):
+    """What ``measure_split`` runs."""
+
+    model: str
+    input_shape: tuple[int, int, int]
+    batch_size: int
+    points: tuple[int, ...]
+    micro_batches: int
+    schedule: str
+    frozen: int
+    steps: int
+
+    def build(self) -> nn.Sequential:
+        built = build_model(
+            self.model, num_classes=NUM_CLASSES, input_shape=self.input_shape, seed=0
         )
-    _strategy(points, micro_batches, schedule)  # refuses here what it would refuse on the ranks
-    if steps < 1 or batch_size < 1:
-        what = f"{format_count(steps, 'step')} of {format_count(batch_size, 'sample')}"
-        raise ValueError(f"nothing to measure in {what}: give 1 or more of each")
-    result = run(
-        _steps,
-        (model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps),
-        world_size=len(points) + 1,
-        transport=transport,
-        device=device,
-        timeout_s=_TIMEOUT_S,
-    )
+        for layer in layers_of(built)[: self.frozen]:
+            layer.requires_grad_(False)
+        return built
+
+    def strategy(self) -> StagedModel:
+        pipeline = Pipeline(self.points, self.micro_batches, self.schedule)
+        return ModelParallel(self.points) if self.micro_batches == 1 else pipeline
+
+    def check(self) -> None:
+        """Raise ValueError here for what the ranks would refuse."""
+        num_layers = len(layers_of(self.build()))
+        check_split_points(self.points, num_layers)
+        if not 0 <= self.frozen < num_layers:
+            raise ValueError(
+                f"{self.frozen} frozen layers of {num_layers}: at least one has to be trained"
+            )
+        self.strategy()
+        if self.steps < 1 or self.batch_size < 1:
+            steps, samples = format_count(self.steps, "step"), self.batch_size
+            raise ValueError(
+                f"nothing to measure in {steps} of {format_count(samples, 'sample')}: give 1 or "
+                "more of each"
+            )
+
+
+def _measured(split: _Split, result: RunResult) -> MeasuredSplit:
     held, kept = zip(*result.values)
     traces = _by_step(result.trace)[_WARM_UP:]
-    stages, cuts = range(len(points) + 1), range(len(points))
+    stages, cuts = range(len(split.points) + 1), range(len(split.points))
     return MeasuredSplit(
-        split_points=points,
-        batch_size=batch_size,
-        micro_batches=min(micro_batches, batch_size),
-        schedule=schedule,
+        split_points=split.points,
+        batch_size=split.batch_size,
+        micro_batches=min(split.micro_batches, split.batch_size),
+        schedule=split.schedule,
         forward_s=[_median(traces, stage, "forward") for stage in stages],
         backward_s=[_median(traces, stage, "backward") for stage in stages],
         forward_hop_s=[_seconds_of_hops(traces, cut, cut + 1) for cut in cuts],
@@ -147,14 +179,9 @@ def measure_profile(
     repeats: int = 5,
     device: str = "auto",
 ) -> Profile:
-    """``layers.profile`` in a process that has the cores of one of ``num_stages`` stages."""
-    result = run(
-        _profile,
-        (model, input_shape, batch_size, num_stages, repeats),
-        world_size=1,
-        device=device,
-        timeout_s=_TIMEOUT_S,
-    )
+    """``profile_layers`` in a process that has the cores of one of ``num_stages`` stages."""
+    settings = model, batch_size, input_shape, num_stages, repeats
+    result = run(_profile, *settings, world_size=1, device=device, timeout_s=_TIMEOUT_S)
     return result.values[0]
 
 
@@ -165,56 +192,48 @@ def stage_link(
     transport: str = "auto",
     device: str = "auto",
 ) -> Link:
-    """alpha and beta of a hop between two ranks of this machine, both directions measured.
+    """alpha and beta of a hop between two ranks of this machine, measured in both directions.
 
-    A line through the medians of the transfers alone, without waiting for the other rank.
+    A line fitted to the median times of the transfers alone, without waiting for the other rank.
     """
     result = run(_to_and_fro, tuple(sizes_bytes), repeats, world_size=2, transport=transport,
                  device=device)  # fmt: skip
     hops = [span for span in result.trace.of(kind="communicate") if span.num_bytes]
-    # The first messages of all warm up.
+    # The first round warms up.
     hops = hops[2 * len(sizes_bytes) :]
     return fit_link([hop.num_bytes for hop in hops], [hop.duration_s for hop in hops])
 
 
-def _build(model: str, input_shape: tuple[int, int, int]) -> nn.Sequential:
-    return build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
-
-
-def _strategy(points: tuple[int, ...], micro_batches: int, schedule: str) -> StagedModel:
-    pipeline = Pipeline(points, micro_batches, schedule)
-    return ModelParallel(points) if micro_batches == 1 else pipeline
-
-
-def _steps(comm: Comm, settings: tuple) -> tuple[int, int]:
-    """Take the steps on this rank; bytes of activations held, and of what is there anyway."""
-    model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps = settings
-    built = _build(model, input_shape)
-    for layer in layers_of(built)[:frozen]:
-        layer.requires_grad_(False)
-    strategy = _strategy(points, micro_batches, schedule)
-    strategy.setup(comm, built, partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
-    del built
+def _train(comm: Comm, split: _Split) -> tuple[int, int]:
+    """Take the steps on this rank; (bytes of activations held, bytes of everything else)."""
+    strategy = split.strategy()
+    strategy.setup(comm, split.build(), partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
     torch.manual_seed(0)
-    inputs = torch.randn(batch_size, *input_shape, device=comm.device)
-    targets = torch.randint(NUM_CLASSES, (batch_size,), device=comm.device)
-    for _ in range(_WARM_UP + steps):
+    inputs = torch.randn(split.batch_size, *split.input_shape, device=comm.device)
+    targets = torch.randint(NUM_CLASSES, (split.batch_size,), device=comm.device)
+    for _ in range(_WARM_UP + split.steps):
         comm.barrier()
         with comm.span(_MARK):
             pass
-        strategy.step(inputs, targets, batch_size)
+        strategy.step(inputs, targets, split.batch_size)
     stage = strategy.stage.module
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
     return strategy.stage.held_bytes, kept + 2 * trained
 
 
-def _profile(comm: Comm, settings: tuple) -> Profile:
-    model, input_shape, batch_size, num_stages, repeats = settings
+def _profile(
+    comm: Comm,
+    model: str,
+    batch_size: int,
+    input_shape: tuple[int, int, int],
+    num_stages: int,
+    repeats: int,
+) -> Profile:
     torch.set_num_threads(max(1, num_cores() // num_stages))
-    built = _build(model, input_shape)
+    built = build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
     options = {"repeats": repeats, "device": comm.device, "name": model}
-    return profile(built, batch_size, input_shape, **options)
+    return profile_layers(built, batch_size, input_shape, **options)
 
 
 def _to_and_fro(comm: Comm, sizes_bytes: tuple[int, ...], repeats: int) -> None:
@@ -228,7 +247,7 @@ def _to_and_fro(comm: Comm, sizes_bytes: tuple[int, ...], repeats: int) -> None:
 
 
 def _by_step(trace: Trace) -> list[Trace]:
-    """The trace cut at the marks: a step's spans go from its mark to the update that ends it."""
+    """The trace cut at the marks: a step's spans, from its mark to the update that ends it."""
     steps: list[list[Span]] = []
     for rank in trace.ranks:
         number = -1

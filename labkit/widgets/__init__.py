@@ -1,18 +1,18 @@
 """Figures that answer to sliders, for notebooks with a kernel.
 
     bucket_explorer   DDP's buckets on paper: ``plots.bucket_overlap`` under controls
-    split_explorer    a model cut into stages: ``plots.placement`` under controls, and run for real
+    split_explorer    a model cut into stages: ``plots.split_costs`` under controls, and a real run
     ring_stepper      ring all-reduce step by step: ``plots.ring_step`` with two sliders
     staleness_explorer   late gradients on paper: ``plots.staleness_model`` with three sliders
 
-Each draws by a pure function of ``labkit.plots``, which is also its twin for pages that stand
-still, and prints as a line of text where there is no browser.
+Each draws by a pure function of ``labkit.plots``, which also draws the static figure for pages
+without a kernel, and prints as a line of text where there is no browser.
 """
 
-from labkit.widgets.buckets import BucketExplorer, bucket_explorer
-from labkit.widgets.placement import SplitExplorer, split_explorer
-from labkit.widgets.ring import RingStepper, ring_stepper
-from labkit.widgets.staleness import StalenessExplorer, staleness_explorer
+from labkit.widgets.bucket_explorer import BucketExplorer, bucket_explorer
+from labkit.widgets.ring_stepper import RingStepper, ring_stepper
+from labkit.widgets.split_explorer import SplitExplorer, split_explorer
+from labkit.widgets.staleness_explorer import StalenessExplorer, staleness_explorer
 
 __all__ = [
     "BucketExplorer",

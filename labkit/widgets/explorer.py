@@ -1,7 +1,7 @@
 """What all explorers share: controls above a figure that follows them."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ipywidgets
@@ -10,25 +10,29 @@ from labkit.plots import CaptionedFigure
 
 
 class Explorer(ipywidgets.VBox):
-    """Controls above a figure, drawn by a pure function of their values and kept once drawn.
+    """Controls above a figure, which is drawn by a pure function of their values and kept.
 
-    A subclass makes its controls, passes them to ``super().__init__``, and says what ``figure``
-    draws and how it ``reads`` where there is no browser.
+    A subclass makes its controls and passes them to ``super().__init__``.
 
     Attributes:
+        draw: from what ``chosen`` returns to the figure.
         view: the figure as HTML: picture, alt text, and caption.
+        caption: the caption alone.
     """
 
     def __init__(
         self,
+        draw: Callable[..., CaptionedFigure],
         *controls: ipywidgets.ValueWidget,
         rows: Sequence[ipywidgets.Widget] | None = None,
     ):
         """``rows`` are what stands above the figure, by default a row for each control."""
+        self.draw = draw
         self.view = ipywidgets.HTML()
+        self.caption = ""
         super().__init__([*(rows or controls), self.view])
         self._controls = controls
-        self._pages: dict[tuple, str] = {}
+        self._pages: dict[tuple, tuple[str, str]] = {}
         self._is_moving = False
         for control in controls:
             control.observe(self._show, "value")
@@ -38,18 +42,11 @@ class Explorer(ipywidgets.VBox):
         """What the controls say now."""
         return tuple(control.value for control in self._controls)
 
-    def figure(self, *chosen: Any) -> CaptionedFigure:
-        raise NotImplementedError
-
-    def reads(self, *chosen: Any) -> str:
-        """The controls and the figure in words, for pages that stand still."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Take controls and figure off the page; nothing listens to them any more."""
         for widget in _below(self):
             widget.unobserve_all("value")
-            for part in (widget, widget.layout, getattr(widget, "style", None)):
+            for part in (widget, *(getattr(widget, name, None) for name in ("layout", "style"))):
                 if isinstance(part, ipywidgets.Widget):
                     part.close()
         self.layout.close()
@@ -70,20 +67,21 @@ class Explorer(ipywidgets.VBox):
             return
         key = self.chosen()
         if key not in self._pages:
-            page = self.figure(*key).html()
+            figure = self.draw(*key)
             # Screen readers say the caption whenever it changes.
             spoken = '<figcaption role="status" aria-live="polite" '
-            page = page.replace("<figcaption ", spoken, 1)
+            page = figure.html().replace("<figcaption ", spoken, 1)
             # Widgets have lines as high as buttons.
-            self._pages[key] = f'<div style="line-height: 1.4">{page}</div>'
-        self.view.value = self._pages[key]
+            self._pages[key] = f'<div style="line-height: 1.4">{page}</div>', figure.caption
+        self.view.value, self.caption = self._pages[key]
 
     def __repr__(self) -> str:
-        return self.reads(*self.chosen())
+        """The controls and the figure in words, for pages without a kernel."""
+        return f"[sliders] {', '.join(map(_in_words, self._controls))}. {self.caption}"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         # The base class cuts the text, which is all that a stored notebook keeps of a widget.
-        return super()._repr_mimebundle_(**kwargs) | {"text/plain": repr(self)}
+        return {**(super()._repr_mimebundle_(**kwargs) or {}), "text/plain": repr(self)}
 
 
 def _below(widget: ipywidgets.Widget) -> Iterator[ipywidgets.Widget]:
@@ -91,3 +89,12 @@ def _below(widget: ipywidgets.Widget) -> Iterator[ipywidgets.Widget]:
     for child in getattr(widget, "children", ()):
         yield child
         yield from _below(child)
+
+
+def _in_words(control: ipywidgets.ValueWidget) -> str:
+    """``ranks 2 to 16``, or a list with all its entries."""
+    if isinstance(control, ipywidgets.IntSlider):
+        return f"{control.description} {control.min} to {control.max}"
+    if isinstance(control, ipywidgets.Dropdown):
+        return f"{control.description} ({', '.join(control.options)})"
+    return str(getattr(control, "description", ""))

@@ -1,47 +1,56 @@
-"""What autograd keeps of a forward pass for the backward."""
+"""Activations in autograd: what a forward pass keeps for its backward, and stages' inputs."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 
-class NoLeaf(torch.autograd.Function):
-    """The leaf's memory and gradient in a tensor that is none: autograd lets layers that work in
-    place, such as ``nn.ReLU(inplace=True)``, change no leaf."""
+class NonLeaf(torch.autograd.Function):
+    """An identity whose output is not a leaf: ``NonLeaf.apply(leaf)`` shares the leaf's memory.
+
+    Autograd forbids in-place changes of a leaf, and a layer such as ``nn.ReLU(inplace=True)`` may
+    be the first one that gets it.
+    """
 
     @staticmethod
-    def forward(ctx, leaf: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
-class HeldBytes(torch.autograd.graph.saved_tensors_hooks):
+class HeldBytes:
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
-    A storage counts once, however many operations keep it; parameters and buffers, which are there
-    anyway, do not count. Storages stay alive as long as this object.
+    A storage counts once, however many operations keep it; parameters and buffers exist anyway
+    and do not count. Storages stay alive as long as this object.
 
     Attributes:
-        num_bytes: found so far.
+        num_bytes: counted so far.
     """
 
     def __init__(self, module: nn.Module):
         own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
-        # With the storages themselves: the address of one that is freed may be another's next.
+        # Keep the storages themselves: a freed one's address may be given to another.
         self._seen = {storage.data_ptr(): storage for storage in own}
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self.num_bytes = 0
-        super().__init__(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> "HeldBytes":
-        super().__enter__()
+        self._hooks.__enter__()
         return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen[storage.data_ptr()] = storage
-            # Of a part of a batch its part; of an expanded tensor what is there.
+            # For a slice of a batch only the slice; for an expanded tensor only what exists.
             self.num_bytes += min(storage.nbytes(), tensor.nbytes)
         return tensor

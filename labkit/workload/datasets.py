@@ -1,6 +1,6 @@
-"""Data sets as tensors, held whole in memory.
+"""Data sets as tensors in memory.
 
-The sets are small, and a loader with worker processes of its own would blur what is measured.
+The sets are small, and a loader with its own worker processes would disturb the measurements.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from labkit.workload.models import import_torchvision
 
 REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
 
-
-# File, size in bytes, SHA-256. data/make_digits.py wrote them, data/README.md lists them too.
+# File, size in bytes, SHA-256; data/make_digits.py wrote them, data/README.md lists them.
 _DIGITS_FILES = {
     "train-images-idx3-ubyte": (
         91_984,
@@ -39,14 +39,12 @@ _DIGITS_FILES = {
         "a351e0b1f5ae62b48b757c2676d9f9de215374c19c027345506bbd9ccf81f1ed",
     ),
 }
-
-
 _RESTORE = "restore it with `git checkout -- data/digits` in the workbook's folder"
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A data set of torchvision: its class, and the folder that class keeps below its root."""
+    """A data set of torchvision: its class, and the folder that the class uses in its root."""
 
     class_name: str
     folder_name: str
@@ -59,12 +57,8 @@ _TORCHVISION = {
     "mnist": _Source("MNIST", "MNIST", 10),
     "fashion_mnist": _Source("FashionMNIST", "FashionMNIST", 10),
 }
-
-
 DATASETS = ("digits", *_TORCHVISION, "fake")
-
-
-# Mean and standard deviation of the training part by channel, pixels scaled to 0..1.
+# Mean and standard deviation of the training part by channel, pixels scaled to 0 .. 1.
 _STATISTICS = {
     "digits": ((0.3054,), (0.3761,)),
     "mnist": ((0.1307,), (0.3081,)),
@@ -79,7 +73,7 @@ class Data:
     """A data set in memory, on the CPU.
 
     Attributes:
-        train_inputs: [N, C, H, W], the dtype asked for, each channel about mean 0, deviation 1.
+        train_inputs: [N, C, H, W] in the requested dtype, each channel with mean 0, deviation 1.
         train_targets: [N] int64, 0 .. num_classes - 1.
         test_inputs: [M, C, H, W], never trained on.
         test_targets: [M] int64.
@@ -95,7 +89,8 @@ class Data:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of one sample."""
-        return tuple(self.train_inputs.shape[1:])
+        _, channels, height, width = self.train_inputs.shape
+        return channels, height, width
 
 
 def load_dataset(
@@ -106,16 +101,16 @@ def load_dataset(
     train_size: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Data:
-    """Load data set `name`: one of DATASETS.
+    """Load data set ``name``, one of ``DATASETS``.
 
     Args:
-        root: the folder to look in. Left out: data/digits of the workbook for digits; for the
-            sets torchvision knows, the folder in the environment variable LABKIT_DATA, else
-            data/downloads of the workbook.
-        download: fetch a torchvision set that is not there. Under several processes, let one
-            do this first.
-        train_size: keep the first `train_size` training samples, all of them if left out.
-            `fake` makes as many as are asked for.
+        root: the folder to look in. By default the workbook's data/digits for digits; for
+            torchvision's sets the folder in the environment variable LABKIT_DATA, or else the
+            workbook's data/downloads.
+        download: fetch a torchvision set that is missing. With several processes, let one do
+            this first.
+        train_size: keep only the first ``train_size`` training samples; None keeps all. ``fake``
+            generates this many.
         dtype: of the inputs.
 
     Raises:
@@ -131,7 +126,8 @@ def load_dataset(
         return fake_data(train_size=train_size or 2048, dtype=dtype)
     if name == "digits":
         return _load_digits(Path(root or REPOSITORY_DATA / "digits"), train_size, dtype)
-    return _load_torchvision(name, _download_root(root), download, train_size, dtype)
+    root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
+    return _load_torchvision(name, Path(root), download, train_size, dtype)
 
 
 def fake_data(
@@ -143,10 +139,10 @@ def fake_data(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Data:
-    """Noise of any shape, for measuring without a download; [train_size, *input_shape].
+    """Noise of any shape, to measure without a download: inputs [train_size, *input_shape].
 
-    Each class adds a faint pattern of its own to the noise, so that a model can learn it and a
-    curve of the loss means something.
+    Each class adds its own faint pattern to the noise, so that a model can learn and a loss curve
+    means something.
     """
     generator = torch.Generator().manual_seed(seed)
     num_samples = train_size + test_size
@@ -168,7 +164,7 @@ def _load_digits(folder: Path, train_size: int | None, dtype: torch.dtype) -> Da
 
 
 def _read_idx(path: Path) -> Tensor:
-    """Read one of digits' files: two zeros, a type, the rank, big-endian sizes, then uint8s."""
+    """Read a file of digits: two zeros, a type, the rank, big-endian sizes, then uint8 values."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {_RESTORE}")
     content = path.read_bytes()
@@ -183,10 +179,6 @@ def _read_idx(path: Path) -> Tensor:
     rank = content[3]
     shape = struct.unpack_from(f">{rank}I", content, offset=4)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * rank).view(shape)
-
-
-def _download_root(root: str | Path | None) -> Path:
-    return Path(root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads")
 
 
 def _load_torchvision(
@@ -207,15 +199,15 @@ def _load_torchvision(
 
 
 def _fetch(name: str, folder: Path) -> None:
-    """Download beside `folder` and move it there when complete: no half data set stays behind."""
-    dataset_class = getattr(import_torchvision().datasets, _TORCHVISION[name].class_name)
+    """Download beside ``folder`` and move it there once complete: no partial set is left."""
+    dataset_class = _dataset_class(name)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="download-") as scratch:
             dataset_class(scratch, download=True)
             Path(scratch, folder.name).rename(folder)
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
-        if folder.is_dir():  # another process was quicker
+        if folder.is_dir():  # another process was faster
             return
         reason = " ".join(str(error).split())
         raise ConnectionError(
@@ -225,12 +217,16 @@ def _fetch(name: str, folder: Path) -> None:
         ) from None
 
 
+def _dataset_class(name: str) -> Any:
+    return getattr(import_torchvision().datasets, _TORCHVISION[name].class_name)
+
+
 def _read_torchvision(name: str, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
     """Read one part: images [N, C, H, W] uint8, targets [N] int64."""
-    dataset_class = getattr(import_torchvision().datasets, _TORCHVISION[name].class_name)
+    dataset_class = _dataset_class(name)
     try:
         dataset = dataset_class(folder.parent, train=train, download=False)
-    # Which of these comes depends on the set and on the byte at which its file was cut.
+    # Which of these is raised depends on the set, and on the byte at which its file was cut.
     except (RuntimeError, OSError, EOFError, AssertionError, IndexError, TypeError, KeyError,
             ValueError, pickle.UnpicklingError) as error:  # fmt: skip
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -252,7 +248,7 @@ def _as_data(
     train_size: int | None,
     dtype: torch.dtype,
 ) -> Data:
-    """Cut to `train_size` and standardise; `white` is the largest value a pixel can have."""
+    """Cut to ``train_size`` and standardise; ``white`` is the largest possible pixel value."""
     num_train = len(train[1])
     if train_size is not None and train_size > num_train:
         raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")

@@ -15,10 +15,10 @@ Shape = tuple[int, ...]
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of an ``nn.Sequential`` in the order in which they run; nested ones are opened.
 
-    A nested one with hooks of its own stays one layer, so that they run.
+    A nested one with hooks stays one layer, so that its hooks run.
 
     Raises:
-        ValueError: a model that is no chain of layers, has none, or has hooks as a whole.
+        ValueError: a model that is not a chain of layers, has none, or has hooks as a whole.
     """
     return [layer for _, layer in named_layers(model)]
 
@@ -32,8 +32,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not _is_chain(model):
         raise ValueError(
             f"{type(model).__name__} is not an nn.Sequential, and only a chain of layers can be "
-            "cut between any two: wrap its parts in nn.Sequential, a block with a short cut as "
-            "one layer"
+            "cut between any two: wrap its parts in nn.Sequential, a block with a skip connection "
+            "as one layer"
         )
     if _has_hooks(model):
         raise ValueError(
@@ -41,9 +41,10 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "once it is cut: register them on its layers"
         )
     found: list[tuple[str, nn.Module]] = []
-    # named_children() would leave out a layer that comes twice.
-    for name, child in model._modules.items():
-        if _is_chain(child) and len(child) and not _has_hooks(child):
+    # named_children() would leave out repetitions of a layer.
+    for name in model._modules:
+        child = model.get_submodule(name)
+        if _is_chain(child) and child._modules and not _has_hooks(child):
             found += [(f"{name}.{inner}", layer) for inner, layer in named_layers(child)]
         else:
             found.append((name, child))
@@ -53,7 +54,7 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    # A subclass with a forward of its own may do anything between the layers.
+    # A subclass that overrides forward may do anything between the layers.
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
@@ -68,56 +69,36 @@ def output_shapes(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
 ) -> list[tuple[torch.Size, torch.dtype]]:
-    """By layer, the shape [batch_size, ...] and dtype of what it hands on.
+    """By layer, the shape [batch_size, ...] and dtype of its output.
 
     Args:
-        model: a chain of layers, on any device; it stays as it is.
+        model: a chain of layers, on any device; it is not changed.
         input_shape: of one sample.
         batch_size: samples.
-        dtype: of the samples; by default int64 where an ``nn.Embedding`` is the first layer, else
-            that of the first parameter.
+        dtype: of the samples; ``input_dtype(model)`` by default.
 
     Raises:
-        ValueError: no chain of layers, or one that does not take this shape; the layer is named.
+        ValueError: not a chain of layers, or one that does not take this shape; the message names
+            the layer.
     """
     dtype = dtype or input_dtype(model)
     inputs = torch.empty((batch_size, *input_shape), dtype=dtype, device="meta")
-    return [(output.shape, output.dtype) for output in walk(ghost_of(model), inputs)]
-
-
-def ghost_of(model: nn.Module) -> nn.Module:
-    """A copy on the meta device: the layers and all shapes, none of the values; hooks are idle."""
-    plain = (v for module in model.modules() for v in vars(module).values())
-    tensors = (*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, Tensor)))
-    # What deepcopy is told to be copied already it takes as it is.
-    memo = {id(tensor): _meta(tensor) for tensor in tensors}
-    ghost = copy.deepcopy(model, memo)
-    for module in ghost.modules():
-        # They look at values, or collect them, and want the real ones.
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.update(dict.fromkeys(hooks, _idle))
-    return ghost
-
-
-def _idle(*_) -> None:
-    """A hook that does nothing."""
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    ghost = torch.empty_like(tensor, device="meta", requires_grad=False)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(ghost, requires_grad=tensor.requires_grad)
-    return ghost
+    return [(output.shape, output.dtype) for output in layer_outputs(meta_copy(model), inputs)]
 
 
 def input_dtype(model: nn.Module) -> torch.dtype:
+    """int64 if the first layer is an ``nn.Embedding``, else the dtype of the first parameter."""
     if isinstance(layers_of(model)[0], nn.Embedding | nn.EmbeddingBag):
         return torch.int64
     return next((p.dtype for p in model.parameters()), torch.float32)
 
 
-def walk(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
-    """The output of each layer, in evaluation mode: one sample is enough for BatchNorm there."""
+def layer_outputs(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
+    """Run the layers one by one in evaluation mode, where one sample is enough for BatchNorm.
+
+    Raises:
+        ValueError: a layer does not take its input, or returns something other than one tensor.
+    """
     for index, layer in enumerate(layers_of(model.eval())):
         takes = list(value.shape)
         try:
@@ -129,7 +110,32 @@ def walk(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
             ) from error
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"layer {index} ({type(layer).__name__}) hands on a {type(value).__name__}: "
+                f"layer {index} ({type(layer).__name__}) returns a {type(value).__name__}: "
                 "between layers there has to be one tensor"
             )
         yield value
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy on the meta device: all layers and shapes, no values; hooks do nothing."""
+    plain = (v for module in model.modules() for v in vars(module).values())
+    tensors = (*model.parameters(), *model.buffers(), *(v for v in plain if isinstance(v, Tensor)))
+    # deepcopy takes what is in its memo as already copied.
+    memo = {id(tensor): _meta(tensor) for tensor in tensors}
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        # Hooks look at values or collect them, and need real ones.
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.update(dict.fromkeys(hooks, _idle))
+    return copied
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _idle(*_: object) -> None:
+    """A hook that does nothing."""

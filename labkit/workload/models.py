@@ -1,13 +1,13 @@
-"""The models of the course, each a flat `nn.Sequential` of layers.
+"""The models of the course, each a flat ``nn.Sequential`` of layers.
 
-Flat, so that every technique can work on the same object: a split point is an index into it, a
-stage is a slice of it, and a placement maps its layers to devices. Nothing in here draws random
-numbers in the forward pass (no dropout) and no activation works in place (the first layer of a
-stage gets a tensor that is a leaf and requires grad, which PyTorch refuses to overwrite).
+Flat, so that every technique can work on the same object: a split point is an index into it and a
+stage is a slice of it. No forward pass draws random numbers (no dropout), and no activation works
+in place: the first layer of a stage may get a leaf that requires grad, which PyTorch refuses to
+overwrite.
 
 Three of the models were published for larger images than the course's 8x8 digits. On small images
-their stems keep every pixel, and the layers that would shrink a map too far lose their stride or
-pooling; all other layers stay as published.
+their stems keep every pixel, and layers that would shrink a map too far lose their stride or
+pooling; all other layers are as published.
 
 Shapes: N samples, C channels, H x W pixels, K classes. Inputs are [N, C, H, W], outputs [N, K].
 """
@@ -19,9 +19,9 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-# Up to here an image counts as small: ImageNet's stems would throw most of its pixels away.
+# The width up to which an image is small: ImageNet's stems would discard most of its pixels.
 SMALL_IMAGE_PIXELS = 64
-# Four values a channel: batch normalisation then still works on a rank's share of one sample.
+# Four values per channel: BatchNorm still works on a rank's share of one sample.
 SMALLEST_NORMALISED_MAP = 2
 
 # Configuration D, Simonyan and Zisserman (2015), table 1: channels of the 3x3 convolutions.
@@ -39,15 +39,15 @@ def build_model(
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Sequential:
-    """Build model `name` for inputs [N, *input_shape] and outputs [N, num_classes], on the CPU.
+    """Build model ``name`` for inputs [N, *input_shape] and outputs [N, num_classes], on the CPU.
 
-    The same seed gives the same parameters in every process, and the random numbers of the
-    caller go on as if nothing had happened. The numbers are drawn in float32 and then
-    converted, so a float64 model starts where the float32 one does.
+    The same seed gives the same parameters in every process; the caller's random state is not
+    changed. The numbers are drawn in float32 and then converted, so a float64 model starts where
+    the float32 one does.
 
     Raises:
         ValueError: unknown name, or a shape that the model cannot take.
-        ImportError: mobilenet and resnet18 need torchvision and it does not load.
+        ImportError: mobilenet and resnet18 need torchvision, and it does not load.
     """
     if name not in _BUILDERS:
         raise ValueError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
@@ -78,7 +78,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """Two hidden layers of 64: 9,000 parameters on digits, for tests that want to be quick."""
+    """Two hidden layers of 64: 9,000 parameters on digits, for fast tests."""
     num_inputs = math.prod(input_shape)
     yield nn.Flatten()
     yield from (nn.Linear(num_inputs, 64), nn.Tanh())
@@ -89,9 +89,9 @@ def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Modu
 def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
     """Two convolutions and a linear layer: 29,066 parameters on digits, the course's default.
 
-    Made to be compared across devices: no batch statistics, and smooth everywhere (SiLU, average
-    pooling), because a kink turns a rounding difference between runs into a different path.
-    The second pooling brings larger images to about 4x4; digits are there after the first.
+    Made for comparisons across devices: no batch statistics, and smooth everywhere (SiLU, average
+    pooling), because a kink amplifies rounding differences between runs. The second pooling
+    reduces larger images to about 4x4; digits are 4x4 after the first.
     """
     channels, height, width = input_shape
     if min(height, width) < 2:
@@ -115,7 +115,8 @@ def mobilenet(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[n
     model = import_torchvision().models.mobilenet_v2(num_classes=num_classes)
     stem = model.features[0]
     if channels != 3 or _is_small(input_shape):
-        stem[0] = _he(nn.Conv2d(channels, 32, 3, _stem_stride(input_shape), 1, bias=False))
+        stride = 1 if _is_small(input_shape) else 2
+        stem[0] = _he(nn.Conv2d(channels, 32, 3, stride, 1, bias=False))
     _limit_strides(model.features, min(height, width))
     yield from model.features
     yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), model.classifier[-1])
@@ -147,8 +148,8 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
     The indices of the feature layers are torchvision's at every image size: a pooling layer that
     would leave no pixel (the last two of the five on 8x8) becomes an identity. The published
     classifier, 120 million parameters for 224x224 images, is replaced by average and linear.
-    As there is no normalisation in it, it wants a small learning rate: with momentum 0.9 it
-    learns digits at 0.005 and fails at 0.02.
+    Without normalisation it needs a small learning rate: with momentum 0.9 it learns digits at
+    0.005 and fails at 0.02.
     """
     channels, height, width = input_shape
     size = min(height, width)
@@ -166,8 +167,8 @@ def published_vgg16(num_classes: int = 10) -> nn.Sequential:
     """VGG16 as published, with its classifier of 120 million parameters: shapes, no memory.
 
     Layers 0 to 30 are the features, as in labkit's ``vgg16``; then come the average to 7x7, the
-    flattening, and seven layers of classifier, dropout as an identity (it has no shape of its
-    own). Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
+    flattening, and seven layers of classifier, with identities for dropout, which does not change
+    shapes. Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
     """
     with torch.device("meta"):
         layers: list[nn.Module] = []
@@ -184,10 +185,10 @@ def published_vgg16(num_classes: int = 10) -> nn.Sequential:
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision only where it is needed: it takes a second, in every worker again.
+    """Import torchvision only where it is needed: it takes a second, in every worker.
 
     Raises:
-        ImportError: it is absent, or was built for another torch than the one installed.
+        ImportError: it is missing, or was built for another version of torch.
     """
     try:
         import torchvision
@@ -203,10 +204,6 @@ def _is_small(input_shape: tuple[int, int, int]) -> bool:
     return min(input_shape[1:]) <= SMALL_IMAGE_PIXELS
 
 
-def _stem_stride(input_shape: tuple[int, int, int]) -> int:
-    return 1 if _is_small(input_shape) else 2
-
-
 def _he(conv: nn.Conv2d) -> nn.Conv2d:
     """Initialise a stem without bias as torchvision does (He et al. 2015, backward case)."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
@@ -214,26 +211,28 @@ def _he(conv: nn.Conv2d) -> nn.Conv2d:
 
 
 def _conv3x3(in_channels: int, out_channels: int, size: int) -> nn.Conv2d:
-    """Make a padded 3x3 convolution that keeps the variance of a map `size` pixels wide.
+    """A padded 3x3 convolution that keeps the variance of a map ``size`` pixels wide.
 
     He et al. (2015), forward case, counting only the taps that meet a pixel: on average
     3 - 2 / size of 3 along each axis. On VGG16's last maps, one pixel wide, eight of nine taps
-    meet padding, and counting them too would let the signal die out layer by layer.
+    meet padding; counting them too would let the signal fade layer by layer.
     """
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-    nn.init.normal_(conv.weight, std=math.sqrt(2 / in_channels) / (3 - 2 / size))
-    nn.init.zeros_(conv.bias)
+    weight, bias = conv.parameters()
+    nn.init.normal_(weight, std=math.sqrt(2 / in_channels) / (3 - 2 / size))
+    nn.init.zeros_(bias)
     return conv
 
 
 def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
-    """Take the stride out of each layer that would shrink a map of `size` pixels too far.
+    """Remove the stride of each layer that would shrink a map of ``size`` pixels too far.
 
-    Layer by layer, not convolution by convolution: a residual block and its short cut have to
-    keep the same stride.
+    Layer by layer, not convolution by convolution: a residual block and its skip connection need
+    the same stride.
     """
     for layer in layers:
-        strided = [m for m in layer.modules() if getattr(m, "stride", 1) in (2, (2, 2))]
+        shrinking = (m for m in layer.modules() if isinstance(m, nn.Conv2d | nn.MaxPool2d))
+        strided = [module for module in shrinking if module.stride in (2, (2, 2))]
         if not strided:
             continue
         if math.ceil(size / 2) >= SMALLEST_NORMALISED_MAP:
@@ -245,7 +244,7 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
 
 def _without_in_place(model: nn.Sequential) -> nn.Sequential:
     for module in model.modules():
-        if hasattr(module, "inplace"):
+        if isinstance(module, nn.ReLU | nn.ReLU6):
             module.inplace = False
     return model
 

@@ -1,15 +1,15 @@
-"""The sampler: which rank works on which sample of an epoch.
+"""The sampler: which rank works on which samples of an epoch.
 
-Three pure functions, so every rank computes the rule for itself and nobody has to send indices:
+Three pure functions, so every rank computes the rule itself and no rank has to send indices:
 
     order = epoch_order(len(data.train_targets), epoch=epoch, seed=seed)    the same on all ranks
     for batch in batch_slices(order, batch_size):                           the global batches
         mine = share(batch, rank, world_size)                               this rank's part
 
-Unlike torch.utils.data.DistributedSampler, no sample is repeated to make the shares equal:
-over an epoch each one is used exactly once, and shares differ by one sample at most. A mean over
-a global batch is therefore the mean over shares weighted with len(mine) / len(batch), and a share
-may be empty.
+Unlike torch.utils.data.DistributedSampler, no sample is repeated to make the shares equal: in an
+epoch each is used exactly once, and shares differ by at most one sample. The mean over a global
+batch is therefore the mean over the shares weighted by len(mine) / len(batch), and a share may be
+empty.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from torch import Tensor
 
 
 def epoch_order(num_samples: int, *, epoch: int, seed: int) -> Tensor:
-    """Return the order of an epoch: [num_samples] int64, each index once, the same on all ranks.
+    """The order of an epoch: [num_samples] int64, each index once, the same on all ranks.
 
-    Another epoch or another seed gives another order. The global random state is not used.
+    It depends on epoch and seed alone, not on the global random state.
     """
-    # A large odd factor, since seed + epoch would make epoch 1 of seed 0 epoch 0 of seed 1.
+    # Not seed + epoch: epoch 1 of seed 0 would be epoch 0 of seed 1.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
     return torch.randperm(num_samples, generator=generator)
 
 
 def batch_slices(order: Tensor, batch_size: int) -> Sequence[Tensor]:
-    """Cut an epoch's order into global batches of `batch_size`; the last may be smaller.
+    """Cut an epoch's order into global batches of ``batch_size``; the last may be smaller.
 
     Returns ceil(len(order) / batch_size) views, none for an empty order.
     """
@@ -39,11 +39,11 @@ def batch_slices(order: Tensor, batch_size: int) -> Sequence[Tensor]:
 
 
 def share(batch: Tensor, index: int, count: int) -> Tensor:
-    """Return part `index` of `count` parts of a batch: contiguous, sizes differ by at most one.
+    """Part ``index`` of ``count`` parts of a batch: contiguous, sizes differ by at most one.
 
     The first len(batch) % count parts have the extra sample; with fewer samples than parts the
-    last ones are empty. Put together in order, the parts are the batch. Part 0 of 0 is empty:
-    it is that of a rank which serves others.
+    last ones are empty. In order, the parts make up the batch. Part 0 of 0 is empty: a parameter
+    server's.
     """
     if (index, count) == (0, 0):
         return batch[:0]

@@ -6,6 +6,7 @@ forkserver, so they start as fast. Only what concerns the start and the end of a
 needs fresh ones.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -307,7 +308,7 @@ def refused(comm):
 
 
 REFUSALS = {
-    "BAND of floats": "cannot take the band of float32 over ranks: only whole numbers and bool",
+    "BAND of floats": "cannot take the band of float32 over ranks: only integers and bool",
     "integer mean": "cannot take the mean of int32",
     "sparse maximum": "cannot take the max of a torch.sparse_coo tensor over ranks",
     "sparse rows": "only the sum of sparse_coo is served; use .to_sparse_coo(), or .to_dense()",
@@ -490,9 +491,9 @@ def test_an_exit_inside_a_call_does_not_end_the_groups_thread():
 
 def over_gloo(comm):
     """As on several machines, where the ranks cannot map one memory."""
-    import labkit.backend.group as backend
+    from labkit.comm import meeting
 
-    backend.meet = lambda *_: None
+    meeting.meet = lambda *_: None
     found, _ = compare(comm, ["SUM", "all_gather", "gather, scatter, reduce", "send and receive"])
     return [equal(ours, gloos) for ours, gloos in found.values()]
 
@@ -834,7 +835,7 @@ def forks(rank):
     if rank == 1:
         child = os.fork()
         if child == 0:
-            labkit.backend.group._abandon_groups()
+            atexit._run_exitfuncs()
             os._exit(0)
         os.waitpid(child, 0)
         time.sleep(0.4)

@@ -12,8 +12,8 @@ from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.pipeline_result import DUELS, ONE_DEVICE, OURS, PipelineResult
 from labkit.bench.single_cuts import Cuts, fastest_others, measure_cuts
 from labkit.costs.link import Link
-from labkit.placement.planner import VGG16_PLACEMENTS
 from labkit.placement.stage_costs import LayerCost, Profile
+from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.trace import Trace
 from labkit.training.split_run import MeasuredSplit
 
@@ -171,8 +171,8 @@ def test_the_placement_bench_records_hops_cuts_and_figures(tmp_path, monkeypatch
         "measure_split": fake_split,
         "measure_cuts": lambda *_: made_up_cuts(),
     }
-    placements = {name: VGG16_PLACEMENTS[name] for name in ("1 device", "4 devices")}
-    monkeypatch.setattr(placement, "VGG16_PLACEMENTS", placements)
+    placements = {name: VGG16_SPLITS[name] for name in ("1 device", "4 devices")}
+    monkeypatch.setattr(placement, "VGG16_SPLITS", placements)
     for name, fake in fakes.items():
         monkeypatch.setattr(placement, name, fake)
     path, figure = tmp_path / "placement.json", tmp_path / "placement.png"

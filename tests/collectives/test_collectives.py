@@ -462,7 +462,7 @@ WORDS = {
     "complex max": "cannot take the max of complex64",
     "float8": "cannot take the sum of float8_e4m3fn",
     "sparse": "use .to_dense()",
-    "bitwise": "cannot take the band of float32 over ranks: only whole numbers and bool have bits",
+    "bitwise": "cannot take the band of float32 over ranks: only integers and bool have bits",
     "foreign device": "work on cpu, but the tensor is on meta: move it with .to(comm.device)",
     "expanded": "expanded tensor: its elements share memory",
     "no tensor": "a tensor is needed",

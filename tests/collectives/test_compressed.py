@@ -7,8 +7,8 @@ from ranks import travel_by_value
 from labkit import RunConfig, run, train_with
 from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.costs.traffic import compressed_cost, ring_all_reduce_cost
-from labkit.schedules.sparse import top_k_elements
-from labkit.training.train_run import check
+from labkit.schedules.top_k import kept_elements
+from labkit.training.settings import make_strategy
 
 travel_by_value(__name__)
 
@@ -56,7 +56,7 @@ def test_half_precision_halves_the_bytes_of_the_ring():
     exact = ring_all_reduce_cost(1200, 4, 4)
     assert 2 * compressed_cost("fp16", 1200, 4, 4).num_bytes == exact.num_bytes
     assert compressed_cost("topk", 1200, 4, 4).num_bytes == 3 * 12 * 8
-    assert [top_k_elements(n) for n in (0, 1, 99, 199, 200)] == [0, 1, 1, 1, 2]
+    assert [kept_elements(n) for n in (0, 1, 99, 199, 200)] == [0, 1, 1, 1, 2]
 
 
 def large_and_small(comm):
@@ -116,4 +116,4 @@ def test_training_learns_and_replicas_agree(compress):
 )
 def test_what_compression_does_not_go_with(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(RunConfig(**{"strategy": "ring_all_reduce", "world_size": 2, **settings}))
+        make_strategy(RunConfig(**{"strategy": "ring_all_reduce", "world_size": 2, **settings}))

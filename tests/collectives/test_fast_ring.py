@@ -9,6 +9,7 @@ from ranks import travel_by_value
 
 from labkit import WorkerError, run
 from labkit.collectives import Reduction, fast_ring_all_reduce, ring_all_reduce
+from labkit.comm.mismatch import latest_collectives
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.costs.traffic import Cost, ring_all_reduce_cost
 from labkit.errors import PeerLostError
@@ -146,7 +147,7 @@ def test_over_gloo_it_is_the_readable_ring():
 
     def named(comm):
         fast_ring_all_reduce(comm, torch.ones(1))
-        return comm._board.sequence(comm.rank)
+        return latest_collectives(comm.session.board, comm.rank)
 
     names = {t: run(named, world_size=2, transport=t).values for t in ("shared", "gloo", "auto")}
     assert names["gloo"] == ["1. ring_all_reduce float32 [1] sum"] * 2
@@ -239,7 +240,7 @@ WORDS = {
     "integer mean": "cannot take the mean of int32",
     "complex max": "complex numbers have no order",
     "float8": "PyTorch does no arithmetic in it",
-    "bitwise": "only whole numbers and bool have bits to combine",
+    "bitwise": "only integers and bool have bits to combine",
     "sparse": "use .to_dense()",
     "expanded": "its elements share memory",
     "expanded in one direction": "its elements share memory",

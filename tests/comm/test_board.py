@@ -2,8 +2,20 @@
 
 import pytest
 
-from labkit.comm.board import _DEPTH, _HISTORY, LOST, NOT_STARTED, RETURNED, RUNNING, SEND, Board
-from labkit.comm.deadlock import cycle_among, explain
+from labkit.comm.board import (
+    DEPTH,
+    HISTORY,
+    LOST,
+    NOT_STARTED,
+    RECV,
+    RETURNED,
+    RUNNING,
+    SEND,
+    Board,
+)
+from labkit.comm.deadlock import find_cycle, stuck_ranks, takes_part, waits
+from labkit.comm.explain import explain_deadlock
+from labkit.comm.mismatch import check_collective, check_message
 from labkit.errors import MismatchError
 
 WHAT = "float32 [2]"
@@ -17,19 +29,26 @@ def board_of(world_size):
 
 def send(board, rank, dst, what=WHAT):
     board.enter(rank, "send", 0.0, '"a.py", line 1', sent=(dst, what))
+    check_message(board, SEND, rank, dst)
 
 
 def recv(board, rank, src, what=WHAT):
     board.enter(rank, "recv", 0.0, '"b.py", line 2', expected=(src, what))
+    check_message(board, RECV, src, rank)
+
+
+def announce(board, rank, what):
+    board.announce(rank, what, "a line")
+    check_collective(board, rank)
 
 
 def test_a_send_waits_until_its_receive_is_posted():
     board = board_of(2)
     send(board, 0, 1)
-    assert [wait.peer for wait in board.waits(0)] == [1]
-    assert board.stuck() == []
+    assert [wait.peer for wait in waits(board, 0)] == [1]
+    assert stuck_ranks(board) == []
     recv(board, 1, 0)
-    assert board.waits(0) == board.waits(1) == []
+    assert waits(board, 0) == waits(board, 1) == []
 
 
 def test_messages_of_one_edge_are_matched_in_order():
@@ -40,7 +59,7 @@ def test_messages_of_one_edge_are_matched_in_order():
         board.leave(0)
         board.leave(1)
     send(board, 0, 1)
-    assert board.waits(0)
+    assert waits(board, 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -48,18 +67,18 @@ def test_a_ring_of_receives_is_a_cycle(world_size):
     board = board_of(world_size)
     for rank in range(world_size):
         recv(board, rank, (rank + 1) % world_size)
-    stuck = board.stuck()
+    stuck = stuck_ranks(board)
     assert stuck == list(range(world_size))
-    cycle = cycle_among({rank: board.waits(rank) for rank in stuck})
+    cycle = find_cycle({rank: waits(board, rank) for rank in stuck})
     assert sorted(cycle) == stuck
-    assert "deadlock: rank 0 -> rank 1" in explain(board, stuck)
+    assert "deadlock: rank 0 -> rank 1" in explain_deadlock(board, stuck)
 
 
 def test_a_rank_that_computes_may_still_come():
     board = board_of(3)
     recv(board, 0, 1)
     recv(board, 1, 2)
-    assert board.stuck() == []
+    assert stuck_ranks(board) == []
 
 
 def test_a_rank_that_has_returned_never_comes_and_the_chain_behind_it_is_stuck():
@@ -67,8 +86,8 @@ def test_a_rank_that_has_returned_never_comes_and_the_chain_behind_it_is_stuck()
     recv(board, 0, 1)
     recv(board, 1, 2)
     board.ranks[2]["state"] = RETURNED
-    assert board.stuck() == [0, 1]
-    text = explain(board, [0, 1])
+    assert stuck_ranks(board) == [0, 1]
+    text = explain_deadlock(board, [0, 1])
     assert "rank 2 has returned and never came: rank 1 waits for it" in text
     assert '"b.py", line 2' in text
 
@@ -77,26 +96,26 @@ def test_a_rank_that_has_not_started_is_waited_for():
     board = board_of(2)
     board.ranks[1]["state"] = NOT_STARTED
     recv(board, 0, 1)
-    assert board.stuck() == []
+    assert stuck_ranks(board) == []
 
 
 def test_an_exchange_needs_both_ends():
     board = board_of(3)
     board.enter(0, "exchange", 0.0, "", sent=(1, WHAT), expected=(2, WHAT))
-    assert {wait.peer for wait in board.waits(0)} == {1, 2}
+    assert {wait.peer for wait in waits(board, 0)} == {1, 2}
     recv(board, 1, 0)
-    assert {wait.peer for wait in board.waits(0)} == {2}
+    assert {wait.peer for wait in waits(board, 0)} == {2}
     board.ranks[2]["state"] = RETURNED
-    assert board.stuck() == [0]
+    assert stuck_ranks(board) == [0]
 
 
 def test_a_barrier_waits_for_those_who_have_not_come():
     board = board_of(3)
     board.enter_meeting(0, "barrier", 0.0)
     board.enter_meeting(2, "barrier", 0.0)
-    assert [wait.peer for wait in board.waits(0)] == [1]
+    assert [wait.peer for wait in waits(board, 0)] == [1]
     board.enter_meeting(1, "barrier", 0.0)
-    assert board.waits(0) == []
+    assert waits(board, 0) == []
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -108,17 +127,17 @@ def test_a_misfit_is_refused_by_whoever_comes_second(first):
         ends[1 - first]()
 
 
-@pytest.mark.parametrize("ahead", range(1, _DEPTH + 1))
+@pytest.mark.parametrize("ahead", range(1, DEPTH + 1))
 def test_a_peer_that_runs_ahead_may_be_writing_over_what_is_read(ahead):
     """A send that only queues: the next description is half written, and not yet counted."""
     board = board_of(2)
     for _ in range(ahead):
         send(board, 0, 1)
-    board.edges["what"][SEND, 0, 1][ahead % _DEPTH] = b"another"
+    board.what[SEND, 0, 1][ahead % DEPTH] = b"another"
     recv(board, 1, 0)
 
 
-@pytest.mark.parametrize("ahead", range(1, _DEPTH))
+@pytest.mark.parametrize("ahead", range(1, DEPTH))
 def test_a_misfit_is_seen_while_its_description_stands(ahead):
     board = board_of(2)
     for number in range(ahead):
@@ -129,12 +148,12 @@ def test_a_misfit_is_seen_while_its_description_stands(ahead):
 
 def test_a_collective_that_is_being_written_over_is_not_compared():
     board = board_of(2)
-    for number in range(_HISTORY):
-        board.announce(0, f"broadcast float32 [{number}]", "a line")
+    for number in range(HISTORY):
+        announce(board, 0, f"broadcast float32 [{number}]")
     board.ranks[0]["announced"][0] = b"broadcast float32 [8]"
-    board.announce(1, "broadcast float32 [0]", "a line")
+    announce(board, 1, "broadcast float32 [0]")
     with pytest.raises(MismatchError, match="different collectives"):
-        board.announce(1, "broadcast float32 [9]", "a line")
+        announce(board, 1, "broadcast float32 [9]")
 
 
 class Interrupted:
@@ -162,16 +181,16 @@ class Interrupted:
 @pytest.mark.parametrize("n", range(1, 9))
 def test_a_rank_that_posts_while_another_compares_agrees_with_it(n):
     board = board_of(2)
-    other = Board(2, board._memory)
+    other = Board(2, board.memory)
 
     def post():
-        other.announce(0, "broadcast float32 [2]", "a line")
+        announce(other, 0, "broadcast float32 [2]")
         send(other, 0, 1)
 
     # What stood in the places before.
-    other.edges["what"][SEND, 0, 1] = other.ranks[0]["announced"] = b"older"
-    meddler = Interrupted(board, ("ranks", "_count", "_what"), n, post)
-    board.announce(1, "broadcast float32 [2]", "a line")
+    other.what[SEND, 0, 1] = other.ranks[0]["announced"] = b"older"
+    meddler = Interrupted(board, ("ranks", "collectives", "counts", "what"), n, post)
+    announce(board, 1, "broadcast float32 [2]")
     recv(board, 1, 0)
     assert meddler.left <= 0
 
@@ -181,7 +200,7 @@ def test_a_forgotten_send_before_a_barrier_is_advised_as_well():
     recv(board, 0, 1)
     board.announce(1, "barrier", '"a.py", line 3')
     board.enter_meeting(1, "barrier", 0.0)
-    text = explain(board, board.stuck())
+    text = explain_deadlock(board, stuck_ranks(board))
     assert "rank 1: 1. barrier" in text
     assert "Next step: give every send a receive, and let all ranks call the same" in text
 
@@ -203,8 +222,8 @@ def test_a_copy_does_not_change_with_the_original():
     recv(board, 0, 1)
     copy = board.copy()
     send(board, 1, 0)
-    assert copy.waits(0)
-    assert not board.waits(0)
+    assert waits(copy, 0)
+    assert not waits(board, 0)
 
 
 def test_two_boards_on_one_memory_see_each_other():
@@ -221,14 +240,14 @@ def recv_any(board, rank, sources, what=WHAT):
 def test_whoever_receives_from_any_needs_one_of_its_sources():
     board = board_of(4)
     recv_any(board, 0, [1, 2])
-    assert [wait.peer for wait in board.waits(0)] == [1, 2]
-    assert [board.waits_for(0, peer) for peer in range(4)] == [False, True, True, False]
+    assert [wait.peer for wait in waits(board, 0)] == [1, 2]
+    assert [takes_part(board, 0, peer) for peer in range(4)] == [False, True, True, False]
     recv(board, 1, 0)
-    assert board.stuck() == [], "rank 2 may still send"
+    assert stuck_ranks(board) == [], "rank 2 may still send"
     send(board, 3, 0)
     assert board.first_sender(0, [1, 2]) is None, "rank 3 was not asked"
     send(board, 2, 0)
-    assert board.waits(0) == []
+    assert waits(board, 0) == []
     assert board.first_sender(0, [1, 2]) == 2
 
 
@@ -246,8 +265,8 @@ def test_none_of_the_sources_will_come():
     recv_any(board, 0, [1, 2])
     recv(board, 1, 0)
     board.ranks["state"][2] = RETURNED
-    assert board.stuck() == [0, 1]
-    text = explain(board, board.stuck())
+    assert stuck_ranks(board) == [0, 1]
+    text = explain_deadlock(board, stuck_ranks(board))
     assert "deadlock: rank 0 -> rank 1 -> rank 0" in text
     assert "rank 2 has returned and never came: rank 0 waits for it" in text
     wanted = "rank 1 to send float32 [2] or rank 2 to send float32 [2]"
@@ -259,6 +278,6 @@ def test_who_waits_for_a_lost_rank_is_told_and_not_stuck():
     recv_any(board, 0, [1, 2])
     recv(board, 1, 0)
     recv(board, 2, 0)
-    assert board.stuck() == [0, 1, 2]
+    assert stuck_ranks(board) == [0, 1, 2]
     board.ranks["state"][2] = LOST
-    assert board.stuck() == []
+    assert stuck_ranks(board) == []

@@ -10,6 +10,7 @@ import torch
 from ranks import travel_by_value
 
 from labkit import DeadlockError, WorkerError, run
+from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
 
 travel_by_value(__name__)
@@ -159,13 +160,13 @@ MISUSES = {
     "self": "cannot send to itself",
     "beyond": "with world size 2 the ranks are 0 to 1",
     "negative": "cannot receive from rank -1",
-    "float": "a rank is a whole number",
+    "float": "a rank is an integer",
     "list": "a tensor is needed, got list",
     "sparse": "to_dense",
     "meta": "move it with .to(comm.device)",
     "expanded": "elements share memory",
     "itself": "cannot exchange float32 [4] for float32 [4], which share memory",
-    "overlapping": "Receive into a tensor of its own (torch.empty_like), or send a copy",
+    "overlapping": "Receive into a new tensor (torch.empty_like), or send a copy",
     "transposed": "float32 [2, 2], which share memory",
 }
 
@@ -280,7 +281,7 @@ def test_receiving_from_any_without_a_board_goes_through_gloo():
             if comm.rank == 1:
                 comm.send(number, 0)
             return None
-        comm._doorbells = None
+        comm = Comm(comm.rank, comm.world_size, comm.device, comm.transport)
         first = comm.recv_any(number, [1, 2]), number.item()
         last = comm.recv_any(number, [3 - first[0]]), number.item()
         for rank in (2, 1):
@@ -361,7 +362,7 @@ def until_all_are_lost(comm, how):
     if how == "waiting" and comm.rank == 2:
         threading.Timer(0.3, os._exit, (3,)).start()
     if how == "mid-send" and comm.rank == 2:
-        comm._transport.channel_to(0).commit = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        comm.transport.channel_to(0).commit = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if how == "computing" and comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if comm.rank == 1:

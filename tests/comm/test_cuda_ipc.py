@@ -19,6 +19,7 @@ from labkit.comm import cuda_ipc
 from labkit.comm.board import RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
+from labkit.comm.deadlock import waits
 from labkit.comm.shared_memory import NUM_SLOTS, Arena
 
 NAMES = count()
@@ -142,11 +143,11 @@ def test_the_end_of_a_run_is_a_meeting_that_the_board_knows(ends):
     comms = [Comm(rank, 2, torch.device("cpu"), end, board) for rank, end in enumerate(ends)]
 
     def second():
-        assert wait_until(lambda: board.waits(0), 10)
-        assert [(wait.peer, wait.op) for wait in board.waits(0)] == [(1, "the end of the run")]
-        comms[1].close()
+        assert wait_until(lambda: waits(board, 0), 10)
+        assert [(wait.peer, wait.op) for wait in waits(board, 0)] == [(1, "the end of the run")]
+        comms[1].session.close()
 
-    together(comms[0].close, second)
+    together(comms[0].session.close, second)
 
 
 def test_a_letter_holds_numbers_and_handles_and_nothing_else():

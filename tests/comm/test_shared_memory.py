@@ -215,7 +215,7 @@ class TestLostPeers:
             return False
 
         monkeypatch.setattr(shared_memory.Semaphore, "wait", comes_just_too_late)
-        transport.wait(filled, 1)
+        transport.waiter.wait(filled, 1)
         assert not filled.try_wait()
 
 
@@ -238,7 +238,7 @@ def nothing_is_left(warm):
 
 def test_a_wait_ends_even_where_no_launcher_watches(warm):
     def longest_wait_s(comm):
-        return comm._transport.timeout_s
+        return comm.transport.waiter.timeout_s
 
     (found,) = run(longest_wait_s, world_size=1, timeout_s=50, transport="shared").values
     assert 50 < found < 100

@@ -23,10 +23,11 @@ from labkit.collectives import (
     ring_all_reduce,
     tree_all_reduce,
 )
-from labkit.comm import shared_transport
+from labkit.comm import meeting, shared_transport
 from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
-from labkit.comm.transports import TorchTransport, Transport
+from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.transport import Transport
 from labkit.costs.traffic import naive_all_reduce_cost, ring_all_reduce_cost, tree_all_reduce_cost
 from labkit.errors import PeerLostError
 
@@ -177,7 +178,7 @@ def test_what_comes_first_is_received_from_any(transport):
 
 
 def what_it_states(comm):
-    transport = comm._transport
+    transport = comm.transport
     refusals = []
     for call in (lambda: transport.channel_to(1 - comm.rank), lambda: transport.recv_any(None)):
         try:
@@ -245,7 +246,7 @@ def under_the_backend(comm, in_shared_memory):
     from labkit import backend
 
     if not in_shared_memory:
-        backend.meet = lambda *_: None  # as on several machines
+        meeting.meet = lambda *_: None  # as on several machines
     group = dist.new_group(backend="labkit")
     backend.use(sums_by_adding_what_comes)
     tensor = torch.full((5,), comm.rank + 1.0)
@@ -256,7 +257,7 @@ def under_the_backend(comm, in_shared_memory):
 
 
 def waits_in_vain(comm):
-    comm.set_timeout(1)
+    comm.session.set_timeout(1)
     started_s = time.monotonic()
     try:
         if comm.rank == 0:
@@ -325,7 +326,7 @@ def test_what_is_booked_is_what_moved_whatever_the_formulas_say(transport):
 
 def breaks_its_transport(comm, fault):
     """Counts of one message of three segments, on a transport that does it wrong on both ends."""
-    transport, cut = comm._transport, shared_transport._segments
+    transport, cut = comm.transport, shared_transport.split_segments
     really_send, really_receive = transport.send, transport.recv
 
     def twice(really):
@@ -334,9 +335,12 @@ def breaks_its_transport(comm, fault):
     if fault == "sends twice":
         transport.send, transport.recv = twice(really_send), twice(really_receive)
     elif fault == "skips a segment":
-        shared_transport._segments = lambda *arguments: cut(*arguments)[:-1]
+        shared_transport.split_segments = lambda *arguments: cut(*arguments)[:-1]
     elif fault == "sends a segment twice":
-        shared_transport._segments = lambda *arguments: [*cut(*arguments), cut(*arguments)[-1]]
+        shared_transport.split_segments = lambda *arguments: [
+            *cut(*arguments),
+            cut(*arguments)[-1],
+        ]
     tensor = torch.ones(5 * SEGMENT_BYTES // 2, dtype=torch.uint8)
     if comm.rank == 0:
         comm.send(tensor, 1)
@@ -362,7 +366,7 @@ def test_what_a_broken_transport_moves_is_what_is_counted(transport, fault, coun
 
 def sends_from_many_threads(comm):
     """Rank 0 sends to each other from a thread of its own, as a backend's pairs do."""
-    transport, count = comm._transport, 300
+    transport, count = comm.transport, 300
     if comm.rank:
         landing = torch.zeros(2)
         for _ in range(count):

@@ -1,23 +1,23 @@
-"""The quick answer against the timetable, whose answer it has to be, to the bit."""
+"""The length of a step alone against its slots: equal to the bit."""
 
 import random
 
 import pytest
 
 from labkit.costs.makespan import makespan_s, pipeline_streams
-from labkit.costs.pipeline_timeline import timetable
+from labkit.costs.pipeline_timeline import predicted_slots
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
-def test_it_ends_when_the_timetable_does(schedule, num_stages):
+def test_it_ends_with_the_last_slot(schedule, num_stages):
     draw = random.Random(num_stages)
     for micro_batches in (1, 2, 3, 8):
         for first_trained in range(num_stages + 1):
             forward_s, backward_s = ([draw.random() for _ in range(num_stages)] for _ in range(2))
             hop_s = [draw.random() for _ in range(num_stages - 1)]
             streams = pipeline_streams(schedule, num_stages, micro_batches, first_trained)
-            slots = timetable(streams, forward_s, backward_s, hop_s)
+            slots = predicted_slots(streams, forward_s, backward_s, hop_s)
             end_s = makespan_s(
                 schedule, micro_batches, forward_s, backward_s, hop_s, first_trained
             )

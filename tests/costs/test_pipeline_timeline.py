@@ -1,15 +1,15 @@
-"""Timetables of pipelines: the papers' pictures, the bubble's formula, streams that never end."""
+"""Pipelines on paper: the papers' pictures, the bubble's formula, streams that never end."""
 
 import pytest
 
-from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula, timetable
+from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula, predicted_slots
 from labkit.schedules.pipeline import PIPELINES, Action, gpipe, one_f_one_b
 
 
 def picture(schedule, num_stages, num_micro_batches, backward_s=1):
-    """A row a stage, a column a second, as the papers draw it."""
+    """One row per stage, one column per second, as the papers draw it."""
     streams = streams_of(schedule, num_stages, num_micro_batches)
-    slots = timetable(streams, [1] * num_stages, [backward_s] * num_stages)
+    slots = predicted_slots(streams, [1] * num_stages, [backward_s] * num_stages)
     rows = [["."] * int(max(slot.end_s for slot in slots)) for _ in range(num_stages)]
     for slot in slots:
         for second in range(int(slot.start_s), int(slot.end_s)):
@@ -42,13 +42,13 @@ def test_one_forward_one_backward_with_backward_twice_as_long():
 def test_equal_stages_and_free_hops_have_the_bubble_of_the_formula(schedule, num_stages):
     for num_micro_batches in (1, 2, 4, 9):
         streams = streams_of(schedule, num_stages, num_micro_batches)
-        slots = timetable(streams, [2] * num_stages, [4] * num_stages)
+        slots = predicted_slots(streams, [2] * num_stages, [4] * num_stages)
         due = bubble_formula(num_stages, num_micro_batches)
         assert bubble(slots) == pytest.approx(due)
 
 
-def test_a_hop_delays_the_neighbour_and_keeps_no_one_busy():
-    slots = timetable(streams_of(gpipe, 2, 2), [1, 1], [1, 1], hop_s=[0.5])
+def test_a_hop_delays_the_neighbour_and_occupies_no_stage():
+    slots = predicted_slots(streams_of(gpipe, 2, 2), [1, 1], [1, 1], hop_s=[0.5])
     assert slots[:2] == [Slot(0, "forward", 0, 0, 1), Slot(0, "forward", 1, 1, 2)]
     stage_1 = [(slot.start_s, slot.end_s) for slot in slots if slot.stage == 1]
     assert stage_1 == [(1.5, 2.5), (2.5, 3.5), (3.5, 4.5), (4.5, 5.5)]
@@ -56,20 +56,20 @@ def test_a_hop_delays_the_neighbour_and_keeps_no_one_busy():
 
 
 def test_the_slowest_stage_sets_the_pace():
-    slots = timetable(streams_of(gpipe, 3, 8), [1, 5, 1], [1, 5, 1])
+    slots = predicted_slots(streams_of(gpipe, 3, 8), [1, 5, 1], [1, 5, 1])
     assert max(slot.end_s for slot in slots) == (1 + 8 * 5 + 1) + (1 + 8 * 5 + 1)
 
 
 def test_frozen_stages_run_no_backward():
     streams = [[a for a in gpipe(0, 2, 3) if a.kind == "forward"], list(gpipe(1, 2, 3))]
-    slots = timetable(streams, [1, 1], [1, 1])
+    slots = predicted_slots(streams, [1, 1], [1, 1])
     assert max(slot.end_s for slot in slots) == 1 + 3 + 3
 
 
 def test_streams_that_can_never_finish_are_told_apart():
     forward, backward = Action("forward", 0), Action("backward", 0)
     with pytest.raises(ValueError, match="stage 0 stands before B0 and needs its own F0"):
-        timetable([[backward, forward]], [1], [1])
+        predicted_slots([[backward, forward]], [1], [1])
     crossed = [
         [forward, backward, Action("forward", 1), Action("backward", 1)],
         [forward, Action("forward", 1), backward, Action("backward", 1)],
@@ -78,21 +78,21 @@ def test_streams_that_can_never_finish_are_told_apart():
         "stage 0 stands before B0 and needs B0 of stage 1; stage 1 stands before F1 and needs"
     )
     with pytest.raises(ValueError, match=expected + " F1 of stage 0"):
-        timetable(crossed, [1, 1], [1, 1])
+        predicted_slots(crossed, [1, 1], [1, 1])
     with pytest.raises(ValueError, match="stage 1 runs B0 never"):
-        timetable([[forward, backward], [forward]], [1, 1], [1, 1])
+        predicted_slots([[forward, backward], [forward]], [1, 1], [1, 1])
     with pytest.raises(ValueError, match="stage 0 runs F0 more than once"):
-        timetable([[forward, forward, backward]], [1], [1])
+        predicted_slots([[forward, forward, backward]], [1], [1])
 
 
 def test_seconds_for_every_stage_and_every_cut():
     streams = streams_of(gpipe, 3, 2)
     with pytest.raises(ValueError, match="backward_s has length 2, for 3 stages it has to be 3"):
-        timetable(streams, [1] * 3, [1] * 2)
+        predicted_slots(streams, [1] * 3, [1] * 2)
     with pytest.raises(ValueError, match="hop_s has length 3, for 3 stages it has to be 2"):
-        timetable(streams, [1] * 3, [1] * 3, [1] * 3)
+        predicted_slots(streams, [1] * 3, [1] * 3, [1] * 3)
 
 
 def test_nothing_to_do_has_no_bubble():
-    assert timetable([[], []], [1, 1], [1, 1]) == []
+    assert predicted_slots([[], []], [1, 1], [1, 1]) == []
     assert bubble([]) == 0

@@ -13,11 +13,11 @@ import nbformat
 import pytest
 
 from labkit import run
-from labkit.__main__ import _config, _parser
+from labkit.__main__ import config_of, make_parser
 from labkit.bench import compare
 from labkit.bench.compare import figures, summary
 from labkit.bench.turns import Spread
-from labkit.training.train_run import check
+from labkit.training.settings import make_strategy
 from labkit.units import format_bytes, format_number
 from labkit.workload.datasets import load_dataset
 
@@ -100,8 +100,8 @@ def test_every_training_command_is_one_that_runs(command, monkeypatch):
     words = shlex.split(command)
     if words[0] == "torchrun":
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
-    config = _config(_parser().parse_args(words[words.index("train") :]))
-    check(config)
+    config = config_of(make_parser().parse_args(words[words.index("train") :]))
+    make_strategy(config)
     if config.split_points:
         assert config.world_size == 3, "# three stages"
 

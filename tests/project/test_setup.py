@@ -187,7 +187,7 @@ def test_a_name_in_a_preload_list_counts_as_an_import():
     assert "training.loop" in imports_of(module_files()["__init__"])
 
 
-def test_nothing_that_counts_reaches_the_formulas():
+def test_nothing_that_counts_reaches_the_formulas_or_the_planner():
     """So that the two can disagree: what is called measured is counted where it moves."""
     counting = {"comm", "collectives", "backend", "runtime", "strategies"}
     waiting = [name for name in module_files() if name.split(".")[0] in counting]
@@ -195,7 +195,7 @@ def test_nothing_that_counts_reaches_the_formulas():
     reached: set[str] = set()
     while waiting:
         name = waiting.pop()
-        assert name.split(".")[0] != "costs", f"labkit.{name} is reached"
+        assert name.split(".")[0] not in {"costs", "placement"}, f"labkit.{name} is reached"
         reached.add(name)
         waiting += imports_of(module_files()[name]) - reached
     assert len(reached) > 50

@@ -13,7 +13,7 @@ import pytest
 from graded import in_shared_runs
 
 from labkit.check import Verdict
-from labkit.check.grading import core
+from labkit.check.grading import grader
 from labkit.check.grading.report import PASSED
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
@@ -78,7 +78,7 @@ class Solved:
         self.asked, self.error = [], None
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
-                with mock.patch.object(core, "_graded", self.note):
+                with mock.patch.object(grader, "grade_on_ranks", self.note):
                     self.run(parts, section)
             except Exception as error:
                 self.error = error
@@ -108,7 +108,7 @@ def solved(request):
             for number, (fn, exercise, world_sizes) in enumerate(one.asked):
                 for size in world_sizes:
                     key = item.callspec.id, number, size
-                    gradings[key] = partial(core._graded, fn, exercise, (size,))
+                    gradings[key] = partial(grader.grade_on_ranks, fn, exercise, (size,))
     verdicts = in_shared_runs(gradings)
     return {
         name: (one, [verdict for key, verdict in verdicts.items() if key[0] == name])

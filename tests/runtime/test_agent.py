@@ -29,7 +29,8 @@ from torch.distributed.elastic.agent.server import api
 
 from labkit import DeadlineError, WorkerError, run
 from labkit.comm.processes import is_stopped
-from labkit.runtime import agent, preload, supervisor
+from labkit.runtime import agent, supervisor
+from labkit.runtime.forkserver import end_stopped_server
 
 travel_by_value(__name__)
 
@@ -263,7 +264,7 @@ class TestForkserver:
     def test_one_that_goes_on_in_a_moment_stays_and_one_that_does_not_is_replaced(self):
         server = stopped_server()
         threading.Timer(0.3, os.kill, (server, signal.SIGCONT)).start()
-        preload.end_stopped_server()
+        end_stopped_server()
         assert run(rank_of, world_size=2).values == [0, 1]
         assert server_pid() == server
         stopped_server()

@@ -150,7 +150,7 @@ class TestResultsThatCannotTravel:
             return Picky() if comm.rank else None
 
         words = (
-            "rank 1 returned a value that cannot be made anew here: ValueError: invalid literal"
+            "rank 1 returned a value that cannot be unpickled here: ValueError: invalid literal"
         )
         with pytest.raises(WorkerError, match=words):
             run(picky, world_size=2)

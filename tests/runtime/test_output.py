@@ -1,6 +1,9 @@
 """What the caller sees of the ranks' output and progress, without any rank."""
 
+import io
 import os
+import sys
+import time
 from multiprocessing import Pipe
 
 import pytest
@@ -17,7 +20,7 @@ def pipes():
 
     def say(rank, text):
         os.write(ends[rank][1].fileno(), text.encode())
-        output.read(ends[rank][0])
+        output.read([ends[rank][0]])
 
     yield output, say
     output.close()
@@ -35,25 +38,20 @@ def test_rank_0_is_shown_at_once_and_others_wait_for_the_ranks_below(pipes, caps
     assert capsys.readouterr().out == "[rank 1] one\n"
 
 
-def test_lines_are_held_for_a_while_only(pipes, capsys, monkeypatch):
+@pytest.mark.parametrize("live", [True, False])
+def test_lines_are_held_for_two_seconds_or_under_test_until_the_end(
+    live, pipes, capsys, monkeypatch
+):
     output, say = pipes
+    monkeypatch.setenv("LABKIT_LIVE", "1" if live else "0")
     say(2, "two\n")
     output.show(finished=set())
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr("labkit.runtime.output._HOLD_S", 0.0)
+    time.sleep(2.1)
     output.show(finished=set())
-    assert capsys.readouterr().out == "[rank 2] two\n"
-
-
-def test_under_test_what_is_shown_does_not_depend_on_time(pipes, capsys, monkeypatch):
-    output, say = pipes
-    monkeypatch.setenv("LABKIT_LIVE", "0")
-    monkeypatch.setattr("labkit.runtime.output._HOLD_S", 0.0)
-    say(2, "two\n")
-    output.show(finished={0, 1})
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "[rank 2] two\n" * live
     output.flush()
-    assert capsys.readouterr().out == "[rank 2] two\n"
+    assert capsys.readouterr().out == "[rank 2] two\n" * (not live)
 
 
 def test_a_line_that_comes_in_pieces_is_one_line(pipes, capsys):
@@ -64,14 +62,30 @@ def test_a_line_that_comes_in_pieces_is_one_line(pipes, capsys):
     assert capsys.readouterr().out == "[rank 0] ab\n[rank 0] cd\n"
 
 
-def test_the_bar_shows_the_slowest_rank(monkeypatch):
-    monkeypatch.setattr("labkit.runtime.progress._BAR_AFTER_S", 0.0)
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "live", "shown"),
+    [(Terminal(), "1", True), (Terminal(), "0", False), (io.StringIO(), "1", False)],
+    ids=["terminal", "under test", "file"],
+)
+def test_the_bar_of_a_run_that_takes_a_while_shows_the_slowest_rank(
+    stream, live, shown, monkeypatch
+):
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("LABKIT_LIVE", live)
     board = Board(2)
-    drawn = []
     bar = ProgressBar(board)
-    monkeypatch.setattr(bar, "_draw", lambda *what: drawn.append(what))
-    bar.update()
     board.progress(0, 6, 10, "steps")
     board.progress(1, 4, 10, "steps")
     bar.update()
-    assert drawn == [(4, 10, "steps")]
+    assert stream.getvalue() == "", "a short run shows nothing"
+    time.sleep(0.5)
+    bar.update()
+    assert ("4/10" in stream.getvalue()) == ("steps" in stream.getvalue()) == shown
+    board.progress(1, 7, 10, "steps")
+    bar.close()
+    assert ("6/10" in stream.getvalue()) == shown

@@ -14,7 +14,7 @@ from ranks import running_ranks, travel_by_value, wait_until
 from torch import nn
 
 from labkit import WorkerError, run, strategies, train_with
-from labkit.comm.board import Board
+from labkit.comm.comm import Comm
 from labkit.costs.traffic import async_parameter_server_cost
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.single import Single
@@ -132,7 +132,7 @@ def test_odd_parameters_and_buffers():
 
 def train_without_a_board(comm, batches, make_optimizer):
     """As on several machines: nobody sees from outside who has something to send."""
-    comm._doorbells, comm._board = None, Board(comm.world_size)
+    comm = Comm(comm.rank, comm.world_size, comm.device, comm.transport)
     with pytest.raises(ValueError, match="have to be on one Linux machine"):
         train_odd(comm, batches, make_optimizer)
     return train_odd(comm, batches, make_optimizer, max_staleness=None)

@@ -16,8 +16,8 @@ from labkit import RunConfig, WorkerError, run, train_with
 from labkit.strategies.builtin.async_parameter_server import OwnPaceServer, RpcAsyncParameterServer
 from labkit.strategies.builtin.parameter_server import BatchServer, RpcParameterServer
 from labkit.strategies.single import Single
+from labkit.training.settings import make_strategy
 from labkit.training.state import checksum, largest_difference
-from labkit.training.train_run import check
 
 travel_by_value(__name__)
 
@@ -109,7 +109,7 @@ def test_where_pytorch_has_no_rpc_the_way_on_is_told(monkeypatch):
     monkeypatch.setattr(rpc, "is_available", lambda: False)
     for technique in ("parameter_server", "async_parameter_server"):
         with pytest.raises(ValueError, match=f"run {technique} without builtin"):
-            check(RunConfig(technique, world_size=2, builtin=True))
+            make_strategy(RunConfig(technique, world_size=2, builtin=True))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_where_pytorch_has_no_rpc_the_way_on_is_told(monkeypatch):
 )
 def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(RunConfig(**{"world_size": 2, "builtin": True, **settings}))
+        make_strategy(RunConfig(**{"world_size": 2, "builtin": True, **settings}))
 
 
 def test_asynchronous_workers_go_at_their_own_pace_and_all_samples_count():

@@ -13,8 +13,8 @@ from labkit import RunConfig, WorkerError, run, train_with
 from labkit.strategies.builtin.model_parallel import TorchModelParallel
 from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.single import Single
+from labkit.training.settings import make_strategy
 from labkit.training.state import checksum, largest_difference
-from labkit.training.train_run import check
 
 travel_by_value(__name__)
 
@@ -177,8 +177,8 @@ def test_what_cannot_be_is_refused():
         TorchPipeline((1,), schedule="zigzag")
     settings = {"strategy": "pipeline", "builtin": True, "world_size": 3, "micro_batches": 2}
     with pytest.raises(ValueError, match="no fewer micro-batches than stages, got 2 for 3"):
-        check(RunConfig(**settings, schedule="1f1b"))
-    check(RunConfig(**settings, schedule="gpipe"))
+        make_strategy(RunConfig(**settings, schedule="1f1b"))
+    make_strategy(RunConfig(**settings, schedule="gpipe"))
 
 
 class Raises(nn.Module):

@@ -13,8 +13,8 @@ from torch.nn import functional
 from labkit import RunConfig, WorkerError, run, strategies, train_with
 from labkit.costs.traffic import data_parallel_cost
 from labkit.strategies.data_parallel import DataParallel
+from labkit.training.settings import make_strategy
 from labkit.training.state import largest_difference
-from labkit.training.train_run import check
 
 travel_by_value(__name__)
 
@@ -178,17 +178,17 @@ def test_the_builtin_says_that_it_does_not_replicate_on_a_cpu():
 )
 def test_devices_that_cannot_be_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(RunConfig(**{"strategy": "data_parallel", **settings}))
+        make_strategy(RunConfig(**{"strategy": "data_parallel", **settings}))
 
 
 def test_devices_must_go_with_the_device_and_torchrun_must_start_one_rank(monkeypatch):
     config = RunConfig("data_parallel", devices="cpu,cpu", device="cpu")
-    assert check(config).keywords == {"devices": ("cpu", "cpu")}
+    assert make_strategy(config).devices == [torch.device("cpu")] * 2
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(ValueError, match="one process with 2 devices, but torchrun started 2"):
-        check(config)
+        make_strategy(config)
 
 
 def test_the_builtin_takes_each_gpu_once():

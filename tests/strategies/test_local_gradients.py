@@ -13,8 +13,8 @@ from labkit import run, strategies, train_with
 from labkit.config import RunConfig
 from labkit.strategies import local_gradients
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.training.settings import make_strategy
 from labkit.training.state import checksum
-from labkit.training.train_run import check
 from labkit.workload.sampling import share
 
 travel_by_value(__name__)
@@ -56,7 +56,7 @@ def syncs_of_ddp(comm, accumulate):
         summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return summed.then(lambda done: done.value()[0] / comm.world_size)
 
-    strategy.model.register_comm_hook(None, count)
+    strategy.replica.register_comm_hook(None, count)
     inputs, targets = torch.randn(5, 6).double(), torch.arange(5)
     mine = share(torch.arange(5), *strategy.share())
     strategy.step(inputs[mine], targets[mine], 5)
@@ -150,4 +150,4 @@ def test_a_straggler_sleeps_for_the_rest_of_its_factor(monkeypatch):
 )
 def test_options_are_refused_where_they_have_no_use(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(RunConfig(**settings))
+        make_strategy(RunConfig(**settings))

@@ -7,9 +7,10 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import RunConfig, run, strategies
-from labkit.strategies.model_parallel_one_process import PlacedModel
+from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
+from labkit.training.settings import make_strategy
 from labkit.training.state import largest_difference
-from labkit.training.train_run import check, train_with
+from labkit.training.train_run import train_with
 
 travel_by_value(__name__)
 
@@ -33,11 +34,11 @@ def train(comm, strategy, frozen=0):
         inputs, targets = torch.randn(n, 6).double(), torch.randint(4, (n,))
         strategy.step(inputs, targets, n)
     logits = strategy.predict(torch.ones(2, 6).double())
-    return strategy.full_state(), logits, getattr(strategy, "notes", dict)()
+    return strategy.full_state(), logits, strategy.notes()
 
 
 def both(comm, frozen):
-    placed = PlacedModel((2, 4), ("cpu", "cpu:0", "cpu:1"))
+    placed = ModelParallelOneProcess((2, 4), ("cpu", "cpu:0", "cpu:1"))
     return train(comm, placed, frozen), train(comm, strategies.get("single")(), frozen)
 
 
@@ -63,21 +64,21 @@ def tied(comm):
     built = model()
     built[5] = built[3]
     try:
-        PlacedModel((4,), ("cpu", "cpu:0")).setup(comm, built, sgd)
+        ModelParallelOneProcess((4,), ("cpu", "cpu:0")).setup(comm, built, sgd)
     except ValueError as error:
         return str(error)
 
 
 def test_what_cannot_be_placed_is_refused():
     with pytest.raises(ValueError, match="cpu comes twice, and two stages on one device share"):
-        check(RunConfig(strategy="model_parallel", devices="cpu,cpu"))
+        make_strategy(RunConfig(strategy="model_parallel", devices="cpu,cpu"))
     with pytest.raises(ValueError, match="2 devices for 3 stages"):
-        PlacedModel((1, 2), ("cpu", "cpu:0"))
+        ModelParallelOneProcess((1, 2), ("cpu", "cpu:0"))
     with pytest.raises(ValueError, match="1 device for 2 stages"):
-        PlacedModel((1,), ("cpu",))
+        ModelParallelOneProcess((1,), ("cpu",))
     with pytest.raises(ValueError, match=r"got 5: write \(5,\)"):
-        PlacedModel(5, ("cpu", "cpu:0"))
-    assert "(it is tied), and can be on one device alone" in run(tied, world_size=1).values[0]
+        ModelParallelOneProcess(5, ("cpu", "cpu:0"))
+    assert "(it is tied), and can be on only one device" in run(tied, world_size=1).values[0]
 
 
 def test_one_device_by_name_is_one_stage():

@@ -14,8 +14,8 @@ from labkit import RunConfig, WorkerError, run, train_with
 from labkit.costs.traffic import parameter_server_cost
 from labkit.strategies.parameter_server import ParameterServer
 from labkit.strategies.single import Single
+from labkit.training.settings import make_strategy
 from labkit.training.state import checksum, largest_difference
-from labkit.training.train_run import check
 from labkit.workload.sampling import share
 
 travel_by_value(__name__)
@@ -148,10 +148,10 @@ def test_a_rank_that_dies_ends_the_run(lost):
 )
 def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(RunConfig("parameter_server", **settings))
+        make_strategy(RunConfig("parameter_server", **settings))
 
 
 def test_one_rank_may_be_server_and_worker():
-    check(RunConfig("parameter_server", servers=1))
+    make_strategy(RunConfig("parameter_server", servers=1))
     with pytest.raises(WorkerError, match="servers 2 of world_size 1 leave no rank to work"):
         run(train_by_hand, partial(ParameterServer, servers=2), (Tied,), [], world_size=1)

@@ -8,8 +8,8 @@ from torch import nn
 from labkit import RunConfig, WorkerError, run, strategies, train_with
 from labkit.costs.traffic import Cost, model_parallel_cost
 from labkit.strategies.stage import Stage
+from labkit.training.settings import make_strategy
 from labkit.training.state import largest_difference
-from labkit.training.train_run import check
 from labkit.workload.layers import output_shapes
 from labkit.workload.models import build_model
 
@@ -399,7 +399,7 @@ def test_a_stage_that_raises_ends_the_run_with_its_error_and_leaves_nothing():
 )
 def test_settings_that_cannot_be_are_refused_before_any_process_starts(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(RunConfig(strategy="model_parallel", **settings))
+        make_strategy(RunConfig(strategy="model_parallel", **settings))
 
 
 def test_split_points_that_do_not_fit_are_named():

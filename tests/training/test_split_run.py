@@ -50,7 +50,7 @@ def test_what_measures_nothing_is_refused_before_a_process_starts():
         measure_split("mlp", (6,), **SMALL)
     with pytest.raises(ValueError, match="0 steps"):
         measure_split("mlp", (2,), steps=0)
-    with pytest.raises(ValueError, match="micro_batches must be a whole number from 1, got 0"):
+    with pytest.raises(ValueError, match="micro_batches must be an integer from 1 up, got 0"):
         measure_split("mlp", (2,), micro_batches=0)
     with pytest.raises(ValueError, match="unknown schedule 'zero'"):
         measure_split("mlp", (2,), schedule="zero")

@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
 from labkit.costs.traffic import broadcast_cost, ddp_update_cost, ring_all_reduce_cost
+from labkit.training.settings import make_strategy
 from labkit.training.state import checksum, largest_difference
-from labkit.training.train_run import check
 from labkit.workload.models import build_model
 from labkit.workload.sampling import share
 
@@ -54,7 +54,7 @@ def model_of(world_size):
 
 def job(strategy, builtin=False, **settings):
     config = RunConfig(strategy, builtin=builtin, **settings)
-    return config, check(config)
+    return config, make_strategy(config)
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
 )
 def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(RunConfig(**settings))
+        make_strategy(RunConfig(**settings))
 
 
 def test_states_of_different_models_are_not_compared():

@@ -1,4 +1,4 @@
-"""A model as a list of layers: which, what crosses the cuts, what they cost."""
+"""A model as a list of layers: which, and what crosses the cuts."""
 
 import copy
 
@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.placement.profile import even_split, profile
-from labkit.workload.activations import HeldBytes
-from labkit.workload.layers import ghost_of, layers_of, named_layers, output_shapes
+from labkit.workload.layers import layers_of, meta_copy, named_layers, output_shapes
 from labkit.workload.models import MODELS, build_model, published_vgg16
 
 
@@ -20,7 +18,7 @@ def test_nested_chains_are_opened_and_blocks_are_not():
     assert layers_of(model) == [model[0], inner[0], inner[1][0], block]
 
 
-def test_what_is_no_chain_of_layers_is_refused_by_its_name():
+def test_a_model_that_is_not_a_chain_of_layers_is_refused_by_its_name():
     class Residual(nn.Sequential):
         def forward(self, inputs):
             return inputs + super().forward(inputs)
@@ -51,7 +49,7 @@ def test_shapes_need_no_hook_and_no_value():
     model[1].mask = torch.ones(3)
     assert output_shapes(model, (2,))[1][0] == (1, 3)
     assert seen == []
-    assert ghost_of(model)[1].mask.is_meta
+    assert meta_copy(model)[1].mask.is_meta
     model(torch.ones(1, 2))
     assert sorted(seen) == [1, 2]
 
@@ -82,72 +80,15 @@ def test_a_layer_that_does_not_take_what_comes_is_named():
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 5))
     with pytest.raises(ValueError, match=r"layer 1 \(Linear\) does not take \[2, 5\]"):
         output_shapes(model, (4,), 2)
-    with pytest.raises(ValueError, match=r"layer 0 \(LSTM\) hands on a tuple"):
+    with pytest.raises(ValueError, match=r"layer 0 \(LSTM\) returns a tuple"):
         output_shapes(nn.Sequential(nn.LSTM(3, 3)), (2, 3))
 
 
-def test_a_ghost_has_the_ties_of_its_model_and_no_memory():
+def test_a_meta_copy_has_the_ties_of_its_model_and_no_memory():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[2].weight = model[0].weight
-    ghost = ghost_of(model)
-    assert ghost[2].weight is ghost[0].weight
-    assert {tensor.device.type for tensor in ghost.state_dict().values()} == {"meta"}
-    assert isinstance(ghost[0].weight, nn.Parameter)
+    copied = meta_copy(model)
+    assert copied[2].weight is copied[0].weight
+    assert {tensor.device.type for tensor in copied.state_dict().values()} == {"meta"}
+    assert isinstance(copied[0].weight, nn.Parameter)
     assert model[0].weight.device.type == "cpu"
-
-
-def test_an_even_split_shares_the_products_out():
-    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
-    assert even_split(nn.Sequential(*layers), (8,), 2) == (3,)
-    assert even_split(nn.Sequential(*layers), (8,), 1) == ()
-    with pytest.raises(ValueError, match="from 1 to 5, the layers of Sequential; got 6"):
-        even_split(nn.Sequential(*layers), (8,), 6)
-
-
-def test_models_that_take_whole_numbers_are_split_and_measured():
-    words = nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 6), nn.Linear(6, 4))
-    assert output_shapes(words, (3,), 2)[0] == ((2, 3, 6), torch.float32)
-    assert even_split(words, (3,), 2) == (3,)
-    found = profile(words, 2, (3,), repeats=1)
-    assert found.input_bytes == 2 * 3 * 8
-    assert all(layer.backward_s > 0 for layer in (found.layers[0], found.layers[2]))
-    # Where the first layer does not tell, the caller does.
-    hidden = nn.Sequential(nn.Sequential(*words[:2]), nn.Identity(), *words[2:])
-    hidden[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"layer 0 \(Sequential\) does not take \[1, 3\]"):
-        even_split(hidden, (3,), 2)
-    assert even_split(hidden, (3,), 2, torch.int32) == (3,)
-    assert profile(hidden, 2, (3,), repeats=1, dtype=torch.int32).input_bytes == 2 * 3 * 4
-
-
-def test_what_a_forward_keeps_for_its_backward_in_bytes():
-    linear = nn.Linear(4, 4)
-    inputs = torch.randn(3, 4)
-    with HeldBytes(linear) as held:
-        outputs = torch.tanh(linear(inputs))
-    # The input and tanh's result; the weight is there anyway.
-    assert held.num_bytes == 2 * 3 * 4 * 4
-    with held:
-        outputs.square().sum()  # keeps tanh's result, which counts already
-    assert held.num_bytes == 2 * 3 * 4 * 4
-    with HeldBytes(linear) as held:
-        torch.tanh(inputs[:1].requires_grad_())
-    assert held.num_bytes == 4 * 4
-
-
-def test_a_profile_has_the_bytes_of_the_shapes_and_times_above_zero():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 2))
-    found = profile(model, 6, (3, 4), repeats=2, name="tiny")
-    assert (found.model, found.batch_size, found.input_bytes) == ("tiny", 6, 6 * 12 * 4)
-    assert [layer.name for layer in found.layers] == ["Flatten", "Linear", "Tanh", "Linear"]
-    assert [layer.output_bytes for layer in found.layers] == [6 * n * 4 for n in (12, 5, 5, 2)]
-    assert [layer.parameter_bytes for layer in found.layers] == [0, 65 * 4, 0, 12 * 4]
-    # The second Linear keeps what Tanh has kept already.
-    assert [layer.held_bytes for layer in found.layers] == [0, 6 * 12 * 4, 6 * 5 * 4, 0]
-    assert all(layer.forward_s > 0 for layer in found.layers)
-    assert [layer.backward_s > 0 for layer in found.layers] == [False, True, True, True]
-    assert all(parameter.grad is None for parameter in model.parameters())
-    in_place = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
-    assert profile(in_place, 2, (4,), repeats=1).layers[1].backward_s > 0
-    with pytest.raises(ValueError, match="0 repeats"):
-        profile(model, 6, (3, 4), repeats=0)

@@ -7,7 +7,7 @@ and all tables and figures are drawn from it, now or later.
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,11 @@ from labkit.config import RunConfig
 from labkit.files import check_writable, write_atomically, write_each
 from labkit.plots.figure import CaptionedFigure
 from labkit.runtime.preload import warm_up
-from labkit.units import MOST_SECONDS, check_above_zero, check_whole, parse_number, whole_option
+from labkit.units import (
+    MOST_SECONDS,
+    check_above_zero,
+    check_integer,
+)
 from labkit.workload.datasets import DATASETS, load_dataset
 from labkit.workload.models import MODELS
 
@@ -109,7 +113,8 @@ def main(
     json_path: str | None = None,
     figures_dir: str | None = None,
     from_path: str | None = None,
-    **texts: str | None,
+    command: str = "",
+    **settings: Any,
 ) -> int:
     """The command: run, or read a record; print the tables, write the record and the figures.
 
@@ -117,7 +122,8 @@ def main(
         json_path: where the record goes.
         figures_dir: an existing folder for the figures, ``compare_NAME.png`` each.
         from_path: a record to take instead of running.
-        texts: the options of ``compare`` as the command line has them; None was not given.
+        command: the command line, for the record.
+        settings: arguments of ``compare``.
 
     Returns:
         1 if a contender began and broke off, else 0.
@@ -125,19 +131,17 @@ def main(
     Raises:
         ValueError, OSError: before anything runs, what cannot be.
     """
-    given = {name: text for name, text in texts.items() if text is not None}
     if figures_dir is not None:
         _check_figures(figures_dir)
     if json_path is not None and Path(json_path).suffix == ".png":
         raise ValueError(f"--json {json_path}: a record is no figure, name a .json file")
-    if from_path is not None and given:
-        options = ", ".join(map(_option, given))
+    if from_path is not None and settings:
+        options = ", ".join(map(_option, settings))
         raise ValueError(f"--from draws what was recorded, and cannot change it: drop {options}")
     if from_path is not None:
         record = load(from_path)
     else:
-        options = parse_options(**given)
-        record = {"command": _command(given)} | compare(**options, say=_say)
+        record = {"command": command} | compare(**settings, say=_say)
     print(summary.report(record))
     writes = []
     if json_path is not None:
@@ -164,37 +168,8 @@ def _save(figure: CaptionedFigure, path: Path) -> None:
     print(f"figure: {figure.save(path)}")
 
 
-def parse_options(**texts: str) -> dict[str, Any]:
-    """The command line's texts as the arguments of ``compare``.
-
-    Raises:
-        ValueError: a text that says no number.
-    """
-    parsed: dict[str, Any] = {}
-    for name, text in texts.items():
-        words = tuple(word.strip() for word in text.split(","))
-        if name == "strategies":
-            parsed[name] = words
-        elif name in ("world_size", "train_size", "batch_size"):
-            parsed[f"{name}s"] = tuple(whole_option(_option(name), word) for word in words)
-        elif name in ("repeats", "epochs"):
-            parsed[name] = whole_option(_option(name), text)
-        elif name == "target":
-            parsed[name] = _percent(text)
-        else:
-            parsed[name] = text
-    return parsed
-
-
 def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _percent(text: str) -> float:
-    try:
-        return parse_number(text.removesuffix("%")) / 100
-    except ValueError:
-        raise ValueError(f"--target takes a percentage such as 95, got {text!r}") from None
+    return f"--{name.replace('sizes', 'size').replace('_', '-')}"
 
 
 def _check(model: str, dataset: str, target: float) -> None:
@@ -210,13 +185,13 @@ def _check_numbers(world_sizes, train_sizes, batch_sizes, repeats, epochs, budge
         devices.check_world_size(world_size)
     for name, sizes in (("train_size", train_sizes), ("batch_size", batch_sizes)):
         for size in sizes:
-            check_whole(name, size)
+            check_integer(name, size)
     for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", batch_sizes)):
         if not sizes:
             raise ValueError(f"{name} is empty: name at least one")
-    check_whole("epochs", epochs)
+    check_integer("epochs", epochs)
     if repeats is not None:
-        check_whole("repeats", repeats)
+        check_integer("repeats", repeats)
     check_above_zero("budget_s", budget_s, MOST_SECONDS)
 
 
@@ -226,11 +201,6 @@ def _parts_of(samples: int) -> tuple[int, ...]:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _command(given: dict[str, str]) -> str:
-    words: Iterable[str] = (f"{_option(name)} {text}" for name, text in given.items())
-    return " ".join(["labkit compare", *words])
 
 
 def _dumped(record: dict) -> str:

@@ -1,10 +1,10 @@
 """Who takes part: every technique that shares out the batch, and PyTorch's own, each once."""
 
-import inspect
 from dataclasses import dataclass
 
 from labkit import devices, strategies
 from labkit.config import STAGED, RunConfig
+from labkit.strategies.base import OwnPaceStrategy
 
 SINGLE = "single"
 
@@ -67,14 +67,14 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
 
 
 def _own_pace(strategy: type) -> bool:
-    return hasattr(strategy, "train")
+    return issubclass(strategy, OwnPaceStrategy)
 
 
 def _builtins(strategy: str, theirs: type, device: str) -> list[Contender]:
     own_pace = _own_pace(theirs)
     plain = Contender(theirs.__name__, strategy, builtin=True, own_pace=own_pace)
     on_cpu = devices.plan(1, device).backend == "gloo"
-    if "backend" not in inspect.signature(theirs).parameters or not on_cpu:
+    if "backend" not in theirs.options() or not on_cpu:
         return [plain]
     on_ours = f"{theirs.__name__} (labkit)"
     return [plain, Contender(on_ours, strategy, True, "labkit", own_pace=own_pace)]

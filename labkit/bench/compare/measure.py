@@ -15,7 +15,8 @@ from typing import Any
 from labkit.bench.compare.contenders import SINGLE, Contender
 from labkit.errors import WorkerError
 from labkit.trace import Span, Trace
-from labkit.training.train_run import TrainResult, train_run
+from labkit.training.result import TrainResult
+from labkit.training.train_run import train_run
 from labkit.units import format_count
 
 # A run that takes longer is not going to end.

@@ -1,1 +1,30 @@
-"""What all checks share: run a learner's function, judge values and traffic, say what is wrong."""
+"""What all checks share: run a learner's function, judge values and traffic, say what is wrong.
+
+``exercise`` says what is sent through a learner's function; ``on_ranks`` and ``in_process`` call
+it; ``values`` (with ``compare`` and ``contents``) and ``traffic`` judge; ``words`` has the
+sentence of every mistake, and ``report`` the table. ``grader`` puts them together.
+"""
+
+from labkit.check.grading.exercise import Case, Exercise, Target
+from labkit.check.grading.grader import WORLD_SIZES, grade, returns
+from labkit.check.grading.in_process import Question, Wrong, answers, ask, differs
+from labkit.check.grading.report import Verdict, told
+from labkit.check.grading.words import Found, Mistake
+
+__all__ = [
+    "WORLD_SIZES",
+    "Case",
+    "Exercise",
+    "Found",
+    "Mistake",
+    "Question",
+    "Target",
+    "Verdict",
+    "Wrong",
+    "answers",
+    "ask",
+    "differs",
+    "grade",
+    "returns",
+    "told",
+]

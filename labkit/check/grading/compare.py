@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from labkit.check.grading.words import Mistake
+
 
 def same(value: Any, expected: Any) -> bool:
     """Equal up to float32 rounding, through lists; an expected entry of None is not looked at."""
@@ -26,13 +28,23 @@ def close(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.isclose(value.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
-def misshapen(value: Any, expected: Any) -> str:
-    """The words for a value of another kind or shape than expected; empty where it fits."""
-    found, due = _shape(value), _shape(expected)
-    return "" if found == due else f"it has {found}, where {due} is due"
+def agree(answer: Any, due: Any) -> bool:
+    """Whether an answer is the one that is due: to the bit, but for a float's last digits."""
+    try:
+        if isinstance(answer, float) and isinstance(due, (int, float)):
+            return math.isclose(answer, due, rel_tol=1e-6, abs_tol=1e-9)
+        return bool(answer == due)
+    except Exception:  # a tensor of several numbers is neither true nor false
+        return same(answer, due)
 
 
-def _shape(value: Any) -> str:
+def other_kind(value: Any, expected: Any) -> Mistake | None:
+    """The mistake of a value of another kind or shape than expected."""
+    found, due = _kind(value), _kind(expected)
+    return None if found == due else Mistake("value.kind", found=found, due=due)
+
+
+def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, (list, tuple)):
@@ -40,3 +52,12 @@ def _shape(value: Any) -> str:
     if isinstance(value, (int, float)):
         return "a number"
     return "nothing (None)" if value is None else f"something of type {type(value).__name__}"
+
+
+def short(value: Any) -> str:
+    """A value in a sentence: tensors as lists, numbers with four digits."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(short, value)) + "]"
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)

@@ -8,6 +8,8 @@ Symbols: P ranks.
 
 import torch
 
+from labkit.check.grading.words import Mistake
+
 Piece = tuple[int, int]  # (rank, chunk); chunk 0 where a tensor is not cut
 Contents = dict[Piece, float]  # how many times each piece is in a value
 
@@ -35,28 +37,27 @@ def contents(value: torch.Tensor, basis: dict[Piece, torch.Tensor], chunk: int) 
     return {key: times for key, times in zip(pieces, exact.flatten().tolist()) if times}
 
 
-def name_mistake(found: Contents, wanted: Contents, own: Piece, world_size: int) -> str:
-    """What the difference between two contents looks like, as the words after a colon.
+def name_mistake(found: Contents, wanted: Contents, own: Piece, world_size: int) -> Mistake:
+    """The mistake that the difference between two contents looks like.
 
     Args:
         found: what is in the value.
         wanted: what should be.
-        own: the piece that the rank itself brought.
+        own: the piece that the rank itself started with.
         world_size: P.
     """
     if found == wanted:
-        return "the right values, but rounded: are they held in 16 bits?"
+        return Mistake("sum.rounded")
     if found == {own: 1}:
-        return "unchanged: it still holds the rank's own values"
-    ratio = _ratio(found, wanted)
-    if ratio:
+        return Mistake("value.unchanged")
+    if ratio := _ratio(found, wanted):
         return _scaled(ratio, world_size, summed=1 in wanted.values())
     foreign = sorted({chunk for _, chunk in found} - {chunk for _, chunk in wanted})
     if foreign:
-        return f"values of {_listed('chunk', foreign)} are in it: wrong chunk sent, or received"
+        return Mistake("chunk.foreign", chunks=listed("chunk", foreign))
     if len(wanted) == 1:
-        return _copy_mistake(found, wanted, own)
-    return _sum_mistake(found, wanted, own)
+        return _wrong_copy(found, wanted, own)
+    return _wrong_sum(found, wanted, own)
 
 
 def _ratio(found: Contents, wanted: Contents) -> float | None:
@@ -64,43 +65,40 @@ def _ratio(found: Contents, wanted: Contents) -> float | None:
     return ratios.pop() if found.keys() == wanted.keys() and len(ratios) == 1 else None
 
 
-def _scaled(ratio: float, world_size: int, *, summed: bool) -> str:
+def _scaled(ratio: float, world_size: int, *, summed: bool) -> Mistake:
     if summed and abs(ratio * world_size - 1) < 1e-3:
-        return f"divided by {world_size}: it is the mean, where the sum is due"
-    if ratio == world_size:
-        return f"{world_size} times what is due: not divided by {world_size}, or added too often"
-    return f"{ratio:.3g} times what is due"
+        return Mistake("sum.mean", ranks=world_size)
+    return Mistake("sum.not_divided" if ratio == world_size else "sum.scaled", ratio=ratio)
 
 
-def _copy_mistake(found: Contents, wanted: Contents, own: Piece) -> str:
-    (due,) = wanted
+def _wrong_copy(found: Contents, wanted: Contents, own: Piece) -> Mistake:
+    ((due, _),) = wanted
     if [*found.values()] == [1]:
-        return f"it holds rank {next(iter(found))[0]}'s values, where rank {due[0]}'s are due"
+        return Mistake("copy.other_rank", found=next(iter(found))[0], wanted=due)
     if found == {own: 1, **wanted}:
-        return "added to the rank's own values, where they should be overwritten"
-    return f"it is {_sum_of(found)}, where rank {due[0]}'s values alone are due"
+        return Mistake("copy.added")
+    return Mistake("copy.mixed", found=_sum_of(found), wanted=due)
 
 
-def _sum_mistake(found: Contents, wanted: Contents, own: Piece) -> str:
+def _wrong_sum(found: Contents, wanted: Contents, own: Piece) -> Mistake:
     unit = next(iter(wanted.values()))
     pieces = sorted({*found, *wanted})
     excess = {p: round((found.get(p, 0) - wanted.get(p, 0)) / unit, 6) for p in pieces}
     extra = {p: times for p, times in excess.items() if times > 0}
     missing = [p for p, times in excess.items() if times == -1]
     if len(found) == 1 and own not in found and {*found.values()} <= {1, unit}:
-        return f"overwritten instead of added: it holds rank {next(iter(found))[0]}'s values alone"
+        return Mistake("sum.overwritten", rank=next(iter(found))[0])
     if extra == {own: 1} and not missing:
-        return "the rank's own values are added twice"
+        return Mistake("sum.own_twice")
     if extra and not missing:
-        ranks = sorted({rank for rank, _ in extra})
-        return f"the values of {_listed('rank', ranks)} are added more than once"
+        return Mistake("sum.twice", ranks=listed("rank", sorted({rank for rank, _ in extra})))
     if missing == [own] and not extra:
-        return "the rank's own values are missing from the sum"
+        return Mistake("sum.own_missing")
     if missing and not extra and len(missing) + len(found) == len(wanted):
-        absent = _listed("rank", [rank for rank, _ in missing])
-        last = " (one step too few?)" if len(missing) == 1 else ""
-        return f"partial sum: it holds {_sum_of(found)}, and lacks {absent}{last}"
-    return f"it is {_sum_of(found)}, where {_sum_of(wanted)} is due"
+        absent = listed("rank", [rank for rank, _ in missing])
+        id = "sum.lacks_one" if len(missing) == 1 else "sum.lacks"
+        return Mistake(id, found=_sum_of(found), absent=absent)
+    return Mistake("sum.other", found=_sum_of(found), wanted=_sum_of(wanted))
 
 
 def _sum_of(found: Contents) -> str:
@@ -110,7 +108,7 @@ def _sum_of(found: Contents) -> str:
     return " + ".join(terms)
 
 
-def _listed(noun: str, numbers: list[int]) -> str:
+def listed(noun: str, numbers: list[int]) -> str:
     """``rank 3``, or ``ranks 1, 2 and 3``."""
     *most, last = map(str, numbers)
     return f"{noun}s {', '.join(most)} and {last}" if most else f"{noun} {last}"

@@ -1,4 +1,7 @@
-"""What an exercise is: the data that a check grades a function by, and what a call leaves behind.
+"""What a check sends through a learner's function, and what each call leaves behind.
+
+An ``Exercise`` is the data that a function is graded by: ``inputs`` are its arguments on each
+rank, ``cases`` the sizes and roots that are tried, ``call`` is how it is called. The rest judges.
 
 Symbols: P ranks.
 """
@@ -8,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
 from labkit.units import format_count
 
-# The first divides by 2, 3 and 4, and leaves enough numbers a chunk to tell what is in it.
+# The first is divisible by 2, 3 and 4, and leaves enough numbers per chunk to tell what is in it.
 SIZES = (96, 10, 2, 1, 0)
 
 
@@ -24,14 +29,18 @@ class Case:
     size: int
     root: int = 0
 
-    def tensor(self, rank: int) -> torch.Tensor:
+    def tensor(self, rank: int) -> Tensor:
         """What ``rank`` starts with: float32 [size], random, the same each time."""
         generator = torch.Generator().manual_seed(97 * rank + self.size + 1)
         return torch.randn(self.size, generator=generator)
 
-    def total(self) -> torch.Tensor:
+    def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
+        """The sum of ``of(rank)`` over the ranks."""
+        return torch.stack([of(rank) for rank in range(self.world_size)]).sum(0)
+
+    def total(self) -> Tensor:
         """The sum over the ranks, float32 [size], added up in float64."""
-        return sum(self.tensor(rank).double() for rank in range(self.world_size)).float()
+        return self.over_ranks(lambda rank: self.tensor(rank).double()).float()
 
 
 class Target(NamedTuple):
@@ -72,9 +81,19 @@ def tensor_and_root(rank: int, case: Case) -> tuple:
     return case.tensor(rank), case.root
 
 
+def no_arguments(rank: int, case: Case) -> tuple:
+    """For functions whose arguments ``call`` makes on the rank."""
+    return ()
+
+
 def call_plainly(fn: Callable, comm: Comm, *args: Any) -> Any:
     """The usual way to call the learner's function."""
     return fn(comm, *args)
+
+
+def nothing(rank: int, case: Case) -> Any:
+    """What is expected where nothing is: None, or anything where a tensor is written in place."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -92,20 +111,22 @@ class Exercise:
         chunked: name the first wrong chunk: the tensor is thought of as P chunks.
         target: (rank, case) -> Target, of each rank.
         total: case -> Target of all ranks together (``operations`` of the busiest), for tasks
-            that leave open which rank sends.
+            that do not say which rank sends.
         same_bits: the ranks must agree to the bit.
-        mistakes: sentence -> (rank, case) -> the wrong value that this mistake leads to. One that
-            explains all ranks goes before one that explains the first wrong rank alone.
-        judge: (case, values by rank) -> a sentence about what is wrong, or None; in the place of
-            ``expected`` where the ranks must be looked at together.
-        call: how the function is called on a rank.
+        mistakes: a mistake's id (or a page's own sentence) -> (rank, case) -> the wrong value that
+            it leads to. One that explains all ranks goes before one that explains the first wrong
+            rank alone.
+        judge: (case, values by rank) -> what is wrong, or None; used instead of ``expected``
+            where the ranks must be looked at together.
+        call: how the function is called on a rank. It returns what is graded, or a ``Mistake``
+            that the rank has noticed itself.
         sizes: the elements of a rank's tensor, most telling first; () where there is no tensor
             whose size could change.
         rooted: what ``case.root`` is, in a word, if every rank takes its turn at it.
     """
 
     name: str
-    expected: Callable[[int, Case], Any] | None = None
+    expected: Callable[[int, Case], Any] = nothing
     inputs: Callable[[int, Case], tuple] = one_tensor
     signature: str = "comm, tensor"
     written: int | None = 0
@@ -114,7 +135,7 @@ class Exercise:
     total: Callable[[Case], Target] | None = None
     same_bits: bool = False
     mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)
-    judge: Callable[[Case, list[Any]], str | None] | None = None
+    judge: Callable[[Case, list[Any]], Found] | None = None
     call: Callable[..., Any] = call_plainly
     sizes: tuple[int, ...] = SIZES
     rooted: str = ""
@@ -126,6 +147,11 @@ class Exercise:
         cases = [Case(world_size, size) for size in sizes]
         return cases + [Case(world_size, sizes[0], root) for root in others]
 
+    def to_run(self) -> "Exercise":
+        """Without what only judges: a page's own functions may hold what cannot travel."""
+        parts = {"expected": nothing, "target": None, "total": None, "judge": None, "mistakes": {}}
+        return replace(self, **parts)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -134,13 +160,13 @@ class Problem:
     Attributes:
         row: the row of the table.
         cell: what stands in it.
-        sentence: what to tell about it.
-        named: whether the sentence names a mistake, and not only the numbers.
+        mistake: what to tell about it; None where another row's mistake explains this one.
+        named: whether a mistake is named, and not only the numbers.
     """
 
     row: str
     cell: str
-    sentence: str
+    mistake: Mistake | None
     named: bool = True
 
 

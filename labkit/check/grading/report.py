@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from labkit.check.grading.words import Mistake
+
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
 
 # In a traceback's last line of code; PyTorch raises NotImplementedError too, for real mistakes.
@@ -18,9 +20,9 @@ class Verdict:
     Attributes:
         name: the exercise.
         status: ``passed``, ``not yet`` or ``not attempted yet``.
-        columns: the world sizes in words, one a column.
+        columns: the world sizes in words, one per column.
         rows: what was looked at -> a cell for each column.
-        notes: what is wrong, in sentences.
+        notes: what is wrong, or what was right: mistakes, and sentences.
         caption: what the numbers in the table are.
     """
 
@@ -28,7 +30,7 @@ class Verdict:
     status: str
     columns: list[str] = field(default_factory=list)
     rows: dict[str, list[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Mistake | str] = field(default_factory=list)
     caption: str = ""
     shown: bool = field(default=False, repr=False)
 
@@ -36,15 +38,20 @@ class Verdict:
     def passed(self) -> bool:
         return self.status == PASSED
 
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the mistakes that are named."""
+        return [i for note in self.notes if isinstance(note, Mistake) for i in note.ids]
+
     def __bool__(self) -> bool:
         return self.passed
 
     def __repr__(self) -> str:
         title = f"{self.status}: {self.name}"
         if not self.rows:
-            return "\n".join([title, *self.notes])
+            return "\n".join([title, *map(str, self.notes)])
         table = "\n".join(_aligned([["", *self.columns], *self._table()]))
-        return "\n\n".join([title, table, *filter(None, [self.caption]), *self.notes])
+        return "\n\n".join([title, table, *filter(None, [self.caption]), *map(str, self.notes)])
 
     def _repr_html_(self) -> str:
         heads = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in ("", *self.columns))
@@ -54,7 +61,7 @@ class Verdict:
             body += f'<tr><th scope="row">{html.escape(name)}</th>{data}</tr>'
         table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
         table += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
-        notes = "".join(f"<pre>{html.escape(note)}</pre>" for note in self.notes)
+        notes = "".join(f"<pre>{html.escape(str(note))}</pre>" for note in self.notes)
         title = f"<p><strong>{self.status}</strong>: {html.escape(self.name)}</p>"
         return title + (table if self.rows else "") + notes
 
@@ -79,17 +86,17 @@ def _aligned(table: list[list[str]]) -> list[str]:
 
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
-    """Print the verdict that ``judge`` comes to; one that says so where it raises."""
+    """Print the verdict that ``judge`` returns, or the one that says that it raised."""
     try:
         verdict = judge()
     except Exception as error:
-        note = f"the check itself broke off with {type(error).__name__}: {error}"
+        note = Mistake("check.broke", error=f"{type(error).__name__}: {error}")
         verdict = Verdict(name, NOT_YET, notes=[note])
     print(verdict)
     verdict.shown = True
     return verdict
 
 
-def no_function(thing: Any) -> str:
-    """The sentence for what should have been a function."""
-    return f"a function is needed, got {type(thing).__name__}: pass its name, without ()"
+def no_function(thing: Any) -> Mistake:
+    """The mistake of passing something else than a function."""
+    return Mistake("fn.missing", kind=type(thing).__name__)

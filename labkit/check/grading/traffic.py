@@ -14,6 +14,7 @@ from labkit.check.grading.exercise import (
     at_its_size,
     where,
 )
+from labkit.check.grading.words import Mistake
 
 ROWS = ("messages", "bytes", "peers", "rounds")
 Ranks = tuple[Outcome, ...]
@@ -29,46 +30,32 @@ def traffic_problems(
             problems.setdefault(problem.row, at_its_size(problem, case, exercise))
     found = [problems[row] for row in ROWS if row in problems]
     # Another number of messages explains other bytes and rounds: the table shows them.
-    return [p if p.named or p is found[0] else replace(p, sentence="") for p in found]
+    return [p if p.named or p is found[0] else replace(p, mistake=None) for p in found]
 
 
 def _problems(exercise: Exercise, case: Case, ranks: Ranks) -> list[Problem]:
     found = []
+    place = where(case, exercise)
     if exercise.target is not None:
         targets = [exercise.target(rank, case) for rank in range(case.world_size)]
-        rows = {
-            "messages": ([r.messages for r in ranks], [t.messages for t in targets]),
-            "bytes": ([r.num_bytes for r in ranks], [t.num_bytes for t in targets]),
-            "rounds": ([r.operations for r in ranks], [t.operations for t in targets]),
-        }
         hub = _bottleneck(ranks, targets)
-        found += [_by_rank(row, *pair, exercise, case, ranks, hub) for row, pair in rows.items()]
-        found.append(_peers(exercise, case, ranks, targets, hub))
+        for row, (spent, due, look) in _by_rank(exercise, case, ranks, targets, hub).items():
+            if any(_differs(s, d, exercise, case) for s, d in zip(spent, due)):
+                found.append(_off_target(row, place, counts(spent), counts(due), look))
+        found += _peers(place, ranks, targets, hub)
     if exercise.total is not None:
-        target = exercise.total(case)
-        sums = {
-            "messages": (sum(r.messages for r in ranks), target.messages),
-            "bytes": (sum(r.num_bytes for r in ranks), target.num_bytes),
-            "rounds": (max(r.operations for r in ranks), target.operations),
-        }
-        found += [_together(row, *pair, exercise, case) for row, pair in sums.items()]
-    return [problem for problem in found if problem is not None]
+        for row, (spent, due, look) in _together(ranks, exercise.total(case)).items():
+            if _differs(spent, due, exercise, case):
+                who = "the busiest rank" if row == "rounds" else "all ranks together"
+                found.append(_off_target(row, f"{place}, {who}", spent, due, look))
+    return found
 
 
-def _by_rank(
-    row: str, spent: list[int], due: list, exercise: Exercise, case: Case, ranks: Ranks, hub: str
-) -> Problem | None:
-    if not any(_differs(s, d, exercise, case) for s, d in zip(spent, due)):
-        return None
-    sentence = f"{where(case, exercise)}: {counts(spent)}, where {counts(due)} is the target"
-    if row == "messages":
-        look = _messages_look(spent, due) or hub
-    elif row == "bytes":
-        look = _bytes_look(spent, due, exercise, case, ranks)
-    else:
-        look = _rounds_look(spent, due, ranks)
-    sentence += look and f": {look}"
-    return Problem(row, f"{counts(spent)}, not {counts(due)}", sentence, named=bool(look))
+def _off_target(
+    row: str, place: str, spent: str | int, due: str | int | None, look: Mistake | None
+) -> Problem:
+    told = Mistake("traffic.off_target", look, place=place, spent=spent, due=due)
+    return Problem(row, f"{spent}, not {due}", told, named=look is not None)
 
 
 def _differs(spent: int, due: int | None, exercise: Exercise, case: Case) -> bool:
@@ -84,45 +71,61 @@ def counts(numbers: list) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else " ".join(map(str, numbers))
 
 
-def _messages_look(spent: list[int], due: list[int]) -> str:
+def _by_rank(
+    exercise: Exercise, case: Case, ranks: Ranks, targets: list[Target], hub: Mistake | None
+) -> dict[str, tuple[list[int], list, Mistake | None]]:
+    """Row -> spent, due, and the mistake that the difference looks like."""
+    messages, m_due = [r.messages for r in ranks], [t.messages for t in targets]
+    num_bytes, b_due = [r.num_bytes for r in ranks], [t.num_bytes for t in targets]
+    rounds, r_due = [r.operations for r in ranks], [t.operations for t in targets]
+    return {
+        "messages": (messages, m_due, _messages_look(messages, m_due) or hub),
+        "bytes": (num_bytes, b_due, _bytes_look(num_bytes, b_due, messages, exercise, case)),
+        "rounds": (rounds, r_due, _rounds_look(rounds, r_due, messages)),
+    }
+
+
+def _messages_look(spent: list[int], due: list) -> Mistake | None:
     if not any(spent):
-        return "nothing was sent"
+        return Mistake("traffic.nothing")
+    if None in due:
+        return None
     differences = {s - d for s, d in zip(spent, due)}
     if differences == {1}:
-        return "one step too many"
+        return Mistake("messages.one_more")
     if differences == {-1}:
-        return "one step too few"
-    if all(s == 2 * d for s, d in zip(spent, due)):
-        return "twice as many as needed"
-    return ""
+        return Mistake("messages.one_less")
+    return _doubled(spent, due)
+
+
+def _doubled(spent: list[int], due: list) -> Mistake | None:
+    twice = any(spent) and all(s == 2 * d for s, d in zip(spent, due))
+    return Mistake("traffic.doubled") if twice else None
 
 
 def _bytes_look(
-    spent: list[int], due: list[int], exercise: Exercise, case: Case, ranks: Ranks
-) -> str:
+    spent: list[int], due: list, messages: list[int], exercise: Exercise, case: Case
+) -> Mistake | None:
+    if None in due:
+        return None
     whole = 4 * case.size
-    messages = [outcome.messages for outcome in ranks]
     all_whole = all(s == whole * m > d for s, m, d in zip(spent, messages, due))
     if exercise.chunked and any(messages) and all_whole:
-        return "the whole tensor is sent in each message, where a chunk is due"
-    if any(spent) and all(s == 2 * d for s, d in zip(spent, due)):
-        return "twice as many as needed"
-    return ""
+        return Mistake("bytes.whole_tensor")
+    return _doubled(spent, due)
 
 
-def _rounds_look(spent: list[int], due: list[int], ranks: Ranks) -> str:
-    messages = [outcome.messages for outcome in ranks]
-    if all(s == 2 * d == 2 * m for s, d, m in zip(spent, due, messages)):
-        return "each rank sends and receives one after the other; comm.exchange does both at once"
-    return ""
+def _rounds_look(spent: list[int], due: list, messages: list[int]) -> Mistake | None:
+    one_way = None not in due and all(s == 2 * d == 2 * m for s, d, m in zip(spent, due, messages))
+    return Mistake("rounds.send_then_recv") if one_way else None
 
 
-def _bottleneck(ranks: Ranks, targets: list[Target]) -> str:
-    """The words for ranks that all send to one, unless that is what they have to do."""
+def _bottleneck(ranks: Ranks, targets: list[Target]) -> Mistake | None:
+    """Ranks that all send to one, unless that is what they have to do."""
     hub = _hub([set(outcome.bytes_to) for outcome in ranks])
     if hub is None or hub == _hub([target.peers for target in targets]):
-        return ""
-    return f"all send to rank {hub}, which becomes the bottleneck"
+        return None
+    return Mistake("peers.bottleneck", hub=hub)
 
 
 def _hub(peers: list) -> int | None:
@@ -134,42 +137,36 @@ def _hub(peers: list) -> int | None:
     return None
 
 
-def _peers(
-    exercise: Exercise, case: Case, ranks: Ranks, targets: list[Target], hub: str
-) -> Problem | None:
-    P = case.world_size
+def _peers(place: str, ranks: Ranks, targets: list[Target], hub: Mistake | None) -> list[Problem]:
+    """The first rank that sends to one that it may not send to."""
+    P = len(ranks)
     for rank, (outcome, target) in enumerate(zip(ranks, targets)):
-        stray = set() if target.peers is None else set(outcome.bytes_to) - target.peers
-        if not stray:
+        if target.peers is None or not (stray := set(outcome.bytes_to) - target.peers):
             continue
-        allowed = ", ".join(map(str, sorted(target.peers))) or "none"
-        sentence = (
-            f"{where(case, exercise)}, rank {rank} sends to {_ranks(stray)}; allowed: {allowed}"
-        )
-        left, right = (rank - 1) % P, (rank + 1) % P
-        if hub:
-            sentence += f": {hub}"
-        elif stray == {left} and target.peers == {right}:
-            sentence += ": that is the left neighbour, where the right one is due"
-        elif stray == {right} and target.peers == {left}:
-            sentence += ": that is the right neighbour, where the left one is due"
-        return Problem("peers", "wrong", sentence)
-    return None
+        why, left, right = hub, (rank - 1) % P, (rank + 1) % P
+        if not why and stray == {left} and target.peers == {right}:
+            why = Mistake("peers.left")
+        elif not why and stray == {right} and target.peers == {left}:
+            why = Mistake("peers.right")
+        to = ("rank " if len(stray) == 1 else "ranks ") + _joined(stray)
+        allowed = _joined(target.peers) or "none"
+        told = Mistake("peers.wrong", why, place=place, rank=rank, stray=to, allowed=allowed)
+        return [Problem("peers", "wrong", told)]
+    return []
 
 
-def _ranks(ranks: set[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+def _joined(ranks: set[int] | frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
-def _together(
-    row: str, spent: int, due: int | None, exercise: Exercise, case: Case
-) -> Problem | None:
-    if not _differs(spent, due, exercise, case):
-        return None
-    who = "the busiest rank" if row == "rounds" else "all ranks together"
-    sentence = f"{where(case, exercise)}, {who}: {spent}, where {due} is the target"
-    if not spent:
-        sentence += ": nothing was sent"
-    elif row == "messages" and spent == due + 1:
-        sentence += ": one message too many (does a rank send to itself, or get it twice?)"
-    return Problem(row, f"{spent}, not {due}", sentence, named=row == "messages")
+def _together(ranks: Ranks, due: Target) -> dict[str, tuple[int, int | None, Mistake | None]]:
+    """Row -> spent, due, and the mistake that the difference looks like."""
+    messages = sum(r.messages for r in ranks)
+    look = None if messages else Mistake("traffic.nothing")
+    if due.messages is not None and messages == due.messages + 1:
+        look = Mistake("messages.one_in_all_more")
+    return {
+        "messages": (messages, due.messages, look),
+        "bytes": (sum(r.num_bytes for r in ranks), due.num_bytes, None),
+        "rounds": (max(r.operations for r in ranks), due.operations, None),
+    }

@@ -7,48 +7,70 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from labkit.check.grading.compare import close, misshapen, same
+from labkit.check.grading.compare import close, other_kind, same
 from labkit.check.grading.contents import contents, name_mistake
 from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, at_its_size, where
+from labkit.check.grading.words import Found, Mistake, named
 from labkit.collectives.ring import split_chunks
 
+Ranks = tuple[Outcome, ...]
 
-def value_problems(
-    exercise: Exercise, cases: list[Case], outcomes: list[tuple[Outcome, ...]]
-) -> list[Problem]:
+
+def value_problems(exercise: Exercise, cases: list[Case], outcomes: list[Ranks]) -> list[Problem]:
     """The first problem with the values, over the cases in their order; none, or one."""
     for case, ranks in zip(cases, outcomes):
-        if exercise.judge is not None:
-            sentence = exercise.judge(case, [outcome.value for outcome in ranks])
-            found = sentence and Problem("value", "wrong", f"{where(case, exercise)}: {sentence}")
-        else:
+        found = _noticed(exercise, case, ranks)
+        if not found and exercise.judge is not None:
+            found = _judged(exercise, case, ranks)
+        elif not found:
             found = _first_wrong(exercise, case, ranks) or _same_bits(exercise, case, ranks)
         if found:
             return [at_its_size(found, case, exercise)]
     return []
 
 
-def _first_wrong(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> Problem | None:
+def _noticed(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
+    """What a rank has found wrong itself."""
+    for rank, outcome in enumerate(ranks):
+        if isinstance(outcome.value, Mistake):
+            place = where(case, exercise) + (f", rank {rank}" if case.world_size > 1 else "")
+            return Problem("value", "wrong", Mistake("place", place=place, what=outcome.value))
+    return None
+
+
+def _judged(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
+    assert exercise.judge
+    found = exercise.judge(case, [outcome.value for outcome in ranks])
+    told = Mistake("place", place=where(case, exercise), what=found)
+    return Problem("value", "wrong", told) if found else None
+
+
+def _first_wrong(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
     expected = [exercise.expected(rank, case) for rank in range(case.world_size)]
-    bad = [
-        r
-        for r, outcome in enumerate(ranks)
-        if not _graded_same(exercise, outcome.value, expected[r])
+    right = [
+        rank
+        for rank, outcome in enumerate(ranks)
+        if _graded_same(exercise, outcome.value, expected[rank])
     ]
-    if not bad:
+    if len(right) == case.world_size:
         return None
-    rank = bad[0]
-    start = f"{where(case, exercise)}, rank {rank} is the first that is wrong"
-    if other_shape := misshapen(ranks[rank].value, expected[rank]):
-        return Problem("shape", "wrong", f"{start}: {other_shape}")
-    story = _story(exercise, case, ranks, expected[rank], rank)
-    others = [r for r in range(case.world_size) if r not in bad]
-    if len(others) == 1 and case.world_size > 1 and expected[others[0]] is not None:
-        story += f". Rank {others[0]} alone has the right result"
+    rank = min(set(range(case.world_size)) - set(right))
+    wrong = Mistake("value.wrong", place=where(case, exercise), rank=rank, part="")
+    if kind := other_kind(ranks[rank].value, expected[rank]):
+        wrong.why = kind
+        return Problem("shape", "wrong", wrong)
+    wrong.why = _whole_mistake(exercise, case, ranks, expected[rank], rank)
+    if not wrong.why:
+        wrong.details["part"], wrong.why = _part_mistake(
+            exercise, case, rank, ranks[rank].value, expected[rank]
+        )
+    if len(right) == 1 and expected[right[0]] is not None:
+        wrong.also.append(Mistake("value.one_right", rank=right[0]))
     if exercise.sizes and case.size != exercise.sizes[0]:
-        story += f". {exercise.sizes[0]} elements came out right; {_odd_size(exercise, case)}"
-    return Problem("value", "wrong", f"{start}{story}")
+        wrong.also.append(_odd_size(exercise, case))
+    return Problem("value", "wrong", wrong)
 
 
 def _graded_same(exercise: Exercise, value: Any, expected: Any) -> bool:
@@ -56,39 +78,35 @@ def _graded_same(exercise: Exercise, value: Any, expected: Any) -> bool:
     return anything or same(value, expected)
 
 
-def _story(
-    exercise: Exercise, case: Case, ranks: tuple[Outcome, ...], expected: Any, rank: int
-) -> str:
-    """The words after "rank 0 is the first that is wrong"."""
-    outcome = ranks[rank]
+def _whole_mistake(
+    exercise: Exercise, case: Case, ranks: Ranks, expected: Any, rank: int
+) -> Found:
+    """A mistake that explains the whole value: one of the exercise, or a result kept elsewhere."""
     for these in (range(case.world_size), [rank]):
-        for sentence, wrong in exercise.mistakes.items():
+        for key, wrong in exercise.mistakes.items():
             if all(same(ranks[r].value, wrong(r, case)) for r in these):
-                return f": {sentence}"
-    if _graded_same(exercise, outcome.stand_in, expected) and outcome.stand_in is not None:
-        return ": " + _not_in_place(outcome.stand_in)
-    parts = list(_parts(exercise, case, outcome.value, expected))
+                return named(key)
+    meant = ranks[rank].stand_in
+    if meant is None or not _graded_same(exercise, meant, expected):
+        return None
+    return Mistake("value.new_chunks" if isinstance(meant, list) else "value.new_tensor")
+
+
+def _part_mistake(
+    exercise: Exercise, case: Case, rank: int, value: Any, expected: Any
+) -> tuple[str, Mistake]:
+    """Where the first wrong part is, in words, and what it looks like."""
+    parts = list(_parts(exercise, case, value, expected))
     wrong = next(part for part in parts if part.due is not None and not part.right)
     place = f", in {wrong.name} {wrong.index}" if wrong.name else ""
-    if not isinstance(wrong.due, torch.Tensor):
-        return f"{place}: it has {wrong.value!r:.60}, where {wrong.due!r:.60} is due"
-    return f"{place}: {_look(exercise, case, rank, wrong, parts)}"
-
-
-def _not_in_place(stand_in: Any) -> str:
-    if isinstance(stand_in, list):
-        return (
-            "the list holds the right chunks, but they are new tensors, and the tensor that the "
-            "chunks were cut from is not changed: write into them (+=, .copy_, recv)"
-        )
-    return (
-        "what it returned is right, but the tensor it was given is not changed: work in place "
-        "(tensor += ..., tensor.copy_(...)), since tensor = tensor + ... makes a new one"
-    )
+    if isinstance(wrong.due, Tensor):
+        return place, _look(exercise, case, rank, wrong, parts)
+    value, due = f"{wrong.value!r:.60}", f"{wrong.due!r:.60}"
+    return place, Mistake("value.differs", value=value, due=due)
 
 
 class _Part(NamedTuple):
-    """What is compared on its own: an entry of a list, a chunk, or the whole value (no name)."""
+    """What is compared by itself: an entry of a list, a chunk, or the whole value (no name)."""
 
     name: str
     index: int
@@ -103,28 +121,28 @@ class _Part(NamedTuple):
 def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> Iterator[_Part]:
     if isinstance(expected, (list, tuple)):
         name = "chunk" if exercise.chunked else "entry"
-        yield from (_Part(name, i, v, e) for i, (v, e) in enumerate(zip(value, expected)))
     elif exercise.chunked:
-        pairs = zip(split_chunks(value, case.world_size), split_chunks(expected, case.world_size))
-        yield from (_Part("chunk", i, v, e) for i, (v, e) in enumerate(pairs))
+        name, value = "chunk", split_chunks(value, case.world_size)
+        expected = split_chunks(expected, case.world_size)
     else:
-        yield _Part("", 0, value, expected)
+        name, value, expected = "", [value], [expected]
+    yield from (_Part(name, i, v, e) for i, (v, e) in enumerate(zip(value, expected)))
 
 
-def _look(exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_Part]) -> str:
+def _look(exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_Part]) -> Mistake:
     """What a wrong tensor looks like."""
     value, due = wrong.value, wrong.due
-    if other_shape := misshapen(value, due):
-        return other_shape
+    if kind := other_kind(value, due):
+        return kind
     if not torch.isfinite(value).all():
-        return "it holds NaN or infinity: was memory of torch.empty used before it was filled?"
+        return Mistake("value.not_finite")
     if not value.any():
-        return "it is all zeros"
+        return Mistake("value.zeros")
     for other in parts:
         if other.due is not None and same(value, other.due):
+            id = "value.rotated" if exercise.chunked else "value.elsewhere"
             shift = (other.index - wrong.index) % case.world_size
-            rotated = f": the numbers are rotated by {shift}" if exercise.chunked else ""
-            return f"it holds what belongs in {other.name} {other.index}{rotated}"
+            return Mistake(id, name=other.name, index=other.index, shift=shift)
     basis, chunk = _basis(exercise, case), wrong.index if exercise.chunked else 0
     found, wanted = contents(value, basis, chunk), contents(due, basis, chunk)
     if found is None or wanted is None:
@@ -132,10 +150,7 @@ def _look(exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_
     complete = _complete_elsewhere(basis, case, parts)
     if complete is not None:
         shift = (complete - chunk) % case.world_size
-        return (
-            f"chunk {complete} is complete there, where chunk {chunk} should be: the "
-            f"numbers are rotated by {shift}"
-        )
+        return Mistake("chunk.other_complete", other=complete, chunk=chunk, shift=shift)
     return name_mistake(found, wanted, (rank, chunk), case.world_size)
 
 
@@ -148,49 +163,46 @@ def _complete_elsewhere(basis: dict, case: Case, parts: list[_Part]) -> int | No
     return None
 
 
-def _basis(exercise: Exercise, case: Case) -> dict[tuple[int, int], torch.Tensor]:
+def _basis(exercise: Exercise, case: Case) -> dict[tuple[int, int], Tensor]:
     """Everything that a wrong value can be made of: each rank's input, chunk by chunk."""
     basis = {}
     for rank in range(case.world_size):
         args = exercise.inputs(rank, case)
-        own = next((arg for arg in args if isinstance(arg, (torch.Tensor, list))), [])
-        if isinstance(own, torch.Tensor):
+        own = next((arg for arg in args if isinstance(arg, (Tensor, list))), [])
+        if isinstance(own, Tensor):
             own = split_chunks(own, case.world_size) if exercise.chunked else [own]
         for index, piece in enumerate(own):
-            if isinstance(piece, torch.Tensor):
+            if isinstance(piece, Tensor):
                 basis[rank, index] = piece
     return basis
 
 
-def _odd_size(exercise: Exercise, case: Case) -> str:
-    if case.size == 0:
-        return "here the tensor is empty"
+def _odd_size(exercise: Exercise, case: Case) -> Mistake:
+    what = "one" if case.size == 1 else "other"
     if exercise.chunked and case.size < case.world_size:
-        return "here there are fewer elements than ranks, so chunks may be empty"
-    if exercise.chunked and case.size % case.world_size:
-        return f"{case.size} does not divide by {case.world_size}, so chunks differ in length"
-    return "here there is one" if case.size == 1 else f"here there are {case.size}"
+        what = "below_ranks"
+    elif exercise.chunked and case.size % case.world_size:
+        what = "indivisible"
+    sizes = {"size": exercise.sizes[0], "odd": case.size, "ranks": case.world_size}
+    return Mistake(f"value.size_{what}", **sizes)
 
 
-def _numbers_differ(value: torch.Tensor, due: torch.Tensor) -> str:
+def _numbers_differ(value: Tensor, due: Tensor) -> Mistake:
     first = int((~close(value, due)).nonzero()[0])
     start = f"from index {first} on it has" if first else "it begins with"
-    return f"{start} {_numbers(value[first:])}, where {_numbers(due[first:])} is due"
+    return Mistake(
+        "value.numbers", start=start, value=_numbers(value[first:]), due=_numbers(due[first:])
+    )
 
 
-def _numbers(tensor: torch.Tensor) -> str:
+def _numbers(tensor: Tensor) -> str:
     first = ", ".join(f"{x:.4g}" for x in tensor[:3].tolist())
     return f"[{first}{', ...' if tensor.numel() > 3 else ''}]"
 
 
-def _same_bits(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> Problem | None:
-    if not exercise.same_bits:
-        return None
-    for rank, outcome in enumerate(ranks):
+def _same_bits(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
+    for rank, outcome in enumerate(ranks if exercise.same_bits else ()):
         if not torch.equal(outcome.value, ranks[0].value):
-            sentence = (
-                f"{where(case, exercise)}, ranks 0 and {rank} have the same sum but for the last "
-                "bits: they add in different orders, so replicas drift apart"
-            )
-            return Problem("same bits", "no", sentence)
+            told = Mistake("value.last_bits", place=where(case, exercise), rank=rank)
+            return Problem("same bits", "no", told)
     return None

@@ -1,1 +1,1 @@
-"""PyTorch's own counterparts, by the names of ours, on the same loop, data and batches."""
+"""PyTorch's counterparts, under the names of ours, on the same loop, data and batches."""

@@ -1,7 +1,7 @@
-"""The asynchronous parameter server on PyTorch's RPC: each gradient is an update of its own.
+"""The asynchronous parameter server on PyTorch's RPC: every gradient makes an update at once.
 
 Rank 0 serves. One remote call is push and pull at once: its argument is the worker's gradient, its
-result the new values. RPC moves its bytes past ``Comm``, so they are not counted, and through host
+result the new values. RPC's bytes bypass ``Comm``, so they are not counted, and pass through host
 memory.
 """
 
@@ -15,45 +15,55 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
 from labkit.strategies.builtin.rpc import (
     call_server,
     check_available,
-    check_straggler,
     join_rpc,
     leave_rpc,
 )
-from labkit.strategies.flat import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
-
-# RPC finds a function by its name, so that function has to find its server by name, too.
-_server = None
+from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 
 class OwnPaceServer:
-    """Makes an update of every gradient at once: asynchronous.
+    """Makes an update of every gradient as it comes: asynchronous.
 
     Args:
         values: [N], updated in place.
         optimizer: of a parameter that ``values`` is the memory of.
         buffers: [B], of the model.
-        shares: pushes an epoch.
-        epochs: after that many nothing is changed any more.
+        shares: pushes per epoch.
+        epochs: after them nothing is changed any more.
     """
 
-    def __init__(self, values: nn.Parameter, optimizer, buffers: Tensor, shares: int, epochs: int):
+    def __init__(
+        self,
+        values: nn.Parameter,
+        optimizer: torch.optim.Optimizer,
+        buffers: Tensor,
+        shares: int,
+        epochs: int,
+    ):
         self.values, self.optimizer, self.buffers = values, optimizer, buffers
         self.shares, self.epochs = shares, epochs
         # At the end of each epoch: (when, mean loss of its samples, values, buffers).
-        self.ends: queue.SimpleQueue = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[tuple[float, Tensor, Tensor, Tensor]] = queue.SimpleQueue()
         self.updates: list[list[int]] = []
         self._lock = threading.Lock()
         self._done, self._samples, self._loss = 0, 0, torch.zeros((), dtype=torch.float64)
 
     def push_and_pull(
-        self, worker: int, version: int, gradient: Tensor, loss: Tensor, samples: int, buffers
+        self,
+        worker: int,
+        version: int,
+        gradient: Tensor,
+        loss: Tensor,
+        samples: int,
+        buffers: Tensor,
     ) -> tuple[Tensor, Tensor, int, bool]:
-        """A gradient from parameters that ``version`` updates had made; what there is now."""
+        """Apply a gradient of the parameters after ``version`` updates; returns the latest values,
+        buffers and version, and whether to continue."""
         with self._lock:
             if self._done < self.shares * self.epochs:
                 self._done += 1
@@ -76,59 +86,53 @@ class OwnPaceServer:
         self._loss.zero_()
 
 
-def _push_and_pull_now(*arguments) -> tuple[Tensor, Tensor, int, bool]:
+# RPC finds a function by its name, so that function has to find its server by name, too.
+_server: OwnPaceServer
+
+
+def _push_and_pull_now(*arguments: Any) -> tuple[Tensor, Tensor, int, bool]:
     return _server.push_and_pull(*arguments)
 
 
-class RpcAsyncParameterServer:
-    """``AsyncParameterServer`` on ``torch.distributed.rpc``: one remote call a gradient.
+class RpcAsyncParameterServer(OwnPaceStrategy):
+    """``AsyncParameterServer`` on ``torch.distributed.rpc``: one remote call per gradient.
 
-    Each call is served by a thread of its own, and a lock lets one at a time change the
-    parameters. Epochs, batch statistics and notes are those of ``AsyncParameterServer``; staleness
-    has no bound here, and a worker that dies ends the run, since RPC can only end with all.
+    Each call runs in its own thread, and a lock lets only one at a time change the parameters.
+    Epochs, batch statistics and notes are those of ``AsyncParameterServer``; staleness has no
+    bound here, and a worker that dies ends the run, since RPC can only be shut down by all ranks.
 
     Args:
         accumulate, straggler: see ``LocalGradients``.
 
     Raises:
-        ValueError: this PyTorch has no RPC; or the straggler would be the server.
+        ValueError: this PyTorch has no RPC, or the straggler would be the server.
     """
+
+    through_comm = False
 
     def __init__(self, accumulate: int = 1, straggler: tuple[int, float] | None = None):
         check_available("async_parameter_server")
         check_straggler(straggler)
         self.settings = {"accumulate": accumulate, "straggler": straggler}
 
-    def check_ranks(self, world_size: int) -> None:
-        """Raise ValueError unless this technique can run on ``world_size`` ranks."""
-        if world_size < 2:
-            raise ValueError(
-                "an asynchronous parameter server needs a server and at least one worker, got "
-                f"world_size {world_size}: use world_size 2 or more, or strategy single"
-            )
-
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
         self.comm, self.make_optimizer = comm, make_optimizer
         self.model = model.to(comm.device).train()
         self.local = LocalGradients(comm, self.model, **self.settings)
         self.values, self.gradient = lay_end_to_end(self.model)
-        self.updates: list[list[int]] = []
+        self.updates, self.lost = [], {}
         join_rpc(comm)
 
-    def share(self) -> tuple[int, int]:
-        serves = self.comm.rank == 0
-        return (0, 0) if serves else (self.comm.rank - 1, self.comm.world_size - 1)
-
-    def train(self, batches: Iterator, steps: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
+    def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == 0:
             yield from self.serve(steps * (self.comm.world_size - 1), epochs)
         else:
             self.comm.barrier()
             self.work(batches)
 
-    def work(self, batches: Iterator[tuple[Tensor, Tensor, int]]) -> None:
-        """On a worker: gradient, push and pull, until the server says that all is done."""
+    def work(self, batches: Iterator[Batch]) -> None:
+        """On a worker: gradient, push and pull, until the server says that it was the last."""
         version, go_on = 0, True
         while go_on:
             inputs, targets, batch_size = next(batches)
@@ -142,8 +146,8 @@ class RpcAsyncParameterServer:
                 )
                 self._load(values, buffers)
 
-    def serve(self, shares: int, epochs: int) -> Iterator[tuple[float, Tensor]]:
-        """On the server: tell of the epochs, while RPC's threads serve."""
+    def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
+        """On the server: yield the ends of epochs, while RPC's threads serve."""
         global _server
         served = nn.Parameter(self.values.cpu().clone())
         buffers = flat_buffers(self.model).cpu()
@@ -160,20 +164,6 @@ class RpcAsyncParameterServer:
     def _load(self, values: Tensor, buffers: Tensor) -> None:
         self.values.copy_(values)
         load_flat_buffers(self.model, buffers.to(self.comm.device))
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model)
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(state)
-
-    def notes(self) -> dict[str, Any]:
-        """As those of ``AsyncParameterServer``; no rank is ever lost."""
-        counts = [sum(u[0] == rank for u in self.updates) for rank in range(self.comm.world_size)]
-        return {"staleness": self.updates, "updates_by_rank": counts, "lost_ranks": {}}
 
     def close(self) -> None:
         leave_rpc()

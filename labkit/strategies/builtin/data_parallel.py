@@ -7,17 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.units import format_count
-from labkit.workload.models import logits_of, state_of
+from labkit.workload.models import logits_of
 
 
-class TorchDataParallel:
+class TorchDataParallel(Strategy):
     """``torch.nn.DataParallel``, the counterpart of ``data_parallel``.
 
-    On a machine without GPUs nn.DataParallel calls the module as it is: on the CPU, whole batch,
-    no replicas, no threads, whatever the number of devices asked for. Its result is right, and its
-    time is that of one device. ``notes`` say so.
+    On a machine without GPUs nn.DataParallel calls the module itself: on the CPU, with the whole
+    batch, without replicas or threads, however many devices are named. Its result is right, and
+    its time is that of one device. ``notes`` says so.
     Batch statistics as in ``DataParallel``. What it moves is not counted.
 
     Args:
@@ -25,6 +26,7 @@ class TorchDataParallel:
     """
 
     in_one_process = True
+    through_comm = False
 
     def __init__(self, devices: Sequence[str]):
         self.devices = [torch.device(name) for name in devices]
@@ -35,19 +37,16 @@ class TorchDataParallel:
                 "give devices that differ, or run our own (without builtin)"
             )
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
-        self.module = model.to(self.devices[0]).train()
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = model.to(self.devices[0]).train()
         gpus = [device.index for device in self.devices if device.type == "cuda"]
-        # Beside GPUs it would refuse a module on the CPU; without any it calls the module.
+        # On a machine with GPUs it would refuse a module on the CPU.
         as_it_is = not gpus and torch.cuda.is_available()
-        self.model = self.module if as_it_is else nn.DataParallel(self.module, gpus or None)
+        self.replicas = self.model if as_it_is else nn.DataParallel(self.model, gpus or None)
         self.comm = comm
         self.num_replicas = max(1, len(gpus))
-        self.gradients = LocalGradients(comm, self.model)
-        self.optimizer = make_optimizer(self.module.parameters())
-
-    def share(self) -> tuple[int, int]:
-        return 0, 1
+        self.gradients = LocalGradients(comm, self.replicas)
+        self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -57,13 +56,7 @@ class TorchDataParallel:
         return loss.to(self.comm.device)
 
     def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.module, inputs.to(self.devices[0])).to(self.comm.device)
-
-    def end_epoch(self) -> None:
-        pass
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.module)
+        return logits_of(self.model, inputs.to(self.devices[0])).to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:
         if self.num_replicas == len(self.devices):

@@ -4,24 +4,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import backend
+from labkit.backend.queues import sent as sent_on_our_backend
 from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
 
 
-class TorchDDP:
+class TorchDDP(Strategy):
     """``torch.nn.parallel.DistributedDataParallel``, the counterpart of ring all-reduce and DDP.
 
     DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
     rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
-    Batch statistics (BatchNorm): each rank normalises with its own share's, and all take over the
-    running averages of rank 0, at every forward pass and here at the end of an epoch.
-    Its traffic goes past ``Comm``: it is counted on our backend (``sent``), and nowhere else.
+    Batch statistics (BatchNorm): each rank normalises with its own share's, and all get rank 0's
+    running averages, before every forward pass and here at the end of an epoch.
+    Its traffic bypasses ``Comm``; only our backend counts it.
 
     Args:
-        backend: of a process group of its own, ``gloo``, ``nccl`` or ``labkit``; ``auto`` takes
-            the one that the ranks have met in.
+        backend: of a new process group, ``gloo``, ``nccl`` or ``labkit``; ``auto`` uses the group
+            that the ranks have already.
         bucket_mb: DDP's ``bucket_cap_mb``.
         accumulate, amp, straggler: see ``LocalGradients``.
     """
@@ -38,21 +38,23 @@ class TorchDDP:
         self.bucket_mb = bucket_mb
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         devices = [comm.device] if comm.device.type == "cuda" else None
-        self.group = None if self.backend == "auto" else dist.new_group(backend=self.backend)
-        self.model = DistributedDataParallel(
-            model.to(comm.device).train(),
+        self.group: dist.ProcessGroup | None = None
+        if self.backend != "auto":
+            group = dist.new_group(backend=self.backend)
+            assert isinstance(group, dist.ProcessGroup), "all ranks are members"
+            self.group = group
+        self.model = model.to(comm.device).train()
+        self.replica = DistributedDataParallel(
+            self.model,
             device_ids=devices,
             process_group=self.group,
             bucket_cap_mb=self.bucket_mb,
         )
-        self.gradients = LocalGradients(comm, self.model, **self.settings)
-        self.optimizer = make_optimizer(self.model.parameters())
-
-    def share(self) -> tuple[int, int]:
-        return self.comm.rank, self.comm.world_size
+        self.gradients = LocalGradients(comm, self.replica, **self.settings)
+        self.optimizer = make_optimizer(self.replica.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -60,22 +62,16 @@ class TorchDDP:
             inputs,
             targets,
             divisor=batch_size / self.comm.world_size,
-            no_sync=self.model.no_sync,
+            no_sync=self.replica.no_sync,
             even_if_empty=True,
         )
         self.gradients.update(self.optimizer)
         return loss
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model.module, inputs)
-
     def end_epoch(self) -> None:
-        # DDP would do it in the next forward pass; behind the last step there is none.
-        for buffer in self.model.module.buffers():
+        # DDP would do it in the next forward pass; after the last step there is none.
+        for buffer in self.model.buffers():
             dist.broadcast(buffer, 0, group=self.group)
 
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.model.module)
-
     def sent(self) -> tuple[int, int] | None:
-        return backend.sent() if dist.get_backend(self.group) == "labkit" else None
+        return sent_on_our_backend() if dist.get_backend(self.group) == "labkit" else None

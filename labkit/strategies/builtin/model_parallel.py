@@ -9,7 +9,7 @@ class TorchModelParallel(TorchPipeline):
     """``TorchPipeline`` with one micro-batch, the counterpart of ``ModelParallel``.
 
     Args:
-        split_points: layers that begin a stage, one less than there are ranks.
+        split_points: layers that begin a stage, one fewer than there are ranks.
     """
 
     def __init__(self, split_points: Sequence[int] = ()):

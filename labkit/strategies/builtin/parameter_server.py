@@ -1,12 +1,12 @@
-"""Parameter servers on PyTorch's RPC: a worker calls a function of the server's, and gets values.
+"""The parameter server on PyTorch's RPC: a worker calls a function on the server.
 
 Rank 0 serves. One remote call is push and pull at once: its argument is the worker's gradient, its
-result the new values. In the synchronous server such a call must not sit and wait for the other
-workers: it would keep one of the server's few RPC threads, and with more workers than threads
-nobody is left to receive the last gradient. So it returns a ``Future``, and its thread is free;
-whoever brings the last gradient makes the update and completes the future for all.
+result the new values. Such a call must not block until the other workers have called: it would
+occupy one of the server's few RPC threads, and with more workers than threads none would be left
+to receive the last gradient. So it returns a ``Future``, which frees its thread; the call with the
+last gradient makes the update and completes the future for all.
 
-RPC moves its bytes past ``Comm``, so they are not counted, and through host memory.
+RPC's bytes bypass ``Comm``, so they are not counted, and pass through host memory.
 Source: PyTorch, "Implementing batch RPC processing using asynchronous executions".
 """
 
@@ -16,25 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.builtin.rpc import (
     async_execution,
     call_server,
     check_available,
-    check_straggler,
     join_rpc,
     leave_rpc,
 )
-from labkit.strategies.flat import average_buffers, lay_end_to_end
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
-
-# RPC finds a function by its name, so that function has to find its server by name, too.
-_server = None
-
-
-@async_execution
-def _push_and_pull(worker: int, gradient: Tensor) -> "torch.futures.Future[Tensor]":
-    return _server.push_and_pull(worker, gradient)
+from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 
 class BatchServer:
@@ -43,7 +34,7 @@ class BatchServer:
     Args:
         values: [N], updated in place.
         optimizer: of a parameter that ``values`` is the memory of.
-        workers: how many gradients make an update.
+        workers: gradients per update.
     """
 
     def __init__(self, values: nn.Parameter, optimizer: torch.optim.Optimizer, workers: int):
@@ -62,50 +53,60 @@ class BatchServer:
             self._pushed[worker] = gradient
             if len(self._pushed) < self.workers:
                 return updated
-            # In the order of the workers, whoever came first: so a run can be repeated to the bit.
-            self.values.grad = sum(self._pushed[worker] for worker in sorted(self._pushed))
+            # In the order of the workers, not of their calls: a run can be repeated to the bit.
+            first, *others = (self._pushed[worker] for worker in sorted(self._pushed))
+            self.values.grad = sum(others, start=first)
             self.optimizer.step()
             self._begin()
-        # Nobody pushes again before the answer has reached all, so no copy is needed.
+        # No worker pushes again before all have the answer, so no copy is needed.
         updated.set_result(self.values.detach())
         self.updates.release()
         return updated
 
 
-class RpcParameterServer:
-    """``ParameterServer`` with one server, on ``torch.distributed.rpc``; see the module.
+# RPC finds a function by its name, so that function has to find its server by name, too.
+_server: BatchServer
 
-    The contract is the same: equal to one device, batch statistics by share (averaged over the
-    workers, through ``Comm``), no samples on the server unless it is alone.
+
+@async_execution
+def _push_and_pull(worker: int, gradient: Tensor) -> "torch.futures.Future[Tensor]":
+    return _server.push_and_pull(worker, gradient)
+
+
+class RpcParameterServer(Strategy):
+    """``ParameterServer`` with one server, on ``torch.distributed.rpc``.
+
+    The contract is the same: equal to one device, batch statistics per share (averaged over the
+    workers, through ``Comm``), no samples on the server unless it is the only rank.
 
     Args:
         accumulate, straggler: see ``LocalGradients``.
 
     Raises:
-        ValueError: this PyTorch has no RPC; or the straggler would be the server.
+        ValueError: this PyTorch has no RPC, or the straggler would be the server.
     """
+
+    through_comm = False
 
     def __init__(self, accumulate: int = 1, straggler: tuple[int, float] | None = None):
         check_available("parameter_server")
         check_straggler(straggler)
         self.settings = {"accumulate": accumulate, "straggler": straggler}
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         global _server
         self.comm = comm
         self.model = model.to(comm.device).train()
         self.local = LocalGradients(comm, self.model, **self.settings)
         self.values, self.gradient = lay_end_to_end(self.model)
-        self.workers = range(1, comm.world_size) or range(1)
         if comm.rank == 0:
             served = nn.Parameter(self.values.cpu())
             _server = BatchServer(served, make_optimizer([served]), len(self.workers))
         join_rpc(comm)
 
-    def share(self) -> tuple[int, int]:
-        if self.comm.rank not in self.workers:
-            return 0, 0
-        return self.workers.index(self.comm.rank), len(self.workers)
+    @property
+    def workers(self) -> range:
+        return range(1, self.comm.world_size) or range(1)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()
@@ -115,13 +116,10 @@ class RpcParameterServer:
                 arguments = self.comm.rank, self.gradient.cpu()
                 self.values.copy_(call_server(_push_and_pull, *arguments))
         else:
-            # RPC's threads serve; this one only keeps step.
+            # RPC's threads serve; this one only waits for each update.
             with self.comm.span("wait"):
                 _server.updates.acquire()
         return loss
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)
@@ -129,7 +127,7 @@ class RpcParameterServer:
     def full_state(self) -> dict[str, Tensor]:
         if self.comm.rank == 0:
             self.values.copy_(_server.values.detach())
-        return state_of(self.model)
+        return super().full_state()
 
     def close(self) -> None:
         leave_rpc()

@@ -1,15 +1,16 @@
 """PyTorch's own pipelines, ``torch.distributed.pipelining``, on the same stages as ours.
 
 A ``PipelineStage`` wraps a rank's layers, a schedule sends micro-batches through it, and all
-messages are ``isend`` and ``irecv`` of the process group that the ranks have met in. Each stage
-keeps receive buffers of one shape, so all micro-batches of a step have to be equally large. Where
-a batch does not divide, the smaller ones travel with empty rows at their end; layers and loss
-leave these out, so that nothing is computed that one device would not compute.
+messages are ``isend`` and ``irecv`` of the ranks' process group. Each stage has receive buffers of
+one shape, so all micro-batches of a step must be equally large. Where a batch does not divide, the
+smaller ones are padded with empty rows; layers and loss skip these, so that nothing is computed
+that one device would not compute.
 
-Symbols: P stages, M micro-batches, n samples of a micro-batch.
+Symbols: P stages, M micro-batches.
 
-Sound over gloo from PyTorch 2.8 on: before, the schedules kept one handle of a batch of messages
-(NCCL makes it one), so that on gloo nobody waited for the others (issue 132644, fixed by 152938).
+Correct over gloo from PyTorch 2.8 on: before, the schedules kept only one handle of a batch of
+messages (NCCL makes one), so on gloo the others were not waited for (issue 132644, fixed by
+152938).
 """
 
 import math
@@ -25,14 +26,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import check_micro_batches
+from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.stage import StagedModel
-from labkit.workload.activations import NoLeaf
+from labkit.workload.activations import NonLeaf
 from labkit.workload.layers import output_shapes
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-
-# Of a row without a sample; the loss passes over it.
+# The target of an empty row; the loss ignores it.
 _NO_TARGET = -100
 
 
@@ -40,20 +40,22 @@ class TorchPipeline(StagedModel):
     """``ScheduleGPipe`` or ``Schedule1F1B``, the counterpart of ``Pipeline``, with its contract.
 
     PyTorch leaves tied parameters to the user: their gradients are summed as in ``Pipeline``.
-    Held-out samples go through our own hops. What PyTorch sends is not counted; in the trace
-    ``communicate`` is whatever of a step is not forward, backward or update, waiting included.
+    Held-out samples use our own hops. What PyTorch sends is not counted; in the trace
+    ``communicate`` is everything in a step but forward, backward and update, waiting included.
 
     Args:
-        split_points: layers that begin a stage, one less than there are ranks.
-        micro_batches: M; a batch of fewer samples makes as many, and fewer than P of them go by
-            ``gpipe``, because PyTorch's 1F1B wants P or more.
+        split_points: layers that begin a stage, one fewer than there are ranks.
+        micro_batches: M; a batch of fewer samples is cut into single samples, and a batch of fewer
+            than P uses ``gpipe``, because PyTorch's 1F1B needs P micro-batches or more.
         schedule: ``gpipe`` or ``1f1b``.
 
     Raises:
-        ValueError: no such schedule, or no micro-batch; in ``check_ranks``, ``1f1b`` with M < P;
-            in ``setup``, ranks that share a GPU; in the first step, whole numbers at a cut that
-            a gradient has to cross.
+        ValueError: unknown schedule, or no micro-batch; in ``check_ranks``, ``1f1b`` with M < P;
+            in ``setup``, ranks that share a GPU; in the first step, integers at a cut that a
+            gradient has to cross.
     """
+
+    through_comm = False
 
     def __init__(
         self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
@@ -75,7 +77,7 @@ class TorchPipeline(StagedModel):
                 "gpipe, or our own (without builtin)"
             )
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if comm.world_size > 1 and comm.device.type == "cuda" and dist.get_backend() == "gloo":
             raise ValueError(
                 "PyTorch's pipelines send from GPU to GPU, and gloo, which ranks that share a GPU "
@@ -107,24 +109,24 @@ class TorchPipeline(StagedModel):
         expected = targets if self.stage.is_last else None
         schedule.step(*entering, target=expected, return_outputs=False, **options)
 
-    def _schedule(self, count: int, rows: int, inputs: Tensor):
-        """Of ``count`` micro-batches of ``rows`` rows; made once for each of these shapes."""
+    def _schedule(self, count: int, rows: int, inputs: Tensor) -> Any:
+        """For ``count`` micro-batches of ``rows`` rows; made once for each such shape."""
         key = count, rows, inputs.shape[1:], inputs.dtype
         if key not in self._prepared:
             name = self.schedule if count >= self.stage.count else "gpipe"
             stage = self._pipeline_stage(rows, inputs)
-            # The loss is a sum over samples already, so nothing is divided by the number of parts.
+            # The loss is a sum over samples already: do not divide by the number of micro-batches.
             self._prepared[key] = _SCHEDULES[name](stage, count, self._loss, scale_grads=False)
         return self._prepared[key]
 
     def _pipeline_stage(self, rows: int, inputs: Tensor) -> PipelineStage:
         """This rank's, for micro-batches of ``rows`` rows.
 
-        PyTorch is told the shapes: else it finds them by a pass through the layers, which
-        BatchNorm's averages would take in (up to 2.11).
+        With given shapes: PyTorch would find them by a pass through the layers, which would change
+        BatchNorm's averages (up to 2.11).
         """
         stage, sample = self.stage, tuple(inputs.shape[1:])
-        outputs = output_shapes(stage.ghost, sample, rows, inputs.dtype)
+        outputs = output_shapes(stage.meta_model, sample, rows, inputs.dtype)
         shapes = [((rows, *sample), inputs.dtype), *outputs]
         self._check_dtypes([dtype for _, dtype in shapes])
         entering, leaving = (shapes[layer] for layer in stage.bounds[stage.index])
@@ -133,15 +135,15 @@ class TorchPipeline(StagedModel):
             stage.index,
             stage.count,
             stage.comm.device,
-            input_args=_ghost(*entering, stage.index > stage.first_trained),
-            output_args=_ghost(*leaving, stage.index >= stage.first_trained),
+            input_args=_meta(*entering, stage.index > stage.first_trained),
+            output_args=_meta(*leaving, stage.index >= stage.first_trained),
         ).traced_by(stage.comm)
 
     def _check_dtypes(self, entering: list[torch.dtype]) -> None:
-        """Raise ValueError, on all ranks alike, if a gradient would have to be one of integers.
+        """Raise ValueError, on all ranks alike, if integers cross a cut and gradients must, too.
 
         Args:
-            entering: by layer.
+            entering: the inputs' dtype, by layer.
         """
         # No gradient crosses the cuts before this one.
         first = self.stage.first_trained
@@ -165,10 +167,10 @@ class TorchPipeline(StagedModel):
 
 
 class _OnSamples(nn.Module):
-    """A stage's layers, applied to the first ``samples`` of the rows [n, ...] alone, if given.
+    """A stage's layers, applied only to the first ``samples`` of the rows [n, ...], if given.
 
-    Nothing is empty in a batch that divides. The output has as many rows as the input, and is
-    contiguous, as gloo's messages have to be.
+    A batch that divides has no empty rows. The output has as many rows as the input, and is
+    contiguous, as gloo requires.
     """
 
     def __init__(self, layers: nn.Module):
@@ -176,9 +178,9 @@ class _OnSamples(nn.Module):
         self.layers = layers
 
     def forward(self, rows: Tensor, samples: Tensor | None = None) -> Tensor:
-        # Another tensor: if layers hand on the very one that they get, PyTorch up to 2.11 detaches
-        # the buffer that it will receive the next one in.
-        entering = NoLeaf.apply(rows)
+        # A different tensor: if layers return the same one that they get, PyTorch up to 2.11
+        # detaches the buffer into which it will receive the next one.
+        entering = NonLeaf.apply(rows)
         if samples is None:
             return self.layers(entering).contiguous()
         leaving = self.layers(entering[:samples])
@@ -187,25 +189,25 @@ class _OnSamples(nn.Module):
 
 
 class _TracedStage(PipelineStage):
-    """A stage whose forwards and backwards appear in the trace, one span a micro-batch."""
+    """A stage whose forwards and backwards appear in the trace, one span per micro-batch."""
 
     def traced_by(self, comm: Comm) -> "_TracedStage":
         self.comm = comm
         return self
 
-    def forward_one_chunk(self, *args, **kwargs):
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.comm.span("forward"):
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args, **kwargs):
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.comm.span("backward"):
             return super().backward_one_chunk(*args, **kwargs)
 
 
 def _equal_parts(tensor: Tensor, count: int, value: float) -> Tensor:
-    """``count`` parts of ``tensor``, as even as it goes, each filled up with rows of ``value``."""
-    return pad_sequence(tensor.tensor_split(count), True, value).flatten(0, 1)
+    """``count`` parts of ``tensor``, as even as possible, each padded with rows of ``value``."""
+    return pad_sequence(list(tensor.tensor_split(count)), True, value).flatten(0, 1)
 
 
-def _ghost(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> Tensor:
+def _meta(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)

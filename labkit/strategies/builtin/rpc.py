@@ -1,13 +1,13 @@
 """PyTorch's RPC beside the ranks' own process group: begin, call rank 0, end.
 
-A rank calls a function on another one and waits for its result; threads of RPC's own carry it out.
-Functions and arguments travel as pickles, and RPC asks nobody who they are: see SECURITY.md.
+A rank calls a function on another and waits for its result; RPC's own threads run it. Functions
+and arguments travel as pickles, and RPC does not check who sends them: see SECURITY.md.
 """
 
 import contextlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
 
-# Waiting for a straggler is no error; the run has a deadline of its own.
+# Waiting for a straggler is not an error, and the run has its own deadline.
 _PATIENCE_S = 24 * 3600.0
-# Set to 1, it says that everybody on this machine may run code as this user.
+# Set to 1, it says that everyone on this machine may run code as this user.
 TRUST = "LABKIT_TRUST_LOCAL_USERS"
-# By login.defs(5) people's ids begin here, and a directory service gives them far higher ones.
+# By login.defs(5) people's ids begin here; those from a directory service are far higher.
 _FIRST_PERSON = 1000
 # systemd's dynamic users: services.
 _SERVICES = range(61_184, 65_520)
@@ -52,7 +52,7 @@ def check_available(technique: str) -> None:
 
 
 def _other_people() -> list[int]:
-    """Ids of the users, save this one, who have processes here and are no system's services."""
+    """Ids of the other users who have processes here and are not system services."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -82,23 +82,25 @@ def name_of(rank: int) -> str:
 
 
 def join_rpc(comm: Comm) -> None:
-    """Start RPC beside the ranks' own process group; they find each other through its store.
+    """Start RPC beside the ranks' process group; they find each other through its store.
 
-    So there is no second port to be free, and no second address to be wrong.
+    So no second port needs to be free, and no second address can be wrong.
     """
     if loopback_or_chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback_or_chosen)
-    # RPC sets the store's timeout: not on the one that others use.
+    # RPC changes the store's timeout, so it gets its own connection.
     store = dist.distributed_c10d._get_default_store().clone()
     meetings = store.add(f"labkit/rpc/{comm.rank}", 1)
 
-    def handler(url: str, timeout: timedelta = timedelta(), **_):
+    def handler(
+        url: str, timeout: timedelta = timedelta(), **_: Any
+    ) -> Iterator[tuple[dist.Store, int, int]]:
         yield dist.PrefixStore(f"labkit/rpc/{meetings}", store), comm.rank, comm.world_size
 
     scheme = f"labkit{meetings}"
     register_rendezvous_handler(scheme, handler)
     with warnings.catch_warnings():
-        # Of PyTorch's own code, which gathers the devices through a deprecated kind of group.
+        # From PyTorch's own code, which gathers the devices through a deprecated kind of group.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(
             name_of(comm.rank),
@@ -111,14 +113,5 @@ def join_rpc(comm: Comm) -> None:
 
 
 def leave_rpc() -> None:
-    """Wait until no rank calls any more, then end RPC on all of them."""
+    """Wait until no rank makes calls any more, then end RPC on all of them."""
     rpc.shutdown()
-
-
-def check_straggler(straggler: tuple[int, float] | None) -> None:
-    """ValueError if it would be the server."""
-    if straggler and straggler[0] == 0:
-        raise ValueError(
-            "straggler 0: this rank serves and computes nothing to be slow at, choose a worker, "
-            "rank 1 or above"
-        )

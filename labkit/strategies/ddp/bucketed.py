@@ -1,86 +1,90 @@
-"""Replicas that sum their gradients: after backward (naive), or while it still runs (bucketed).
+"""DDP, fast: gradients are all-reduced in buckets, while backward is still running.
 
-1. Every rank holds the whole model; rank 0's parameters and buffers are broadcast once. 2. Each
-computes the gradients of its share of the batch. 3. Backward finds them from the last layer to the
-first; a hook puts each into its bucket, and a full bucket is summed by a ring all-reduce in a
-thread of its own, beside the rest of backward. 4. Every rank makes the same update.
+As ``naive``, but for step 3: backward computes the gradients from the last layer to the first; a
+hook puts each into its bucket, and a full bucket is sent (``gradient_ready`` says when): another
+thread sums it by ring all-reduce, beside the rest of backward.
 
-``NaiveDDP`` does step 3 after backward, gradient by gradient; ``BucketedDDP`` does it as said.
-
-Symbols: P ranks. Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training" (2020), section 3.2.
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(2020), sections 3.2.2 and 3.2.3.
 """
 
 import atexit
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.collectives import fast_ring_all_reduce
 from labkit.comm.comm import Comm
-from labkit.comm.work import Line, Task
+from labkit.comm.work import Work
+from labkit.comm.work_queue import WorkQueue
 from labkit.schedules.buckets import MIB, assign_buckets
 from labkit.strategies.ddp.naive import NaiveDDP
 
-# How long the end of the process waits for a bucket that is under way.
+# How long a process that ends waits for a bucket that is under way.
 _LAST_PATIENCE_S = 2.0
 
 
 class BucketedDDP(NaiveDDP):
-    """The same replica, faster: buckets leave while backward goes on.
+    """A ``NaiveDDP`` that sums gradients in buckets, beside the rest of backward.
 
     The gradients are views of their buckets, so a sum is never copied back.
 
     Args:
-        bucket_mb: MiB of gradients a bucket; 0 is a bucket a parameter. See ``assign_buckets``.
+        bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
+            ``schedules.buckets.assign_buckets``.
         comm, module, op, find_unused: as for ``NaiveDDP``.
     """
 
-    def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options):
+    def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
         super().__init__(comm, module, **options)
         sizes = [p.numel() * p.element_size() for p in self.trained]
         kinds = [p.dtype for p in self.trained]
         assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=kinds)
         self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self._launched: list[Task] = []
-        self._line = _line_of(comm)
+        self._launched: list[Work] = []
+        self._work_queue = _work_queue_of(comm)
 
-    def _take(self, parameter: nn.Parameter) -> None:
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Put a gradient into its bucket, and send the buckets whose turn has come.
+
+        A bucket is sent when it is full and all before it have been sent. Strictly in order: ranks
+        may find their gradients in different orders, but must all-reduce the same buckets at once.
+        The last one is sent when backward has ended: nothing is left to run beside it.
+        """
         self._bucket_of[parameter].take(parameter)
-        # Strictly in order: the ranks' gradients may come in different orders. The last bucket has
-        # nothing left to run beside.
         while len(self._launched) < len(self.buckets) - 1:
             bucket = self.buckets[len(self._launched)]
             if bucket.missing:
                 return
             self._launch(bucket, is_waited_for=self.comm.device.type == "cuda")
 
-    def _sum_gradients(self) -> None:
+    def sum_gradients(self) -> None:
         for bucket in self.buckets[len(self._launched) :]:
             for parameter in tuple(bucket.missing):
                 bucket.take(parameter)
             self._launch(bucket, is_waited_for=True)
-        self._settle()
+        self._wait_for_launched()
 
-    def _settle(self) -> None:
+    def _wait_for_launched(self) -> None:
         launched, self._launched = self._launched, []
         with self.comm.span("wait"):
-            for task in launched:
-                task.wait()
+            for work in launched:
+                work.wait()
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool) -> None:
-        """Queue a bucket; what is waited for is carried out here, unless one is under way.
+        """Queue a bucket; one that is waited for runs in this thread, if no other is under way.
 
-        On a GPU all are: the calls only queue work on the stream, which goes on by itself.
+        On a GPU every bucket counts as waited for: the calls only queue work on the stream.
         """
         self._launched.append(self._queue(bucket.gradients(), self.op, is_waited_for))
 
-    def _queue(self, tensor: Tensor, op: str, is_waited_for: bool) -> Task:
-        return self._line.add(
+    def _queue(self, tensor: Tensor, op: str, is_waited_for: bool) -> Work:
+        return self._work_queue.add(
             "all_reduce",
             lambda comm: fast_ring_all_reduce(comm, tensor, op),
             [tensor],
@@ -93,19 +97,24 @@ class BucketedDDP(NaiveDDP):
 
 
 class Bucket:
-    """Gradients that travel together: in one flat tensor, or one alone where it lies."""
+    """Gradients that travel together, in one flat tensor; a single one is not copied.
+
+    Attributes:
+        missing: parameters whose gradients have not come in this backward; none: it is full.
+        flat: [N], of which the gradients are views; None for a single gradient.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
         self.missing = set(parameters)
-        self.flat = None
+        self.flat: Tensor | None = None
         if len(parameters) > 1:
             self.flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
             pieces = self.flat.split([p.numel() for p in parameters])
             self._place = {p: piece.view_as(p) for p, piece in zip(parameters, pieces)}
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Let the parameter's gradient, zeros if there is none, lie in the bucket."""
+        """Put the parameter's gradient, zeros if it has none, into the bucket."""
         self.missing.discard(parameter)
         gradient = parameter.grad
         if self.flat is None:
@@ -119,13 +128,18 @@ class Bucket:
         parameter.grad = place
 
     def gradients(self) -> Tensor:
-        return self.parameters[0].grad if self.flat is None else self.flat
+        """What is all-reduced."""
+        if self.flat is not None:
+            return self.flat
+        (parameter,) = self.parameters
+        assert parameter.grad is not None, "a bucket is sent when it is full"
+        return parameter.grad
 
 
 @functools.cache
-def _line_of(comm: Comm) -> Line:
+def _work_queue_of(comm: Comm) -> WorkQueue:
     """One for all replicas on a comm: two of them in one backward must not mix their messages."""
     # The run has a deadline of its own.
-    line = Line("labkit-ddp", comm, timeout_s=float("inf"))
-    atexit.register(line.end, _LAST_PATIENCE_S)
-    return line
+    work_queue = WorkQueue("labkit-ddp", comm, timeout_s=float("inf"))
+    atexit.register(work_queue.end, _LAST_PATIENCE_S)
+    return work_queue

@@ -1,8 +1,17 @@
-"""DDP, naive: when backward is over, gradients are all-reduced one by one."""
+"""DDP, naive: when backward has ended, gradients are all-reduced one by one.
+
+1. Every rank holds the whole model; rank 0's parameters and buffers are broadcast once. 2. Each
+rank computes the gradients of its share of the batch. 3. ``sum_gradients``: each gradient becomes
+the mean over the ranks. 4. Every rank makes the same update.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(2020), section 3.2.1.
+"""
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +22,24 @@ from labkit.comm.comm import Comm
 
 
 class NaiveDDP(nn.Module):
-    """A replica of ``module``: when backward is over, its gradients are all-reduced one by one.
+    """A replica of ``module`` whose gradients are those of all ranks when backward returns.
 
-    Used as the module itself: forward, ``backward()``, and the gradients are those of all ranks.
-    Call ``zero_grad`` before each update: gradients that are left over would be summed again.
+    Used like the module itself. Call ``zero_grad`` before each update: old gradients would be
+    summed again.
 
     Buffers (BatchNorm's statistics) are rank 0's: they are broadcast before the first forward
-    after an update. A batch is normalised by its own share. Both are PyTorch's rules.
-    A parameter without a gradient counts as zero, and has a gradient of zeros if it has none on
-    any rank; an optimizer with momentum then goes on moving it, where one device would not.
+    after an update. Each rank normalises with its own share's statistics. Both are PyTorch's
+    rules. A parameter without a gradient on this rank counts as zero; without one on any rank it
+    gets zeros, and an optimizer with momentum still moves it, where one device would not.
 
     Args:
-        comm: this rank's Comm. Other messages must wait until backward is over.
-        module: on ``comm.device``; each rank may bring other values, rank 0's count.
-        op: ``mean`` over the ranks, as PyTorch's, or ``sum``, for a loss that is divided already.
-        find_unused: one all-reduce more, of a byte a parameter, tells what no rank has used: its
-            gradient stays None, as on one device.
+        comm: this rank's Comm. Send nothing else on it until backward has returned.
+        module: on ``comm.device``; values may differ between ranks, rank 0's are taken.
+        op: ``mean`` over the ranks, as in PyTorch, or ``sum``, for a loss that is divided already.
+        find_unused: one more all-reduce, of a byte per parameter, finds the parameters that no
+            rank has used: their gradients stay None, as on one device.
 
-    What requires a gradient is settled here: a parameter that is unfrozen later is not summed.
+    Which parameters are trained is decided here: one that is unfrozen later is not summed.
 
     Raises:
         ValueError: nothing in the module requires a gradient.
@@ -54,14 +63,14 @@ class NaiveDDP(nn.Module):
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(on_gradient)
 
-    def forward(self, *inputs, **keywords):
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         self._give_up_interrupted()
         self.broadcast_buffers()
         return self.module(*inputs, **keywords)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in here only adds to this rank's own gradients; the next one sums them all."""
+        """Backward in here only adds to this rank's gradients; the first one after it sums all."""
         before, self._synchronise = self._synchronise, False
         try:
             yield
@@ -69,7 +78,7 @@ class NaiveDDP(nn.Module):
             self._synchronise = before
 
     def without_samples(self) -> None:
-        """In place of forward and backward, on a rank that has no sample while others do."""
+        """Replaces forward and backward on a rank that has no sample while others have some."""
         self._give_up_interrupted()
         self.broadcast_buffers()
         if self._synchronise:
@@ -77,7 +86,7 @@ class NaiveDDP(nn.Module):
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
-        """Let all ranks have rank 0's buffers, unless none can have changed."""
+        """Give all ranks rank 0's buffers, unless none can have changed."""
         if not self._buffers_behind:
             return
         self._buffers_behind = False
@@ -95,13 +104,13 @@ class NaiveDDP(nn.Module):
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
-        self._take(parameter)
+        self.gradient_ready(parameter)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._in_backward, self._buffers_behind = False, True
         used = [parameter.grad is not None for parameter in self.trained]
-        self._sum_gradients()
+        self.sum_gradients()
         if self.find_unused:
             anywhere = torch.tensor(used, dtype=torch.uint8, device=self.comm.device)
             self._all_reduce(anywhere, "max")
@@ -110,20 +119,20 @@ class NaiveDDP(nn.Module):
                     parameter.grad = None
 
     def _give_up_interrupted(self) -> None:
-        """A backward that raised never came to its end: let the next one begin anew."""
-        # A forward may also be run again in the middle of a backward, by checkpointing.
+        """After a backward that raised and so never ended: let the next one start afresh."""
+        # Checkpointing, too, runs a forward in the middle of a backward.
         if self._in_backward and torch._C._current_graph_task_id() < 0:
             self._in_backward = False
-            self._settle()
+            self._wait_for_launched()
 
-    def _take(self, parameter: nn.Parameter) -> None:
-        """A gradient of this rank is complete; the naive way waits until all of them are."""
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Backward has computed a gradient of this rank; the naive way waits for all of them."""
 
-    def _settle(self) -> None:
-        """Wait for what is under way; the naive way has nothing."""
+    def _wait_for_launched(self) -> None:
+        """Wait for the all-reduces under way; the naive way has none."""
 
-    def _sum_gradients(self) -> None:
-        """Backward is over on this rank: let every gradient be that of all ranks."""
+    def sum_gradients(self) -> None:
+        """Backward has ended on this rank: turn every gradient into that of all ranks."""
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -134,7 +143,7 @@ class NaiveDDP(nn.Module):
 
 
 def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """A hook that does not keep its replica alive: the garbage collector sees no hooks."""
+    """A hook that does not keep its replica alive: the garbage collector does not see hooks."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: nn.Parameter) -> None:

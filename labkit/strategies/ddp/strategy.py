@@ -1,9 +1,7 @@
 """Distributed data parallelism: communication runs beside the rest of backward.
 
-1. Every rank holds a replica; rank 0's parameters and buffers are broadcast once. 2. Each computes
-the gradient of (sum of its losses) / (samples in the global batch). 3. As backward finds the
-gradients, last layer first, they are summed bucket by bucket (``labkit.strategies.ddp.bucketed``).
-4. Every rank makes the same update.
+A training step on top of ``labkit.strategies.ddp.bucketed``: each rank computes the gradient of
+(sum of its losses) / (samples in the global batch), and the replicas sum them.
 
 The loss is divided, not the gradients: it is one number, and the sum over the ranks is then the
 gradient of the mean over the global batch, whatever the sizes of the shares.
@@ -12,22 +10,22 @@ gradient of the mean over the global batch, whatever the sizes of the shares.
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.local_gradients import LocalGradients
-from labkit.workload.models import logits_of, state_of
 
 
-class DDP:
-    """Synchronous data parallelism with ``BucketedDDP``, whose docstring states the rules.
+class DDP(Strategy):
+    """Synchronous data parallelism with ``BucketedDDP``.
 
-    Batch statistics (BatchNorm): a share is normalised by its own, and rank 0's running averages
-    are every replica's, as in PyTorch's DDP. Frozen parameters are left out; one without a
-    gradient counts as zero. A rank without a sample brings zeros. Dropout: each rank draws its own
-    random numbers, so replicas agree, but not with one device.
+    Batch statistics (BatchNorm): each rank normalises with its own share's; all replicas have rank
+    0's running averages, as in PyTorch's DDP. Frozen parameters are left out; one without a
+    gradient counts as zero. A rank without a sample adds zeros. Dropout: each rank draws its own
+    random numbers, so replicas agree with each other, but not with one device.
 
     Args:
-        bucket_mb: MiB of gradients that are summed together; 0 is a bucket a parameter.
-        accumulate, amp, straggler: see ``LocalGradients``; one synchronisation an update.
+        bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
+        accumulate, amp, straggler: see ``LocalGradients``; one synchronisation per update.
     """
 
     def __init__(
@@ -40,15 +38,12 @@ class DDP:
         self.bucket_mb = bucket_mb
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer) -> None:
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
-        module = model.to(comm.device).train()
-        self.replica = BucketedDDP(comm, module, bucket_mb=self.bucket_mb, op="sum")
+        self.model = model.to(comm.device).train()
+        self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, op="sum")
         self.optimizer = make_optimizer(self.replica.trained)
         self.gradients = LocalGradients(comm, self.replica, **self.settings)
-
-    def share(self) -> tuple[int, int]:
-        return self.comm.rank, self.comm.world_size
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -59,11 +54,5 @@ class DDP:
         self.gradients.update(self.optimizer)
         return loss
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.replica.module, inputs)
-
     def end_epoch(self) -> None:
         self.replica.broadcast_buffers()
-
-    def full_state(self) -> dict[str, Tensor]:
-        return state_of(self.replica.module)

@@ -1,0 +1,60 @@
+"""The all-reduce below DDP: labkit's fast ring, or the learner's function (``use``)."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from labkit import collectives
+from labkit.collectives.common import check_fits, in_place
+from labkit.comm.comm import Comm
+
+AllReduce = Callable[[Comm, Tensor], Tensor | None]
+
+_learners: AllReduce | None = None
+
+
+def use(all_reduce: AllReduce | None) -> None:
+    """Let every "labkit" group of this process, and ``ddp_hook``, sum with ``all_reduce``.
+
+    Args:
+        all_reduce: ``all_reduce(comm, tensor)`` sums a flat tensor [N] over the ranks, in place
+            or by returning the sum; None restores ``fast_ring_all_reduce``.
+
+    Call it on every rank. DDP only ever asks for sums; other reductions stay with labkit.
+    """
+    global _learners
+    if all_reduce is not None and not callable(all_reduce):
+        raise ValueError(f"use() takes a function of comm and tensor, got {all_reduce!r:.60}")
+    _learners = all_reduce
+
+
+def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
+    """All-reduce ``tensor`` in place with the function that ``use`` has chosen; returns it."""
+    if tensor.layout != torch.strided:
+        return collectives.sparse_all_reduce(comm, tensor, op)
+    if _learners is None or op not in ("sum", "mean"):
+        return collectives.fast_ring_all_reduce(comm, tensor, op)
+    collectives.Reduction.of(op, tensor)
+    name = getattr(_learners, "__name__", "all_reduce")
+    with in_place(tensor) as flat, comm.collective(name, tensor, op):
+        result = _learners(comm, flat)
+        if result is not None and result is not flat:
+            check_fits(result, flat, f"what {name} returns")
+            flat.copy_(result)
+        if op == "mean":
+            flat.div_(comm.world_size)
+    return tensor
+
+
+def ddp_hook(comm: Comm, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook: ``model.register_comm_hook(comm, labkit.backend.ddp_hook)``.
+
+    Works whatever DDP's own backend is: only the gradients go through ``comm``. Returns the
+    bucket's mean over the ranks, in a future that is done.
+    """
+    future: Future[Tensor] = Future()
+    future.set_result(all_reduce(comm, bucket.buffer(), "mean"))
+    return future

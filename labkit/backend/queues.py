@@ -1,0 +1,130 @@
+"""The work queues of a process group, and the ``Comm`` below them.
+
+One queue carries out the collectives, in the order of the calls. Sends and receives have one queue
+per edge and direction, since they may wait for each other.
+"""
+
+import atexit
+import os
+import threading
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from labkit.comm import meeting
+from labkit.comm.comm import Comm
+from labkit.comm.sent import Traffic
+from labkit.comm.shared_transport import SharedTransport
+from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.work_queue import WorkQueue
+
+# How many spans a group keeps: a training of days must not fill the memory with them.
+_KEPT_SPANS = 10_000
+# How long the end of the program waits for a thread that is inside a learner's function.
+_LAST_PATIENCE_S = 2.0
+
+# Of every group of this process: what a group has sent outlives it.
+_traffic: list[Traffic] = []
+
+
+def sent() -> tuple[int, int]:
+    """Messages and bytes that this rank's "labkit" groups have sent so far, counted."""
+    return sum(one.messages for one in _traffic), sum(one.num_bytes for one in _traffic)
+
+
+class Queues:
+    """The work queues of one rank of a process group; each starts with its first operation.
+
+    Args:
+        store: where the ranks of the group find each other.
+        rank, size: this rank, P.
+        timeout: the longest time that one operation may take.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        # Channels are first in, first out, so each kind of traffic has its own.
+        self._comms = {
+            part: _comm(part, store, rank, size, timeout) for part in ("collectives", "pairs")
+        }
+        self._timeout_s = timeout.total_seconds()
+        self._queues: dict[tuple[str, ...], WorkQueue] = {}
+        self._starting = threading.Lock()
+        _live.add(self)
+
+    def collectives(self) -> WorkQueue:
+        return self._queue("collectives")
+
+    def edge(self, direction: str, peer: int) -> WorkQueue:
+        """The queue of the messages ``"to"`` or ``"from"`` a peer."""
+        return self._queue("pairs", direction, str(peer))
+
+    def _queue(self, part: str, *way: str) -> WorkQueue:
+        if not self._comms:
+            raise ValueError("this process group was destroyed: make another with new_group")
+        with self._starting:
+            key = (part, *way)
+            if key not in self._queues:
+                name = "-".join(("labkit", *key))
+                self._queues[key] = WorkQueue(name, self._comms[part], self._timeout_s)
+            return self._queues[key]
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """The longest wait from now on, also for what is under way."""
+        self._timeout_s = timeout_s
+        for queue in self._queues.values():
+            queue.timeout_s = timeout_s
+        for comm in self._comms.values():
+            comm.session.set_timeout(timeout_s)
+
+    def end(self, patience_s: float | None = None) -> str:
+        """End the threads, after all that is queued; with ``patience_s``, after what is under way.
+
+        Returns what takes longer than the timeout and is left behind; empty if nothing is.
+        """
+        queues, self._queues = self._queues, {}
+        comms, self._comms = self._comms, {}
+        left_behind = ""
+        # Those that read go last: a receive from any source reads from all.
+        for key in sorted(queues, key=lambda key: "from" in key):
+            if "from" in key:
+                comms["pairs"].session.abandon()
+            if not queues[key].end(patience_s):
+                left_behind = left_behind or queues[key].why_late()
+        for comm in comms.values():
+            comm.session.leave()
+        return left_behind
+
+    def abandon(self) -> None:
+        """The program ends: drop what is queued, and wait for nobody."""
+        for comm in self._comms.values():
+            comm.session.abandon()
+        self.end(_LAST_PATIENCE_S)
+
+
+_live: weakref.WeakSet[Queues] = weakref.WeakSet()
+# A forked child is not a rank, and its end is not the rank's.
+os.register_at_fork(after_in_child=_live.clear)
+
+
+@atexit.register
+def _abandon_all() -> None:
+    # A thread that is inside PyTorch when the interpreter ends would abort the process.
+    for queues in list(_live):
+        queues.abandon()
+
+
+def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Comm:
+    """A Comm for one kind of traffic: through shared memory, or over gloo between machines."""
+    cpu = torch.device("cpu")
+    store = dist.PrefixStore(f"labkit/{part}", store)
+    arena = meeting.meet(store, rank, size)
+    if arena is None:
+        meeting.stay_on_loopback()
+        group = dist.ProcessGroupGloo(store, rank, size, timeout)
+        transport, board = TorchTransport("gloo", cpu, group), None
+    else:
+        transport, board = SharedTransport(arena, rank, timeout.total_seconds()), arena.board
+    _traffic.append(transport.sent)
+    return Comm(rank, size, cpu, transport, board, keep_spans=_KEPT_SPANS)

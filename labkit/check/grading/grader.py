@@ -1,0 +1,154 @@
+"""Run a learner's function on real ranks, and judge what it did.
+
+``grade`` runs it on each world size (one ``labkit.run`` each, all sizes of tensor inside it),
+looks at values and at traffic, prints one short table, and never raises.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import cloudpickle
+
+from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem
+from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
+from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
+from labkit.check.grading.traffic import ROWS, counts, traffic_problems
+from labkit.check.grading.values import value_problems
+from labkit.check.grading.words import Mistake
+from labkit.units import format_count
+
+WORLD_SIZES = (2, 3, 4)
+
+
+def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
+    """Run ``fn`` on real ranks, print how it went, and return the same as an object.
+
+    Args:
+        fn: the learner's function, called as ``exercise.signature`` says.
+        exercise: what it has to do.
+        world_sizes: the P to try, in this order.
+
+    Raises nothing: whatever happens is told in the verdict.
+    """
+
+    def judge() -> Verdict:
+        misuse = _misuse(fn, exercise.signature)
+        if misuse:
+            return Verdict(exercise.name, NOT_YET, notes=[misuse])
+        return grade_on_ranks(fn, exercise, world_sizes)
+
+    return told(exercise.name, judge)
+
+
+def returns(
+    fn: Callable,
+    expected: Callable[[int, Case], Any],
+    *,
+    inputs: Callable[[int, Case], tuple] = lambda rank, case: (),
+    signature: str = "comm",
+    world_sizes: Iterable[int] = WORLD_SIZES,
+    sizes: tuple[int, ...] = (),
+    **more: Any,
+) -> Verdict:
+    """Grade a page's own exercise by what each rank returns: an ``Exercise`` in one call.
+
+    Args:
+        fn: the learner's function, called as ``signature`` says.
+        expected: (rank, case) -> what the rank must return.
+        inputs: (rank, case) -> the arguments after ``comm``.
+        world_sizes: the P to try, in this order.
+        sizes: the elements of ``case.tensor(rank)``, if it is used.
+        more: other fields of ``Exercise``: ``target=``, ``mistakes=``.
+
+    Raises nothing, prints and returns as ``grade`` does.
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    exercise = Exercise(name, expected, inputs, signature, written=None, sizes=sizes, **more)
+    return grade(fn, exercise, world_sizes)
+
+
+def _misuse(fn: Callable, signature: str) -> Mistake | None:
+    """Why ``fn`` cannot even be called on a rank; None where it can."""
+    if not callable(fn):
+        return Mistake("fn.missing", kind=type(fn).__name__)
+    try:
+        takes = inspect.signature(fn)
+    except ValueError:
+        takes = None  # a builtin that does not tell: the call will
+    try:
+        if takes:
+            takes.bind(*signature.split(", "))
+    except TypeError:
+        return Mistake("fn.signature", takes=takes, signature=signature)
+    try:
+        cloudpickle.dumps(fn)
+    except Exception as error:
+        return Mistake("fn.cannot_travel", error=error)
+    return None
+
+
+def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int]) -> Verdict:
+    """The verdict on a function that can be called, without printing it."""
+    columns: dict[int, dict[str, str]] = {}
+    problems: dict[str, Problem] = {}
+    for world_size in world_sizes:
+        cases = exercise.cases(world_size)
+        try:
+            outcomes = outcomes_of(fn, exercise, cases)
+        except DidNotFinish as failure:
+            if failure.not_attempted:
+                return Verdict(exercise.name, NOT_ATTEMPTED)
+            columns[world_size] = {"finished": failure.ending}
+            problems = {"finished": Problem(failure.ending, failure.ending, failure.mistake)}
+            break
+        found = value_problems(exercise, cases, outcomes)
+        found += traffic_problems(exercise, cases, outcomes)
+        # Of two world sizes that go wrong alike, the larger one shows more of the mistake.
+        problems |= {problem.row: problem for problem in found}
+        columns[world_size] = _column(exercise, cases[0], outcomes[0])
+        for problem in found:
+            columns[world_size] |= {problem.row: problem.cell, **_not_looked_at(problem, exercise)}
+    return _verdict(exercise, columns, list(problems.values()))
+
+
+def _not_looked_at(problem: Problem, exercise: Exercise) -> dict[str, str]:
+    """The cells of what is compared only where nothing before it is wrong."""
+    rows = ["shape", "value", *(["same bits"] if exercise.same_bits else [])]
+    return dict.fromkeys(rows[rows.index(problem.row) + 1 :] if problem.row in rows else [], "-")
+
+
+def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[str, str]:
+    """The cells of one world size, as they stand where nothing is wrong."""
+    cells = {"finished": "yes", "value": "right"}
+    if exercise.judge is None:
+        cells = {"finished": "yes", "shape": "right", "value": "right"}
+    if exercise.same_bits:
+        cells["same bits"] = "yes"
+    if exercise.total is not None:
+        messages = sum(outcome.messages for outcome in ranks)
+        num_bytes = sum(outcome.num_bytes for outcome in ranks)
+        cells |= {"messages": str(messages), "bytes": str(num_bytes)}
+    if exercise.target is not None:
+        spent = [(o.messages, o.num_bytes, o.operations) for o in ranks]
+        messages, num_bytes, rounds = (counts(list(numbers)) for numbers in zip(*spent))
+        target = exercise.target(0, case)
+        looked_at = target.messages, target.num_bytes, target.peers, target.operations
+        written = dict(zip(ROWS, (messages, num_bytes, "right", rounds)))
+        cells |= {row: written[row] for row, due in zip(ROWS, looked_at) if due is not None}
+    return cells
+
+
+def _verdict(
+    exercise: Exercise, columns: dict[int, dict[str, str]], problems: list[Problem]
+) -> Verdict:
+    names = max(columns.values(), key=len)
+    verdict = Verdict(exercise.name, NOT_YET if problems else PASSED)
+    verdict.columns = [format_count(count, "rank") for count in columns]
+    verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
+    verdict.notes = [Mistake("row", row=p.row, what=p.mistake) for p in problems if p.mistake]
+    if "messages" in names:
+        whose = "each rank" if exercise.target is not None else "all ranks together"
+        size = f", for {exercise.sizes[0]} elements" if exercise.sizes else ""
+        verdict.caption = f"Messages and bytes sent, and rounds, are those of {whose}{size}."
+    return verdict

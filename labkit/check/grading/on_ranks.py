@@ -1,0 +1,93 @@
+"""A learner's function on real ranks: what each call left behind, or how the run broke off."""
+
+import re
+from collections.abc import Callable
+
+from labkit.check.grading.exercise import Case, Exercise, Outcome, where
+from labkit.check.grading.report import STUB
+from labkit.check.grading.words import Mistake
+from labkit.comm.comm import Comm
+from labkit.errors import DeadlineError, DeadlockError, WorkerError
+from labkit.runtime.launch import run
+
+# A correct attempt takes milliseconds: these limits end endless loops, over all cases, then over
+# one. A run that raised gets the longer one again: a busy machine may start its ranks late.
+TIMEOUT_S = 10.0
+AGAIN_S = 3.0
+
+
+class DidNotFinish(Exception):
+    """A run that ended in an error: ``stuck`` or ``error``, and its story as a mistake."""
+
+    def __init__(self, error: Exception, place: str = ""):
+        self.ending = "stuck" if isinstance(error, DeadlockError) else "error"
+        traceback = getattr(error, "worker_traceback", "")
+        # Lines of code are indented by four in a traceback, places by two, the error by nothing.
+        last_frame = re.split(r"\n(?=  \S)", f"\n{traceback}")[-1]
+        unwritten = rf"  .*\n    .*{STUB}\b(?s:.*)\nNotImplementedError\b"
+        self.not_attempted = re.match(unwritten, last_frame) is not None
+        story = str(error).partition("\n\nTraceback of rank")[0]
+        super().__init__(f"{place}: {story}" if place else story)
+        self.mistake = Mistake(f"run.{self.ending}", story=str(self))
+
+
+def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tuple[Outcome, ...]]:
+    """What ``fn`` left behind, by case, then by rank. All cases have one world size.
+
+    Raises:
+        DidNotFinish: a rank raised, left, or never ended.
+    """
+    try:
+        return _run(fn, exercise, cases, TIMEOUT_S)
+    except WorkerError as error:
+        failure = DidNotFinish(error)
+        if failure.not_attempted:
+            raise failure from None
+        again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
+    # Which case was it? With one case per run, no rank meets another one's next call, and the
+    # explanation names the learner's own lines only.
+    for case in cases:
+        try:
+            _run(fn, exercise, [case], again_s)
+        except WorkerError as error:
+            raise DidNotFinish(error, where(case, exercise)) from None
+    raise failure
+
+
+def _run(
+    fn: Callable, exercise: Exercise, cases: list[Case], timeout_s: float
+) -> list[tuple[Outcome, ...]]:
+    options = {"world_size": cases[0].world_size, "device": "cpu", "timeout_s": timeout_s}
+    return list(zip(*run(_attempt, fn, exercise.to_run(), cases, **options).values))
+
+
+def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
+    """On a rank: call ``fn`` for each case, the ranks together."""
+    outcomes = []
+    for number, case in enumerate(cases):
+        if number:
+            # What one call left unreceived must not be taken for a message of the next.
+            comm.barrier()
+        outcomes.append(_call(comm, fn, exercise, case))
+    return outcomes
+
+
+def _call(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
+    args = exercise.inputs(comm.rank, case)
+    given = None if exercise.written is None else args[exercise.written]
+    kept = list(given) if isinstance(given, list) else given
+    messages, num_bytes, operations = comm.messages, comm.bytes_sent, comm.operations
+    sent_before = dict(comm.bytes_to)
+    returned = exercise.call(fn, comm, *args)
+    value, meant = (kept, given) if isinstance(given, list) else (given, returned)
+    if exercise.written is None or isinstance(returned, Mistake):
+        value, meant = returned, None
+    sent = {peer: total - sent_before.get(peer, 0) for peer, total in comm.bytes_to.items()}
+    return Outcome(
+        value,
+        meant,
+        comm.messages - messages,
+        comm.bytes_sent - num_bytes,
+        comm.operations - operations,
+        {peer: n for peer, n in sent.items() if n},
+    )

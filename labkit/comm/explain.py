@@ -1,0 +1,55 @@
+"""The sentences about a deadlock: who waits for whom, in which operation, at which line."""
+
+from labkit.comm.board import RECV_ANY, Board
+from labkit.comm.deadlock import Waiting, find_cycle, waits
+from labkit.comm.mismatch import uneven_collectives
+
+
+def explain_deadlock(board: Board, stuck: list[int]) -> str:
+    """Sentences a learner can act on: who waits for whom, where, the cycle or the missing rank.
+
+    Args:
+        board: a copy of the board, taken while nothing moved.
+        stuck: the ranks that can never continue (``labkit.comm.deadlock.stuck_ranks``).
+    """
+    reasons = {rank: waits(board, rank) for rank in stuck}
+    cycle = find_cycle(reasons)
+    missing = sorted({w.peer for rank in stuck for w in reasons[rank]} - reasons.keys())
+    lines = []
+    if cycle:
+        chain = " -> ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
+        lines.append(f"deadlock: {chain}, each waits for the next, so none can go on.")
+    for peer in missing:
+        waiting = [f"rank {r}" for r in stuck if any(w.peer == peer for w in reasons[r])]
+        verb = "waits" if len(waiting) == 1 else "wait"
+        lines.append(
+            f"rank {peer} has returned and never came: {', '.join(waiting)} {verb} for it."
+        )
+    for rank in stuck:
+        op, location = reasons[rank][0].op, board.ranks[rank]["location"].decode()
+        joint = " or " if reasons[rank][0].any_of else " and "
+        needs = joint.join(f"rank {wait.peer} {wait.what}" for wait in reasons[rank])
+        lines.append(f"  rank {rank} is in {op}, waiting for {needs}, at {location}")
+    if sequences := uneven_collectives(board, *sorted({*stuck, *missing})):
+        lines.append(sequences.lstrip())
+        lines.append(
+            "Next step: give every send a receive, and let all ranks call the same collectives, "
+            "equally often."
+        )
+    else:
+        lines.append(_next_step(cycle, reasons))
+    return "\n".join(lines)
+
+
+def _next_step(cycle: list[int], reasons: dict[int, list[Waiting]]) -> str:
+    ops = {wait.op for rank in cycle for wait in reasons[rank]}
+    if ops and ops <= {"recv", RECV_ANY}:
+        return "Next step: all of them receive first. Let one send first, or use comm.exchange."
+    if ops == {"send"}:
+        return (
+            "Next step: all of them send first, and a send ends only when its receive has begun. "
+            "Let one receive first, or use comm.exchange."
+        )
+    if cycle:
+        return "Next step: order the operations of these ranks so that each meets its peer."
+    return "Next step: give every send a receive, and let every rank reach every barrier."

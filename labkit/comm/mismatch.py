@@ -1,0 +1,78 @@
+"""Do the two ends of a message fit, and do all ranks call the same collectives?
+
+Each rank compares just after it has posted its own end on the board, so whichever comes second
+finds the mismatch, before anything moves. The other may already be overwriting an old entry: after
+an entry is read, the counter is read again, and tells whether the entry was still valid.
+"""
+
+from labkit.comm.board import DEPTH, HISTORY, RECV, SEND, Board
+from labkit.errors import MismatchError
+
+
+def check_message(board: Board, side: int, source: int, destination: int) -> None:
+    """Compare the latest message that one end of an edge has posted with the other end's.
+
+    Args:
+        side: SEND or RECV, the end that asks.
+        source, destination: the edge.
+
+    Raises:
+        MismatchError: the other end has posted its part, with another shape or dtype.
+    """
+    mine = int(board.counts[side, source, destination]) - 1
+    theirs = board.counts[1 - side]
+    if theirs[source, destination] <= mine:
+        return
+    sent = board.what[SEND, source, destination][mine % DEPTH].decode(errors="replace")
+    expected = board.what[RECV, source, destination][mine % DEPTH].decode(errors="replace")
+    # A peer that is fewer than DEPTH messages ahead has not begun to overwrite this entry.
+    if theirs[source, destination] < mine + DEPTH and sent != expected:
+        sender, receiver = (board.ranks[r]["location"].decode() for r in (source, destination))
+        raise MismatchError(
+            f"message {mine + 1} from rank {source} to rank {destination} does not fit:\n"
+            f"  rank {source} sends {sent}, at {sender}\n"
+            f"  rank {destination} receives into {expected}, at {receiver}\n"
+            "Next step: give both ends the same shape and dtype."
+        )
+
+
+def check_collective(board: Board, rank: int) -> None:
+    """Compare the collective that ``rank`` has just announced with the other ranks'.
+
+    Raises:
+        MismatchError: another rank has called a different one, or with another tensor.
+    """
+    mine = int(board.collectives[rank]) - 1
+    for other in range(board.world_size):
+        if other == rank or board.collectives[other] <= mine:
+            continue
+        what, theirs = (board.ranks[r]["announced"][mine % HISTORY] for r in (rank, other))
+        is_overwritten = board.collectives[other] >= mine + HISTORY
+        if theirs != what and not is_overwritten:
+            first, second = sorted((rank, other))
+            raise MismatchError(
+                f"rank {first} and rank {second} call different collectives:\n"
+                f"  rank {first}: {latest_collectives(board, first, mine + 1)}\n"
+                f"  rank {second}: {latest_collectives(board, second, mine + 1)}\n"
+                "Next step: let all ranks call the same collectives in the same order, with "
+                "tensors of one shape and dtype."
+            )
+
+
+def latest_collectives(board: Board, rank: int, up_to: int | None = None, length: int = 3) -> str:
+    """The latest collectives of a rank: ``1. broadcast float32 [4], 2. barrier``."""
+    announced, count = board.ranks[rank]["announced"], int(board.collectives[rank])
+    last = count if up_to is None else min(up_to, count)
+    first = max(0, last - length, count - HISTORY)
+    names = (announced[index % HISTORY].decode() for index in range(first, last))
+    shown = [f"{number}. {name}" for number, name in enumerate(names, first + 1)]
+    return ", ".join(["..."] * (first > 0) + shown) or "none"
+
+
+def uneven_collectives(board: Board, *ranks: int) -> str:
+    """The collectives of some ranks, as lines to append; empty if all have called equally many."""
+    if len({int(board.collectives[rank]) for rank in ranks}) < 2:
+        return ""
+    lines = ["", "The latest collectives that each rank has called:"]
+    lines += [f"  rank {rank}: {latest_collectives(board, rank)}" for rank in ranks]
+    return "\n".join(lines)

@@ -1,0 +1,50 @@
+"""The tensors of a message: what may be sent and received, and in which memory."""
+
+import torch
+from torch import Tensor
+
+
+def describe(tensor: Tensor) -> str:
+    """What both ends of a message must agree on, for example ``float32 [3, 4]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def check_tensor(tensor: Tensor, device: torch.device) -> None:
+    """ValueError unless it is a dense tensor on a device of that type."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"a dense tensor is needed, got {tensor.layout}: use .to_dense()")
+    if tensor.device.type != device.type:
+        raise ValueError(
+            f"the ranks of this run work on {device.type}, but the tensor is on "
+            f"{tensor.device}: move it with .to(comm.device)"
+        )
+
+
+def to_send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor as it travels: detached and contiguous."""
+    check_tensor(tensor, device)
+    # A conjugate or negative view is a flag on the tensor, and its bytes are not its values.
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def to_receive(tensor: Tensor, device: torch.device) -> Tensor:
+    """Where a message for ``tensor`` lands: the tensor itself if it is contiguous, or a buffer."""
+    check_tensor(tensor, device)
+    flat = tensor.detach()
+    if flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
+        return flat
+    if any(step == 0 and size > 1 for step, size in zip(flat.stride(), flat.shape)):
+        raise ValueError(
+            "cannot receive into an expanded tensor: its elements share memory. "
+            "Receive into a new tensor (.clone() or torch.empty)"
+        )
+    return torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+
+
+def deliver(landing: Tensor, tensor: Tensor) -> Tensor:
+    """Copy what has landed into ``tensor``, unless it landed there; returns ``tensor``."""
+    if landing.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(landing)
+    return tensor

@@ -1,0 +1,113 @@
+"""How a rank waits for another in shared memory: it spins, then sleeps, and notices a lost peer.
+
+To wake a sleeping process takes about as long as a small message. So a rank first looks again and
+again (it spins), for a short while; between looks it yields its core, which the peer may need.
+Then it sleeps on the semaphore, and wakes up ten times per second to see whether the peer lives.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+
+from labkit.comm.board import LEFT, LOST, Board
+from labkit.comm.mismatch import uneven_collectives
+from labkit.comm.processes import is_running
+from labkit.comm.shared_memory import Semaphore
+from labkit.errors import PeerLostError
+
+# How often a sleeping rank looks whether its peer is still alive.
+LOOK_S = 0.1
+
+_SPIN_S = 200e-6
+
+# On two semaphores at once nobody can sleep: they are slept on in turns. The turns grow with the
+# time waited, so that a long wait does not keep a core busy.
+_TURN_S = 0.3e-3
+_LONGEST_TURN_S = 10e-3
+
+
+class Waiter:
+    """Waits for the semaphores that other ranks post.
+
+    Args:
+        board: of these ranks.
+        rank: the one that waits.
+        timeout_s: the longest wait for one semaphore.
+    """
+
+    def __init__(self, board: Board, rank: int, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._board = board
+        self._rank = rank
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """Every wait, also one in another thread, ends with an error."""
+        self._abandoned = True
+
+    def wait(self, semaphore: Semaphore, peer: int) -> None:
+        """Take one from a semaphore that ``peer`` posts.
+
+        Raises:
+            PeerLostError: the peer's process has ended, or nothing came in ``timeout_s``.
+        """
+        if semaphore.try_wait():
+            return
+        started_s = time.monotonic()
+        while time.monotonic() - started_s < _SPIN_S:
+            if semaphore.try_wait():
+                return
+            os.sched_yield()
+        while not semaphore.wait(LOOK_S):
+            if self._came_after_all(semaphore, peer, time.monotonic() - started_s):
+                return
+
+    def wait_for_first(self, needs: Sequence[tuple[Semaphore, int]]) -> int:
+        """Take one from whichever semaphore is posted first, each by its peer; returns its index.
+
+        Raises:
+            PeerLostError: as ``wait``, for any of the peers.
+        """
+        started_s = looked_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            waited_s = now_s - started_s
+            turn_s = min(max(_TURN_S, waited_s / 100), _LONGEST_TURN_S)
+            for index, (semaphore, _) in enumerate(needs):
+                if semaphore.try_wait() or (waited_s > _SPIN_S and semaphore.wait(turn_s)):
+                    return index
+            os.sched_yield()
+            if now_s - looked_s > LOOK_S:
+                looked_s = now_s
+                for index, (semaphore, peer) in enumerate(needs):
+                    if self._came_after_all(semaphore, peer, waited_s):
+                        return index
+
+    def _came_after_all(self, semaphore: Semaphore, peer: int, waited_s: float) -> bool:
+        """False while there is hope; PeerLostError when there is none."""
+        lost = self._why_lost(peer, waited_s)
+        if not lost:
+            return False
+        # What the peer sent before its end counts.
+        if semaphore.try_wait():
+            return True
+        raise PeerLostError(lost + uneven_collectives(self._board, self._rank, peer), rank=peer)
+
+    def _why_lost(self, peer: int, waited_s: float) -> str:
+        if self._abandoned:
+            return "this rank is at its end"
+        if lost := self._board.gave_up() or why_gone(self._board, peer):
+            return lost
+        if waited_s > self.timeout_s:
+            return f"nothing from rank {peer} in {self.timeout_s:g} s"
+        return ""
+
+
+def why_gone(board: Board, peer: int) -> str:
+    """Why nothing more will come from ``peer``; empty while something may."""
+    pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
+    if state == LEFT:
+        return f"rank {peer} has left: its process group is destroyed, or it is at its end"
+    if state == LOST or (pid and not is_running(pid)):
+        return f"the process of rank {peer} (pid {pid}) has ended"
+    return ""

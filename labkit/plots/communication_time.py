@@ -1,0 +1,231 @@
+"""The time of each hop of a placement, by direction and batch size, beside its bytes."""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from labkit.placement.planner import SplitModel
+from labkit.plots.figure import (
+    DARK,
+    SERIES,
+    WIDTH_IN,
+    CaptionedFigure,
+    Style,
+    add_legend,
+    add_title,
+    drawn,
+    fill,
+    swatch,
+)
+from labkit.plots.repeats import counts_words, quartiles, range_words
+from labkit.units import as_repeats, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from labkit.training.split_run import MeasuredSplit
+
+_TITLES = {"activation": "Activations, forward", "gradient": "Gradients, backward"}
+# In a group of bars: the height of each bar, and the gap between groups.
+_BAR_IN, _GAP_IN = 0.155, 0.14
+
+
+class _Hop(NamedTuple):
+    """What was measured over one cut, in one direction, at one batch size."""
+
+    group: str
+    direction: str
+    batch_size: int
+    num_bytes: int
+    seconds: list[float]
+    model_s: float | None
+
+
+def hop_rows(
+    placement: str, measured: "MeasuredSplit", predicted: SplitModel | None = None
+) -> list[dict[str, Any]]:
+    """The hops of a measured split as rows of ``communication_time``.
+
+    Args:
+        placement: what the split is called.
+        measured: ``labkit.training.split_run.measure_split``.
+        predicted: of the same split; None leaves the model out.
+    """
+    rows = []
+    for cut, point in enumerate(measured.split_points):
+        directions = {
+            "activation": (measured.forward_hop_s, predicted.hop_s if predicted else None),
+            "gradient": (measured.backward_hop_s, predicted.backward_hop_s if predicted else None),
+        }
+        for direction, (seconds, model_s) in directions.items():
+            # No gradient crosses a cut that has only frozen layers before it.
+            if any(seconds[cut]):
+                row = {"placement": placement, "cut": point, "direction": direction}
+                row |= {"batch_size": measured.batch_size, "num_bytes": measured.hop_bytes[cut]}
+                row |= {"seconds": list(seconds[cut])}
+                rows.append(row | ({"model_s": model_s[cut]} if model_s else {}))
+    return rows
+
+
+@drawn
+def communication_time(
+    rows: Iterable[Mapping[str, Any]], *, title: str | None = None
+) -> CaptionedFigure:
+    """Draw the time of every hop, by cut, direction and batch size, beside its bytes.
+
+    Args:
+        rows: as of ``hop_rows``: ``placement`` (its name), ``cut`` (the split point),
+            ``direction`` (``activation`` or ``gradient``), ``batch_size``, ``num_bytes`` and
+            ``seconds`` per batch in that direction (a number, or the repeats: the bar is their
+            median, the whisker spans the middle half), and optionally ``model_s``, the
+            prediction.
+        title: above the figure.
+
+    Raises:
+        ValueError: no rows, or a time that is not above 0.
+    """
+    hops = [_checked(row) for row in rows]
+    if not hops:
+        raise ValueError("no hops to draw: give the rows of a split with one cut or more")
+    figure = _draw_hops(hops, title or "Communication time by cut")
+    return CaptionedFigure(figure, alt=_hops_alt(hops), caption=_hops_caption(hops))
+
+
+def _checked(row: Mapping[str, Any]) -> _Hop:
+    group = f"{row['placement']}\ncut {row['cut']}"
+    model_s = row.get("model_s")
+    seconds = as_repeats(row["seconds"])
+    if row["direction"] not in _TITLES:
+        raise ValueError(f"unknown direction {row['direction']!r}: {' or '.join(_TITLES)}")
+    if min(seconds) <= 0 or (model_s is not None and model_s <= 0):
+        raise ValueError(
+            f"{group!r} has a hop of {min(seconds):g} s, model {model_s}: a logarithmic axis "
+            "shows times above 0 only; leave out what does not cross"
+        )
+    sizes = row["batch_size"], row["num_bytes"]
+    return _Hop(group, row["direction"], *sizes, seconds, model_s)
+
+
+def _draw_hops(hops: list[_Hop], title: str) -> Figure:
+    groups = list(dict.fromkeys(hop.group for hop in hops))
+    directions = [name for name in _TITLES if any(hop.direction == name for hop in hops)]
+    batches = sorted({hop.batch_size for hop in hops})
+    looks = dict(zip(batches, itertools.cycle(style for style, *_ in SERIES)))
+    has_model = any(hop.model_s is not None for hop in hops)
+    bars = len(batches) * (1 + has_model)
+    height_in = len(groups) * (bars * _BAR_IN + _GAP_IN) + 1.5
+    figure = Figure(figsize=(WIDTH_IN, height_in))
+    grid = figure.subplots(1, len(directions) + 1, sharey=True, squeeze=False)[0]
+    for axes, direction in zip(grid, directions):
+        mine = [hop for hop in hops if hop.direction == direction]
+        _draw_direction(axes, mine, groups, looks, has_model)
+        axes.set_title(_TITLES[direction])
+        axes.set_xlabel("time per batch (log scale)")
+    _draw_bytes(grid[-1], hops, groups, looks, has_model)
+    grid[0].set_yticks(range(len(groups)), groups)
+    grid[0].set_ylim(len(groups) - 0.5, -0.5)
+    add_title(figure, title)
+    entries = [swatch(f"batch {size}", look) for size, look in looks.items()]
+    if has_model:
+        entries += [
+            swatch(f"batch {size} model", look, model=True) for size, look in looks.items()
+        ]
+    add_legend(figure, entries)
+    return figure
+
+
+def _draw_direction(
+    axes: Axes, hops: list[_Hop], groups: list[str], looks: dict[int, Style], has_model: bool
+) -> None:
+    places = _places(groups, looks, has_model)
+    for hop in hops:
+        middle = statistics.median(hop.seconds)
+        low, high = quartiles(hop.seconds)
+        place, height = places[hop.group, hop.batch_size, False]
+        axes.barh(place, middle, height, **fill(looks[hop.batch_size]))
+        if len(hop.seconds) > 1:
+            spread = [[middle - low], [high - middle]]
+            axes.errorbar(middle, place, xerr=spread, color=DARK, capsize=2, linewidth=1)
+        _number(axes, high, place, format_seconds(middle))
+        if hop.model_s is not None:
+            place, height = places[hop.group, hop.batch_size, True]
+            axes.barh(place, hop.model_s, height, **fill(looks[hop.batch_size].model))
+    times = [value for hop in hops for value in (*hop.seconds, hop.model_s) if value]
+    axes.set_xscale("log")
+    # A bar has no natural start on a logarithmic axis; this one leaves the shortest a length.
+    axes.set_xlim(min(times) / 3, max(times) * 6)
+    axes.xaxis.set_major_locator(LogLocator(10, numticks=4))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
+    _finish(axes)
+
+
+def _places(
+    groups: list[str], looks: dict[int, Style], has_model: bool
+) -> dict[tuple[str, int, bool], tuple[float, float]]:
+    """By group, batch size, and whether it is the model's: the place and height of a bar."""
+    kinds = [
+        (size, model) for size in looks for model in ((False, True) if has_model else (False,))
+    ]
+    height = _BAR_IN / (len(kinds) * _BAR_IN + _GAP_IN)
+    return {
+        (group, *kind): (index + (number - (len(kinds) - 1) / 2) * height, 0.92 * height)
+        for index, group in enumerate(groups)
+        for number, kind in enumerate(kinds)
+    }
+
+
+def _draw_bytes(
+    axes: Axes, hops: list[_Hop], groups: list[str], looks: dict[int, Style], has_model: bool
+) -> None:
+    """One bar per batch size: both directions carry the same bytes."""
+    places = _places(groups, looks, has_model)
+    for hop in {(hop.group, hop.batch_size): hop for hop in hops}.values():
+        place, height = places[hop.group, hop.batch_size, False]
+        axes.barh(place, hop.num_bytes, height, **fill(looks[hop.batch_size]))
+        _number(axes, hop.num_bytes, place, format_bytes(hop.num_bytes))
+    low, high = (end(hop.num_bytes for hop in hops) for end in (min, max))
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low / 3, high * 8)
+    ticks = [2.0**power for power in range(0, 50, 3) if low / 3 < 2**power < high * 2]
+    axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
+    axes.set_title("Bytes, either way")
+    axes.set_xlabel("bytes per batch (log scale)")
+    _finish(axes)
+
+
+def _number(axes: Axes, x: float, y: float, text: str) -> None:
+    axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center_baseline")
+
+
+def _finish(axes: Axes) -> None:
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+
+
+def _hops_alt(hops: list[_Hop]) -> str:
+    if len(hops) > 8:
+        most, least = (end(hops, key=lambda hop: hop.num_bytes) for end in (max, min))
+        ends = f"Most bytes: {_in_words(most)}. Fewest: {_in_words(least)}"
+        return f"Bars of the time over each cut, {len(hops)} of them. {ends}."
+    return f"Bars of the time over each cut. {'; '.join(map(_in_words, hops))}."
+
+
+def _in_words(hop: _Hop) -> str:
+    text = f"{hop.group}, batch {hop.batch_size}, {hop.direction}".replace("\n", ", ")
+    text += f", {format_bytes(hop.num_bytes)} in {format_seconds(statistics.median(hop.seconds))}"
+    return text if hop.model_s is None else f"{text}, model {format_seconds(hop.model_s)}"
+
+
+def _hops_caption(hops: list[_Hop]) -> str:
+    slow, fast = (end(hops, key=lambda hop: statistics.median(hop.seconds)) for end in (max, min))
+    sentences = [f"The slowest hop is {_in_words(slow)}; the fastest is {_in_words(fast)}."]
+    ratios = [statistics.median(hop.seconds) / hop.model_s for hop in hops if hop.model_s]
+    if ratios:
+        sentences.append(f"What was measured is {range_words(ratios)} times the model (hatched).")
+    if times := counts_words(hop.seconds for hop in hops):
+        sentences.append(f"Bars are medians of {times} steps; whiskers span the middle half.")
+    return " ".join(sentences)

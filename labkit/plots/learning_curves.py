@@ -1,0 +1,138 @@
+"""Learning curves: loss and held-out accuracy, by epoch and by second."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from labkit.plots.figure import (
+    SERIES,
+    WIDTH_IN,
+    CaptionedFigure,
+    Style,
+    add_legend,
+    add_title,
+    drawn,
+)
+from labkit.units import format_count, format_seconds
+
+Curve = dict[str, np.ndarray]
+
+
+@drawn
+def learning_curves(runs: Mapping[str, Any], *, title: str | None = None) -> CaptionedFigure:
+    """Draw loss and held-out accuracy, by epoch and by second of training.
+
+    Args:
+        runs: by label, a result that has ``.epochs``, or the epochs themselves: dicts with
+            ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch alone). Or a list
+            of such runs: the line goes through their medians, the band spans all of them.
+        title: above the figure.
+
+    Raises:
+        ValueError: no runs, or one without epochs.
+    """
+    curves = {str(label): _median_curve(str(label), run) for label, run in runs.items()}
+    if not curves:
+        raise ValueError('no runs to draw: give at least one, {"label": result.epochs}')
+    figure = Figure(figsize=(WIDTH_IN, 5.6))
+    grid = figure.subplots(2, 2, sharex="col", sharey="row")
+    lines = [
+        _draw_curve(grid, label, curve, *look)
+        for (label, curve), look in zip(curves.items(), itertools.cycle(SERIES))
+    ]
+    _label_curves(grid, max(len(curve["epoch"]) for curve in curves.values()))
+    add_title(figure, title or "Loss and held-out accuracy")
+    add_legend(figure, lines)
+    ends = "; ".join(_end_of(label, curve) for label, curve in curves.items())
+    count = format_count(len(curves), "run")
+    return CaptionedFigure(
+        figure, alt=f"Learning curves of {count}. {ends}.", caption=_curves_caption(curves)
+    )
+
+
+def _median_curve(label: str, run: Any) -> Curve:
+    """Medians of the repeats; ``low loss`` and so on are the band's edges, if there are any."""
+    run = getattr(run, "epochs", run)
+    if not run or isinstance(run[0], Mapping):
+        return _curve(label, run)
+    repeats = [_curve(label, one) for one in run]
+    fewest = min(len(one["epoch"]) for one in repeats)
+    stacked = {key: np.array([one[key][:fewest] for one in repeats]) for key in repeats[0]}
+    curve = {key: np.median(values, axis=0) for key, values in stacked.items()}
+    if len(repeats) > 1:
+        for key in ("loss", "accuracy"):
+            curve |= {f"low {key}": stacked[key].min(axis=0)}
+            curve |= {f"high {key}": stacked[key].max(axis=0)}
+    return curve
+
+
+def _curve(label: str, run: Any) -> Curve:
+    epochs = list(getattr(run, "epochs", run))
+    if not epochs:
+        raise ValueError(f"{label} has no epochs: train for at least one")
+    names = ("loss", "test_accuracy", "seconds")
+    if missing := [name for name in names if any(name not in epoch for epoch in epochs)]:
+        raise ValueError(f"{label} has epochs without {', '.join(missing)}")
+    loss, accuracy, seconds = (
+        np.array([math.nan if epoch[name] is None else epoch[name] for epoch in epochs])
+        for name in names
+    )
+    return {
+        "epoch": np.arange(1, len(epochs) + 1),
+        "second": np.cumsum(seconds),
+        "loss": loss,
+        "accuracy": 100 * accuracy,
+    }
+
+
+def _draw_curve(grid, label: str, curve: Curve, style: Style, marker: str, line: str):
+    look = {"color": style.color, "marker": marker, "linestyle": line, "linewidth": 1.6}
+    every = math.ceil(len(curve["epoch"]) / 12)
+    for row, y in zip(grid, ("loss", "accuracy")):
+        for axes, x in zip(row, ("epoch", "second")):
+            axes.plot(curve[x], curve[y], label=label, markevery=every, markersize=5, **look)
+            if f"low {y}" in curve:
+                band = {"color": style.color, "alpha": 0.15, "linewidth": 0}
+                axes.fill_between(curve[x], curve[f"low {y}"], curve[f"high {y}"], **band)
+    return grid[0, 0].lines[-1]
+
+
+def _label_curves(grid, num_epochs: int) -> None:
+    grid[0, 0].set_ylabel("training loss")
+    grid[1, 0].set_ylabel("held-out accuracy (%)")
+    grid[1, 0].set_xlabel("epoch")
+    grid[1, 1].set_xlabel("time in training (s)")
+    grid[1, 0].set_xlim(0.5, num_epochs + 0.5)
+    grid[1, 0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    grid[1, 1].set_xlim(left=0)
+    for axes in grid.flat:
+        axes.grid()
+
+
+def _end_of(label: str, curve: Curve) -> str:
+    epochs = len(curve["epoch"])
+    count = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    return (
+        f"{label} ends at loss {curve['loss'][-1]:.3g} and held-out accuracy "
+        f"{curve['accuracy'][-1]:.1f}% after {count} and {format_seconds(curve['second'][-1])}"
+    )
+
+
+def _curves_caption(curves: dict[str, Curve]) -> str:
+    best = max(curves, key=lambda label: np.nan_to_num(curves[label]["accuracy"][-1], nan=-1))
+    fast = min(curves, key=lambda label: curves[label]["second"][-1])
+    text = f"{_end_of(best, curves[best])}."
+    if len(curves) > 1:
+        text = (
+            f"Best held-out accuracy at the end: {best}, {curves[best]['accuracy'][-1]:.1f}%. "
+            f"First to end: {fast}, after {format_seconds(curves[fast]['second'][-1])}."
+        )
+    text = f"{text} The left column counts epochs, the right one seconds of training."
+    if any("low loss" in curve for curve in curves.values()):
+        text += " Lines are medians of the repeats, bands span all of them."
+    return text

@@ -1,0 +1,123 @@
+"""Seconds by kind, as stacked bars: one bar per rank, or per run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from labkit.plots.figure import (
+    WIDTH_IN,
+    CaptionedFigure,
+    Style,
+    add_legend,
+    drawn,
+    fill,
+    styles_of,
+)
+from labkit.plots.timeline import (
+    Shares,
+    axis_unit,
+    communication_words,
+    kind_swatches,
+    label_lanes,
+    percent,
+    percents,
+    trace_of,
+)
+from labkit.units import format_seconds
+
+
+@drawn
+def phases(result: Any, *, title: str | None = None, model: bool = False) -> CaptionedFigure:
+    """Draw the seconds by kind as stacked bars, one bar per rank (or run).
+
+    Args:
+        result: a ``Trace``, a result that has one, ``{kind: seconds}``, or
+            ``{rank or name: {kind: seconds}}``.
+        title: above the figure.
+        model: the seconds are predictions, and are drawn as such.
+
+    Raises:
+        ValueError: nothing to draw; the message says what to do.
+    """
+    rows = _phase_rows(result)
+    totals = {name: sum(row.values()) for name, row in rows.items()}
+    styles = styles_of(kind for row in rows.values() for kind, s in row.items() if s > 0)
+    shares = {
+        name: {kind: row.get(kind, 0) / totals[name] for kind in styles}
+        for name, row in rows.items()
+        if totals[name] > 0
+    }
+    title = title or ("Time by phase (model)" if model else "Time by phase")
+    bars = "; ".join(
+        f"{name} {format_seconds(totals[name])}, {percents(share)}"
+        for name, share in shares.items()
+    )
+    return CaptionedFigure(
+        _draw_phases(rows, totals, styles, title, model),
+        alt=f"{title}: {bars}.",
+        caption=_phases_caption(shares, totals),
+    )
+
+
+def _phase_rows(result: Any) -> dict[str, dict[str, float]]:
+    """By bar, by kind: seconds."""
+    if not isinstance(result, Mapping):
+        trace = trace_of(result)
+        return {f"rank {rank}": trace.seconds_by_kind(rank) for rank in trace.ranks}
+    by_name = any(isinstance(row, Mapping) for row in result.values())
+    rows = {
+        f"rank {name}" if isinstance(name, int) else str(name): dict(row)
+        for name, row in (result if by_name else {"run": result}).items()
+    }
+    if not any(seconds > 0 for row in rows.values() for seconds in row.values()):
+        raise ValueError(
+            "no phase took any time, so there is nothing to draw: give what labkit.run returned, "
+            'or seconds by kind such as {"compute": 0.8, "communicate": 0.2}'
+        )
+    return rows
+
+
+def _draw_phases(
+    rows: dict[str, dict[str, float]],
+    totals: dict[str, float],
+    styles: dict[str, Style],
+    title: str,
+    model: bool,
+) -> Figure:
+    scale, unit = axis_unit(max(totals.values()))
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(rows), 9)))
+    axes = figure.add_subplot()
+    longest = max(totals.values()) / scale
+    for lane, (name, row) in enumerate(rows.items()):
+        left = 0.0
+        for kind, style in styles.items():
+            width = row.get(kind, 0.0) / scale
+            look = style.model if model else style
+            axes.barh(lane, width, 0.72, left, label=kind, **fill(look))
+            if width > 0.07 * longest:
+                _tag(axes, left + width / 2, lane, percent(row[kind] / totals[name]))
+            left += width
+        axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
+    axes.set_xlim(0, 1.12 * longest)
+    axes.set_title(title)
+    axes.set_xlabel(f"time ({unit})")
+    label_lanes(axes, list(rows))
+    add_legend(figure, kind_swatches(styles, model))
+    return figure
+
+
+def _tag(axes: Axes, x: float, y: float, text: str) -> None:
+    """Text on a bar, on a white background, so that no hatch runs through it."""
+    box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
+    axes.text(x, y, text, va="center", ha="center", bbox=box)
+
+
+def _phases_caption(shares: Shares, totals: dict[str, float]) -> str:
+    text = communication_words(shares, totals)
+    slow, fast = max(totals, key=totals.__getitem__), min(totals, key=totals.__getitem__)
+    longest, shortest = format_seconds(totals[slow]), format_seconds(totals[fast])
+    if longest != shortest:
+        text += f" The longest bar is {slow} ({longest}), the shortest {fast} ({shortest})."
+    return text

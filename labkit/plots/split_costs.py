@@ -1,0 +1,350 @@
+"""A model cut into stages: what the split costs by the model, beside what was measured."""
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from labkit.placement.planner import SplitModel
+from labkit.placement.stage_costs import Profile
+from labkit.plots.figure import (
+    BLUE,
+    DARK,
+    GREY,
+    STYLES,
+    VERMILLION,
+    WIDTH_IN,
+    CaptionedFigure,
+    Style,
+    add_legend,
+    add_title,
+    drawn,
+    fill,
+    swatch,
+    tint,
+)
+from labkit.plots.repeats import quartiles
+from labkit.schedules.stages import stage_bounds
+from labkit.units import (
+    byte_unit,
+    format_bytes,
+    format_count,
+    format_number,
+    format_seconds,
+    second_unit,
+)
+
+if TYPE_CHECKING:
+    from labkit.training.split_run import MeasuredSplit
+
+_HEIGHT_IN = 5.4
+_LOOKS = {kind: STYLES[kind] for kind in ("forward", "backward", "activation", "gradient")}
+_LOOKS |= {"step": Style(DARK), "memory": Style(BLUE)}
+
+
+class AxisRange(NamedTuple):
+    """The least that the axes show: under a slider, bars should move and axes stay."""
+
+    step_s: float = 0.0
+    hop_s: float = 0.0
+    memory_bytes: float = 0.0
+
+
+class _Bar(NamedTuple):
+    """A stacked bar: its parts by meaning, and the repeats of their sum if there are any."""
+
+    parts: dict[str, float]
+    repeats: Sequence[float] = ()
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        return quartiles(self.repeats or [self.total])
+
+    @property
+    def top(self) -> float:
+        return max(self.total, self.quartiles[1])
+
+
+# The model's bars, and the measured ones if there are any: a bar for each group.
+_Columns = list[list[_Bar]]
+
+
+class _SplitBars(NamedTuple):
+    """A split as bars, predicted or measured: seconds, and bytes of memory."""
+
+    stages: list[_Bar]
+    hops: list[_Bar]
+    step: _Bar
+    memory: list[_Bar]
+
+    @classmethod
+    def of(cls, split: "SplitModel | MeasuredSplit") -> "_SplitBars":
+        if isinstance(split, SplitModel):
+            hops = [([there], [back]) for there, back in zip(split.hop_s, split.backward_hop_s)]
+            steps = [split.step_s]
+        else:
+            hops = list(zip(split.forward_hop_s, split.backward_hop_s))
+            steps = split.step_s
+        return cls(
+            [
+                _Bar({"forward": f, "backward": b})
+                for f, b in zip(split.forward_s, split.backward_s)
+            ],
+            [_hop_bar(there, back) for there, back in hops],
+            _Bar({"step": statistics.median(steps)}, steps),
+            [_Bar({"memory": size}) for size in split.memory_bytes],
+        )
+
+
+def _hop_bar(there: Sequence[float], back: Sequence[float]) -> _Bar:
+    """``there`` and ``back``: seconds by step; ``back`` is empty where no gradient crosses."""
+    back = back or [0.0] * len(there)
+    medians = {"activation": statistics.median(there), "gradient": statistics.median(back)}
+    return _Bar(medians, [sum(pair) for pair in zip(there, back)])
+
+
+@drawn
+def split_costs(
+    profile: Profile,
+    predicted: SplitModel,
+    measured: "MeasuredSplit | None" = None,
+    *,
+    title: str | None = None,
+    axis_range: AxisRange | None = None,
+) -> CaptionedFigure:
+    """Draw what a split costs: bytes over each cut, memory, and the time of stages and hops.
+
+    Args:
+        profile: the model's layers, for the same batch size as the split.
+        predicted: ``labkit.placement.planner.predict_split`` of this profile.
+        measured: ``labkit.training.split_run.measure_split`` of the same split; its bars stand
+            beside those of the model, which are hatched. None leaves them out.
+        title: above the figure.
+        axis_range: the least that the axes show; by default they end with the bars.
+
+    Raises:
+        ValueError: the measured split has other split points, micro-batches or batch size.
+    """
+    if measured is not None:
+        _check_same(profile, predicted, measured)
+    title = title or f"{profile.model} in {_stages(predicted)}, {_batch(profile, predicted)}"
+    return CaptionedFigure(
+        _draw(profile, predicted, measured, title, axis_range or AxisRange()),
+        alt=_alt(profile, predicted, measured),
+        caption=_caption(predicted, measured),
+    )
+
+
+def _check_same(profile: Profile, predicted: SplitModel, measured: "MeasuredSplit") -> None:
+    ours = predicted.split_points, predicted.micro_batches, profile.batch_size
+    theirs = tuple(measured.split_points), measured.micro_batches, measured.batch_size
+    if ours != theirs:
+        names = "split points {}, micro_batches {}, batch size {}"
+        raise ValueError(
+            f"the model is for {names.format(*ours)}, the measurement for "
+            f"{names.format(*theirs)}: compare the same split"
+        )
+
+
+def _stages(predicted: SplitModel) -> str:
+    return format_count(len(predicted.forward_s), "stage")
+
+
+def _batch(profile: Profile, predicted: SplitModel) -> str:
+    text = f"batch of {profile.batch_size}"
+    if predicted.micro_batches == 1:
+        return text
+    return f"{text} in {predicted.micro_batches} micro-batches ({predicted.schedule})"
+
+
+def cuts_words(split_points: Sequence[int]) -> str:
+    """``cut before layers 10, 17``."""
+    return f"cut before layer{'s' * (len(split_points) > 1)} {', '.join(map(str, split_points))}"
+
+
+def _alt(profile: Profile, predicted: SplitModel, measured: "MeasuredSplit | None") -> str:
+    head = f"{profile.model} in {_stages(predicted)}"
+    if predicted.split_points:
+        head += f", {cuts_words(predicted.split_points)}"
+    text = f"{head}, {_batch(profile, predicted)}. Predicted {_in_words(predicted)}."
+    return text if measured is None else f"{text} Measured {_in_words(measured)}."
+
+
+def _in_words(split: "SplitModel | MeasuredSplit") -> str:
+    bars = _SplitBars.of(split)
+    parts = [f"step {format_seconds(bars.step.total)}"]
+    for stage, (bar, memory) in enumerate(zip(bars.stages, bars.memory)):
+        size = format_bytes(memory.total)
+        parts.append(f"stage {stage} {format_seconds(bar.total)} and {size} of memory")
+    for point, size, bar in zip(split.split_points, split.hop_bytes, bars.hops):
+        parts.append(f"cut {point} {format_seconds(bar.total)} for {format_bytes(size)} a way")
+    return "; ".join(parts)
+
+
+def _caption(predicted: SplitModel, measured: "MeasuredSplit | None") -> str:
+    """The step, what is idle, what was measured."""
+    model = _SplitBars.of(predicted)
+    text = f"Model: the step takes {format_seconds(predicted.step_s)}"
+    if model.hops:
+        stages_s = [bar.total for bar in model.stages]
+        largest = stages_s.index(max(stages_s))
+        text += (
+            f", with {format_seconds(sum(bar.total for bar in model.hops))} of hops. The largest "
+            f"stage is stage {largest} with {format_seconds(stages_s[largest])}; stages are "
+            f"idle for {predicted.bubble:.0%} of the step"
+        )
+    if measured is None:
+        return f"{text}."
+    step = _SplitBars.of(measured).step
+    return (
+        f"{text}. Measured: {format_seconds(step.total)}, {step.total / predicted.step_s:.2f} "
+        f"times the model (median of {len(step.repeats)} steps; whiskers span the middle half)."
+    )
+
+
+def _draw(
+    profile: Profile,
+    predicted: SplitModel,
+    measured: "MeasuredSplit | None",
+    title: str,
+    axis_range: AxisRange,
+) -> Figure:
+    figure = Figure(figsize=(WIDTH_IN, _HEIGHT_IN))
+    # Finding out what fits where would take longer than drawing, and a slider should move bars
+    # and no axes.
+    figure.set_layout_engine("none")
+    add_title(figure, title)
+    bars = [_SplitBars.of(split) for split in (predicted, measured) if split]
+    _draw_bytes(_panel(figure, 48, 350, 256, "Bytes over a cut"), profile, predicted)
+    _draw_memory(
+        _panel(figure, 412, 604, 256, "Memory"), [split.memory for split in bars], axis_range
+    )
+    right = 376 if predicted.hop_s else 604
+    axes = _panel(figure, 48, right, 66, "Stages, and the whole step")
+    stages = [[*split.stages, split.step] for split in bars]
+    _draw_times(axes, _stage_names(profile, predicted), stages, axis_range.step_s)
+    if predicted.hop_s:
+        axes = _panel(figure, 432, 604, 66, "Hops, there and back")
+        sizes = map(format_bytes, predicted.hop_bytes)
+        names = [f"cut {point}\n{size}" for point, size in zip(predicted.split_points, sizes)]
+        _draw_times(axes, names, [split.hops for split in bars], axis_range.hop_s)
+    kinds = list(_LOOKS)[: 4 if predicted.hop_s else 2]
+    entries = [swatch(kind, _LOOKS[kind], model=measured is None) for kind in kinds]
+    add_legend(figure, [*entries, swatch("hatched: model", Style(GREY), model=True)])
+    return figure
+
+
+def _panel(figure: Figure, left: float, right: float, bottom: float, title: str) -> Axes:
+    """Axes at a fixed place, given in points: 72 to the inch, from the lower left corner."""
+    width, height = 72 * WIDTH_IN, 72 * _HEIGHT_IN
+    top = bottom + (84 if bottom > height / 2 else 124)
+    place = (left / width, bottom / height, (right - left) / width, (top - bottom) / height)
+    axes = figure.add_axes(place)
+    # Finding a place for the title would take as long as drawing the axes.
+    axes.set_title(title, y=1.0)
+    axes.yaxis.set_label_coords(-30 / (right - left), 0.5)
+    axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_number(value)))
+    axes.tick_params(axis="x", length=0)
+    return axes
+
+
+def _draw_bytes(axes: Axes, profile: Profile, predicted: SplitModel) -> None:
+    """What would cross, wherever the model were cut; the cuts that are made stand out."""
+    num_layers, points = len(profile.layers), predicted.split_points
+    sizes = [layer.output_bytes for layer in profile.layers[:-1]]
+    scale, unit = byte_unit(max(sizes, default=0))
+    highest = max(sizes, default=0) / scale or 1.0
+    places = range(1, num_layers)
+    colors = [VERMILLION if place in points else tint(VERMILLION, 0.3) for place in places]
+    tops = [size / scale for size in sizes]
+    # A line for each bar: one artist is drawn many times as fast as one for each.
+    bar_points = 0.8 * 72 * WIDTH_IN * axes.get_position().width / num_layers
+    axes.vlines(places, 0, tops, colors, linewidth=bar_points)
+    # Above the highest bar, room for the names of the stages.
+    axes.set(xlim=(0, num_layers), ylim=(0, 1.2 * highest))
+    axes.vlines(points, [tops[point - 1] for point in points], 1.25 * highest, DARK, lw=0.8)
+    for stage, (start, end) in enumerate(stage_bounds(points, num_layers)):
+        if (share := (end - start) / num_layers) > 0.04:
+            name = f"stage {stage}" if share > 0.16 else str(stage)
+            axes.text((start + end) / 2, 1.19 * highest, name, ha="center", va="top")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    axes.set(xlabel="split point (layer behind the cut)", ylabel=f"activation ({unit})")
+
+
+def _draw_memory(axes: Axes, columns: _Columns, axis_range: AxisRange) -> None:
+    highest = _highest(columns, axis_range.memory_bytes)
+    scale, unit = byte_unit(highest)
+    _draw_bars(axes, columns, highest, scale, digits=2)
+    axes.set_xticks(range(len(columns[0])))
+    axes.set(xlabel="stage", ylabel=f"held ({unit})")
+
+
+def _draw_times(axes: Axes, names: list[str], columns: _Columns, least_s: float) -> None:
+    """``names`` stand under the groups, in two lines each."""
+    highest = _highest(columns, least_s)
+    scale, unit = second_unit(highest)
+    _draw_bars(axes, columns, highest, scale, digits=3)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel(f"time ({unit})")
+
+
+def _highest(columns: _Columns, least: float) -> float:
+    return max(least, *(bar.top for column in columns for bar in column)) or 1.0
+
+
+def _draw_bars(axes: Axes, columns: _Columns, highest: float, scale: float, digits: int) -> None:
+    """A group of bars for each place: the model's, and the measured one to the right of it."""
+    shifts, width = ((-0.22, 0.22), 0.42) if len(columns) == 2 else ((0.0,), 0.5)
+    for bars, is_model, shift in zip(columns, (True, False), shifts):
+        xs = np.arange(len(bars)) + shift
+        _draw_stacks(axes, xs, bars, width, scale, is_model)
+        for x, bar in zip(xs, bars):
+            low, high = (end / scale for end in bar.quartiles)
+            if high > low:
+                axes.plot([x, x], [low, high], color=DARK, linewidth=0.8, marker="_")
+            top = (bar.top + 0.03 * highest) / scale
+            axes.text(x, top, _number(bar.total / scale, digits), ha="center")
+    axes.set_xlim(-0.5, len(columns[0]) - 0.5)
+    # Room for a number above the highest bar.
+    axes.set_ylim(0, 1.2 * highest / scale)
+
+
+def _draw_stacks(
+    axes: Axes, xs: np.ndarray, bars: list[_Bar], width: float, scale: float, is_model: bool
+) -> None:
+    bottoms = np.zeros(len(bars))
+    for kind, look in _LOOKS.items():
+        heights = np.array([bar.parts.get(kind, 0.0) for bar in bars]) / scale
+        if (seen := heights > 0).any():
+            style = fill(look.model if is_model else look)
+            axes.bar(xs[seen], heights[seen], width, bottoms[seen], label=kind, **style)
+        bottoms += heights
+
+
+def _number(value: float, digits: int) -> str:
+    """As short as bars are narrow: with 3 digits 123, 12.3, 1.23, 0.12, and <.01 for less."""
+    places = max(0, digits - len(f"{value:.0f}"))
+    if 0 < value < 0.5 * 10**-places:
+        return f"<{10**-places:.{places}f}".replace("0.", ".")
+    return "0" if value == 0 else f"{value:.{places}f}"
+
+
+def _stage_names(profile: Profile, predicted: SplitModel) -> list[str]:
+    names = []
+    bounds = stage_bounds(predicted.split_points, len(profile.layers))
+    for stage, (start, end) in enumerate(bounds):
+        layers = str(start) if end == start + 1 else f"{start}-{end - 1}"
+        # Four stages stand too close for the word under each.
+        if stage == 0 or len(bounds) < 4:
+            layers = f"layer{'s' * (end > start + 1)} {layers}"
+        names.append(f"stage {stage}\n{layers}")
+    return [*names, f"step\nidle {predicted.bubble:.0%}"]

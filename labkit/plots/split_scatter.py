@@ -1,0 +1,111 @@
+"""Many splits: predicted against measured steps."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from labkit.plots.figure import (
+    BLUE,
+    DARK,
+    VERMILLION,
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    drawn,
+    tint,
+)
+from labkit.plots.repeats import quartiles, range_words
+from labkit.units import as_repeats, format_count, format_seconds, second_unit
+
+
+class _Point(NamedTuple):
+    name: str
+    predicted_s: float
+    measured_s: list[float]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.measured_s)
+
+
+@drawn
+def split_scatter(
+    points: Iterable[Mapping[str, Any]], *, title: str | None = None
+) -> CaptionedFigure:
+    """Draw predicted against measured steps of many splits: does the planner choose well?
+
+    Args:
+        points: ``split_points``, ``predicted_s`` and ``measured_s`` of each split: seconds of a
+            step, measured as a number or as its repeats (the point is their median, the whisker
+            spans the middle half).
+        title: above the figure.
+
+    Raises:
+        ValueError: fewer than two splits.
+    """
+    found = [
+        _Point(_cuts(p["split_points"]), p["predicted_s"], as_repeats(p["measured_s"]))
+        for p in points
+    ]
+    if len(found) < 2:
+        splits = format_count(len(found), "split")
+        raise ValueError(f"{splits}: give two or more, to see which is better")
+    chosen = min(found, key=lambda point: point.predicted_s)
+    best = min(found, key=lambda point: point.median_s)
+    return CaptionedFigure(
+        _draw_scatter(found, chosen, best, title or "Splits, predicted and measured"),
+        alt=_scatter_alt(found, chosen, best),
+        caption=_scatter_caption(found, chosen, best),
+    )
+
+
+def _cuts(split_points: Sequence[int]) -> str:
+    return f"cut {', '.join(map(str, split_points))}" if split_points else "no cut"
+
+
+def _draw_scatter(found: list[_Point], chosen: _Point, best: _Point, title: str) -> Figure:
+    scale, unit = second_unit(max(point.median_s for point in found))
+    figure = Figure(figsize=(WIDTH_IN, 4.8))
+    axes = figure.add_subplot()
+    predicted = np.array([point.predicted_s for point in found]) / scale
+    measured = np.array([point.median_s for point in found]) / scale
+    low, high = np.transpose([quartiles(point.measured_s) for point in found]) / scale
+    axes.vlines(predicted, low, high, tint(BLUE, 0.45), zorder=1)
+    axes.plot(predicted, measured, "o", color=BLUE, label="a split")
+    ends = [min(*predicted, *measured), max(*predicted, *measured)]
+    axes.plot(ends, ends, color=DARK, linestyle="--", linewidth=1, label="measured = model")
+    for point, name, marker, inside, edge in (
+        (best, "fastest measured", "s", "none", DARK),
+        (chosen, "planner's choice", "*", VERMILLION, VERMILLION),
+    ):
+        (mark,) = axes.plot(point.predicted_s / scale, point.median_s / scale, marker, ms=13)
+        mark.set(mfc=inside, mec=edge, label=f"{name}: {point.name}")
+    axes.set_title(title)
+    axes.set(xlabel=f"step, model ({unit})", ylabel=f"step, measured ({unit})")
+    axes.grid()
+    add_legend(figure, axes.get_legend_handles_labels()[0])
+    return figure
+
+
+def _scatter_alt(found: list[_Point], chosen: _Point, best: _Point) -> str:
+    parts = [
+        f"{name} is {point.name}, predicted {format_seconds(point.predicted_s)}, measured "
+        f"{format_seconds(point.median_s)}"
+        for name, point in (("The planner's choice", chosen), ("The fastest measured", best))
+    ]
+    return f"Predicted against measured steps of {len(found)} splits. {'. '.join(parts)}."
+
+
+def _scatter_caption(found: list[_Point], chosen: _Point, best: _Point) -> str:
+    if chosen is best:
+        text = f"The planner's choice, {chosen.name}, is the fastest that was measured."
+    else:
+        text = (
+            f"The planner chooses {chosen.name}; measured, it takes "
+            f"{chosen.median_s / best.median_s:.2f} times the fastest, {best.name}."
+        )
+    ratios = [point.median_s / point.predicted_s for point in found]
+    return f"{text} Measured steps are {range_words(ratios)} times the model's."

@@ -1,0 +1,118 @@
+"""How a started process becomes a rank: it joins the others and gets its Comm."""
+
+import atexit
+import os
+import time
+from datetime import timedelta
+from multiprocessing.util import Finalize
+
+import torch
+import torch.distributed as dist
+
+from labkit.comm.comm import Comm
+from labkit.comm.cuda_ipc import CudaTransport
+from labkit.comm.doorbells import Doorbells
+from labkit.comm.meeting import meet, stay_on_loopback
+from labkit.comm.shared_memory import Arena
+from labkit.comm.shared_transport import SharedTransport
+from labkit.comm.torch_transport import TorchTransport
+from labkit.devices import Plan, num_cores
+from labkit.errors import PeerLostError
+from labkit.runtime.file_store import MeetingFile
+
+# A rank waits longer than its launcher, whose explanation says more than a timeout.
+PATIENCE_S = 30.0
+_RENDEZVOUS_S = 60.0
+
+
+def connect(
+    plan: Plan,
+    timeout_s: float,
+    arena: Arena | None = None,
+    meeting: MeetingFile | None = None,
+) -> Comm:
+    """Join the process group that the environment describes, and return this rank's Comm.
+
+    The ranks find each other in ``meeting``, or by the environment's address (``torchrun``).
+
+    Raises:
+        ConnectionError: the other ranks cannot be reached.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    stay_on_loopback()
+    torch.set_num_threads(max(1, num_cores() // local_world_size))
+    device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # A launcher watches the deadline itself.
+        group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
+        store = meeting.store(world_size) if meeting else None
+        _join_group(plan.backend, group_timeout_s, device, store)
+    if arena is None and local_world_size == world_size:
+        arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
+    patience_s = timeout_s + PATIENCE_S
+    if arena is None or plan.transport != "shared":
+        transport = TorchTransport(plan.backend, device)
+    elif device.type == "cuda":
+        transport = CudaTransport(arena, rank, device, timeout_s=patience_s)
+    else:
+        transport = SharedTransport(arena, rank, patience_s)
+    if arena is None:
+        return Comm(rank, world_size, device, transport)
+    doorbells = Doorbells(arena, rank, patience_s) if arena.has_semaphores else None
+    return Comm(rank, world_size, device, transport, arena.board, doorbells=doorbells)
+
+
+def _join_group(
+    backend: str, timeout_s: float, device: torch.device, store: dist.Store | None
+) -> None:
+    started_s = time.monotonic()
+    rendezvous_timeout = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
+    try:
+        if store is None:
+            store, *_ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
+        store.set_timeout(rendezvous_timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=timeout_s + PATIENCE_S),
+            device_id=device if backend == "nccl" else None,
+        )
+    except dist.DistError as error:
+        raise _unreachable(error, time.monotonic() - started_s) from None
+    except RuntimeError as error:
+        raise _not_connected(error) from None
+    if backend == "nccl":
+        # It must go before CUDA does. A worker process runs these, and no atexit handlers.
+        Finalize(None, dist.destroy_process_group, exitpriority=10)
+    else:
+        # Under torchrun gloo's threads have aborted the interpreter when left to its end.
+        atexit.register(_leave_group)
+
+
+def _unreachable(error: dist.DistError, waited_s: float) -> ConnectionError:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return ConnectionError(
+        f"rank {os.environ['RANK']} could not join the others at {where} in {waited_s:.0f} s: "
+        "check that rank 0 runs there and that no firewall is between "
+        f"({str(error).splitlines()[0]})"
+    )
+
+
+def _not_connected(error: RuntimeError) -> PeerLostError:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return PeerLostError(
+        f"rank {os.environ['RANK']} could not connect to the other ranks: one of them has "
+        "ended, another program has connected to its port (then run it again), or there is no "
+        f"network interface {interface!r} (GLOO_SOCKET_IFNAME). PyTorch says: "
+        f"{str(error).splitlines()[0]}"
+    )
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,216 @@
+"""How a rank's failure becomes a WorkerError.
+
+In the rank, an exception becomes a report. In the launcher, reports, exit codes and the status
+board together become one error that names the cause, not its consequences.
+"""
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from labkit.comm.board import RETURNED, Board
+from labkit.comm.deadlock import takes_part
+from labkit.comm.explain import explain_deadlock
+from labkit.comm.processes import signal_name
+from labkit.comm.source_lines import is_internal, is_ours, learner_frames, readable
+from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
+from labkit.runtime.forkserver import server_fault
+from labkit.runtime.messages import Report, described, shortened
+from labkit.runtime.pickling import UnpicklableError
+
+
+def report_of_failure(rank: int, error: BaseException) -> Report:
+    """In the rank: what the launcher is told of an exception."""
+    kind, summary = _kind_and_summary(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not is_internal(frame.filename)]
+    location = f'"{own[-1].filename}", line {own[-1].lineno}' if own else ""
+    text = "".join(traceback.format_list(_learner_part(frames)))
+    text += "".join(traceback.format_exception_only(error))
+    if kind == "raised" and (error.__cause__ is not None or isinstance(error, BaseExceptionGroup)):
+        text = "".join(traceback.format_exception(error))
+    return Report(rank, kind, summary=summary, location=location, traceback=shortened(text))
+
+
+def _kind_and_summary(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, SystemExit):
+        code = repr(error.code) if isinstance(error.code, int | str | None) else described(error)
+        return "exited", f"called sys.exit({shortened(code)}) before its function had returned"
+    if isinstance(error, MismatchError):
+        return "mismatch", str(error)
+    if isinstance(error, UnpicklableError):
+        return "unpicklable", f"has a result that cannot travel: {error}"
+    summary = f"raised {type(error).__name__}: {described(error)}"
+    # When PyTorch talks to gloo by itself, a lost peer is a RuntimeError.
+    is_lost_peer = isinstance(error, PeerLostError) or "gloo/transport/" in summary
+    return ("peer_lost" if is_lost_peer else "raised"), summary
+
+
+def _learner_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The frames from the learner's function down, without labkit's own at either end."""
+    first, last = 0, len(frames)
+    while first < last and is_internal(frames[first].filename):
+        first += 1
+    while last > first and is_ours(frames[last - 1].filename):
+        last -= 1
+    return list(frames[first:last])
+
+
+@dataclass
+class Evidence:
+    """In the launcher: what is known of a run's ranks so far.
+
+    Attributes:
+        board: the status board, which the ranks write.
+        may_lose: ranks that the run can do without.
+        pids: process ids of the ranks that were started.
+        reports: of the ranks that have sent one.
+        exit_codes: of the ranks that have ended, the first one first; None if nobody knows it.
+        gone: ranks that have ended, or closed their pipe.
+    """
+
+    board: Board
+    may_lose: frozenset[int]
+    pids: Mapping[int, int] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+    exit_codes: Mapping[int, int | None] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.board.world_size)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The ranks that have ended early and that the run does without."""
+        failed = {rank for rank, report in self.reports.items() if report.kind != "value"}
+        return self.may_lose & (failed | (self.gone - self.reports.keys()))
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks that have ended and that the run cannot do without."""
+        return self.gone - self.may_lose
+
+    @property
+    def failures(self) -> list[Report]:
+        """The reports of ranks that have failed and that the run cannot do without."""
+        lost = self.lost
+        return [r for r in self.reports.values() if r.kind != "value" and r.rank not in lost]
+
+    def why_lost(self, rank: int) -> str:
+        """``raised ValueError: ... at Cell In[3], line 4``, or how its process ended."""
+        if rank not in self.reports:
+            return self.how_it_left(rank)
+        report = self.reports[rank]
+        where = f" at {readable(report.location)}" if report.location else ""
+        return f"{readable(report.summary)}{where}"
+
+    def how_it_left(self, rank: int) -> str:
+        """How a process without a report ended, ``was killed by SIGKILL in mid-run``."""
+        code, state = self.exit_codes.get(rank), self.board.ranks[rank]["state"]
+        when = "in mid-run" if state else "before it had started"
+        if state == RETURNED:
+            when = "after its function had returned"
+        if code is None:
+            why = server_fault() or "its exit code has not come"
+            return f"has ended {when}; how is not known: {why}"
+        if code == 1 and not state:
+            return (
+                "ended before it had started: in a script, labkit.run has to stand under "
+                'if __name__ == "__main__":'
+            )
+        if code >= 0:
+            when = when if state == RETURNED else "before its function had returned"
+            return f"left early with exit code {code}, {when}"
+        name = signal_name(-code)
+        hint = " (the system does that when memory runs out)" if name == "SIGKILL" else ""
+        return f"was killed by {name} {when}{hint}"
+
+    def who_waited_for(self, rank: int) -> str:
+        """A sentence for each rank that was in an operation with this one."""
+        board = self.board.copy()
+        sentences = []
+        for other in self.ranks:
+            if other != rank and takes_part(board, other, rank):
+                op = board.ranks[other]["op"].decode()
+                where = readable(board.ranks[other]["location"].decode())
+                sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
+        return "".join(sentences)
+
+
+def failure_error(evidence: Evidence) -> WorkerError:
+    """The error for ranks that have raised or are gone, the cause before its consequences."""
+    causes = [report for report in evidence.failures if report.kind != "peer_lost"]
+    if causes:
+        return _report_error(evidence, causes[0])
+    if not evidence.missing:
+        return _report_error(evidence, evidence.failures[0])
+    order = list(evidence.exit_codes)
+    # The first to end is the cause; sorted() keeps the rank order of those without an exit code.
+    rank = min(
+        sorted(evidence.missing), key=lambda r: order.index(r) if r in order else len(order)
+    )
+    how, waiting = evidence.how_it_left(rank), evidence.who_waited_for(rank)
+    kind = DeadlockError if waiting and "exit code 0" in how else WorkerError
+    return kind(f"rank {rank} {how}.{waiting} The other ranks were ended.", rank=rank)
+
+
+def _report_error(evidence: Evidence, report: Report) -> WorkerError:
+    where = readable(report.location)
+    trace = readable(report.traceback, quote=False)
+    if report.kind == "mismatch":
+        return DeadlockError(readable(report.summary), rank=report.rank, location=where)
+    message, kind = f"rank {report.rank} {report.summary}", WorkerError
+    if report.kind == "exited" and (waiting := evidence.who_waited_for(report.rank)):
+        message, kind = f"{message}.{waiting}", DeadlockError
+    if where:
+        message += f"\n  at {where}"
+    for rank in sorted(evidence.lost):
+        message += f"\n  before that rank {rank} {evidence.why_lost(rank)}"
+    if report.kind == "raised":
+        message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
+    return kind(message, rank=report.rank, location=where, worker_traceback=trace)
+
+
+def deadlock_error(evidence: Evidence, stuck: list[int]) -> DeadlockError:
+    """The error for ranks that can never continue."""
+    board = evidence.board.copy()
+    where = readable(board.ranks[stuck[0]]["location"].decode())
+    return DeadlockError(readable(explain_deadlock(board, stuck)), rank=stuck[0], location=where)
+
+
+def deadline_error(
+    evidence: Evidence, timeout_s: float, stacks: Mapping[int, str], stopped: list[int]
+) -> DeadlineError:
+    """The error for a run that was still going at its deadline.
+
+    Args:
+        stacks: the stack dumps of the running ranks.
+        stopped: the ranks that could not be asked: a signal has suspended them.
+    """
+    board = evidence.board
+    lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
+    lines += [f"rank {rank} {_doing(board, rank, stacks[rank])}" for rank in sorted(stacks)]
+    lines += [
+        f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
+        f"{evidence.pids[rank]} would have let it go on."
+        for rank in stopped
+    ]
+    returned = [rank for rank in evidence.ranks if board.ranks[rank]["state"] == RETURNED]
+    if returned:
+        lines.append(f"ranks that had returned: {returned}.")
+    lines += [f"rank {rank} {evidence.why_lost(rank)}." for rank in sorted(evidence.lost)]
+    if fault := server_fault():
+        lines.append(f"{fault}.")
+    elif not stopped:
+        lines.append("Next step: look for a loop without an end, or give the run more timeout_s.")
+    return DeadlineError("\n".join(lines))
+
+
+def _doing(board: Board, rank: int, stack: str) -> str:
+    if not board.ranks[rank]["state"]:
+        return "had not started yet."
+    op = board.ranks[rank]["op"].decode()
+    doing = f"was in {op}" if op else "was in its own code"
+    where = readable(learner_frames(stack))
+    return f"{doing}:\n{where}" if where else f"{doing}; it did not tell where."

@@ -1,0 +1,135 @@
+"""The process that ranks are forked from: Python's forkserver, with torch imported already.
+
+A rank starts from it in tenths of a second, and is a fresh process all the same, which a CUDA
+context of the caller cannot break. This module is the one that knows the server's private names.
+"""
+
+import atexit
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from labkit.comm.processes import is_running, is_stopped, signal_name
+
+_server: Any = multiprocessing.forkserver._forkserver
+# Ctrl-Z stops the server and its caller, and fg continues them one after the other.
+_STOPPED_PATIENCE_S = 1.0
+# A local socket's path has 107 characters at most, and Python adds some 30 to the folder's.
+_LONGEST_FOLDER = 70
+_SHORT_FOLDER = "/tmp"
+
+
+def start_method() -> str:
+    """``forkserver`` (0.1 s per start); ``spawn`` where the system has none."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    return "forkserver"
+
+
+def start_server(preload: list[str]) -> None:
+    """Start the server if it does not run; it imports ``preload`` in the background."""
+    end_stopped_server()
+    _open_standard_files()
+    _make_short_folder()
+    multiprocessing.forkserver.set_forkserver_preload(preload)
+    # Ctrl-C and the stop button signal the whole process group; the server would die of it while
+    # it imports. It inherits the mask of the thread that starts it.
+    # (The resource tracker unblocks the signal when it starts, so it has to run before.)
+    multiprocessing.resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # OpenMP's threads spin while they wait. With another program on the cores, the spinning takes
+    # more time than the work: it has slowed a rank of two threads down tenfold.
+    chosen = os.environ.get("OMP_WAIT_POLICY")
+    os.environ["OMP_WAIT_POLICY"] = chosen or "passive"
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if chosen is None:
+            del os.environ["OMP_WAIT_POLICY"]
+
+
+def server_fault() -> str:
+    """Why the server can neither start ranks nor tell how they end; empty when it can."""
+    pid = _server._forkserver_pid
+    if pid is None:
+        return ""
+    name = f"the process that ranks are forked from (the forkserver, pid {pid})"
+    if is_stopped(pid):
+        return f"{name} is stopped by a signal"
+    try:
+        # WNOWAIT leaves its exit status to Python, which looks for it before the next run.
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return f"{name} has ended"
+    if end is None:
+        return ""
+    if end.si_code == os.CLD_EXITED:
+        return f"{name} has ended with exit code {end.si_status}"
+    return f"{name} was killed by {signal_name(end.si_status)}"
+
+
+@atexit.register
+def end_stopped_server() -> None:
+    """Kill a server that a signal has stopped, so that nothing waits for it.
+
+    It would start no rank, report the end of none, and outlive this process. The next run starts
+    another one.
+    """
+    pid = _server._forkserver_pid
+    if pid is None or _comes_true(lambda: not is_stopped(pid)):
+        return
+    os.kill(pid, signal.SIGKILL)
+    # Python believes that a server runs until the system has seen it end.
+    _comes_true(lambda: not is_running(pid))
+
+
+def _comes_true(condition: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + _STOPPED_PATIENCE_S
+    while not condition():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _open_standard_files() -> None:
+    """Open 0 to 2 where they are closed (a service): no pipe of a rank may get their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free number is the one that is closed.
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _make_short_folder() -> None:
+    """Put Python's sockets elsewhere if the temporary folder's path is too long for them."""
+    if "tempdir" in _process_config() or len(tempfile.gettempdir()) <= _LONGEST_FOLDER:
+        return
+    chosen, tempfile.tempdir = tempfile.tempdir, _SHORT_FOLDER
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = chosen
+
+
+def _process_config() -> dict[str, Any]:
+    process: Any = multiprocessing.current_process()
+    return process._config
+
+
+def _forget_server() -> None:
+    """In a forked child: the server, and the folder of its socket, are the parent's."""
+    _server.__init__()
+    _process_config().pop("tempdir", None)
+
+
+os.register_at_fork(after_in_child=_forget_server)

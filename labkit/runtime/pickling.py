@@ -1,0 +1,104 @@
+"""What travels between the caller and the ranks as pickles; what cannot is named."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.utils._pytree import tree_map_only
+
+from labkit.errors import WorkerError
+from labkit.runtime.messages import Report, described
+
+# How many containers deep a value that cannot be pickled is searched.
+_MOST_DEPTH = 20
+
+
+class UnpicklableError(ValueError):
+    """A function, an argument or a result cannot travel between processes."""
+
+
+def dump_call(fn: Callable, args: tuple) -> bytes:
+    """Pickle a function with its arguments, by value where no rank could import it.
+
+    Raises:
+        UnpicklableError: names the argument, global or closure variable that cannot travel.
+    """
+    if not callable(fn):
+        raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
+    try:
+        return cloudpickle.dumps((fn, args))
+    except Exception as error:
+        culprits = (find_unpicklable(*item) for item in _used_by(fn, args).items())
+        culprit = next(filter(None, culprits), "a part of it")
+        raise UnpicklableError(
+            f"{getattr(fn, '__name__', 'fn')} cannot be sent to other processes: it uses "
+            f"{culprit}, which cannot be pickled ({error}). Make that inside the function."
+        ) from None
+
+
+def _used_by(fn: Callable, args: tuple) -> dict[str, Any]:
+    """What ``fn`` takes along: its arguments, the globals it names, its closure."""
+    used = {f"args[{index}]": arg for index, arg in enumerate(args)}
+    if (code := getattr(fn, "__code__", None)) is not None:
+        values = getattr(fn, "__globals__", {})
+        used |= {name: values[name] for name in code.co_names if name in values}
+        cells = (cell.cell_contents for cell in getattr(fn, "__closure__", None) or ())
+        used |= dict(zip(code.co_freevars, cells))
+    return used
+
+
+def dump_value(value: Any) -> bytes:
+    """Pickle a rank's result, its tensors on the CPU (the launcher must never initialise CUDA).
+
+    Raises:
+        UnpicklableError: names the part that cannot travel.
+    """
+    try:
+        value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+        return cloudpickle.dumps(value)
+    except (Exception, SystemExit) as error:
+        culprit = find_unpicklable("value", value) or _named("value", value)
+        raise UnpicklableError(
+            f"{culprit} cannot be pickled ({described(error)}). "
+            "Return tensors, numbers, or containers of them"
+        ) from None
+
+
+def load_value(report: Report) -> Any:
+    """What a rank returned.
+
+    Raises:
+        WorkerError: unpickling runs code of the value's class, and that raised.
+    """
+    try:
+        return pickle.loads(report.payload)
+    except Exception as error:
+        raise WorkerError(
+            f"rank {report.rank} returned a value that cannot be unpickled here: "
+            f"{type(error).__name__}: {described(error)}. Return tensors, numbers, or containers "
+            "of them",
+            rank=report.rank,
+        ) from error
+
+
+def find_unpicklable(name: str, value: Any, depth: int = 0) -> str:
+    """The path to the first part that cannot be pickled, ``value['lock'] (lock)``; or empty."""
+    try:
+        cloudpickle.dumps(value)
+        return ""
+    except (Exception, SystemExit):
+        pass
+    parts: list[tuple[str, Any]] = []
+    # A value that contains itself has no innermost part.
+    if isinstance(value, dict) and depth < _MOST_DEPTH:
+        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, (list, tuple)) and depth < _MOST_DEPTH:
+        parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    inside = (find_unpicklable(path, part, depth + 1) for path, part in parts)
+    return next(filter(None, inside), _named(name, value))
+
+
+def _named(name: str, value: Any) -> str:
+    return f"{name} ({type(value).__module__}.{type(value).__qualname__})"

@@ -1,0 +1,108 @@
+"""``labkit.run`` in a process that ``torchrun`` has started: it is one of the ranks itself."""
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.collectives import all_gather
+from labkit.comm.comm import Comm
+from labkit.comm.meeting import meet
+from labkit.comm.shared_transport import SharedTransport
+from labkit.devices import plan
+from labkit.runtime.connect import PATIENCE_S, connect
+from labkit.runtime.messages import Report
+from labkit.runtime.worker import success
+from labkit.units import format_count
+
+_running = False
+
+
+def inside_a_run() -> bool:
+    """Whether this process is in a function that ``run_as_rank`` has called."""
+    return _running
+
+
+def run_as_rank(
+    fn: Callable, args: tuple, world_size: int, device: str, transport: str, timeout_s: float
+) -> list[Report]:
+    """Run ``fn`` in this process, one of torchrun's ranks, and return all ranks' reports.
+
+    Raises:
+        ValueError: ``world_size`` is not what torchrun started.
+        ConnectionError: the other ranks cannot be reached.
+        Whatever ``fn`` raises: torchrun then ends the other ranks.
+    """
+    global _running
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    _check(world_size, local_world_size, transport)
+    placement = plan(local_world_size, device, transport)
+    if placement.note and os.environ["RANK"] == "0":
+        print(placement.note, file=sys.stderr)
+    comm = connect(placement, timeout_s)
+    memory = _report_memory(comm, local_world_size, timeout_s)
+    comm.session.start_together()
+    started_s = time.perf_counter()
+    _running = True
+    try:
+        value = fn(comm, *args)
+    finally:
+        _running = False
+    mine = success(comm, value, time.perf_counter() - started_s)
+    if memory is not None:
+        return [pickle.loads(packed) for packed in _gather_bytes(memory, pickle.dumps(mine))]
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _check(world_size: int, local_world_size: int, transport: str) -> None:
+    started = int(os.environ["WORLD_SIZE"])
+    if world_size != started:
+        raise ValueError(
+            f"world_size is {world_size}, but torchrun started {format_count(started, 'rank')}: "
+            f"use world_size={started}, or another --nproc-per-node"
+        )
+    if transport == "shared" and local_world_size < world_size:
+        raise ValueError(
+            f"transport 'shared' is for ranks of one machine, and here are {local_world_size} of "
+            f"{world_size}: use 'auto' or 'gloo'"
+        )
+
+
+def _report_memory(comm: Comm, local_world_size: int, timeout_s: float) -> Comm | None:
+    """A Comm over memory that only this user's processes can open, to exchange reports.
+
+    Reports are pickles, and who writes a pickle has its reader run code. gloo takes its addresses
+    from the store, and its sockets authenticate nobody. None on several machines, and where the
+    system has no such memory: gloo is all there is then.
+
+    Raises:
+        ConnectionError: the ranks of one machine cannot open it, though its system has it.
+    """
+    if local_world_size < comm.world_size:
+        return None
+    arena = meet(dist.distributed_c10d._get_default_store(), comm.rank, comm.world_size)
+    if arena is None:
+        if not sys.platform.startswith("linux"):
+            return None
+        raise ConnectionError(
+            "the ranks of this machine cannot open each other's memory through /proc/PID/fd, and "
+            "labkit takes pickled results from nowhere else: run it without torchrun"
+        )
+    transport = SharedTransport(arena, comm.rank, timeout_s + PATIENCE_S)
+    return Comm(comm.rank, comm.world_size, torch.device("cpu"), transport)
+
+
+def _gather_bytes(comm: Comm, mine: bytes) -> list[bytes]:
+    """Every rank's bytes, in rank order."""
+    lengths = [int(length) for length in all_gather(comm, torch.tensor(len(mine)))]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    everyone = all_gather(comm, padded)
+    return [bytes(data[:length].numpy()) for data, length in zip(everyone, lengths)]

@@ -1,0 +1,68 @@
+"""A model's parameters as one flat tensor, and its buffers: flat as well, or averaged.
+
+A flat tensor [N] can be cut anywhere, into chunks of equal size, and one message carries all of
+it. A list of tensors cuts badly, and many small messages cost many latencies.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from labkit.collectives import ring_all_reduce
+from labkit.comm.comm import Comm
+
+
+def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Move a model's trained parameters into one flat tensor, and make them views of it.
+
+    Frozen parameters are left out, a tied one is included once.
+
+    Returns:
+        (values [N], gradients [N]), the latter all zeros; the parameters' ``grad`` are views of
+        it, to which backward adds. Zero it with ``gradients.zero_()``: an optimizer's
+        ``zero_grad`` would remove the views.
+
+    Raises:
+        ValueError: nothing in the model requires a gradient.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of this model requires a gradient: there is none to train")
+    values = torch.cat([p.detach().flatten() for p in trained])
+    gradients = torch.zeros_like(values)
+    sizes = [p.numel() for p in trained]
+    for parameter, value, gradient in zip(trained, values.split(sizes), gradients.split(sizes)):
+        parameter.data = value.view_as(parameter)
+        parameter.grad = gradient.view_as(parameter)
+    return values, gradients
+
+
+@torch.no_grad()
+def average_buffers(comm: Comm, model: nn.Module, workers: range) -> None:
+    """Give all ranks the mean of the workers' buffers (BatchNorm's running averages).
+
+    Counters are the first worker's: it has a share of every batch, others may have missed one.
+    """
+    for buffer in model.buffers():
+        averaged = buffer.is_floating_point()
+        if comm.rank not in (workers if averaged else workers[:1]):
+            buffer.zero_()
+        ring_all_reduce(comm, buffer)
+        if averaged:
+            buffer /= len(workers)
+
+
+def flat_buffers(model: nn.Module) -> Tensor:
+    """A model's buffers end to end, [B], in its parameters' dtype (a counter up to 2^24 is exact).
+
+    The tensor is empty if the model has none.
+    """
+    like = next(model.parameters())
+    return torch.cat([like.new_empty(0), *(b.flatten().to(like) for b in model.buffers())])
+
+
+@torch.no_grad()
+def load_flat_buffers(model: nn.Module, flat: Tensor) -> None:
+    """Set a model's buffers to those that ``flat_buffers`` of an equal one returned."""
+    buffers = list(model.buffers())
+    for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
+        buffer.copy_(values.view_as(buffer))

@@ -1,0 +1,93 @@
+"""The result of a training run, and the files it is saved in."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from labkit.config import RunConfig
+from labkit.files import write_atomically
+from labkit.trace import Trace
+from labkit.training.state import largest_difference
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run gave.
+
+    Attributes:
+        config: the settings.
+        epochs: one ``{"loss", "test_accuracy", "seconds"}`` per epoch; seconds of training alone.
+        phases_s: seconds by kind of span, the mean over the ranks; of the main thread alone where
+            replicas run in threads.
+        bytes_sent, messages: of the technique, by rank, counted as they leave; None where nobody
+            counts: a builtin that is not on our backend, or a technique in one process (its
+            ``notes`` say what it moves).
+        state: parameters and buffers of the whole model, on the CPU.
+        checksums: of every rank's parameters and buffers.
+        notes: what is special about the technique's run (staleness, lost ranks), from rank 0.
+        hardware, versions: of the machine that made the figures.
+    """
+
+    config: RunConfig
+    epochs: list[dict[str, float]]
+    phases_s: dict[str, float]
+    bytes_sent: list[int] | None
+    messages: list[int] | None
+    state: dict[str, Tensor] = field(repr=False)
+    checksums: list[str] = field(repr=False)
+    trace: Trace = field(repr=False)
+    hardware: dict[str, Any] = field(repr=False)
+    versions: dict[str, str] = field(repr=False)
+    notes: dict[str, Any] = field(repr=False, default_factory=dict)
+
+    @property
+    def test_accuracy(self) -> float:
+        """Accuracy on the held-out part after the last epoch."""
+        return self.epochs[-1]["test_accuracy"]
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Whether all ranks ended with the same parameters, to the bit."""
+        return len(set(self.checksums)) == 1
+
+    def difference_from(self, other: "TrainResult") -> float:
+        """The largest relative difference between the two runs' parameters and buffers.
+
+        Per tensor: max |a - b| / max |b|; 0 means equal to the bit. The contract for synchronous
+        techniques is 1e-5 in float32 and 1e-10 in float64.
+        """
+        return largest_difference(self.state, other.state)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` writes."""
+        return {
+            "config": self.config.as_dict(),
+            "epochs": [
+                {key: _or_null(value) for key, value in row.items()} for row in self.epochs
+            ],
+            "phases_s": self.phases_s,
+            "bytes_sent": self.bytes_sent,
+            "messages": self.messages,
+            "replicas_agree": self.replicas_agree,
+            **self.notes,
+            "hardware": self.hardware,
+            "versions": self.versions,
+        }
+
+    def save_json(self, path: str | Path) -> None:
+        write_atomically(path, json.dumps(self.as_dict(), indent=2) + "\n")
+
+    def save_state(self, path: str | Path) -> None:
+        """Write ``state`` as a safetensors file."""
+        from safetensors.torch import save
+
+        write_atomically(path, save(self.state))
+
+
+def _or_null(value: float) -> float | None:
+    # JSON has no NaN, which is the loss of a run that diverged.
+    return value if math.isfinite(value) else None

@@ -1,0 +1,118 @@
+"""From settings to a strategy: what cannot run is refused here, before any process starts."""
+
+import os
+from typing import Any
+
+from labkit import strategies
+from labkit.config import OPTIONS, RunConfig, parse_devices, parse_split_points, parse_straggler
+from labkit.devices import check_world_size, num_gpus, plan
+from labkit.placement.even_split import even_split
+from labkit.runtime.preload import under_torchrun
+from labkit.schedules.stages import check_split_points
+from labkit.strategies.base import Strategy
+from labkit.units import format_count
+from labkit.workload.datasets import DATASETS, load_dataset
+from labkit.workload.layers import layers_of
+from labkit.workload.models import MODELS, build_model
+
+
+def make_strategy(config: RunConfig, *, download: bool = False) -> Strategy:
+    """The strategy that ``config`` names, with its options; it is not set up yet.
+
+    Raises:
+        ValueError: unknown names, or a technique that does not fit the world size or the model.
+        FileNotFoundError: the data set is absent, and the technique needs to know its shape.
+    """
+    technique = strategies.get(
+        config.strategy, builtin=config.builtin, in_one_process=config.devices is not None
+    )
+    names = (("model", config.model, MODELS), ("data set", config.dataset, DATASETS))
+    for kind, name, known in names:
+        if name not in known:
+            raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
+    check_world_size(config.world_size, warn=False)
+    _check_backend(config, plan(config.world_size, config.device, config.transport).devices[0])
+    options = _options(config, technique)
+    if technique.in_one_process:
+        options["devices"] = _devices(config)
+    if "split_points" in technique.options():
+        options["split_points"] = _split_points(config, download)
+    strategy = technique(**options)
+    strategy.check_ranks(config.world_size)
+    return strategy
+
+
+def _check_backend(config: RunConfig, device: str) -> None:
+    needs = {"nccl": "cuda", "labkit": "cpu"}.get(config.backend)
+    if needs and not device.startswith(needs):
+        raise ValueError(
+            f"backend {config.backend!r} moves tensors on {needs}, and the ranks are on {device}: "
+            f"choose device {needs!r}, or backend 'gloo'"
+        )
+
+
+def _options(config: RunConfig, technique: type[Strategy]) -> dict[str, Any]:
+    """The technique's own options that were given, as its constructor takes them.
+
+    Raises:
+        ValueError: one that this technique does not take; the message lists those it does.
+    """
+    taken = [name for name in OPTIONS if name in technique.options()]
+    given = config.options()
+    for name in given:
+        if name not in taken:
+            whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
+            its_own = f"its options are {', '.join(taken)}" if taken else "it has no options"
+            raise ValueError(f"{whose} takes no option {name}: {its_own}")
+    if config.straggler is not None:
+        given["straggler"] = parse_straggler(config.straggler, config.world_size)
+    return given
+
+
+def _devices(config: RunConfig) -> tuple[str, ...]:
+    """The devices of a technique that runs in one process, one per replica or stage.
+
+    Raises:
+        ValueError: not on this machine, at odds with ``device``, or several ranks were started.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and under_torchrun():
+        raise ValueError(
+            f"{config.strategy} is one process with {format_count(config.world_size, 'device')}, "
+            f"but torchrun started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
+        )
+    if config.devices is None:
+        return plan(config.world_size, config.device).devices
+    devices, gpus = parse_devices(config.devices), num_gpus()
+    for name in devices:
+        kind, _, number = name.partition(":")
+        if config.device not in ("auto", kind):
+            raise ValueError(f"devices {config.devices!r} do not go with device {config.device!r}")
+        if kind == "cuda" and int(number) >= gpus:
+            has = format_count(gpus, "CUDA GPU")
+            raise ValueError(
+                f"devices {config.devices!r}: this machine has {has}, counted from cuda:0; name "
+                "others, or leave devices out"
+            )
+    return devices
+
+
+def _split_points(config: RunConfig, download: bool) -> tuple[int, ...]:
+    """Those given, or an even split by FLOPs of the layers of this model on this data set.
+
+    Raises:
+        ValueError: they do not cut these layers into ``world_size`` stages.
+    """
+    data = load_dataset(config.dataset, train_size=config.train_size, download=download)
+    model = build_model(
+        config.model, num_classes=data.num_classes, input_shape=data.input_shape, seed=0
+    )
+    num_layers = len(layers_of(model))
+    if config.split_points is not None:
+        points = parse_split_points(config.split_points)
+        return check_split_points(points, num_layers, config.world_size)
+    if config.world_size > num_layers:
+        raise ValueError(
+            f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for each "
+            f"stage: use world_size {num_layers} or less, got {config.world_size}"
+        )
+    return even_split(model, data.input_shape, config.world_size)

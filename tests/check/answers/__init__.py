@@ -1,0 +1,1 @@
+"""Answers to every exercise, right ones and wrong ones: a file has those of its set of checks."""

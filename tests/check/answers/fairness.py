@@ -1,0 +1,199 @@
+"""Answers to ``check.fairness``."""
+
+import statistics
+
+import torch
+from graded import Answers
+from ranks import travel_by_value
+
+from labkit import check
+from labkit.collectives import ring_all_reduce
+
+travel_by_value(__name__)
+
+
+def right(comm, tensor):
+    bits = tensor.view(torch.int32)
+    low = ring_all_reduce(comm, bits.clone(), "min")
+    high = ring_all_reduce(comm, bits.clone(), "max")
+    return torch.equal(low, high)
+
+
+def all_say(comm, mine):
+    """What the most doubtful of the ranks says, on all of them."""
+    return bool(ring_all_reduce(comm, torch.tensor([int(mine)]), "min").item())
+
+
+def always_content(comm, tensor):
+    return True
+
+
+def never_content(comm, tensor):
+    return False
+
+
+def compares_sums(comm, tensor):
+    sums = tensor.sum().reshape(1)
+    low = ring_all_reduce(comm, sums.clone(), "min")
+    return torch.equal(low, ring_all_reduce(comm, sums.clone(), "max"))
+
+
+def has_a_tolerance(comm, tensor):
+    mean = ring_all_reduce(comm, tensor.clone(), "mean")
+    return all_say(comm, torch.allclose(mean, tensor))
+
+
+def compares_sorted(comm, tensor):
+    return right(comm, tensor.sort().values)
+
+
+def tells_what_it_sees(comm, tensor):
+    theirs = tensor.clone()
+    right_one, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    comm.exchange(tensor, right_one, theirs, left)
+    return torch.equal(theirs, tensor)
+
+
+def looks_at_rank_1_only(comm, tensor):
+    theirs = tensor.clone()
+    if comm.rank == 0:
+        comm.recv(theirs, 1)
+    elif comm.rank == 1:
+        comm.send(tensor, 0)
+    return all_say(comm, torch.equal(theirs, tensor))
+
+
+def only_rank_0_knows(comm, tensor):
+    agree = right(comm, tensor)
+    return agree if comm.rank == 0 else None
+
+
+def returns_a_tensor(comm, tensor):
+    return torch.tensor(right(comm, tensor))
+
+
+WRONG = [
+    (always_content, "replicas.far"),
+    (never_content, "replicas.never"),
+    (compares_sums, "replicas.last_bit"),
+    (has_a_tolerance, "replicas.last_bit"),
+    (compares_sorted, "replicas.order"),
+    (tells_what_it_sees, "replicas.disagree"),
+    (looks_at_rank_1_only, "replicas.far"),
+    (only_rank_0_knows, "replicas.nothing"),
+    (returns_a_tensor, "replicas.kind"),
+]
+
+
+# a and b in turns
+
+
+def in_turns(a, b, repeats):
+    pairs = []
+    for number in range(repeats + 1):
+        if number % 2:
+            second, first = b(), a()
+        else:
+            first, second = a(), b()
+        pairs.append((first, second))
+    return pairs
+
+
+def the_right_ratio(a, b, repeats):
+    return statistics.median(y / x for x, y in in_turns(a, b, repeats)[1:])
+
+
+def lower_median(a, b, repeats):
+    """The median, as long as the number of repeats is odd."""
+    return statistics.median_low(y / x for x, y in in_turns(a, b, repeats)[1:])
+
+
+def warmed_up_apart(a, b, repeats):
+    a(), b()
+    pairs = in_turns(a, b, repeats - 1)
+    return statistics.median(y / x for x, y in pairs)
+
+
+def one_after_the_other(a, b, repeats):
+    first = [a() for _ in range(repeats + 1)]
+    second = [b() for _ in range(repeats + 1)]
+    return statistics.median(second) / statistics.median(first)
+
+
+def a_always_first(a, b, repeats):
+    pairs = [(a(), b()) for _ in range(repeats + 1)]
+    return statistics.median(y / x for x, y in pairs[1:])
+
+
+def without_warm_up(a, b, repeats):
+    return statistics.median(y / x for x, y in in_turns(a, b, repeats - 1))
+
+
+def three_in_a_row(a, b, repeats):
+    for _ in range(repeats + 1):
+        a(), a(), b(), b()
+    return 1.5
+
+
+def no_call(a, b, repeats):
+    return 1.5
+
+
+def raises(a, b, repeats):
+    return a() / 0
+
+
+def from_pairs(rule):
+    def ratio(a, b, repeats):
+        return rule(*zip(*in_turns(a, b, repeats)[1:]))
+
+    return ratio
+
+
+def two_and_two(a, b, repeats):
+    for _ in range((repeats + 1) // 2):
+        a(), a(), b(), b()
+    return 1.5
+
+
+WRONG_RATIOS = [
+    (no_call, "turns.no_call"),
+    (one_after_the_other, "turns.not_in_turns"),
+    (a_always_first, "turns.same_first"),
+    (without_warm_up, "turns.count"),
+    (three_in_a_row, "turns.count"),
+    (two_and_two, "turns.pairs"),
+    (raises, "answer.raised"),
+    (3, "fn.missing"),
+    (from_pairs(lambda a, b: None), "ratio.kind"),
+    (
+        from_pairs(lambda a, b: statistics.median(x / y for x, y in zip(a, b))),
+        "ratio.upside_down",
+    ),
+    (
+        from_pairs(lambda a, b: statistics.median(b) / statistics.median(a)),
+        "ratio.of_medians",
+    ),
+    (from_pairs(lambda a, b: sum(b) / sum(a)), "ratio.of_sums"),
+    (
+        from_pairs(lambda a, b: statistics.fmean(y / x for x, y in zip(a, b))),
+        "ratio.mean",
+    ),
+    (from_pairs(lambda a, b: min(b) / min(a)), "ratio.of_bests"),
+    (from_pairs(lambda a, b: max(y / x for x, y in zip(a, b))), "ratio.largest"),
+    (from_pairs(lambda a, b: 1.5), "ratio.differs"),
+    (
+        lambda a, b, n: statistics.median(y / x for x, y in in_turns(a, b, n)),
+        "ratio.warm_up",
+    ),
+]
+
+
+ANSWERS = [
+    Answers(check.fairness.replicas_agree, [right], WRONG),
+    Answers(
+        check.fairness.interleaved_ratio,
+        [the_right_ratio, warmed_up_apart, lower_median],
+        WRONG_RATIOS,
+    ),
+]

@@ -1,0 +1,171 @@
+"""Answers to ``check.hops``: the forward and the backward of one stage."""
+
+import torch
+from graded import Answers
+from ranks import travel_by_value
+
+from labkit import check
+
+travel_by_value(__name__)
+
+
+def is_last(comm):
+    return comm.rank == comm.world_size - 1
+
+
+# Forward
+
+
+def variant(
+    received=lambda tensor: tensor.requires_grad_(),
+    run=lambda layers, entering, inputs: layers(entering),
+    sent=lambda entering, leaving: leaving,
+    kept=lambda entering, leaving: (entering, leaving),
+    receives=lambda comm: comm.rank > 0,
+    sends=lambda comm: not is_last(comm),
+):
+    """A stage's forward; each option changes a part of it."""
+
+    def fn(comm, layers, inputs):
+        entering = inputs
+        if receives(comm):
+            source = (comm.rank - 1) % comm.world_size
+            entering = received(comm.recv(torch.empty_like(inputs), source))
+        leaving = run(layers, entering, inputs)
+        if sends(comm):
+            comm.send(sent(entering, leaving), (comm.rank + 1) % comm.world_size)
+        return kept(entering, leaving)
+
+    return fn
+
+
+def always(comm):
+    return True
+
+
+def never(comm):
+    return False
+
+
+def without_graph(comm, layers, inputs):
+    with torch.no_grad():
+        return variant()(comm, layers, inputs)
+
+
+def asks_too_late(comm, layers, inputs):
+    entering, leaving = variant(received=lambda tensor: tensor)(comm, layers, inputs)
+    return entering.requires_grad_(), leaving
+
+
+def runs_twice(layers, entering, inputs):
+    layers(entering)
+    return layers(entering)
+
+
+def sends_before_it_runs(comm, layers, inputs):
+    entering, leaving = inputs, torch.zeros_like(inputs)
+    if not is_last(comm):
+        comm.send(leaving, comm.rank + 1)
+    if comm.rank > 0:
+        entering = comm.recv(torch.empty_like(inputs), comm.rank - 1).requires_grad_()
+    return entering, layers(entering)
+
+
+def tells_all_behind(comm, layers, inputs):
+    entering, leaving = inputs, None
+    for rank in range(comm.rank):
+        entering = comm.recv(torch.empty_like(inputs), rank).requires_grad_()
+    leaving = layers(entering)
+    for rank in range(comm.rank + 1, comm.world_size):
+        comm.send(leaving, rank)
+    return entering, leaving
+
+
+WRONG_FORWARDS = [
+    (variant(received=lambda t: t), "hops.asks_nothing"),
+    (variant(received=lambda t: t.requires_grad_().clone()), "hops.no_leaf"),
+    (variant(kept=lambda e, v: (e, v.detach())), "hops.no_graph"),
+    (without_graph, "hops.no_graph"),
+    (asks_too_late, "hops.gets_nothing"),
+    (variant(run=lambda f, e, x: f(e.detach())), "hops.gets_nothing"),
+    (variant(sent=lambda e, v: e), "hops.sent_what_entered"),
+    (variant(run=lambda f, e, x: f(x)), "hops.ran_on_inputs"),
+    (variant(run=lambda f, e, x: e * 1), "hops.not_run"),
+    (variant(run=runs_twice), "hops.runs"),
+    (variant(kept=lambda e, v: (v, v)), "hops.swapped"),
+    (variant(kept=lambda e, v: v), "hops.no_pair"),
+    (sends_before_it_runs, "hops.other_input"),
+    (tells_all_behind, "traffic.off_target"),
+    (variant(receives=always, sends=always), "run.stuck"),
+    (variant(sends=never), "run.stuck"),
+    (variant(kept=lambda e, v: (e, v[:1])), "hops.kind"),
+    (variant(run=lambda f, e, x: f(e).cos()), "hops.other_output"),
+]
+
+
+# Backward
+
+
+def way_back(
+    begin=lambda leaving, gradient: gradient,
+    run=lambda leaving, gradient: leaving.backward(gradient),
+    sent=lambda entering, gradient, comm: entering.grad,
+    to=lambda comm: comm.rank - 1,
+):
+    """A stage's backward; each option changes a part of it."""
+
+    def fn(comm, entering, leaving):
+        gradient = None
+        if not is_last(comm):
+            gradient = comm.recv(torch.empty_like(leaving), comm.rank + 1)
+        run(leaving, begin(leaving, gradient))
+        if comm.rank > 0 and to:
+            comm.send(sent(entering, gradient, comm), to(comm))
+
+    return fn
+
+
+def stores_nothing(comm, entering, leaving):
+    gradient = None
+    if not is_last(comm):
+        gradient = comm.recv(torch.empty_like(leaving), comm.rank + 1)
+    if comm.rank > 0:
+        (back,) = torch.autograd.grad(leaving, entering, gradient)
+        comm.send(back, comm.rank - 1)
+
+
+def runs_twice_over(leaving, gradient):
+    leaving.backward(gradient, retain_graph=True)
+    leaving.backward(gradient)
+
+
+def to_the_next(comm, entering, leaving):
+    gradient = None
+    if comm.rank > 0:
+        gradient = comm.recv(torch.empty_like(entering), comm.rank - 1)
+    leaving.backward(gradient)
+    if not is_last(comm):
+        comm.send(entering.grad, comm.rank + 1)
+
+
+WRONG_BACKWARDS = [
+    (way_back(begin=lambda v, g: torch.ones_like(v)), "hops.began_with_ones"),
+    (way_back(sent=lambda e, g, comm: e.grad if g is None else g), "hops.passed_on"),
+    (way_back(sent=lambda e, g, comm: e), "hops.activation_back"),
+    (way_back(sent=lambda e, g, comm: e.grad if g is None else e.grad + g), "hops.added"),
+    (way_back(sent=lambda e, g, comm: e.grad / comm.world_size), "hops.averaged"),
+    (way_back(run=runs_twice_over), "hops.twice"),
+    (way_back(sent=lambda e, g, comm: e.grad.zero_()), "hops.zeros"),
+    (stores_nothing, "hops.no_gradients"),
+    (to_the_next, "run.error"),
+    (way_back(to=None), "run.stuck"),
+    (way_back(run=lambda v, g: v.backward()), "run.error"),
+    (way_back(to=lambda comm: 0), "run.stuck"),
+]
+
+
+detaches_what_it_sends = variant(sent=lambda e, v: v.detach(), kept=lambda e, v: [e, v])
+ANSWERS = [
+    Answers(check.hops.forward, [variant(), detaches_what_it_sends], WRONG_FORWARDS),
+    Answers(check.hops.backward, [way_back()], WRONG_BACKWARDS),
+]

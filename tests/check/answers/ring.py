@@ -1,0 +1,260 @@
+"""Answers to ``check.ring``."""
+
+import torch
+from graded import Answers
+from ranks import travel_by_value
+
+from labkit import check, collectives
+from labkit.collectives.ring import split_chunks
+
+travel_by_value(__name__)
+
+
+def neighbours(comm):
+    return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+
+
+# share_reduce(comm, chunks)
+
+
+def adds(chunks, i, incoming):
+    chunks[i] += incoming
+
+
+def reduces_in(comm, chunks, steps, first=0, to="right", put=adds):
+    """Share-reduce in ``steps`` steps, from chunk ``rank + first`` on."""
+    right, left = neighbours(comm)
+    dst, src, way = (right, left, -1) if to == "right" else (left, right, 1)
+    for step in range(steps):
+        chunk = (comm.rank + first + way * step) % comm.world_size
+        target = (chunk + way) % comm.world_size
+        incoming = torch.empty_like(chunks[target])
+        comm.exchange(chunks[chunk], dst, incoming, src)
+        put(chunks, target, incoming)
+
+
+def variant(more=-1, **options):
+    """Share-reduce in P + ``more`` steps."""
+
+    def fn(comm, chunks):
+        reduces_in(comm, chunks, comm.world_size + more, **options)
+
+    return fn
+
+
+def overwrites(chunks, i, incoming):
+    chunks[i].copy_(incoming)
+
+
+def makes_new_ones(chunks, i, incoming):
+    chunks[i] = chunks[i] + incoming
+
+
+def sends_the_wrong_chunk(comm, chunks):
+    right, left = neighbours(comm)
+    for step in range(comm.world_size - 1):
+        target = chunks[(comm.rank - step - 1) % comm.world_size]
+        incoming = torch.zeros_like(chunks[(comm.rank - step) % comm.world_size])
+        comm.exchange(chunks[(comm.rank - step + 1) % comm.world_size], right, incoming, left)
+        n = min(target.numel(), incoming.numel())
+        target[:n] += incoming[:n]
+
+
+def sends_the_whole_tensor(comm, chunks):
+    right, left = neighbours(comm)
+    for step in range(comm.world_size - 1):
+        target = (comm.rank - step - 1) % comm.world_size
+        incoming = torch.empty(sum(map(len, chunks)))
+        comm.exchange(torch.cat(chunks), right, incoming, left)
+        chunks[target] += incoming.split([len(chunk) for chunk in chunks])[target]
+
+
+def sends_then_receives(comm, chunks):
+    right, left = neighbours(comm)
+    for step in range(comm.world_size - 1):
+        chunk = (comm.rank - step) % comm.world_size
+        incoming = torch.empty_like(chunks[chunk - 1])
+        if comm.rank % 2 == 0:
+            comm.send(chunks[chunk], right)
+            comm.recv(incoming, left)
+        else:
+            comm.recv(incoming, left)
+            comm.send(chunks[chunk], right)
+        chunks[chunk - 1] += incoming
+
+
+def all_receive_first(comm, chunks):
+    right, left = neighbours(comm)
+    comm.recv(torch.empty_like(chunks[comm.rank - 1]), left)
+    comm.send(chunks[comm.rank], right)
+
+
+def divides_its_chunk(comm, chunks):
+    collectives.share_reduce(comm, chunks)
+    chunks[(comm.rank + 1) % comm.world_size] /= comm.world_size
+
+
+SHARE_REDUCE = [
+    (variant(put=overwrites), "sum.overwritten"),
+    (variant(more=-2), "value.unchanged", "messages.one_less"),
+    (variant(more=0), "messages.one_more"),
+    (variant(first=-1), "chunk.other_complete"),
+    (variant(to="left"), "peers.left"),
+    (sends_the_wrong_chunk, "chunk.foreign"),
+    (sends_the_whole_tensor, "bytes.whole_tensor"),
+    (sends_then_receives, "rounds.send_then_recv"),
+    (all_receive_first, "run.stuck"),
+    (variant(put=makes_new_ones), "value.new_chunks"),
+    (divides_its_chunk, "sum.mean"),
+]
+
+
+# share_only(comm, chunks)
+
+
+def copies(more=-1, first=1, to="right", put=overwrites):
+    return variant(more, first=first, to=to, put=put)
+
+
+def copies_the_whole_tensor(comm, chunks):
+    right, left = neighbours(comm)
+    whole = torch.cat(chunks)
+    sizes = [len(chunk) for chunk in chunks]
+    for step in range(comm.world_size - 1):
+        incoming = torch.empty_like(whole)
+        comm.exchange(whole, right, incoming, left)
+        target = (comm.rank - step) % comm.world_size
+        chunks[target].copy_(incoming.split(sizes)[target])
+        whole = incoming
+
+
+def stores_one_place_too_far(comm, chunks):
+    collectives.share_only(comm, chunks)
+    whole = torch.cat([chunks[-1], *chunks[:-1]])
+    for chunk, moved in zip(chunks, whole.split([len(chunk) for chunk in chunks])):
+        chunk.copy_(moved)
+
+
+def puts_what_came(chunks, i, incoming):
+    chunks[i] = incoming
+
+
+SHARE_ONLY = [
+    (variant(first=1), "copy.added"),
+    (copies(more=-2), "value.unchanged"),
+    (copies(first=0), "value.unchanged"),
+    (copies(to="left"), "peers.left"),
+    (copies_the_whole_tensor, "bytes.whole_tensor"),
+    (copies(put=puts_what_came), "value.new_chunks"),
+    (lambda comm, chunks: None, "traffic.nothing"),
+    (stores_one_place_too_far, "value.rotated"),
+]
+
+
+# all_reduce(comm, tensor)
+
+
+def adds_its_own_again(comm, tensor):
+    own = tensor.clone()
+    collectives.ring_all_reduce(comm, tensor)
+    tensor += own
+
+
+def stops_the_second_half_early(comm, tensor):
+    chunks = split_chunks(tensor, comm.world_size)
+    collectives.share_reduce(comm, chunks)
+    copies(more=-2)(comm, chunks)
+
+
+def rotates_and_adds(comm, tensor):
+    right, left = neighbours(comm)
+    passing = tensor.clone()
+    for _ in range(comm.world_size - 1):
+        incoming = torch.empty_like(tensor)
+        comm.exchange(passing, right, incoming, left)
+        tensor += incoming
+        passing = incoming
+
+
+def returns_a_new_tensor(comm, tensor):
+    return collectives.ring_all_reduce(comm, tensor.clone())
+
+
+def binds_the_name_anew(comm, tensor):
+    tensor = collectives.ring_all_reduce(comm, tensor.clone())
+
+
+def takes_the_mean(comm, tensor):
+    collectives.ring_all_reduce(comm, tensor, "mean")
+
+
+def drops_the_remainder(comm, tensor):
+    size = tensor.numel() // comm.world_size
+    chunks = [tensor[size * c : size * (c + 1)] for c in range(comm.world_size)]
+    collectives.share_reduce(comm, chunks)
+    collectives.share_only(comm, chunks)
+
+
+def uses_torch_chunk(comm, tensor):
+    chunks = tensor.chunk(comm.world_size)
+    chunks[comm.world_size - 1]
+    collectives.ring_all_reduce(comm, tensor)
+
+
+def reduces_from_uninitialised_memory(comm, tensor):
+    collectives.ring_all_reduce(comm, tensor)
+    tensor += torch.full_like(tensor, torch.nan)
+
+
+def works_in_float16(comm, tensor):
+    half = tensor.half()
+    collectives.ring_all_reduce(comm, half)
+    tensor.copy_(half)
+
+
+def right_but_for_small_ones(comm, tensor):
+    before = tensor.clone()
+    collectives.ring_all_reduce(comm, tensor)
+    if len(tensor) == 2:
+        tensor.copy_(before)
+
+
+RING = [
+    (works_in_float16, "sum.rounded"),
+    (adds_its_own_again, "sum.own_twice"),
+    (
+        lambda comm, tensor: collectives.share_reduce(comm, split_chunks(tensor, comm.world_size)),
+        "value.unchanged",
+    ),
+    (stops_the_second_half_early, "sum.lacks_one"),
+    (rotates_and_adds, "value.last_bits"),
+    (collectives.naive_all_reduce, "peers.bottleneck"),
+    (returns_a_new_tensor, "value.new_tensor"),
+    (binds_the_name_anew, "value.unchanged"),
+    (takes_the_mean, "sum.mean"),
+    (drops_the_remainder, "value.size_indivisible"),
+    (right_but_for_small_ones, "value.size_below_ranks"),
+    (uses_torch_chunk, "run.error"),
+    (reduces_from_uninitialised_memory, "value.not_finite"),
+    (lambda comm, tensor: tensor.zero_(), "value.zeros"),
+]
+
+
+# The other options: the way to the left, and the mean
+
+
+def share_only_left(fn, world_sizes=(2, 3, 4)):
+    return check.ring.share_only(fn, to="left", world_sizes=world_sizes)
+
+
+def ring_mean(fn, world_sizes=(2, 3, 4)):
+    return check.ring.all_reduce(fn, op="mean", world_sizes=world_sizes)
+
+
+ANSWERS = [
+    Answers(check.ring.share_reduce, [collectives.share_reduce, variant()], SHARE_REDUCE, 4),
+    Answers(check.ring.share_only, [collectives.share_only, copies()], SHARE_ONLY, 4),
+    Answers(check.ring.all_reduce, [collectives.ring_all_reduce], RING, 4),
+    Answers(share_only_left, [copies(to="left")], [(collectives.share_only, "peers.right")]),
+    Answers(ring_mean, [takes_the_mean], [(collectives.ring_all_reduce, "sum.not_divided")]),
+]

@@ -1,0 +1,63 @@
+"""Every check passes the right answers, and names the mistake in each wrong one."""
+
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+
+from labkit.check.grading.words import WORDS
+
+SETS = {
+    path.stem: importlib.import_module(f"answers.{path.stem}").ANSWERS
+    for path in sorted(Path(__file__).parent.joinpath("answers").glob("[!_]*.py"))
+}
+ALL = {
+    f"{name}-{number}": answers
+    for name, checks in SETS.items()
+    for number, answers in enumerate(checks)
+}
+RIGHT = [(key, fn) for key, answers in ALL.items() for fn in answers.right]
+WRONG = [(key, *case) for key, answers in ALL.items() for case in answers.wrong]
+
+
+@functools.cache
+def verdicts_of(key):
+    return ALL[key].verdicts()
+
+
+def verdict(key, *what):
+    return verdicts_of(key)[what if len(what) > 1 else what[0]]
+
+
+def label(value):
+    return getattr(value, "__name__", None) if callable(value) else str(value)
+
+
+@pytest.mark.parametrize(("key", "fn"), RIGHT, ids=label)
+def test_a_right_answer_passes(key, fn):
+    for size in ALL[key].sizes or [None]:
+        assert verdict(key, fn, size).passed, verdict(key, fn, size)
+
+
+@pytest.mark.parametrize(
+    ("key", "fn", "ids"), [(key, fn, ids) for key, fn, *ids in WRONG], ids=label
+)
+def test_a_wrong_answer_is_told_by_its_mistake(key, fn, ids):
+    found = verdict(key, fn)
+    assert repr(found).startswith("not yet: ")
+    assert {*ids} <= {*found.ids}, found
+
+
+@pytest.mark.parametrize("key", [key for key, answers in ALL.items() if answers.right])
+def test_a_stub_is_not_attempted_yet(key):
+    def stub(*args):
+        raise NotImplementedError
+
+    found = ALL[key].grade(stub)
+    assert repr(found) == f"not attempted yet: {found.name}"
+
+
+def test_every_mistake_is_reached_by_an_answer():
+    reached = {i for key, fn, *_ in WRONG for i in verdict(key, fn).ids}
+    assert sorted({*WORDS} - reached) == []

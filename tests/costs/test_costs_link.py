@@ -1,0 +1,61 @@
+"""The alpha-beta model: a fit finds the line that its measurements were made from."""
+
+import math
+import random
+
+import pytest
+
+from labkit.costs.link import Link, fit_link
+
+SIZES = [2**k for k in range(10, 27)]
+
+
+@pytest.mark.parametrize(("alpha_s", "beta"), [(50e-6, 3e-10), (1e-6, 2e-11), (0.5, 1e-6)])
+def test_a_fit_finds_the_line_it_was_made_from(alpha_s, beta):
+    link = fit_link(SIZES, [alpha_s + beta * size for size in SIZES])
+    assert link.alpha_s == pytest.approx(alpha_s, rel=1e-6)
+    assert link.beta_s_per_byte == pytest.approx(beta, rel=1e-6)
+
+
+def test_a_fit_with_noise_finds_both_ends():
+    draw = random.Random(0)
+    sizes = SIZES * 5
+    seconds = [(50e-6 + 3e-10 * size) * draw.uniform(0.8, 1.2) for size in sizes]
+    seconds[3] *= 30  # another program came in between
+    link = fit_link(sizes, seconds)
+    assert link.alpha_s == pytest.approx(50e-6, rel=0.15)
+    assert link.beta_s_per_byte == pytest.approx(3e-10, rel=0.15)
+
+
+def test_a_fit_is_never_negative():
+    down = fit_link([1e3, 1e6], [2e-3, 1e-3])
+    assert down.beta_s_per_byte == 0
+    assert 1e-3 <= down.alpha_s <= 2e-3
+    below_zero = fit_link([1e3, 1e6, 2e6], [1e-6, 3e-3, 9e-3])
+    assert below_zero.alpha_s == 0
+    assert below_zero.beta_s_per_byte > 0
+    assert fit_link([0, 100], [1e-6, 2e-6], gamma_s_per_byte=1e-9).gamma_s_per_byte == 1e-9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "words"),
+    [
+        ([1, 2], [1.0], "2 sizes and 1 times"),
+        ([8, 8], [1.0, 2.0], r"two different sizes, got \[8\]"),
+        ([], [], "two different sizes"),
+        ([1, 2], [1.0, 0.0], "2 bytes in 0.0 s is not a measurement"),
+        ([1, 2], [1.0, math.nan], "not a measurement"),
+        ([-1, 2], [1.0, 1.0], "-1 bytes"),
+    ],
+)
+def test_what_cannot_be_fitted_is_named(sizes, seconds, words):
+    with pytest.raises(ValueError, match=words):
+        fit_link(sizes, seconds)
+
+
+def test_a_link_has_no_negative_cost():
+    with pytest.raises(ValueError, match="alpha_s is -1"):
+        Link(-1, 0)
+    with pytest.raises(ValueError, match="beta_s_per_byte is inf"):
+        Link(0, math.inf)
+    assert Link(2.0, 0.5).message_seconds(4) == 4.0

@@ -1,0 +1,32 @@
+"""What the tests of figures draw, and how they read a figure."""
+
+from labkit.trace import Span, Trace
+
+SPANS = [
+    Span(0, "compute", 0.000, 0.004),
+    Span(0, "communicate", 0.004, 0.005, num_bytes=8, peer=1),
+    Span(1, "compute", 0.000, 0.001),
+    Span(1, "wait", 0.001, 0.004, peer=0),
+    Span(1, "communicate", 0.004, 0.005, num_bytes=8, peer=0),
+]
+TRACE = Trace.merge([SPANS])
+EPOCHS = [
+    {"loss": 2.0, "test_accuracy": 0.25, "seconds": 3.0},
+    {"loss": 1.0, "test_accuracy": 0.75, "seconds": 2.0},
+]
+# (worker, staleness) of each update.
+UPDATES = [[1, 0], [2, 1], [1, 1], [3, 3], [1, 0]]
+
+
+def legend_of(figure):
+    (legend,) = figure.figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def bars_of(axes):
+    """By series, its bars."""
+    found = {}
+    for container in axes.containers:
+        if hasattr(container, "patches"):
+            found.setdefault(container.get_label(), []).extend(container.patches)
+    return found

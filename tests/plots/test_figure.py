@@ -1,0 +1,170 @@
+import base64
+import functools
+import io
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import matplotlib as mpl
+import pytest
+from matplotlib.figure import Figure
+from parts import EPOCHS, TRACE, UPDATES
+from PIL import Image
+from splits import LINK, PROFILE
+
+from labkit import plots
+from labkit.costs.pipeline_timeline import timetable
+from labkit.placement.planner import predict_split
+from labkit.plots.figure import styles_of
+from labkit.schedules.pipeline import Action
+from labkit.trace import Span, Trace
+
+RING = plots.ring_states(3)[1]
+CURVES = {"tree": {2**10: 1e-5, 2**20: 1e-2}, "ring": {2**10: 1e-4, 2**20: [1e-3, 2e-3]}}
+HOP = {"placement": "2 devices", "cut": 5, "direction": "activation", "batch_size": 16}
+HOP |= {"num_bytes": 2**20, "seconds": [1e-3, 2e-3], "model_s": 1e-3}
+STEPS = [{"split_points": [k], "predicted_s": k, "measured_s": [k, k + 1]} for k in (1, 2)]
+STREAM = [Action("forward", 0), Action("backward", 0)]
+STAGE = Trace.merge([[Span(0, "forward", 0, 1), Span(0, "backward", 1, 3)]])
+MICRO = [{"schedule": "gpipe", "micro_batches": m, "step_s": [m, m + 1]} for m in (1, 2)]
+
+MAKE_FIGURE = {
+    "timeline": lambda: plots.timeline(TRACE),
+    "timeline_model": lambda: plots.timeline(TRACE, model=True),
+    "phases": lambda: plots.phases(TRACE),
+    "phases_model": lambda: plots.phases({"compute": 1.0}, model=True),
+    "ring_grid": lambda: plots.ring_grid(RING.contributions, messages=RING.messages),
+    "ring_steps": lambda: plots.ring_steps(plots.ring_states(3), title="Ring"),
+    "ring_step": lambda: plots.ring_step(2, 3),
+    "bucket_overlap": lambda: plots.bucket_overlap(25, 4),
+    "staleness_histogram": lambda: plots.staleness_histogram(UPDATES, bound=5),
+    "staleness_model": lambda: plots.staleness_model(3, 4, 5),
+    "learning_curves": lambda: plots.learning_curves({"single": EPOCHS}),
+    "bars": lambda: plots.bars({"ring": {"measured": 1, "model": 2}}, quantity="time", unit="s"),
+    "split_costs": lambda: plots.split_costs(PROFILE, predict_split(PROFILE, (3,), LINK)),
+    "communication_time": lambda: plots.communication_time([HOP]),
+    "split_scatter": lambda: plots.split_scatter(STEPS),
+    "pipeline_timetable": lambda: plots.pipeline_timetable(timetable([STREAM], [1], [2])),
+    "pipeline_timeline": lambda: plots.pipeline_timeline(STAGE, [STREAM]),
+    "step_by_micro_batches": lambda: plots.step_by_micro_batches(MICRO),
+    "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
+}
+
+
+@functools.cache
+def figure_of(name):
+    return MAKE_FIGURE[name]()
+
+
+@pytest.mark.parametrize("name", MAKE_FIGURE)
+class TestEveryFigure:
+    def test_has_alt_text_with_numbers_and_a_caption(self, name):
+        figure = figure_of(name)
+        assert len(figure.alt) >= 15
+        assert re.search(r"\d", figure.alt)
+        assert figure.alt.endswith(".")
+        assert figure.caption.endswith(".")
+        assert "  " not in figure.alt + figure.caption
+        assert repr(figure) == f"[figure] {figure.alt}"
+
+    def test_html_holds_picture_alt_and_caption(self, name):
+        figure = figure_of(name)
+        found = re.fullmatch(
+            r'<figure [^>]*><img alt="([^"]+)" src="data:image/png;base64,([^"]+)" [^>]*>'
+            r"<figcaption [^>]*>(.+)</figcaption></figure>",
+            figure._repr_html_(),
+        )
+        assert found
+        assert len(found[1]) >= 15
+        assert base64.b64decode(found[2]).startswith(b"\x89PNG")
+
+    def test_is_readable_on_a_page_and_on_white(self, name):
+        figure = figure_of(name)
+        width = int(re.search(r'width="(\d+)"', figure.html())[1])
+        assert 400 <= width <= 900
+        picture = Image.open(io.BytesIO(figure.png())).convert("RGB")
+        assert picture.getpixel((1, 1)) == (255, 255, 255)
+        sizes = [t.get_fontsize() for t in figure.figure.findobj(mpl.text.Text) if t.get_text()]
+        assert min(sizes) >= 10
+
+    def test_axes_are_named(self, name):
+        axes = [axes for axes in figure_of(name).figure.axes if axes.axison]
+        assert any(a.get_xlabel() or a.get_ylabel() for a in axes)
+        if "ring" not in name:
+            assert any("(" in a.get_xlabel() + a.get_ylabel() for a in axes)
+
+
+class TestCaptionedFigure:
+    def test_alt_and_caption_are_escaped(self):
+        alt = 'a "quoted" <b> sentence'
+        html = plots.CaptionedFigure(Figure(), alt=alt, caption="x < y & z").html()
+        assert 'alt="a &quot;quoted&quot; &lt;b&gt; sentence"' in html
+        assert "x &lt; y &amp; z" in html
+
+    def test_short_alt_or_no_caption_is_refused(self):
+        with pytest.raises(ValueError, match="alt text"):
+            plots.CaptionedFigure(Figure(), alt="a plot", caption="Fine.")
+        with pytest.raises(ValueError, match="caption"):
+            plots.CaptionedFigure(Figure(), alt="a sentence that is long", caption=" ")
+
+    def test_saves_png_and_svg_whole(self, tmp_path):
+        figure = plots.phases(TRACE)
+        resolution = figure.figure.get_dpi()
+        assert figure.save(tmp_path / "a.png").read_bytes() == figure.png()
+        assert "<svg" in figure.save(tmp_path / "a.svg").read_text(encoding="utf-8")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg"]
+        assert figure.figure.get_dpi() == resolution
+
+    def test_an_unknown_suffix_is_refused_before_anything_is_written(self, tmp_path):
+        with pytest.raises(ValueError, match=r"a\.pdf.*\.png or \.svg"):
+            plots.phases(TRACE).save(tmp_path / "a.pdf")
+        assert not list(tmp_path.iterdir())
+
+    def test_equal_data_gives_equal_bytes(self):
+        assert plots.timeline(TRACE).png() == plots.timeline(TRACE).png()
+
+    def test_the_notebooks_style_changes_nothing_and_stays(self):
+        plain = plots.timeline(TRACE).png()
+        with mpl.rc_context({"axes.facecolor": "black", "font.size": 3, "hatch.color": "red"}):
+            assert plots.timeline(TRACE).png() == plain
+            assert mpl.rcParams["font.size"] == 3
+
+    def test_threads_draw_one_after_another(self):
+        before = dict(mpl.rcParams)
+        with ThreadPoolExecutor(4) as pool:
+            drawn = list(pool.map(lambda _: plots.ring_step(2, 3).png(), range(8)))
+        assert set(drawn) == {plots.ring_step(2, 3).png()}
+        assert dict(mpl.rcParams) == before
+
+    def test_pyplot_is_not_touched(self):
+        code = (
+            "import sys, labkit\n"
+            "assert 'matplotlib' not in sys.modules, 'labkit alone must import fast'\n"
+            "labkit.plots.phases({'compute': 1.0}).html()\n"
+            "assert 'matplotlib.pyplot' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_fills_keep_their_exact_colors(self):
+        picture = Image.open(io.BytesIO(plots.timeline(TRACE).png())).convert("RGB")
+        colors = {color for _, color in picture.getcolors(2**24)}
+        assert {(255, 255, 255), (0x00, 0x9E, 0x73), (0xD5, 0x5E, 0x00)} <= colors
+
+
+class TestStyles:
+    def test_each_meaning_has_a_look_of_its_own(self):
+        looks = {(style.color, style.hatch) for style in plots.STYLES.values()}
+        assert len(looks) == len(plots.STYLES)
+        assert len({style.hatch for style in plots.STYLES.values()}) >= 7
+
+    def test_a_look_does_not_depend_on_what_else_is_there(self):
+        assert styles_of(["wait", "compute"])["wait"] == styles_of(["wait"])["wait"]
+
+    def test_unknown_phases_get_looks_apart_from_the_known(self):
+        styles = styles_of([*plots.STYLES, "scatter", "gather"])
+        assert len({(style.color, style.hatch) for style in styles.values()}) == len(styles)
+
+    def test_predictions_have_a_hatch_that_no_measurement_has(self):
+        hatches = {style.hatch for style in styles_of([*plots.STYLES, *"abcdef"]).values()}
+        assert plots.STYLES["compute"].model.hatch not in hatches

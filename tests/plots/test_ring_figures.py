@@ -1,0 +1,166 @@
+import re
+
+import pytest
+from parts import legend_of
+
+from labkit import plots
+from labkit.schedules.ring import owned_chunk, ring_all_reduce
+
+
+class TestRing:
+    def test_states_start_with_own_parts_and_end_complete(self):
+        states = plots.ring_states(4)
+        assert len(states) == 2 * 3 + 1
+        assert [state.complete for state in states] == [0, 0, 0, 4, 8, 12, 16]
+        assert all(len(state.messages) == 4 for state in states[1:])
+
+    def test_messages_carry_what_arrived(self):
+        for before, after in zip(plots.ring_states(3), plots.ring_states(3)[1:]):
+            for src, dst, chunk in after.messages:
+                assert before.contributions[src][chunk] <= after.contributions[dst][chunk]
+
+    def test_values_are_summed_as_the_contributions_say(self):
+        states = plots.ring_states(2, [[1, 2], [10, 20]])
+        assert states[0].values == [[1, 2], [10, 20]]
+        assert states[-1].values == [[11, 22], [11, 22]]
+
+    def test_cells_print_value_and_ranks(self):
+        grid = plots.ring_grid([[{0}, {0, 1}], [{1}, {1}]], values=[[1, 22], [10, 20.5]])
+        texts = [text.get_text() for text in grid.figure.axes[0].texts]
+        assert texts == ["1", "0", "22", "all", "10", "1", "20.5", "1"]
+
+    def test_cells_are_darker_with_more_ranks(self):
+        contributions = [[{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}]] + [[set()] * 4] * 3
+        patches = plots.ring_grid(contributions).figure.axes[0].patches[:4]
+        levels = [sum(patch.get_facecolor()[:3]) for patch in patches]
+        assert levels == sorted(levels, reverse=True)
+        assert len(set(levels)) == 4
+
+    def test_messages_are_arrows_and_outlines(self):
+        grid = plots.ring_grid([[{0}] * 2, [{0, 1}, {1}]], messages=[(0, 1, 0)])
+        axes = grid.figure.axes[0]
+        (arrow,) = [text for text in axes.texts if getattr(text, "arrow_patch", None)]
+        assert arrow.xy[1] == 1
+        assert arrow.xyann[1] == 0
+        assert len(axes.patches) == 4 + 1
+        assert "just arrived" in legend_of(grid)
+
+    def test_legend_names_the_states_present_only(self):
+        assert legend_of(plots.ring_grid([[{0}, {0}], [{1}, {1}]])) == ["own part only"]
+        every = legend_of(plots.ring_steps(plots.ring_states(2)))
+        assert every == ["own part only", "sum of all ranks", "just arrived"]
+
+    @pytest.mark.parametrize("world_size", [2, 3, 4])
+    def test_all_steps_fit_the_page(self, world_size):
+        states = plots.ring_states(world_size)
+        figure = plots.ring_steps(states)
+        assert figure.figure.get_figwidth() <= 8.5
+        drawn = [axes for axes in figure.figure.axes if axes.axison]
+        assert [axes.get_title(loc="left") for axes in drawn] == [s.title for s in states]
+
+    def test_texts_stay_inside_their_cells(self):
+        values = [[1000 * rank + chunk for chunk in range(4)] for rank in range(4)]
+        figure = plots.ring_steps(plots.ring_states(4, values)).figure
+        figure.canvas.draw()
+        for axes in [axes for axes in figure.axes if axes.axison]:
+            cells = [patch.get_window_extent() for patch in axes.patches]
+            for text in [text for text in axes.texts if text.get_text()]:
+                box = text.get_window_extent()
+                assert any(c.x0 <= box.x0 and box.x1 <= c.x1 for c in cells)
+
+    def test_alt_and_caption_count(self):
+        figure = plots.ring_steps(plots.ring_states(3))
+        assert "3 ranks by 3 chunks in 5 states" in figure.alt
+        assert "step 4: share_only, 9." in figure.alt
+        assert "12 messages in all" in figure.caption
+        assert "At the end 9 of 9 cells" in figure.caption
+
+    def test_wrong_inputs_are_refused_with_the_numbers(self):
+        with pytest.raises(ValueError, match="at least 2 ranks, got world_size 1"):
+            plots.ring_states(1)
+        with pytest.raises(ValueError, match="3 rows"):
+            plots.ring_states(3, [[1, 2, 3]])
+        with pytest.raises(ValueError, match="no states"):
+            plots.ring_steps([])
+        with pytest.raises(ValueError, match=r"lengths \[2, 1\]"):
+            plots.ring_grid([[{0}, {0}], [{1}]])
+        with pytest.raises(ValueError, match=r"lengths \[\]"):
+            plots.ring_grid([])
+        with pytest.raises(ValueError, match="values must be 1 rows of 1"):
+            plots.ring_grid([[{0}]], values=[[1, 2]])
+        with pytest.raises(ValueError, match=r"ranks \[5\].*0 to 1"):
+            plots.ring_grid([[{0}], [{5}]])
+        with pytest.raises(ValueError, match=r"chunks \[3\].*0 to 0"):
+            plots.ring_grid([[{0}], [{1}]], messages=[(0, 1, 3)])
+
+
+class TestRingStep:
+    @pytest.mark.parametrize("world_size", [2, 3, 6])
+    def test_the_words_are_the_schedule(self, world_size):
+        schedule = [list(ring_all_reduce(rank, world_size)) for rank in range(world_size)]
+        last = 2 * (world_size - 1)
+        for step in range(1, last + 1):
+            words = plots.ring_words(step, world_size)
+            moves = [rank_steps[step - 1] for rank_steps in schedule]
+            assert words.startswith(f"Step {step} of {last}, {moves[0].phase}: rank 0 sends")
+            assert words.count("sends") == world_size
+            for rank, move in enumerate(moves):
+                assert f"rank {rank} sends chunk {move.send_chunk} to rank {move.dst}" in words
+
+    @pytest.mark.parametrize("world_size", [2, 3, 6])
+    def test_the_words_say_who_owns_what(self, world_size):
+        halfway = plots.ring_words(world_size - 1, world_size)
+        for rank in range(world_size):
+            owned = owned_chunk(rank, world_size)
+            assert re.search(rf"rank {rank} owns chunk {owned}[;.]", halfway)
+        for step in range(world_size - 1):
+            assert "owns" not in plots.ring_words(step, world_size)
+        end = plots.ring_words(2 * (world_size - 1), world_size)
+        assert end.endswith(f"owns the complete sums of all {world_size} chunks.")
+
+    def test_the_digits_of_a_number_are_the_ranks_in_it(self):
+        axes = plots.ring_step(2, 4).figure.axes[0]
+        texts = [text.get_text() for text in axes.texts if text.get_text()]
+        assert texts[:8] == ["1", "0", "2", "0", "3303", "0,2,3", "4004", "0,3"]
+        assert axes.get_title(loc="left") == "step 2 of 6: share_reduce"
+
+    def test_alt_holds_the_numbers_and_the_caption_the_words(self):
+        figure = plots.ring_step(2, 2, [[1, 2], [10, 20.5]])
+        assert "By chunk: rank 0 holds 11, 22.5; rank 1 holds 11, 22.5." in figure.alt
+        assert figure.alt.endswith("sum of all ranks: 4 of 4.")
+        assert figure.caption.startswith(plots.ring_words(2, 2))
+
+    @pytest.mark.parametrize("world_size", [2, 4, 6])
+    def test_all_steps_have_one_size_and_one_legend(self, world_size):
+        figures = [plots.ring_step(s, world_size) for s in range(2 * world_size - 1)]
+        places = {tuple(f.figure.axes[0].get_position().bounds) for f in figures}
+        assert len({tuple(f.figure.get_size_inches()) for f in figures} | places) == 2
+        assert len({tuple(legend_of(figure)) for figure in figures}) == 1
+        assert figures[0].figure.get_figwidth() <= 8.5
+
+    @pytest.mark.parametrize(("step", "world_size"), [(1, 2), (3, 4), (4, 6), (7, 6)])
+    def test_nothing_overlaps(self, step, world_size):
+        figure = plots.ring_step(step, world_size).figure
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        cells = [patch.get_window_extent() for patch in axes.patches[: world_size**2]]
+        arrows = [
+            text.arrow_patch.get_window_extent() for text in axes.texts if not text.get_text()
+        ]
+        assert len(arrows) == world_size
+        texts = [text.get_window_extent() for text in axes.texts if text.get_text()]
+        for text in texts:
+            assert any(c.x0 < text.x0 and text.x1 < c.x1 for c in cells)
+            assert not any(text.overlaps(arrow) for arrow in arrows)
+        (legend,) = figure.legends
+        below = axes.xaxis.label.get_window_extent().y0
+        assert legend.get_window_extent().y1 < below
+
+    def test_a_step_that_is_not_there_is_refused_with_the_range(self):
+        for step in (-1, 7, 1.5, "2"):
+            with pytest.raises(ValueError, match=r"4 ranks has no step .*0 .* to 6"):
+                plots.ring_step(step, 4)
+        with pytest.raises(ValueError, match="at least 2 ranks"):
+            plots.ring_step(0, 1)
+        with pytest.raises(ValueError, match="3 rows"):
+            plots.ring_step(0, 3, [[1]])

@@ -1,0 +1,175 @@
+import math
+
+import numpy as np
+import pytest
+from parts import legend_of
+
+from labkit import plots
+from labkit.plots.figure import SERIES, shade
+
+KIB = 2**10
+# Straight lines that cross where 20 + x = 60 + x / 2: at 80 (KiB and microseconds).
+SIZES = [KIB << k for k in range(0, 15, 2)]
+TREE = {size: (20 + size / KIB) * 1e-6 for size in SIZES}
+RING = {size: (60 + size / KIB / 2) * 1e-6 for size in SIZES}
+BOTH = {"tree": TREE, "ring": RING}
+
+
+def repeated(points):
+    return {size: [0.8 * value, value, 1.5 * value] for size, value in points.items()}
+
+
+def lines_of(figure):
+    return {line.get_label(): line for line in figure.figure.axes[0].lines}
+
+
+class TestTime:
+    def test_points_are_medians_at_their_sizes(self):
+        lines = lines_of(plots.size_curves({"tree": repeated(TREE)}))
+        np.testing.assert_allclose(lines["tree"].get_xydata(), list(TREE.items()))
+
+    def test_the_band_spans_all_repeats(self):
+        figure = plots.size_curves({"tree": repeated(TREE)})
+        (band,) = figure.figure.axes[0].collections
+        ys = band.get_paths()[0].vertices[:, 1]
+        assert ys.min() == pytest.approx(0.8 * min(TREE.values()))
+        assert ys.max() == pytest.approx(1.5 * max(TREE.values()))
+        assert "medians of 3 repeats; bands span all" in figure.caption
+
+    def test_each_series_has_a_color_and_a_marker_of_its_own(self):
+        lines = lines_of(plots.size_curves({name: TREE for name in "abcdefg"})).values()
+        assert len({(line.get_color(), line.get_marker()) for line in lines}) == 7
+        assert {line.get_linestyle() for line in lines} == {"-"}
+        assert "None" not in {line.get_marker() for line in lines}
+
+    def test_a_model_is_dashed_without_markers_and_says_so(self):
+        figure = plots.size_curves(BOTH, {"ring": RING, "nccl": TREE})
+        assert legend_of(figure) == ["tree", "ring", "ring model", "nccl model"]
+        lines = lines_of(figure)
+        assert {lines[name].get_linestyle() for name in ("ring model", "nccl model")} == {"--"}
+        assert not lines["ring model"].get_marker()
+        assert lines["ring"].get_color() == SERIES[1][0].color
+        assert lines["ring model"].get_color() == shade(SERIES[1][0].color, 0.75)
+
+    def test_axes_are_logarithmic_with_units_at_the_ticks(self):
+        figure = plots.size_curves(BOTH)
+        axes = figure.figure.axes[0]
+        figure.figure.canvas.draw()
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        sizes = [tick.get_text() for tick in axes.get_xticklabels()]
+        assert sizes[:2] == ["1 KiB", "4 KiB"]
+        assert sizes[-1] == "16 MiB"
+        times = [tick.get_text() for tick in axes.get_yticklabels()]
+        assert {"100 µs", "1 ms", "10 ms"} <= set(times)
+
+    def test_the_caption_says_who_wins_where_and_by_how_much(self):
+        figure = plots.size_curves(BOTH)
+        least, most = RING[64 * KIB] / TREE[64 * KIB], RING[KIB] / TREE[KIB]
+        assert f"Fastest: tree up to 64 KiB, {least:.3g} to {most:.3g} times" in figure.caption
+        assert "; ring from 256 KiB up, 1.47 to 1.99 times as fast as the next." in figure.caption
+        assert figure.alt.endswith(figure.caption.split(" Each")[0])
+        assert "tree 21 µs at 1 KiB, 276 µs at 256 KiB, 16.4 ms at 16 MiB" in figure.alt
+
+    @pytest.mark.parametrize(
+        ("factors", "ratio"),
+        [
+            ({}, "as fast"),
+            (dict.fromkeys(SIZES, 1.0001), "as fast"),
+            ({KIB: 2}, "1 to 2 times as fast"),
+            (dict.fromkeys(SIZES, 2), "2 times as fast"),
+        ],
+    )
+    def test_one_winner_wins_at_every_size(self, factors, ratio):
+        slower = {size: value * factors.get(size, 1) for size, value in TREE.items()}
+        caption = plots.size_curves({"a": TREE, "b": slower}).caption
+        assert f"a at every size from 1 KiB to 16 MiB, {ratio} as the next." in caption
+
+    def test_a_tangle_is_counted_not_told_size_by_size(self):
+        zigzag = {s: v * (0.5 if k % 2 else 2) for k, (s, v) in enumerate(TREE.items())}
+        caption = plots.size_curves({"tree": TREE, "zigzag": zigzag}).caption
+        assert "No clear order: of 8 sizes tree at 4, zigzag at 4 is fastest." in caption
+        assert "At 16 MiB it is zigzag, 2 times" in caption
+
+    def test_measured_over_model_stands_in_the_caption(self):
+        model = {size: value / 2 for size, value in TREE.items()}
+        assert "Measured times are 2 times the model's (dashed)" in (
+            plots.size_curves({"tree": TREE}, {"tree": model}).caption
+        )
+        assert "Dashed lines are models." in plots.size_curves(BOTH, {"x": model}).caption
+
+    def test_sizes_may_be_texts_as_json_has_them(self):
+        texts = {str(size): value for size, value in reversed(TREE.items())}
+        assert plots.size_curves({"tree": texts}).alt == plots.size_curves({"tree": TREE}).alt
+
+
+class TestCrossover:
+    def test_crossings_lie_between_the_measured_sizes(self):
+        (found,) = plots.crossings(TREE, RING)
+        assert found == pytest.approx(80 * KIB, rel=0.05)
+        assert plots.crossings(RING, TREE) == [found]
+        assert plots.crossings(repeated(TREE), repeated(RING)) == [pytest.approx(found)]
+
+    def test_power_laws_cross_exactly(self):
+        first = {size: 1e-9 * size for size in SIZES}
+        second = {size: 1e-9 * math.sqrt(size * 3 * KIB) for size in SIZES}
+        assert plots.crossings(first, second) == [pytest.approx(3 * KIB)]
+
+    def test_curves_that_touch_do_not_cross(self):
+        assert plots.crossings({1: 1.0, 2: 1.0, 4: 1.0}, {1: 2.0, 2: 1.0, 4: 2.0}) == []
+        assert plots.crossings({1: 1.0, 2: 1.0, 4: 1.0}, {1: 2.0, 2: 1.0, 4: 0.5}) == [
+            pytest.approx(2.0)
+        ]
+        assert plots.crossings({1: 1.0}, {2: 1.0}) == []
+
+    def test_predicted_and_measured_stand_beside_each_other(self):
+        figure = plots.size_curves(BOTH, crossover=81920)
+        lines = lines_of(figure)
+        assert set(lines_of(plots.size_curves(BOTH))) == {"tree", "ring"}
+        model = lines["crossover, model: 80 KiB"]
+        assert model.get_xdata()[0] == 81920
+        assert model.get_linestyle() == "--"
+        (label,) = [label for label in lines if label.startswith("crossover, measured")]
+        assert lines[label].get_linestyle() == "-"
+        assert lines[label].get_xdata()[0] == plots.crossings(TREE, RING)[0]
+        assert "puts the crossover of tree and ring at 80 KiB; it was measured" in figure.caption
+
+    def test_a_prediction_out_of_view_is_said_not_drawn(self):
+        figure = plots.size_curves({"tree": TREE}, crossover=2**33)
+        assert set(lines_of(figure)) == {"tree"}
+        assert "at 8 GiB, outside the sizes measured; none was measured." in figure.caption
+
+    @pytest.mark.parametrize("never", [math.inf, 0.0])
+    def test_a_model_may_have_none(self, never):
+        figure = plots.size_curves(BOTH, crossover=never)
+        assert "The model has no crossover of tree and ring; it was measured" in figure.caption
+        assert figure.png()
+
+    def test_two_curves_may_cross_twice(self):
+        """Noise lets the ring win at both ends: the crossings are there all the same."""
+        noisy = TREE | {min(TREE): RING[min(RING)] * 2}
+        figure = plots.size_curves({"tree": noisy, "ring": RING}, crossover=KIB)
+        assert len(plots.crossings(noisy, RING)) == 2
+        assert "of tree and ring at 1 KiB; it was measured at" in figure.caption
+
+    def test_between_names_the_pair(self):
+        three = BOTH | {"fast": {size: value / 9 for size, value in TREE.items()}}
+        assert "none was measured" in plots.size_curves(three, crossover=KIB).caption
+        caption = plots.size_curves(three, crossover=KIB, between=("tree", "ring")).caption
+        assert "of tree and ring at 1 KiB; it was measured at" in caption
+
+
+def test_wrong_inputs_are_refused_with_the_next_step():
+    with pytest.raises(ValueError, match="no curves to draw: give at least one"):
+        plots.size_curves({})
+    with pytest.raises(ValueError, match="measured ring has no sizes"):
+        plots.size_curves({"ring": {}})
+    with pytest.raises(ValueError, match=r"measured ring has \[0\.0\] s at 1024 bytes"):
+        plots.size_curves({"ring": {KIB: 0}})
+    with pytest.raises(ValueError, match="at 0 bytes"):
+        plots.size_curves({"ring": {0: 1.0}})
+    with pytest.raises(ValueError, match="without repeats"):
+        plots.size_curves({"ring": {KIB: []}})
+    with pytest.raises(ValueError, match="model ring has"):
+        plots.size_curves(BOTH, {"ring": {KIB: math.inf}})
+    with pytest.raises(ValueError, match="nccl is not measured: tree, ring are"):
+        plots.size_curves(BOTH, crossover=1.0, between=("tree", "nccl"))

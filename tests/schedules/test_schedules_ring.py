@@ -1,0 +1,65 @@
+"""The ring on paper: the textbook's, and what must hold for any number of ranks."""
+
+import pytest
+
+from labkit.schedules.ring import (
+    chunk_bounds,
+    owned_chunk,
+    ring_all_reduce,
+    ring_contributions,
+    ring_share_only,
+    ring_share_reduce,
+)
+
+
+def table(schedule, world_size):
+    """[step] -> "rank sends chunk" for all ranks, as the textbook prints it."""
+    rows = zip(*(schedule(rank, world_size) for rank in range(world_size)))
+    return [" ".join(f"{r}:{step.send_chunk}" for r, step in enumerate(row)) for row in rows]
+
+
+def test_the_textbooks_schedule_for_four_ranks():
+    assert table(ring_share_reduce, 4) == [
+        "0:0 1:1 2:2 3:3",
+        "0:3 1:0 2:1 3:2",
+        "0:2 1:3 2:0 3:1",
+    ]
+    assert table(ring_share_only, 4) == [
+        "0:1 1:2 2:3 3:0",
+        "0:0 1:1 2:2 3:3",
+        "0:3 1:0 2:1 3:2",
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_each_rank_receives_what_its_neighbour_sends(world_size):
+    for row in zip(*(ring_all_reduce(rank, world_size) for rank in range(world_size))):
+        for rank, step in enumerate(row):
+            assert step.dst == (rank + 1) % world_size
+            assert row[step.src].dst == rank
+            assert row[step.src].send_chunk == step.recv_chunk
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_each_rank_owns_one_complete_chunk_then_has_all(world_size):
+    states = ring_contributions(world_size)
+    everyone = frozenset(range(world_size))
+    assert len(states) == 2 * (world_size - 1) + 1
+    for rank in range(world_size):
+        middle = states[world_size - 1][rank]
+        complete = [chunk for chunk, held in enumerate(middle) if held == everyone]
+        if world_size > 1:
+            assert complete == [owned_chunk(rank, world_size)]
+        assert states[-1][rank] == [everyone] * world_size
+    assert sorted(owned_chunk(r, world_size) for r in range(world_size)) == sorted(everyone)
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 3, 4, 10, 17])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_chunks_cover_everything_and_differ_by_one_at_most(num_elements, world_size):
+    bounds = chunk_bounds(num_elements, world_size)
+    sizes = [end - start for start, end in bounds]
+    assert len(bounds) == world_size
+    assert sum(sizes) == num_elements
+    assert max(sizes) - min(sizes) <= 1
+    assert [start for start, _ in bounds] == [sum(sizes[:i]) for i in range(world_size)]
