@@ -172,8 +172,8 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
     """Grade ``fn(comm, gradient, residual, k)``: a sparse all-reduce with error feedback.
 
     Expected is [sum over the ranks of the k elements of gradient + residual that are largest in
-    magnitude on each, this rank's new residual], both [N]. Target: (P - 1) k values (float32) and as many
-    indices (int64), 12 (P - 1) k bytes.
+    magnitude on each, this rank's new residual], both [N]. Target: (P - 1) k values (float32) and
+    as many indices (int64), 12 (P - 1) k bytes.
     """
     exercise = Exercise(
         "one_device.top_k",
