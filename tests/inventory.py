@@ -58,10 +58,10 @@ def _trees(path: Path) -> Iterator[ast.Module]:
 
 def _in_module(path: Path, tree: ast.Module) -> set[tuple[str, str, str]]:
     place = path.relative_to(ROOT).as_posix()
-    return {(place, function, call) for function, call in _calls(tree, "")}
+    return {(place, function, call) for function, call in calls(tree, "")}
 
 
-def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
+def calls(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
     """Names of the dangerous calls below ``node``, each with the function around it.
 
     One that is imported by its own name counts where it is imported.
@@ -74,7 +74,7 @@ def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
             names = {alias.name for alias in child.names} & OF_MODULES.get(module, set())
             yield from ((function or "(module)", f"{module}.{name}") for name in names)
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        yield from _calls(child, child.name if is_function else function)
+        yield from calls(child, child.name if is_function else function)
 
 
 def _dangerous(called: ast.expr) -> str:

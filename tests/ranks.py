@@ -95,7 +95,7 @@ def write_program_that_never_ends(folder: Path) -> Path:
     script.write_text(
         textwrap.dedent("""
         import os, sys
-        from labkit import run
+        from labkit import run, warm_up
 
         def works(comm):
             open(f"{sys.argv[1]}/{os.getpid()}.pid", "w").close()
@@ -103,6 +103,7 @@ def write_program_that_never_ends(folder: Path) -> Path:
                 comm.barrier()
 
         if __name__ == "__main__":
+            warm_up(training=False)
             run(works, world_size=2)
         """)
     )

@@ -361,7 +361,7 @@ class TestRow24SharedMemoryFull:
             "size=4k",
             """
             import os
-            from labkit import run
+            from labkit import run, warm_up
             from labkit.collectives import fast_ring_all_reduce
 
             def sums(comm):
@@ -372,6 +372,7 @@ class TestRow24SharedMemoryFull:
                 print(run(sums, world_size=2).values, os.listdir("/dev/shm"), flush=True)
 
             if __name__ == "__main__":
+                warm_up(training=False)
                 attempt()
                 os.system("dd if=/dev/zero of=/dev/shm/old bs=1k count=4 status=none")
                 attempt()

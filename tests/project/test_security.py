@@ -50,10 +50,10 @@ class TestInventory:
         import inventory
 
         source = "import pickle\ndef f(x):\n    return pickle.loads(x)\nfrom pickle import loads"
-        found = set(inventory._calls(inventory.ast.parse(source), ""))
+        found = set(inventory.calls(inventory.ast.parse(source), ""))
         assert found == {("f", "pickle.loads"), ("(module)", "pickle.loads")}
         harmless = inventory.ast.parse("model.eval()\njson.loads(x)\nsignature.bind(1)")
-        assert not set(inventory._calls(harmless, ""))
+        assert not set(inventory.calls(harmless, ""))
 
 
 # Listening
@@ -143,73 +143,70 @@ class TestListening:
 
     @pytest.mark.parametrize("transport", ["shared", "gloo"])
     @pytest.mark.parametrize("during", ["nothing", "gloo", "labkit", "rpc"])
-    def test_ranks_are_heard_on_loopback_alone(self, during, transport):
+    def test_ranks_and_launcher_are_heard_on_loopback_alone_and_not_after_the_run(
+        self, during, transport
+    ):
         if during == "rpc" and not dist.rpc.is_available():
             pytest.skip("this PyTorch has no RPC")
-        result = run(listens_in_a_run, during, world_size=2, transport=transport)
-        assert [ranks for ranks, _ in result.values] == [[], []]
-
-    def test_so_is_their_launcher_during_a_run(self):
-        result = run(listens_in_a_run, "nothing", world_size=2)
-        assert [launcher for _, launcher in result.values] == [[], []]
-
-    def test_after_a_run_nothing_listens(self):
         before = heard_outside([os.getpid()])
-        run(listens_in_a_run, "nothing", world_size=2)
+        result = run(listens_in_a_run, during, world_size=2, transport=transport)
+        assert result.values == [([], [])] * 2
         assert wait_until(lambda: heard_outside(descendants(os.getpid())) == before, 5)
 
     @pytest.mark.fresh
     @pytest.mark.skipif(not may_unshare(), reason="needs a network of its own: unshare, as root")
-    @pytest.mark.parametrize("way", ["a run", "plain ranks", "torchrun's ranks over gloo"])
-    def test_where_the_hosts_name_is_an_outside_address(self, tmp_path, way):
+    def test_where_the_hosts_name_is_an_outside_address(self, tmp_path):
         """gloo listens there unless it is told otherwise."""
-        script = {"a run": A_RUN}.get(way, PLAIN_RANKS)
-        said = output_in_a_network(tmp_path, script, str(way != "plain ranks"))
-        assert [line for line in said.splitlines() if "found" in line] == ["found []"] * 2
+        said = output_in_a_network(tmp_path, IN_A_NETWORK)
+        assert [line for line in said.splitlines() if "found" in line] == ["found []"] * 6
 
 
-A_RUN = """
+# Ranks of a run; ranks without a launcher; and ranks as of torchrun that have to use gloo.
+IN_A_NETWORK = """
+    import fcntl, multiprocessing, os, sys
+    import torch.distributed as dist
     import test_security
-    from labkit import run
+    from labkit import run, warm_up
 
-    if __name__ == "__main__":
-        for during in ("gloo", "rpc"):
-            values = run(test_security.listens_in_a_run, during, world_size=2).values
-            print("found", [place for ranks, _ in values for place in ranks])
-    """
+    def refuses(*_):
+        raise OSError("no common memory")
 
-PLAIN_RANKS = """
-    import os, sys
-    import torch, torch.distributed as dist
-    import labkit.backend.group
-    from test_security import heard_outside
-
-    def rank(number, over_gloo):
+    def plain(number, store, over_gloo):
         if over_gloo:
             os.environ.update(LOCAL_WORLD_SIZE="2", WORLD_SIZE="2")
-            labkit.comm.meeting.meet = lambda *_: None
-        store = dist.FileStore("store", 2)
+            fcntl.fcntl = refuses
+        store = dist.FileStore(store, 2)
         dist.init_process_group("labkit", store=store, rank=number, world_size=2)
-        dist.all_reduce(x := torch.ones(1))
-        found = heard_outside([os.getpid()])
+        dist.barrier()
+        found = test_security.heard_outside([os.getpid()])
         dist.barrier()
         sys.stdout.write(f"found {found}\\n")
         dist.destroy_process_group()
 
     if __name__ == "__main__":
-        torch.multiprocessing.spawn(rank, (sys.argv[1] == "True",), 2)
+        warm_up(training=False)
+        for during in ("gloo", "rpc"):
+            values = run(test_security.listens_in_a_run, during, world_size=2).values
+            print("found", [place for ranks, _ in values for place in ranks], flush=True)
+        context = multiprocessing.get_context("forkserver")
+        for over_gloo in (False, True):
+            store = f"store {over_gloo}"
+            ranks = [context.Process(target=plain, args=(i, store, over_gloo)) for i in range(2)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join()
     """
 
 
-def output_in_a_network(folder, script, *arguments):
+def output_in_a_network(folder, script):
     """What a program prints in a network of its own, whose host's name is an outside address."""
     (folder / "program.py").write_text(textwrap.dedent(script))
     setting = "ip link set lo up && ip addr add 10.9.8.7/32 dev lo && hostname 10.9.8.7"
-    program = f"exec {sys.executable} program.py {' '.join(arguments)}"
+    program = f"exec {sys.executable} program.py"
     environment = {k: v for k, v in os.environ.items() if not k.endswith("SOCKET_IFNAME")}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        map(str, (ROOT, ROOT / "tests", Path(__file__).parent))
-    )
+    places = (ROOT, ROOT / "tests", Path(__file__).parent)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
     done = subprocess.run(
         ["unshare", "--uts", "--net", "sh", "-c", f"{setting} && {program}"],
         capture_output=True,
@@ -222,8 +219,6 @@ def output_in_a_network(folder, script, *arguments):
     return done.stdout
 
 
-@pytest.mark.fresh
-@linux_only
 def command_of(pid):
     """What a process was called with; nothing if it has ended."""
     try:
@@ -232,6 +227,8 @@ def command_of(pid):
         return b""
 
 
+@pytest.mark.fresh
+@linux_only
 def test_jupyterlab_is_heard_on_loopback_and_asks_for_its_token(tmp_path):
     (tmp_path / "workbook" / "notebooks").mkdir(parents=True)
     with browser.serve(tmp_path, tmp_path / "workbook") as address:
@@ -253,12 +250,12 @@ def test_jupyterlab_is_heard_on_loopback_and_asks_for_its_token(tmp_path):
 # Reports under torchrun
 
 TORCHRUN_RANK = """
-    import sys
+    import fcntl, sys
     import torch.distributed as dist
-    import labkit, labkit.runtime.torchrun
+    import labkit
 
     def refuses(*_):
-        raise RuntimeError("pickles through gloo's sockets")
+        raise OSError("no common memory, and no pickles through gloo's sockets")
 
     def work(comm, transport):
         return transport, "x" * 10 ** (1 + 5 * comm.rank)
@@ -267,7 +264,7 @@ TORCHRUN_RANK = """
     for transport in ("auto", "gloo"):
         values = labkit.run(work, transport, world_size=2, transport=transport).values
         sys.stdout.write(f"{[(name, len(text)) for name, text in values]}\\n")
-    labkit.runtime.torchrun.meet = lambda *_: None
+    fcntl.fcntl = refuses
     try:
         labkit.run(work, "auto", world_size=2)
     except ConnectionError as error:
