@@ -5,8 +5,8 @@ import lazy_loader
 from labkit.backend.registration import register_backend
 from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
 
-# Lazy: a notebook's first cell should not wait for parts that it does not use. What there is
-# stands in __init__.pyi, which editors read, too.
+# Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
+# listed in __init__.pyi, which editors read, too.
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
@@ -16,6 +16,6 @@ def __getattr__(name: str):
 
 
 register_backend()
-# A script's ranks import the launcher again when they load it.
+# A script's ranks import the launcher when they load the script.
 FOR_RANKS.append("labkit.runtime.launch")
 FOR_TRAINING.append("labkit.training.loop")

@@ -32,7 +32,7 @@ class Plan:
 
 
 def num_cores() -> int:
-    """The cores this process may use (a container may allow fewer than the machine has)."""
+    """The cores that this process may use; a container may allow fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -50,11 +50,11 @@ def plan(
 ) -> Plan:
     """Choose backend, devices and transport for the ranks of this machine.
 
-    NCCL needs a GPU for each rank. Ranks that share one talk over gloo, their tensors staged
-    through host memory, or with ``transport="shared"`` through CUDA IPC.
+    NCCL needs a GPU per rank. Ranks that share one talk over gloo, with tensors staged through
+    host memory, or with ``transport="shared"`` through CUDA IPC.
 
     Raises:
-        ValueError: an unknown ``device`` or ``transport``, or one that this machine has not.
+        ValueError: an unknown ``device`` or ``transport``, or one that this machine lacks.
     """
     can_share = _can_share(transport)
     if device not in DEVICES:
@@ -69,7 +69,7 @@ def plan(
         shared = can_share and transport != "gloo"
         return Plan("gloo", ("cpu",) * local_world_size, "shared" if shared else "torch")
     devices = tuple(f"cuda:{rank % gpus}" for rank in range(local_world_size))
-    # On GPUs shared memory is only taken when asked for: NCCL is the standard there.
+    # On GPUs shared memory is used only on request: NCCL is the standard there.
     moved_by = "shared" if transport == "shared" else "torch"
     if local_world_size <= gpus and transport != "gloo":
         return Plan("nccl", devices, moved_by)
@@ -77,13 +77,13 @@ def plan(
 
 
 def _sharing_note(ranks: int, gpus: int, moved_by: str) -> str:
-    """What it means that ranks outnumber GPUs; empty where they do not."""
+    """What it means that ranks outnumber GPUs; empty if they do not."""
     if ranks <= gpus:
         return ""
     way = "CUDA IPC" if moved_by == "shared" else "gloo through host memory"
     return (
         f"{ranks} ranks share {format_count(gpus, 'GPU')}: they talk over {way}, since "
-        "NCCL takes one rank a GPU; times are not those of more GPUs"
+        "NCCL takes one rank per GPU; times are not those of more GPUs"
     )
 
 
@@ -104,7 +104,7 @@ def _can_share(transport: str) -> bool:
 
 
 def check_world_size(world_size: int, *, warn: bool = True) -> None:
-    """Refuse a world size that cannot be; warn of one that this machine will feel.
+    """Refuse an impossible world size; warn of one that is too large for this machine.
 
     Raises:
         ValueError: not an integer from 1 up, or more ranks than any machine starts.
@@ -121,7 +121,7 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
 
 
 def _level_of_caller() -> int:
-    """How many frames up the first line outside this package is: a warning is to name that one."""
+    """How many frames up the first line outside this package is, for a warning to name it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "labkit":
         frame, level = frame.f_back, level + 1
@@ -129,7 +129,7 @@ def _level_of_caller() -> int:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine, for results that name what they were measured on."""
+    """The machine, for results to name what they were measured on."""
     import torch
 
     gpus = [torch.cuda.get_device_properties(i).name for i in range(num_gpus())]
@@ -143,7 +143,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The software, for the same purpose."""
+    """The software, for the same reason."""
     import numpy
     import torch
 

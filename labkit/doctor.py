@@ -1,8 +1,8 @@
 """``python -m labkit doctor``: what this machine has, and what to do where something is missing.
 
-A check is a function of its name in the table that returns a Finding; one that raises becomes a
-finding too. What may be absent or broken is imported inside its check, so that the doctor also
-runs where the installation does not.
+A check takes its name in the table and returns a Finding; an exception becomes a finding, too.
+What may be absent or broken is imported inside its check, so that the doctor also runs where the
+installation does not.
 """
 
 import contextlib
@@ -31,6 +31,8 @@ ENOUGH_SHM_BYTES = 512 * 2**20
 RANKS_TIMEOUT_S = 60
 SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
+# What a container may use; the file is absent, or says "max", where there is no limit.
+CONTAINER_MEMORY = Path("/sys/fs/cgroup/memory.max")
 # What it means when one is absent: the status, and what needs it.
 PACKAGES = {
     "torch": ("stop", "everything runs on it"),
@@ -46,16 +48,16 @@ _REINSTALL = (
     "folder: python -m pip install --force-reinstall -c requirements.txt torch torchvision"
 )
 _RANKS_ADVICE = (
-    "first put right what is above. Ranks talk over 127.0.0.1: a firewall or a sandbox may forbid "
-    "it. Where the path is too long, set TMPDIR=/tmp; where the GPUs are at fault, set "
-    "CUDA_VISIBLE_DEVICES=-1 to go on without them. The whole error comes with: "
+    "first fix what is above. Ranks talk over 127.0.0.1: a firewall or a sandbox may forbid "
+    "it. If the path is too long, set TMPDIR=/tmp; if the GPUs are at fault, set "
+    "CUDA_VISIBLE_DEVICES=-1 to work without them. This prints the whole error: "
     "python -m labkit train --strategy ring_all_reduce --world-size 2"
 )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the check ``name`` found, and the advice where that is not as it should be.
+    """What the check ``name`` found, and what to do if that is not as it should be.
 
     The status is ``ok``, ``note`` (the course runs, with a limit), or ``stop`` (it does not).
     """
@@ -67,11 +69,11 @@ class Finding:
 
 
 def main() -> int:
-    """Print what each check finds, as it comes; return 1 if something stops the course, else 0."""
+    """Print each finding as it is made; return 1 if something stops the course, else 0."""
     with contextlib.suppress(Exception):  # what fails here fails again in check_ranks
         from labkit.runtime.preload import warm_up
 
-        # The process that ranks are forked from imports torch while the checks here go on.
+        # The process that ranks are forked from imports torch during the checks here.
         warm_up(training=False)
     findings = []
     try:
@@ -83,7 +85,7 @@ def main() -> int:
         return 130
     stops = [finding.name for finding in findings if finding.status == "stop"]
     if stops:
-        print(f"\nThe course does not run here yet. First put right: {', '.join(stops)}.")
+        print(f"\nThe course does not run here yet. First fix: {', '.join(stops)}.")
     else:
         print("\nThe course runs on this machine.")
     return 1 if stops else 0
@@ -100,7 +102,7 @@ def examine(name: str, check: Callable[[str], Finding]) -> Finding:
 
 
 def render(finding: Finding) -> str:
-    """The finding on a line, its advice below; both go on in their column past WIDTH."""
+    """The finding on a line, its advice below, both wrapped at WIDTH in their column."""
     head = f"{finding.name:<17}  {finding.status:<4}  "
     rows = [(head, finding.found), (" " * (len(head) - 3) + "-> ", finding.advice)]
     return "\n".join(
@@ -136,7 +138,7 @@ def check_package(name: str) -> Finding:
     ranges = {requirement.name: requirement.specifier for requirement in needed}
     if ranges[name].contains(found, prereleases=True):
         return Finding(name, "ok", f"{found} ({ranges[name]})")
-    # Never a stop: it is tried for real below, and a vendor's own build may carry an odd number.
+    # Never a stop: it is tried for real below, and a vendor's build may have an unusual number.
     return Finding(name, "note", f"{found}, but labkit is made for {ranges[name]}", _INSTALL)
 
 
@@ -182,7 +184,7 @@ def check_peer_access(name: str) -> Finding:
     pairs = list(permutations(range(num_gpus()), 2))
     lacking = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if not pairs:
-        return Finding(name, "ok", "of no use with fewer than two GPUs")
+        return Finding(name, "ok", "not needed with fewer than two GPUs")
     if not lacking:
         return Finding(name, "ok", f"every one of {num_gpus()} GPUs reaches the others' memory")
     found = f"missing for {len(lacking)} of {len(pairs)} directions: {', '.join(lacking[:8])}"
@@ -197,10 +199,10 @@ def check_nccl(name: str) -> Finding:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         number = ".".join(map(str, torch.cuda.nccl.version()))
         use = f"up to {gpus} here; more ranks talk over gloo" if gpus else "not used here"
-        return Finding(name, "ok", f"{number}; takes one rank a GPU: {use}")
+        return Finding(name, "ok", f"{number}; takes one rank per GPU: {use}")
     if gpus:
         return Finding(name, "note", "not in this torch, though there are GPUs", _REINSTALL)
-    return Finding(name, "ok", "not in this torch, and of no use without a GPU")
+    return Finding(name, "ok", "not in this torch, and not needed without a GPU")
 
 
 def check_gloo(name: str) -> Finding:
@@ -235,8 +237,8 @@ def _memory_bytes() -> tuple[int, int]:
     rows = (line.split() for line in MEMINFO.read_text().splitlines())
     sizes = {row[0]: int(row[1]) * 1024 for row in rows}
     limit_bytes = sizes["MemTotal:"]
-    with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
-        limit_bytes = min(limit_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    with contextlib.suppress(OSError, ValueError):
+        limit_bytes = min(limit_bytes, int(CONTAINER_MEMORY.read_text()))
     return limit_bytes, min(limit_bytes, sizes["MemAvailable:"])
 
 
@@ -312,7 +314,7 @@ def check_ranks(name: str) -> Finding:
 
 
 def swap_numbers(comm) -> float:
-    """On 2 ranks: send a tensor of the own number, return the number that came."""
+    """On 2 ranks: send a tensor of this rank's number, return the other's."""
     import torch
 
     mine = torch.full((1024,), float(comm.rank), device=comm.device)

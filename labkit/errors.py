@@ -1,4 +1,4 @@
-"""The errors a run can end in: each names the rank, the operation, the line and the next step."""
+"""The errors that end a run: each names the rank, the operation, the line and the next step."""
 
 
 class WorkerError(RuntimeError):
@@ -7,7 +7,7 @@ class WorkerError(RuntimeError):
     Attributes:
         rank: the rank that failed first (None when no single rank did).
         location: the learner's own line, as ``file, line N: source``; empty when unknown.
-        worker_traceback: the rank's traceback as text; empty when it had no chance to make one.
+        worker_traceback: the rank's traceback as text; empty when it could not make one.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class MismatchError(ValueError):
 
 
 class PeerLostError(ConnectionError):
-    """Raised inside a rank whose peer vanished during a transfer: a consequence, not the cause.
+    """Raised inside a rank whose peer vanished during a transfer: a consequence, not a cause.
 
     Attributes:
-        rank: the peer; None where it could have been one of several.
+        rank: the peer; None if it could have been any of several.
     """
 
     def __init__(self, message: str, rank: int | None = None):
@@ -49,4 +49,4 @@ class PeerLostError(ConnectionError):
 
 
 class OutputError(OSError):
-    """An output could not be written, because a disk is full for example; an old one is intact."""
+    """An output could not be written, for example to a full disk; an old one is intact."""

@@ -1,8 +1,8 @@
 """Open the workbook: JupyterLab on the first notebook, on any machine, with nothing to set.
 
-JupyterLab reads the person's own settings as always; what the workbook adds (no news question, a
-window layout of its own) lives in a temporary folder and in the environment's folder, so that
-nothing of theirs is changed.
+JupyterLab reads the user's settings as always; what the workbook adds (no question about news, a
+window layout) lives in a temporary folder and in the environment's folder, so that nothing of the
+user's is changed.
 """
 
 import getpass
@@ -86,9 +86,9 @@ def _prepare_environment(folder: Path) -> None:
     (folder / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
     own = [part for part in [os.environ.get("JUPYTER_CONFIG_PATH")] if part]
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join([*own, str(folder)])
-    # A kernel named python3 in the person's own folders must not win over this environment's.
+    # A kernel named python3 in the user's folders must not win over this environment's.
     os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
-    # Its own layout: else the tabs of another project open here, and ours there.
+    # A separate layout: otherwise the tabs of another project open here, and ours there.
     os.environ.setdefault("JUPYTERLAB_WORKSPACES_DIR", f"{sys.prefix}/var/labkit/workspaces")
 
 
@@ -97,7 +97,7 @@ def _serve(root: Path, argv: list[str]) -> int:
 
     server = LabApp.initialize_server(argv=argv)
     signal.signal(signal.SIGINT, lambda *_: _stop(server))
-    # The server binds its port in a callback of its own, which stands before this one.
+    # The server binds its port in a callback that is queued before this one.
     server.io_loop.add_callback(lambda: print(_announcement(server, root), flush=True))
     server.start()
     print("The workbook is closed.")
@@ -127,7 +127,7 @@ def _announcement(server, root: Path) -> str:
     port = server.port
     if "SSH" in reason:
         lines += [
-            "  From your own machine, first make a tunnel and leave it open:",
+            "  On your own machine, first open a tunnel and keep it open:",
             f"      ssh -N -L {port}:localhost:{port} {getpass.getuser()}@{socket.gethostname()}",
         ]
     if "container" in reason:

@@ -1,6 +1,6 @@
 """Numbers: checked when a user gives them, and written with their units when they are shown.
 
-Everything is checked before a rank starts, in texts of the command line and in arguments alike.
+Texts of the command line and arguments are checked alike, before a rank starts.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 # A count has to fit 32 bits: PyTorch counts in 64, and bytes are a multiple of a count.
 MOST = 2**31 - 1
-# A larger number is a slip of the finger, and would start processes until memory is full.
+# A larger number is a typing mistake, and would start processes until memory is full.
 MOST_RANKS = 4096
 # Eleven days; poll(2) waits for 24 at most.
 MOST_SECONDS = 1e6
@@ -71,7 +71,7 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> No
 
 
 def check_number(name: str, value: Any, least: float, most: float) -> None:
-    """Refuse what is not a number from ``least`` to ``most``; NaN is not.
+    """Refuse what is not a number from ``least`` to ``most``; NaN is refused.
 
     Raises:
         ValueError: the message says the limit.
@@ -111,18 +111,18 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``format_seconds(0.0123)`` is ``12.3 ms``; two minutes and more read ``2 min 5 s``."""
-    whole = round(abs(seconds)) if abs(seconds) < float("inf") else 0
+    rounded = round(abs(seconds)) if abs(seconds) < float("inf") else 0
     sign = "-" if seconds < 0 else ""
-    if whole >= 7200:
-        return f"{sign}{whole // 3600} h {whole % 3600 // 60} min"
-    if whole >= 120:
-        return f"{sign}{whole // 60} min {whole % 60} s"
+    if rounded >= 7200:
+        return f"{sign}{rounded // 3600} h {rounded % 3600 // 60} min"
+    if rounded >= 120:
+        return f"{sign}{rounded // 60} min {rounded % 60} s"
     scale, unit = second_unit(seconds)
     return f"{format_number(seconds / scale)} {unit}"
 
 
 def format_value(value: float, unit: str) -> str:
-    """Format by unit: ``bytes`` and ``s`` are scaled, any other (``messages``) is as it is."""
+    """Format by unit: ``bytes`` and ``s`` are scaled, others (``messages``) stay as they are."""
     if unit == "bytes":
         return format_bytes(value)
     if unit == "s":
@@ -137,7 +137,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three significant digits, whole above 100, thousands with commas: ``0.123``, ``12,345``."""
+    """Three significant digits, no fraction from 100 up: ``0.123``, ``12,345``."""
     if abs(value) < 99.95:
         return f"{value:.3g}"
     return f"{value:,.0f}"

@@ -25,7 +25,8 @@ class Answers(NamedTuple):
     Attributes:
         check: the check, called with an answer (and ``world_sizes=``, if it takes them).
         right: answers that pass on each of its world sizes.
-        wrong: an answer, and the ids of mistakes that it has to get.
+        wrong: an answer, and what it has to be told: ids of mistakes, ``not`` and the id of one
+            that it must not be told, and words (with numbers) of the text.
         on: the world size of the wrong ones.
     """
 

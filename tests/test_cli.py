@@ -13,8 +13,9 @@ import pytest
 import torch
 from ranks import is_alive, session_of, wait_until
 from safetensors.torch import load_file
+from test_files import at_most
 
-from labkit import bench, files, plots
+from labkit import bench
 from labkit.__main__ import main
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
@@ -138,28 +139,6 @@ def test_what_cannot_be_written_is_said_before_the_run(tmp_path, monkeypatch, ca
         assert "cannot write" in line
 
 
-def test_a_disk_that_is_full_after_the_run_costs_the_one_file(tmp_path, monkeypatch, capsys):
-    """The run was made: all that can be kept of it is kept, and the exit is that of a failure."""
-    report, weights = tmp_path / "out.json", tmp_path / "out.safetensors"
-    report.write_text("old")
-    replace = files._replace
-
-    def full(path, data, old):
-        if path == report:
-            raise OSError(28, "No space left on device")
-        replace(path, data, old)
-
-    monkeypatch.setattr(files, "_replace", full)
-    words = ["--strategy", "single", "--model", "mlp", *QUICK, "--save", str(weights)]
-    assert main(["train", *words, "--json", str(report)]) == 1
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert line == f"labkit: cannot write {report}: No space left on device"
-    assert "replicas agree: True" in printed.out
-    assert report.read_text() == "old"
-    assert load_file(weights)
-
-
 # In a mount namespace of its own: nobody else sees the small disk, and it goes with the process.
 FULL_DISK = """
 mount -t tmpfs -o size=64k labkit "$1" || exit 77
@@ -173,7 +152,8 @@ exit $code
 
 
 @pytest.mark.fresh
-def test_on_a_real_disk_that_is_full(tmp_path):
+def test_a_disk_that_is_full_after_the_run_costs_the_one_file(tmp_path):
+    """The run was made: all that can be kept of it is kept, and the exit is that of a failure."""
     if not shutil.which("unshare"):
         pytest.skip("no unshare")
     command = ["unshare", "--mount", "sh", "-c", FULL_DISK, "sh", str(tmp_path), sys.executable]
@@ -182,6 +162,7 @@ def test_on_a_real_disk_that_is_full(tmp_path):
         pytest.skip("this user may not mount")
     assert done.returncode == 1, done.stderr
     assert done.stderr == f"labkit: cannot write {tmp_path}/weights: No space left on device\n"
+    assert "replicas agree: True" in done.stdout
     assert done.stdout.endswith("olda.json\nweights\n")
 
 
@@ -216,12 +197,17 @@ def test_train_leaves_a_device_and_a_pipe_what_they_are(option, tmp_path, capsys
         assert err == (f"labkit: cannot write {node}: nobody reads from it\n" if code else "")
 
 
-def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, monkeypatch, capsys):
-    results = Path(__file__).resolve().parents[1] / "data" / "results"
-    monkeypatch.setitem(bench.BENCHES, "placement", lambda: iter(()))
-    monkeypatch.setitem(bench._RECORDS, "placement", lambda found: {})
-    draw = lambda found, path: [plots.phases({"a": {"wait": 1.0}}).save(path)]  # noqa: E731
-    monkeypatch.setitem(bench._FIGURES, "placement", draw)
+STORED = Path(__file__).resolve().parents[1] / "data" / "results" / "compare.json"
+
+
+@pytest.fixture
+def quick_bench(monkeypatch):
+    """``labkit bench launch`` with figures that are there already."""
+    result = bench.Comparison("launch", 2, [0.1], [0.2])
+    monkeypatch.setitem(bench.BENCHES, "launch", lambda: iter([result]))
+
+
+def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, quick_bench, capsys):
     made = nodes(tmp_path)
     (tmp_path / "figures").mkdir()
     for node in made:
@@ -229,10 +215,9 @@ def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, mon
         named(tmp_path / "figures", "compare_curves.png", node)
         code = 1 if node.is_fifo() else 0
         for words in (
-            ["bench", "placement", "--json", named(tmp_path, "a.json", node)],
-            ["bench", "placement", "--figure", named(tmp_path, "a.png", node)],
-            ["compare", "--from", f"{results}/compare.json", "--json", str(node)],
-            ["compare", "--from", f"{results}/compare.json", "--figures", f"{tmp_path}/figures"],
+            ["bench", "launch", "--json", named(tmp_path, "a.json", node)],
+            ["compare", "--from", str(STORED), "--json", str(node)],
+            ["compare", "--from", str(STORED), "--figures", f"{tmp_path}/figures"],
         ):
             assert main(words) == code, words
             assert stat.S_IFMT(node.stat().st_mode) == kind, words
@@ -241,28 +226,25 @@ def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, mon
     assert {"compare_curves.png", "compare_phases.png", "compare_ranks.png"} < others
 
 
-def test_a_full_disk_ends_bench_and_compare_alike(tmp_path, monkeypatch, capsys):
-    def full(path, data, old):
-        if path.name != "compare_ranks.png":
-            raise OSError(28, "No space left on device")
-        written.append(path.name)
-
-    written = []
-    monkeypatch.setattr(files, "_replace", full)
-    monkeypatch.setitem(bench.BENCHES, "placement", lambda: iter(()))
-    monkeypatch.setitem(bench._RECORDS, "placement", lambda found: {})
-    stored = str(Path(__file__).resolve().parents[1] / "data" / "results" / "compare.json")
-    record, old = str(tmp_path / "out.json"), tmp_path / "compare_curves.png"
-    old.write_text("old")
-    for words in (
-        ["bench", "placement", "--json", record],
-        ["compare", "--from", stored, "--json", record, "--figures", str(tmp_path)],
-    ):
-        assert main(words) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"labkit: cannot write {record}: No space left on device")
-    assert f"cannot write {old}: No space left" in line
-    assert (written, old.read_text()) == (["compare_ranks.png"], "old")
+def test_a_full_disk_ends_bench_and_compare_alike(tmp_path, quick_bench, capsys):
+    """What fits is written; what does not is named, and an old file stays."""
+    words = ["compare", "--from", str(STORED), "--figures", str(tmp_path)]
+    assert main(words) == 0
+    sizes = {path: path.stat().st_size for path in tmp_path.iterdir()}
+    smallest, largest = min(sizes, key=sizes.get), max(sizes, key=sizes.get)
+    smallest.unlink()
+    largest.write_text("old")
+    record = str(tmp_path / "out.json")
+    capsys.readouterr()
+    with at_most(sizes[smallest] + 100):
+        assert main([*words, "--json", record]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"cannot write {record}: File too large" in line
+    assert f"cannot write {largest}: File too large" in line
+    assert (smallest.exists(), largest.read_text()) == (True, "old")
+    with at_most(0):
+        assert main(["bench", "launch", "--json", record]) == 1
+    assert capsys.readouterr().err == f"labkit: cannot write {record}: File too large\n"
 
 
 def test_an_output_is_no_input_and_no_other_output(tmp_path, capsys):

@@ -94,7 +94,7 @@ def test_only_a_stop_makes_the_exit_code_1(statuses, code, monkeypatch, ranks, c
     }
     monkeypatch.setattr(doctor, "CHECKS", checks)
     assert doctor.main() == code
-    assert ("First put right: check 0." in capsys.readouterr().out) == (code == 1)
+    assert ("First fix: check 0." in capsys.readouterr().out) == (code == 1)
 
 
 def test_the_stop_key_ends_it_in_one_line(monkeypatch, ranks, capsys):
@@ -112,7 +112,7 @@ def test_with_no_torch_every_line_still_comes(monkeypatch, ranks, capsys):
     assert doctor.main() == 1
     printed = capsys.readouterr().out.splitlines()
     assert [line[:17].strip() for line in printed[:-2] if line[0] != " "] == list(CHECKS)
-    assert printed[-1].endswith("First put right: torch loads, ranks talk.")
+    assert printed[-1].endswith("First fix: torch loads, ranks talk.")
 
 
 # ---- versions
@@ -211,7 +211,7 @@ def test_nccl_says_how_many_ranks_it_takes(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     found = finding_of("NCCL")
     assert found.status == "ok"
-    assert found.found.startswith("2.27.5; takes one rank a GPU: up to 2 here")
+    assert found.found.startswith("2.27.5; takes one rank per GPU: up to 2 here")
 
 
 @pytest.mark.parametrize(("count", "status"), [(0, "ok"), (2, "note")])
@@ -244,9 +244,13 @@ def test_one_core_is_a_note(cores, status, monkeypatch):
         (GIB // 2, "note", "world sizes up to 2"),
     ],
 )
-def test_little_memory_means_smaller_world_sizes(available_bytes, status, advice, monkeypatch):
-    monkeypatch.setattr(doctor, "MEMINFO", Path(__file__))
-    monkeypatch.setattr(doctor, "_memory_bytes", lambda: (16 * GIB, available_bytes))
+def test_little_memory_means_smaller_world_sizes(
+    available_bytes, status, advice, tmp_path, monkeypatch
+):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: {2**24} kB\nMemAvailable: {available_bytes // 1024} kB\n")
+    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
+    monkeypatch.setattr(doctor, "CONTAINER_MEMORY", tmp_path / "absent")
     found = finding_of("memory")
     assert found.status == status
     assert advice in found.advice
@@ -257,6 +261,9 @@ def test_memory_is_read_from_the_systems_own_file(tmp_path, monkeypatch):
     meminfo.write_text("MemTotal:  3072 kB\nMemFree: 1 kB\nMemAvailable:  2048 kB\nHuge: 0\n")
     monkeypatch.setattr(doctor, "MEMINFO", meminfo)
     assert finding_of("memory").found == "2 MiB of 3 MiB available"
+    (tmp_path / "limit").write_text("1048576\n")
+    monkeypatch.setattr(doctor, "CONTAINER_MEMORY", tmp_path / "limit")
+    assert finding_of("memory").found == "1 MiB of 1 MiB available"
     monkeypatch.setattr(doctor, "MEMINFO", tmp_path / "absent")
     assert finding_of("memory").status == "ok"
 

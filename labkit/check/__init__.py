@@ -18,11 +18,11 @@ its counterpart in ``labkit.collectives``:
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
 
 A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
-whatever else can be graded is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs
-no ranks is graded with ``answers(fn, {arguments: result})``.
+anything else is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs no ranks is
+graded with ``answers(fn, {arguments: result})``.
 
-Each check prints one table, returns it as a ``Verdict`` and never raises: an open exercise stops
-no notebook.
+Each check prints one table, returns it as a ``Verdict`` and never raises, so that a notebook runs
+on past an exercise that is not done yet.
 """
 
 from labkit.check import (
@@ -40,10 +40,7 @@ from labkit.check import (
     staleness,
     tree,
 )
-from labkit.check.grading.exercise import Case, Exercise, Target
-from labkit.check.grading.grader import grade, returns
-from labkit.check.grading.in_process import answers
-from labkit.check.grading.report import Verdict
+from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade, returns
 from labkit.runtime.preload import FOR_RANKS
 
 __all__ = [

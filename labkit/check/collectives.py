@@ -9,15 +9,7 @@ from functools import partial
 
 import torch
 
-from labkit.check.grading import (
-    WORLD_SIZES,
-    Case,
-    Exercise,
-    Mistake,
-    Target,
-    Verdict,
-    grade,
-)
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
 from labkit.check.grading.exercise import tensor_and_root
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost, broadcast_cost, gather_cost, reduce_cost, scatter_cost

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.check.grading import Case, Exercise, Found, Mistake, Verdict, grade
+from labkit.check.grading import Case, Exercise, Mistake, Verdict, grade
 from labkit.check.grading.compare import same, short
 from labkit.check.grading.exercise import no_arguments
 
@@ -58,7 +58,7 @@ def _wrong_parts(inputs: Tensor) -> dict[str, Any]:
     }
 
 
-def _judge_parts(case: Case, values: list[Any]) -> Found:
+def _judge_parts(case: Case, values: list[Any]) -> Mistake | None:
     parts, samples = values[0], _samples(case)
     parts = list(parts) if isinstance(parts, tuple) else parts
     due = list(samples.tensor_split(min(DEVICES, case.size)))
@@ -73,7 +73,7 @@ def _judge_parts(case: Case, values: list[Any]) -> Found:
 def parallel_apply(fn: Callable) -> Verdict:
     """Grade ``fn(functions, inputs)``: ``functions[i](inputs[i])`` all at once, in threads.
 
-    Due are the results in the order of the functions, the exception of a thread raised in the
+    Expected are the results in the order of the functions, the exception of a thread raised in the
     caller, and the caller's autograd mode in every thread.
     """
     exercise = Exercise(

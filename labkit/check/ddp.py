@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from labkit.check.grading import (
-    WORLD_SIZES,
-    Case,
-    Exercise,
-    Mistake,
-    Target,
-    Verdict,
-    answers,
-    grade,
-)
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
+from labkit.check.grading.in_process import answers
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.schedules.buckets import assign_buckets

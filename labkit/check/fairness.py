@@ -10,18 +10,9 @@ from typing import Any
 
 import torch
 
-from labkit.check.grading import (
-    WORLD_SIZES,
-    Case,
-    Exercise,
-    Found,
-    Mistake,
-    Question,
-    Verdict,
-    ask,
-    grade,
-    told,
-)
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Verdict, grade
+from labkit.check.grading.in_process import Question, ask
+from labkit.check.grading.report import told
 
 # The size of the tensor says what the replicas are like: one call each, all in one run.
 _FAR, _EQUAL, _LAST_BIT, _ORDER = 6, 7, 8, 9
@@ -59,7 +50,7 @@ def _replica(rank: int, case: Case) -> tuple[torch.Tensor]:
     return (mine,)
 
 
-def _judge(case: Case, values: list[Any]) -> Found:
+def _judge(case: Case, values: list[Any]) -> Mistake | None:
     due = case.size == _EQUAL
     for rank, value in enumerate(values):
         if value is None:

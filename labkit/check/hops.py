@@ -11,16 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from labkit.check.grading import (
-    WORLD_SIZES,
-    Case,
-    Exercise,
-    Found,
-    Mistake,
-    Target,
-    Verdict,
-    grade,
-)
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
 from labkit.check.grading.compare import other_kind, same
 from labkit.check.grading.exercise import no_arguments
 from labkit.comm.comm import Comm
@@ -43,7 +34,7 @@ def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         written=None,
         call=_seen_forward,
         judge=_judge_forward,
-        target=_to_the_next,
+        target=partial(_target, 1),
         sizes=(),
     )
     return grade(fn, exercise, world_sizes)
@@ -63,7 +54,7 @@ def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ver
         written=None,
         call=_gradients_of,
         mistakes={id: partial(_wrong_gradients, by) for id, by in _BACKWARD_MISTAKES.items()},
-        target=_to_the_one_before,
+        target=partial(_target, -1),
         sizes=(),
     )
     return grade(fn, exercise, world_sizes)
@@ -82,20 +73,12 @@ def _inputs() -> Tensor:
     return torch.randn(_SAMPLES, _WIDTH, generator=torch.Generator().manual_seed(3))
 
 
-def _to_the_next(rank: int, case: Case) -> Target:
-    last = rank == case.world_size - 1
-    return _one_message(None if last else rank + 1, steps=(rank > 0) + (not last))
-
-
-def _to_the_one_before(rank: int, case: Case) -> Target:
-    last = rank == case.world_size - 1
-    return _one_message(rank - 1 if rank else None, steps=(rank > 0) + (not last))
-
-
-def _one_message(peer: int | None, steps: int) -> Target:
-    if peer is None:
-        return Target(0, 0, steps, frozenset())
-    return Target(1, _MESSAGE_BYTES, steps, frozenset([peer]))
+def _target(step: int, rank: int, case: Case) -> Target:
+    """One message to stage rank + ``step``, if there is one; a call of comm per neighbour."""
+    peer, calls = rank + step, (rank > 0) + (rank < case.world_size - 1)
+    if not 0 <= peer < case.world_size:
+        return Target(0, 0, calls, frozenset())
+    return Target(1, _MESSAGE_BYTES, calls, frozenset([peer]))
 
 
 # Forward
@@ -129,7 +112,7 @@ def _seen_forward(fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor) -
     return _Seen(*values, len(runs), *looks, entering.is_leaf and entering.grad is not None)
 
 
-def _judge_forward(case: Case, values: list[_Seen]) -> Found:
+def _judge_forward(case: Case, values: list[_Seen]) -> Mistake | None:
     for rank, seen in enumerate(values):
         if wrong := _wrong_values(rank, seen) or _wrong_graph(rank, seen):
             return Mistake("hops.rank", wrong, rank=rank)

@@ -18,7 +18,7 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
     """Grade ``fn(comm, gradients, num_samples, batch_size)``: accumulate, then all-reduce once.
 
     ``gradients`` are the means [N] over this rank's micro-batches of ``num_samples`` samples each;
-    due is the mean over all ``batch_size`` samples of all ranks. Target: 2 (P - 1) messages.
+    expected is the mean over all ``batch_size`` samples of all ranks. Target: 2 (P - 1) messages.
     """
     exercise = Exercise(
         "one_device.accumulate",
@@ -84,8 +84,8 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
     """Grade ``fn(comm, weight, gradient, scale, lr)``: one update with loss scaling.
 
     ``gradient`` [N] is this rank's part of ``scale`` times the gradient of the mean loss; it may
-    have overflowed on some rank. Due is [new weight, new scale]: weight - lr x gradient and the
-    same scale, or, where the sum is not finite, the same weight and half the scale. Target:
+    have overflowed on some rank. Expected is [new weight, new scale]: weight - lr x gradient and
+    the same scale, or, where the sum is not finite, the same weight and half the scale. Target:
     2 (P - 1) messages.
     """
     exercise = Exercise(
@@ -171,9 +171,9 @@ def _alone_decided(rank: int, case: Case) -> list:
 def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, gradient, residual, k)``: a sparse all-reduce with error feedback.
 
-    Due is [sum over the ranks of the k elements of gradient + residual that each holds largest in
-    magnitude, this rank's new residual], both [N]. Target: (P - 1) k values (float32) and as many
-    indices (int64), 12 (P - 1) k bytes.
+    Expected is [sum over the ranks of the k elements of gradient + residual that are largest in
+    magnitude on each, this rank's new residual], both [N]. Target: (P - 1) k values (float32) and
+    as many indices (int64), 12 (P - 1) k bytes.
     """
     exercise = Exercise(
         "one_device.top_k",

@@ -12,22 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit import schedules
-from labkit.check.grading import (
-    WORLD_SIZES,
-    Case,
-    Exercise,
-    Found,
-    Mistake,
-    Question,
-    Target,
-    Verdict,
-    Wrong,
-    ask,
-    grade,
-    told,
-)
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
 from labkit.check.grading.compare import agree
 from labkit.check.grading.exercise import no_arguments
+from labkit.check.grading.in_process import Question, Wrong, ask
+from labkit.check.grading.report import told
 from labkit.comm.comm import Comm
 from labkit.costs.pipeline_timeline import Slot, predicted_slots
 from labkit.costs.pipeline_timeline import bubble as idle_share
@@ -234,7 +223,7 @@ _WARM_UPS: dict[str, Callable[[int, int, int], int]] = {
 
 def _wrong_streams(question: Question, streams: Streams) -> Mistake | None:
     found = _well_known(streams, question.args[1]) or _problem(streams, question.args[1])
-    return Mistake("place", place=question.words, what=found) if found else None
+    return Mistake("told.place", place=question.words, what=found) if found else None
 
 
 def _well_known(streams: Streams, M: int) -> Mistake | None:
@@ -389,7 +378,7 @@ def _messages_of_hops(rank: int, case: Case) -> Target:
     return Target(sum(one.send is not None for one in _hops(rank, case.world_size)))
 
 
-def _judge_hops(case: Case, values: list[Any]) -> Found:
+def _judge_hops(case: Case, values: list[Any]) -> Mistake | None:
     for rank, (landed, _, _) in enumerate(values):
         due = [one.recv for one in _hops(rank, case.world_size) if one.recv]
         for message, found in zip(due, landed):

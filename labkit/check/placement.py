@@ -9,7 +9,9 @@ from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from labkit.check.grading import Mistake, Question, Verdict, ask, told
+from labkit.check.grading import Mistake, Verdict
+from labkit.check.grading.in_process import Question, ask
+from labkit.check.grading.report import told
 from labkit.costs.link import Link
 from labkit.placement.planner import SplitModel, best_split, predict_split
 from labkit.placement.stage_costs import LayerCost, Profile

@@ -11,17 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.check.grading import (
-    WORLD_SIZES,
-    Case,
-    Exercise,
-    Found,
-    Mistake,
-    Target,
-    Verdict,
-    answers,
-    grade,
-)
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
+from labkit.check.grading.in_process import answers
 from labkit.comm.comm import Comm
 from labkit.schedules.staleness import in_time
 
@@ -208,7 +199,7 @@ def _serve_and_work(fn: Callable, comm: Comm, parameters: Tensor, num_updates: i
     return pulled
 
 
-def _judge_server(case: Case, values: list[Any]) -> Found:
+def _judge_server(case: Case, values: list[Any]) -> Mistake | None:
     workers = range(1, case.world_size)
     ended = values[0]
     due = [-float(worker) for worker in workers]

@@ -55,18 +55,18 @@ class CudaChannel(Channel):
         size = (NUM_SLOTS, CUDA_SEGMENT_BYTES)
         slots = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._slots = list(slots)
-        self._filled_events, self._free_events = (
+        self.filled_events, self.free_events = (
             [torch.cuda.Event(interprocess=True) for _ in range(NUM_SLOTS)] for _ in range(2)
         )
-        events = [*self._filled_events, *self._free_events]
-        _write(self._letter, [export(slots), [event.ipc_handle() for event in events]])
+        events = [*self.filled_events, *self.free_events]
+        write_letter(self._letter, [export(slots), [event.ipc_handle() for event in events]])
         self.filled.post()
 
     def _open(self) -> None:
-        memory, handles = _read(self._letter)
+        memory, handles = read_letter(self._letter)
         self._slots = list(imported(memory, (NUM_SLOTS, CUDA_SEGMENT_BYTES)))
         events = [torch.cuda.Event.from_ipc_handle(self._device, handle) for handle in handles]
-        self._filled_events, self._free_events = events[:NUM_SLOTS], events[NUM_SLOTS:]
+        self.filled_events, self.free_events = events[:NUM_SLOTS], events[NUM_SLOTS:]
         self._is_open = True
 
     def opening(self) -> Iterator[Semaphore]:
@@ -80,20 +80,20 @@ class CudaChannel(Channel):
         return super().arrive(num_elements, dtype)
 
     def writable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        self._stream().wait_event(self._free_events[self._next])
+        self._stream().wait_event(self.free_events[self._next])
         return self.slot(num_elements, dtype)
 
     def commit(self, begins_message: bool = True) -> None:
-        self._filled_events[self._next].record(self._stream())
+        self.filled_events[self._next].record(self._stream())
         super().commit(begins_message)
 
     def readable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        self._stream().wait_event(self._filled_events[self._next])
+        self._stream().wait_event(self.filled_events[self._next])
         # Arithmetic wants its operands on one device: a neighbour's slot is copied over first.
         return self.slot(num_elements, dtype).to(self._device, non_blocking=True)
 
     def release(self) -> None:
-        self._free_events[self._next].record(self._stream())
+        self.free_events[self._next].record(self._stream())
         super().release()
 
     def _stream(self) -> torch.cuda.Stream:
@@ -126,7 +126,7 @@ class CudaTransport(SharedTransport):
 
 # Of the arguments with which PyTorch rebuilds a tensor, both ends know those before this index:
 # its type, shape, strides, offset, its storage's type, and its dtype.
-_FIRST_HANDLE = 6
+FIRST_HANDLE = 6
 
 
 def export(tensor: Tensor) -> list:
@@ -134,7 +134,7 @@ def export(tensor: Tensor) -> list:
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(tensor)
-    return list(arguments[_FIRST_HANDLE:])
+    return list(arguments[FIRST_HANDLE:])
 
 
 def imported(handles: list, shape: tuple[int, int]) -> Tensor:
@@ -146,14 +146,14 @@ def imported(handles: list, shape: tuple[int, int]) -> Tensor:
     return rebuild_cuda_tensor(*known, *handles)
 
 
-def _write(slot: Tensor, letter: list[list]) -> None:
+def write_letter(slot: Tensor, letter: list[list]) -> None:
     """Handles are written in hexadecimal: what is read is text and numbers, never objects."""
     data = json.dumps(letter, default=bytes.hex).encode("ascii")
     framed = struct.pack("q", len(data)) + data
     slot[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
 
 
-def _read(slot: Tensor) -> list[list]:
+def read_letter(slot: Tensor) -> list[list]:
     (length,) = struct.unpack("q", bytes(slot[:8].numpy()))
     assert 0 < length <= len(slot) - 8
     letter = json.loads(bytes(slot[8 : 8 + length].numpy()))

@@ -22,8 +22,8 @@ from labkit.comm.board import LEFT
 from labkit.comm.shared_memory import Arena
 
 # Mark, process, descriptor, inode, and the machine's boot.
-_NOTE = struct.Struct("!8sqqQ36s")
-_MARK = b"labkit-1"
+NOTE = struct.Struct("!8sqqQ36s")
+MARK = b"labkit-1"
 _HIGHEST = 2**31 - 1
 _OPEN, _NOT_OPEN = b"open", b"not open"
 _SUSPICION = (
@@ -88,15 +88,15 @@ def _agree(answers: list[bytes], arena: Arena | None, rank: int) -> Arena | None
 def _note(descriptor: int) -> bytes:
     """Where this process's arena is. The seals mark it as a meeting's: no other arena has them."""
     with contextlib.suppress(AttributeError, OSError):
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals())
     inode = os.fstat(descriptor).st_ino
-    return _NOTE.pack(_MARK, os.getpid(), descriptor, inode, _boot())
+    return NOTE.pack(MARK, os.getpid(), descriptor, inode, boot_id())
 
 
 def _read_note(note: bytes) -> tuple[int, int, int, bytes]:
-    if len(note) == _NOTE.size:
-        mark, pid, descriptor, inode, boot = _NOTE.unpack(note)
-        if mark == _MARK and 0 < pid <= _HIGHEST and 0 <= descriptor <= _HIGHEST:
+    if len(note) == NOTE.size:
+        mark, pid, descriptor, inode, boot = NOTE.unpack(note)
+        if mark == MARK and 0 < pid <= _HIGHEST and 0 <= descriptor <= _HIGHEST:
             return pid, descriptor, inode, boot
     raise ConnectionError(
         f"rank 0's note in the store is {len(note)} bytes that labkit does not write (is it the "
@@ -106,7 +106,7 @@ def _read_note(note: bytes) -> tuple[int, int, int, bytes]:
 
 def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -> Arena | None:
     """Map that arena; None if it is not there, or not what a meeting of this user makes."""
-    if boot != _boot() or not boot.strip(b"\0"):
+    if boot != boot_id() or not boot.strip(b"\0"):
         return None
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
         # O_PATH does not open the file yet: a device would notice, and a pipe would wait.
@@ -118,7 +118,7 @@ def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -
             stack.callback(os.close, opened)
             # In another container the same path is another file. Sealed memory cannot shrink:
             # that would kill the processes that touch it.
-            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == _seals():
+            if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == seals():
                 return _mapped(world_size, opened, status.st_size)
     return None
 
@@ -133,11 +133,11 @@ def _is_own_memory(status: os.stat_result) -> bool:
     return is_file and status.st_uid == os.geteuid()
 
 
-def _seals() -> int:
+def seals() -> int:
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def _boot() -> bytes:
+def boot_id() -> bytes:
     """An id of this machine and its latest boot; empty if unknown."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_bytes().strip() if path.exists() else b""

@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-_PROCESSES = Path("/proc")
+PROCESSES = Path("/proc")
 _ENDED = "ZX"
 # T: by SIGSTOP, SIGTSTP (Ctrl-Z) or a terminal; t: by a debugger.
 _STOPPED = "Tt"
@@ -38,7 +38,7 @@ def kill_group(leader: int) -> None:
 
 def _state(pid: int) -> str:
     """The letter in ``/proc/PID/stat``; X where there is no such process."""
-    if not _PROCESSES.is_dir():
+    if not PROCESSES.is_dir():
         # Other systems can only be asked, this simply, whether the process exists.
         try:
             os.kill(pid, 0)
@@ -46,6 +46,6 @@ def _state(pid: int) -> str:
             return "X"
         return "R"
     try:
-        return (_PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"

@@ -39,8 +39,7 @@ def run_as_rank(
         Whatever ``fn`` raises: torchrun then ends the other ranks.
     """
     global _running
-    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    _check(world_size, local_world_size, transport)
+    local_world_size = _local_world_size(world_size, transport)
     placement = plan(local_world_size, device, transport)
     if placement.note and os.environ["RANK"] == "0":
         print(placement.note, file=sys.stderr)
@@ -61,18 +60,21 @@ def run_as_rank(
     return everyone
 
 
-def _check(world_size: int, local_world_size: int, transport: str) -> None:
+def _local_world_size(world_size: int, transport: str) -> int:
+    """The number of ranks on this machine, if the run fits what torchrun has started."""
     started = int(os.environ["WORLD_SIZE"])
     if world_size != started:
         raise ValueError(
             f"world_size is {world_size}, but torchrun started {format_count(started, 'rank')}: "
             f"use world_size={started}, or another --nproc-per-node"
         )
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if transport == "shared" and local_world_size < world_size:
         raise ValueError(
             f"transport 'shared' is for ranks of one machine, and here are {local_world_size} of "
             f"{world_size}: use 'auto' or 'gloo'"
         )
+    return local_world_size
 
 
 def _report_memory(comm: Comm, local_world_size: int, timeout_s: float) -> Comm | None:

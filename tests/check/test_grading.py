@@ -8,16 +8,20 @@ from functools import partial
 import pytest
 import torch
 from answers import naive, tree
+from answers.fairness import in_turns
+from answers.pipeline import in_words
 from answers.ring import neighbours
 from graded import in_shared_runs
 from ranks import travel_by_value
 
 from labkit import check, collectives
+from labkit.check import fairness, placement
 from labkit.check.grading import on_ranks
 from labkit.check.grading.contents import contents, name_mistake
 from labkit.check.grading.exercise import Case
 from labkit.check.grading.words import WORDS, Mistake, named
 from labkit.collectives.ring import split_chunks
+from labkit.schedules.pipeline import gpipe
 
 travel_by_value(__name__)
 
@@ -222,8 +226,9 @@ def test_a_mistake_has_words_and_tells_of_those_inside_it():
     with pytest.raises(AssertionError, match="no words"):
         Mistake("ring.nonsense")
     inner = Mistake("sum.overwritten", rank=3)
-    outer = Mistake("row", row="value", what=Mistake("value.zeros"), why=inner, also=[None, inner])
-    assert outer.ids == ["row", "value.zeros", "sum.overwritten", "sum.overwritten"]
+    whole = Mistake("value.zeros")
+    outer = Mistake("told.row", row="value", what=whole, why=inner, also=[None, inner])
+    assert outer.ids == ["told.row", "value.zeros", "sum.overwritten", "sum.overwritten"]
     held = "overwritten instead of added: it holds rank 3's values alone"
     assert str(outer) == f"value: it is all zeros: {held}. {held}"
     assert named("a page's {own} words") == "a page's {own} words"
@@ -283,3 +288,36 @@ def test_a_wrong_sum_has_a_name(found, id):
 def test_a_wrong_mean_has_a_name(found, id):
     mean = {(rank, 0): 0.5 for rank in range(2)}
     assert name_mistake(found, mean, (1, 0), 2).id == id
+
+
+# No two mistakes lead to the same answers
+
+
+def test_no_two_mistakes_in_cutting_look_alike():
+    right = tuple(placement.search(case) for case in placement.CASES)
+    found = {right: "none"}
+    for id, rules in placement.MISTAKES.items():
+        for rule in rules:
+            splits = tuple(placement.search(case, **rule) for case in placement.CASES)
+            assert found.setdefault(splits, id) == id
+
+
+def test_each_mistake_in_taking_times_leads_to_another_number():
+    watch = fairness.Stopwatch()
+    in_turns(watch.contender("a", 1.0), watch.contender("b", 1.5), fairness.REPEATS)
+    mistaken = fairness.mistaken_ratios(watch.seconds).values()
+    numbers = [fairness.due_ratio(watch.seconds), *mistaken]
+    assert len({round(number, 3) for number in numbers}) == len(numbers)
+
+
+def test_a_stream_right_on_paper_is_trained_with_on_ranks():
+    calls = []
+
+    def right_at_first(stage, P, M):
+        """Right while it is looked at on paper; on a rank, M = 5 with P = 2 comes first here."""
+        calls.append(stage)
+        return in_words(stage, P, M) if (P, M) != (2, 5) else map(str, gpipe(stage, P, M + 1))
+
+    verdict = check.pipeline.one_f_one_b(right_at_first, world_sizes=(2,))
+    assert len(calls) == 4 + 3 + 2 + 2 + 4
+    assert verdict.ids[1:] == ["run.error"]

@@ -113,7 +113,7 @@ def test_the_events_of_a_slot_keep_writing_and_reading_apart(ends):
     together(lambda: ends[0].send(torch.ones(3000), 1), lambda: ends[1].recv(received, 0))
     channel = ends[0].channel_to(1)
     for slot in range(NUM_SLOTS):
-        filled, free = channel._filled_events[slot].name, channel._free_events[slot].name
+        filled, free = channel.filled_events[slot].name, channel.free_events[slot].name
         cycle = [("wait", free), ("record", filled), ("wait", filled), ("record", free)]
         used = [entry for entry in Event.log if entry[1] in (filled, free)]
         assert used
@@ -153,20 +153,20 @@ def test_the_end_of_a_run_is_a_meeting_that_the_board_knows(ends):
 def test_a_letter_holds_numbers_and_handles_and_nothing_else():
     slot = torch.zeros(4096, dtype=torch.uint8)
     parts = [[0, bytes(range(256)), 2**40, True], [b"", b"handle"]]
-    cuda_ipc._write(slot, parts)
-    assert cuda_ipc._read(slot) == parts
+    cuda_ipc.write_letter(slot, parts)
+    assert cuda_ipc.read_letter(slot) == parts
     with pytest.raises(TypeError):
-        cuda_ipc._write(slot, [[object()]])
+        cuda_ipc.write_letter(slot, [[object()]])
     for length in (-1, 0, 4089, 2**40):
         slot[:8] = torch.tensor([length]).view(torch.uint8)
         with pytest.raises(AssertionError):
-            cuda_ipc._read(slot)
+            cuda_ipc.read_letter(slot)
 
 
 def test_pytorch_rebuilds_a_tensor_from_what_is_left_out_and_what_is_sent():
     """The seam to PyTorch's own order of arguments, which only a GPU could try."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    known, sent = names[: cuda_ipc._FIRST_HANDLE], names[cuda_ipc._FIRST_HANDLE :]
+    known, sent = names[: cuda_ipc.FIRST_HANDLE], names[cuda_ipc.FIRST_HANDLE :]
     assert known[:4] == ["tensor_cls", "tensor_size", "tensor_stride", "tensor_offset"]
     assert known[4:] == ["storage_cls", "dtype"]
     assert sent[0] == "storage_device"

@@ -120,8 +120,8 @@ def bomb(path):
     return b"cos\nsystem\n(S'id -u > " + os.fsencode(path) + b"'\ntR."
 
 
-def packed(pid=1, descriptor=0, inode=1, boot=b"", mark=meeting._MARK):
-    return meeting._NOTE.pack(mark, pid, descriptor, inode, boot)
+def packed(pid=1, descriptor=0, inode=1, boot=b"", mark=meeting.MARK):
+    return meeting.NOTE.pack(mark, pid, descriptor, inode, boot)
 
 
 NO_NOTES = {
@@ -184,7 +184,7 @@ def memory(num_bytes, seals=None):
     """An open file in memory, as a meeting makes it or sealed otherwise."""
     descriptor = os.memfd_create("labkit", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, meeting._seals() if seals is None else seals)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, meeting.seals() if seals is None else seals)
     return descriptor
 
 
@@ -222,7 +222,7 @@ class TestHintsThatLeadElsewhere:
 
     def lead(self, descriptor, pid=None, boot=None):
         inode = os.fstat(descriptor).st_ino if descriptor >= 0 else 1
-        boot = meeting._boot() if boot is None else boot
+        boot = meeting.boot_id() if boot is None else boot
         return packed(pid or os.getpid(), max(descriptor, 0), inode, boot)
 
     @pytest.mark.parametrize("make", ELSEWHERE.values(), ids=ELSEWHERE.keys())
@@ -245,7 +245,7 @@ class TestHintsThatLeadElsewhere:
         descriptor = memory(Arena(3).num_bytes)
         wrong = [
             self.lead(-1, pid=2**22 + 1),
-            packed(os.getpid(), descriptor, 1, meeting._boot()),
+            packed(os.getpid(), descriptor, 1, meeting.boot_id()),
             self.lead(descriptor, boot=bytes(36)),
             self.lead(descriptor, boot=b""),
         ]
@@ -270,7 +270,7 @@ class TestHintsThatLeadElsewhere:
             os._exit(0)
         descriptor, inode = struct.unpack("qq", os.read(ready, 16))
         assert os.stat(f"/proc/{stranger}/fd/{descriptor}").st_uid == 65534
-        note = packed(stranger, descriptor, inode, meeting._boot())
+        note = packed(stranger, descriptor, inode, meeting.boot_id())
         assert lied_to(NOTE, lambda _: note) == [None] * 3
         for number in (ready, tell, wait, end):
             os.close(number)

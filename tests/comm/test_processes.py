@@ -48,7 +48,7 @@ def test_a_name_in_brackets_does_not_confuse():
 
 
 def test_without_proc_it_is_asked_by_a_signal(child, monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "_PROCESSES", tmp_path / "none")
+    monkeypatch.setattr(processes, "PROCESSES", tmp_path / "none")
     assert is_running(child.pid)
     assert not is_stopped(child.pid)
     child.kill()

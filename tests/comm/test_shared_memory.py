@@ -244,66 +244,6 @@ def test_a_wait_ends_even_where_no_launcher_watches(warm):
     assert 50 < found < 100
 
 
-DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex64, torch.complex128, torch.float8_e4m3fn),
-)
-
-
-def messages_of(rank):
-    """One of every kind."""
-    base = torch.arange(-3.0, 4.0) + rank
-    # A negative number in an unsigned dtype is whatever the processor makes of it.
-    return [
-        *(base.abs().to(dtype) for dtype in DTYPES),
-        torch.empty(0),
-        torch.empty(0, 3, dtype=torch.int16),
-        torch.tensor(rank),
-        torch.full((1,), rank, dtype=torch.bool),
-        numbered(ALL_SLOTS + 1, rank).view(-1, 3)[:, :2],
-        torch.complex(base, base).conj(),
-        torch.complex(base, base).conj().imag,
-        base.view(1, -1).expand(4, -1),
-        base.clone().requires_grad_(),
-    ]
-
-
-def traffic(comm):
-    """Whether each has arrived, by an exchange and by a send, and what was counted."""
-    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    arrived = []
-    for tensor, expected in zip(messages_of(comm.rank), messages_of(left)):
-        one, other = (torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(2))
-        comm.exchange(tensor, right, one, left)
-        if comm.rank == 0:
-            comm.send(tensor, right)
-        comm.recv(other, left)
-        if comm.rank != 0:
-            comm.send(tensor, right)
-        comm.barrier()
-        arrived += [as_numbers(got).equal(as_numbers(expected)) for got in (one, other)]
-    return arrived, (comm.messages, comm.bytes_sent, dict(comm.bytes_to), comm.operations)
-
-
-def as_numbers(tensor):
-    """PyTorch does not compare every dtype."""
-    tensor = tensor.detach().resolve_conj()
-    return tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_both_transports_carry_and_count_the_same(nothing_is_left, world_size):
-    shared, gloo = (
-        run(traffic, world_size=world_size, transport=transport).values for transport in TRANSPORTS
-    )
-    for rank in range(world_size):
-        kinds = 2 * len(messages_of(0))
-        assert shared[rank][0] == gloo[rank][0] == [True] * kinds
-        assert shared[rank][1] == gloo[rank][1]
-        assert shared[rank][1][0] == kinds
-
-
 def test_both_transports_explain_a_deadlock_alike(nothing_is_left):
     def both_send_first(comm):
         comm.send(torch.ones(1), 1 - comm.rank)

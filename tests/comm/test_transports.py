@@ -76,8 +76,10 @@ def in_a_group(comm, function, args):
 
 
 def contents(rank: int, device) -> list[torch.Tensor]:
-    """Every dtype, every kind of shape, several segments."""
+    """Every dtype, every kind of shape and view, several segments."""
     base = torch.arange(-3.0, 4.0) + rank
+    # Without a zero: -0 is what is sent, and adding it to 0 gives 0.
+    complexes = torch.complex(base + 0.5, base + 0.5)
     large = torch.arange(3 * NUM_SLOTS * SEGMENT_BYTES + 5).add(rank).to(torch.uint8)
     tensors = [
         *(base.abs().to(dtype) for dtype in DTYPES),
@@ -89,12 +91,19 @@ def contents(rank: int, device) -> list[torch.Tensor]:
         large[:SEGMENT_BYTES],
         large[: SEGMENT_BYTES + 1],
         large,
+        complexes.conj(),
+        complexes.conj().imag,
+        base[:6].view(2, 3).t(),
+        base[::2],
+        base.view(1, -1).expand(4, -1),
+        base.clone().requires_grad_(),
     ]
     return [tensor.to(device) for tensor in tensors]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    bits = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (one, other))
+    return torch.equal(*(flat.view(torch.uint8) for flat in bits))
 
 
 def every_operation(comm) -> tuple[list, dict]:
@@ -103,7 +112,7 @@ def every_operation(comm) -> tuple[list, dict]:
     wrong = []
     for mine, due in zip(contents(comm.rank, comm.device), contents(left, comm.device)):
         for name in ("exchange", "send", "recv_add"):
-            landing = torch.zeros_like(due)
+            landing = torch.zeros(due.shape, dtype=due.dtype, device=due.device)
             if name == "exchange":
                 comm.exchange(mine, right, landing, left)
             else:

@@ -29,7 +29,7 @@ def close(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def agree(answer: Any, due: Any) -> bool:
-    """Whether an answer is the one that is due: to the bit, but for a float's last digits."""
+    """Whether an answer is the expected one: exactly, except for a float's last digits."""
     try:
         if isinstance(answer, float) and isinstance(due, (int, float)):
             return math.isclose(answer, due, rel_tol=1e-6, abs_tol=1e-9)

@@ -146,7 +146,7 @@ def _verdict(
     verdict = Verdict(exercise.name, NOT_YET if problems else PASSED)
     verdict.columns = [format_count(count, "rank") for count in columns]
     verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
-    verdict.notes = [Mistake("row", row=p.row, what=p.mistake) for p in problems if p.mistake]
+    verdict.notes = [Mistake("told.row", row=p.row, what=p.mistake) for p in problems if p.mistake]
     if "messages" in names:
         whose = "each rank" if exercise.target is not None else "all ranks together"
         size = f", for {exercise.sizes[0]} elements" if exercise.sizes else ""

@@ -63,7 +63,7 @@ def differs(question: Question, answer: Any) -> Mistake | None:
     if agree(answer, question.due):
         return None
     if answer is None:
-        return Mistake("place", place=question.words, what=Mistake("answer.nothing"))
+        return Mistake("told.place", place=question.words, what=Mistake("answer.nothing"))
     return Mistake(
         "answer.wrong", call=question.words, due=repr(question.due), answer=repr(answer)
     )
@@ -113,7 +113,7 @@ def ask(
 
 def _what_it_raised(question: Question, error: Exception) -> Mistake:
     if isinstance(error, Wrong):
-        return Mistake("place", place=question.words, what=error.mistake)
+        return Mistake("told.place", place=question.words, what=error.mistake)
     return Mistake("answer.raised", place=question.words, error=f"{type(error).__name__}: {error}")
 
 

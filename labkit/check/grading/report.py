@@ -95,8 +95,3 @@ def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     print(verdict)
     verdict.shown = True
     return verdict
-
-
-def no_function(thing: Any) -> Mistake:
-    """The mistake of passing something else than a function."""
-    return Mistake("fn.missing", kind=type(thing).__name__)

@@ -36,14 +36,16 @@ def _noticed(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
     for rank, outcome in enumerate(ranks):
         if isinstance(outcome.value, Mistake):
             place = where(case, exercise) + (f", rank {rank}" if case.world_size > 1 else "")
-            return Problem("value", "wrong", Mistake("place", place=place, what=outcome.value))
+            return Problem(
+                "value", "wrong", Mistake("told.place", place=place, what=outcome.value)
+            )
     return None
 
 
 def _judged(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
     assert exercise.judge
     found = exercise.judge(case, [outcome.value for outcome in ranks])
-    told = Mistake("place", place=where(case, exercise), what=found)
+    told = Mistake("told.place", place=where(case, exercise), what=found)
     return Problem("value", "wrong", told) if found else None
 
 

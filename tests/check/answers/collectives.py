@@ -88,7 +88,7 @@ def everyone_tells_the_next(comm, tensor, root):
 
 BROADCAST = [
     (everyone_tells_the_next, "copy.other_rank"),
-    (garbles_the_end, "value.numbers"),
+    (garbles_the_end, "value.numbers", "from index 48 on it has ["),
     (lambda comm, tensor, root: sends_to_each(comm, tensor, 0), "value.unchanged"),
     (only_the_next_rank, "value.unchanged"),
     (around_and_back_to_the_root, "messages.one_in_all_more"),
@@ -157,9 +157,14 @@ GATHER = [
         "gather.order",
     ),
     (lambda comm, tensor, root: collectives.all_gather(comm, tensor), "value.kind"),
-    (gathers_around_the_ring, "traffic.off_target"),
+    (
+        gathers_around_the_ring,
+        "traffic.off_target",
+        "not bytes.whole_tensor",
+        "messages: with 3 ranks and 96 elements, root 0: 2, where the target is 0 1 1",
+    ),
     (lambda comm, tensor, root: collectives.gather(comm, tensor, 0), "value.kind"),
-    (stacks_them, "value.kind"),
+    (stacks_them, "value.kind", "it is a tensor [3, 96], expected a list of 3"),
     (ranks_in_place_of_tensors, "value.kind"),
     (keeps_quiet, "value.elsewhere"),
 ]
@@ -218,7 +223,7 @@ def deals_to_the_next_rank_only(comm, tensors, out, root):
 
 
 SCATTER = [
-    (deals_to_the_next_rank_only, "traffic.off_target"),
+    (deals_to_the_next_rank_only, "traffic.off_target", "not peers.bottleneck"),
     (deals_out(lambda rank, P, root: 0), "scatter.first"),
     (deals_out(lambda rank, P, root: root or rank), "scatter.root"),
     (deals_out(lambda rank, P, root: -1 - rank), "scatter.reversed"),

@@ -125,7 +125,17 @@ def reduces_to_rank_0(comm, model, inputs, targets, batch_size):
             parameter.grad = total
 
 
+def keeps_its_mean(comm, model, inputs, targets, batch_size):
+    backward(model, inputs, targets, max(len(targets), 1))
+
+
+def keeps_its_sum(comm, model, inputs, targets, batch_size):
+    backward(model, inputs, targets)
+
+
 WRONG_AVERAGES = [
+    (keeps_its_mean, "gradient.own_mean"),
+    (keeps_its_sum, "gradient.own_sum"),
     (sums, "gradient.sum"),
     (means_of_means, "gradient.mean_of_means"),
     (sums_of_means, "gradient.sum_of_means"),
@@ -293,7 +303,7 @@ WRONG_SAMPLES = [
     (takes_a_block, "sampler.block"),
     (shuffles_by_rank, "sampler.seed_by_rank"),
     (pads_with_the_last, "sampler.padding"),
-    (counts_from_one, "value.differs"),
+    (counts_from_one, "value.differs", "it is [1, 2, 10, 7], expected [0, 1, 9, 6]"),
     (takes_the_next_ranks, "sampler.other_rank"),
     (shuffles_with_another_generator, "value.differs"),
     (sorts_its_share, "sampler.order"),

@@ -63,13 +63,13 @@ ANSWERS = [
         check.naive.all_reduce,
         [collectives.naive_all_reduce, through_rank_0],
         [
-            (partial(through_rank_0, back=False), "value.one_right"),
+            (partial(through_rank_0, back=False), "value.one_right", "not peers.bottleneck"),
             (partial(through_rank_0, add=False), "sum.overwritten"),
             (partial(through_rank_0, first=2), "run.stuck"),
             (rank_0_forgets_itself, "sum.own_missing"),
-            (adds_what_comes_back, "sum.own_twice"),
-            (everyone_to_everyone, "traffic.off_target"),
-            (collectives.ring_all_reduce, "peers.wrong"),
+            (adds_what_comes_back, "sum.own_twice", "rank 1 is the first that is wrong"),
+            (everyone_to_everyone, "traffic.off_target", "3, where the target is 3 1 1 1"),
+            (collectives.ring_all_reduce, "peers.wrong", "rank 1 sends to rank 2; allowed: 0"),
             (sends_back_twice, "traffic.doubled"),
             # Nothing raises out of a check.
             (None, "fn.missing"),

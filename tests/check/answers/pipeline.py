@@ -63,6 +63,7 @@ WRONG_BUBBLES = [
     (
         lambda slots: 0.25,
         "bubble.differs",
+        "4 micro-batches the bubble is 0.3333, and yours says 0.25",
     ),
     (lambda slots: None, "answer.nothing"),
     (lambda slots: slots["end_s"], "answer.raised"),
@@ -145,8 +146,18 @@ WRONG_STREAMS = [
     (with_warm_up(lambda s, P: 0), "stream.all_last"),
     (with_warm_up(lambda s, P: P - 1), "stream.all_first"),
     (with_warm_up(lambda s, P: s), "stream.wrong_end", "stream.never_ends", "stream.so"),
-    (with_warm_up(lambda s, P: P - s), "stream.too_long", "stream.holds", "stream.so"),
-    (with_warm_up(lambda s, P: max(P - 2 - s, 0)), "stream.too_short", "stream.slow", "stream.so"),
+    (
+        with_warm_up(lambda s, P: P - s),
+        "stream.too_long",
+        "stream.so",
+        "holds 5 micro-batches at once, where 4 suffice",
+    ),
+    (
+        with_warm_up(lambda s, P: max(P - 2 - s, 0)),
+        "stream.too_short",
+        "stream.so",
+        "a step takes 54 where 33 suffice",
+    ),
     (without_min, "stream.strange_forward"),
     (one_backward_more, "stream.strange"),
     (without_drain, "stream.no_drain"),

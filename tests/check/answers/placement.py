@@ -110,7 +110,7 @@ WRONG = [
     (lambda *args: (3, 2), "cuts.invalid"),
     (lambda *args: (1, 2, 3), "cuts.devices"),
     (lambda *args: (3,), "cuts.memory"),
-    (lambda *args: (8,), "cuts.memory"),
+    (lambda *args: (8,), "cuts.memory", "stage 0 needs 1.18 MiB"),
     (lambda *args: 4, "cuts.kind"),
     (lambda *args: None, "cuts.kind"),
     (lambda *args: {}["cut"], "answer.raised"),
