@@ -13,7 +13,7 @@ from labkit.__main__ import main, make_parser
 from labkit.bench import compare
 from labkit.config import RunConfig
 from labkit.runtime import supervisor
-from labkit.training.settings import check
+from labkit.training.settings import make_strategy
 
 BAD_INTEGERS = [*NOT_NUMBERS, "-1", "1.5", "1e3", "-0.0", str(10**30), "9" * 5000]
 BAD_NUMBERS = [*NOT_NUMBERS, "-1", "-inf", "1e308", "1e999", "9" * 5000]
@@ -105,7 +105,7 @@ def check_config(setting):
     config = RunConfig(**{"strategy": "single", **setting})
     # Names are looked up in the tables of what there is.
     if set(setting) & {"strategy", "model", "dataset", "device", "transport"}:
-        check(config)
+        make_strategy(config)
 
 
 @pytest.mark.parametrize(
