@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COURSE = {"check", "plots", "widgets", "notebook", "bench"}
-# Of the command line, which has the benches' commands too, and of the project as a whole.
-NOT_CORE = {"project", "test_cli.py", "test_limits.py"}
+# Tests of what has the course in it: the command line, the names of ``labkit``, the workbook.
+NOT_CORE = {"project", "test_cli.py", "test_limits.py", "test_init.py", "test_lab.py"}
 
 # An installed labkit, or one of another folder, still has the course.
 TAKE_AWAY = f"""
@@ -69,7 +69,8 @@ def copy_core(folder: Path) -> None:
 
     for part in ("labkit", "tests", "data/digits"):
         shutil.copytree(ROOT / part, folder / part, ignore=left_out)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "data/README.md"):
+        shutil.copy(ROOT / name, folder / name)
     (folder / "sitecustomize.py").write_text(TAKE_AWAY)
     (folder / "tests" / "test_alone.py").write_text(ALONE)
 

@@ -193,8 +193,8 @@ class TestOddPrograms:
     def test_ctrl_c_during_the_first_import_leaves_the_next_run_working(self, tmp_path):
         lines = [
             "for after_s in (0.01, 0.4):",
-            "    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()",
             "    try:",
+            "        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()",
             "        run(lambda comm: threading.Event().wait(), world_size=2)",
             "    except KeyboardInterrupt:",
             "        print('stopped', file=sys.stderr)",
