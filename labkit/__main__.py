@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 from labkit import units
 from labkit.config import AMP, BACKENDS, COMPRESSIONS, DTYPES, RunConfig
@@ -26,8 +27,8 @@ def _refuse(message: str):
     raise SystemExit(2)
 
 
-def _typed(parse: Callable[[str], float], text: str) -> float:
-    """A number of the command line; what argparse would say instead names our function."""
+def _typed(parse: Callable[[str], Any], text: str) -> Any:
+    """A value of the command line; what argparse would say instead names our function."""
     try:
         return parse(text)
     except ValueError as error:
@@ -36,6 +37,16 @@ def _typed(parse: Callable[[str], float], text: str) -> float:
 
 _whole = partial(_typed, units.parse_whole)
 _number = partial(_typed, units.parse_number)
+_percent = partial(_typed, lambda text: units.parse_number(text.removesuffix("%")) / 100)
+
+
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """Values with commas between them."""
+    return partial(_typed, lambda text: tuple(parse(word.strip()) for word in text.split(",")))
+
+
+_names, _wholes = _list_of(str), _list_of(units.parse_whole)
+_sizes = _list_of(units.parse_bytes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,10 +67,12 @@ def _add_bench(commands) -> None:
     add = bench.add_argument
     names = "launch, all-reduce, ddp, placement, pipeline; all of them if left out"
     add("name", nargs="*", metavar="NAME", help=names)
-    add("--world-size", metavar="N,N", help="the numbers of ranks, one run each (2,4)")
-    add("--sizes", metavar="SIZE,SIZE", help="all-reduce: of the tensor, 4KiB,1MiB for example")
-    add("--models", metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
-    add("--repeats", metavar="N", help="repeats at most; what takes long gets fewer")
+    ranks = "the numbers of ranks, one run each (2,4)"
+    add("--world-size", dest="world_sizes", type=_wholes, metavar="N,N", help=ranks)
+    sizes = "all-reduce: of the tensor, 4KiB,1MiB for example"
+    add("--sizes", dest="sizes_bytes", type=_sizes, metavar="SIZE,SIZE", help=sizes)
+    add("--models", type=_names, metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
+    add("--repeats", type=_whole, metavar="N", help="at most; slow contenders get fewer")
     add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
     add("--json", metavar="FILE", help="record one bench's figures with the hardware")
     add("--figure", metavar="FILE.png", help="all-reduce, placement: draw the times")
@@ -69,13 +82,20 @@ def _add_bench(commands) -> None:
 def _add_compare(commands) -> None:
     compare = commands.add_parser("compare", help="all techniques and PyTorch's, like for like")
     add = compare.add_argument
-    add("--strategies", metavar="S,S", help="some of them; PyTorch's counterparts come along")
-    add("--world-size", metavar="N,N", help="numbers of ranks (1,2,3,4)")
-    add("--train-size", metavar="N,N", help="training samples (a quarter, a half, all)")
-    add("--batch-size", metavar="B,B", help="global batches (64,128,256)")
-    add("--repeats", metavar="N", help="of everything; as many as fit into 8 minutes if left out")
-    add("--epochs", metavar="E", help="of each run (6)")
-    add("--target", metavar="PERCENT", help="held-out accuracy to reach (95)")
+    some = "some of them; PyTorch's counterparts take part too"
+    add("--strategies", type=_names, metavar="S,S", help=some)
+    lists = {
+        "--world-size": ("N,N", "numbers of ranks (1,2,3,4)"),
+        "--train-size": ("N,N", "training samples (a quarter, a half, all)"),
+        "--batch-size": ("B,B", "global batches (64,128,256)"),
+    }
+    for option, (metavar, text) in lists.items():
+        dest = option[2:].replace("-", "_") + "s"
+        add(option, dest=dest, type=_wholes, metavar=metavar, help=text)
+    often = "of everything; as many as fit into 8 minutes if left out"
+    add("--repeats", type=_whole, metavar="N", help=often)
+    add("--epochs", type=_whole, metavar="E", help="of each run (6)")
+    add("--target", type=_percent, metavar="PERCENT", help="held-out accuracy to reach (95)")
     add("--model", metavar="M")
     add("--dataset", metavar="D")
     add("--device", metavar="auto|cpu|cuda")
@@ -181,22 +201,24 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    names = ("world_size", "sizes", "models", "repeats", "device")
+    names = ("world_sizes", "sizes_bytes", "models", "repeats", "device")
     check_outputs({"--json": arguments.json, "--figure": arguments.figure}, {})
     from labkit import bench
 
     options = {name: getattr(arguments, name) for name in names}
-    return bench.main(arguments.name, arguments.json, arguments.figure, **options)
+    outputs = arguments.json, arguments.figure
+    return bench.main(arguments.name, *outputs, words=arguments.words, **options)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    names = ("strategies", "world_size", "train_size", "batch_size", "repeats", "epochs")
+    names = ("strategies", "world_sizes", "train_sizes", "batch_sizes", "repeats", "epochs")
     names += ("target", "model", "dataset", "device")
     check_outputs({"--json": arguments.json}, {"--from": arguments.from_path})
     from labkit.bench import compare
 
     options = {name: getattr(arguments, name) for name in names}
-    return compare.main(arguments.json, arguments.figures, arguments.from_path, **options)
+    files = arguments.json, arguments.figures, arguments.from_path
+    return compare.main(*files, words=arguments.words, **options)
 
 
 def _lab(arguments: argparse.Namespace) -> int:
@@ -208,7 +230,9 @@ def _lab(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Parse and call. Errors of use are one line and exit 2; a run or a file that failed is 1."""
     parser = _parser()
-    arguments, arguments.rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments, arguments.rest = parser.parse_known_args(words)
+    arguments.words = words
     if arguments.rest and arguments.command != "lab":
         parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
     try:

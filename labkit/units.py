@@ -84,20 +84,21 @@ def _check_most(name: str, value: float, most: float) -> None:
         raise ValueError(f"{name} must be at most {most:,.10g}, got {shortened(value)}")
 
 
-def whole_option(option: str, text: str, most: int = MOST) -> int:
-    """The whole number from 1 that an option of the command line gives.
+def parse_bytes(text: str) -> int:
+    """``parse_bytes("4KiB")`` is 4096.
 
     Raises:
-        ValueError: the message names the option.
+        ValueError: no number, or an unknown unit (KB and KiB differ, so KB is none).
     """
-    try:
-        value = parse_whole(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-    check_whole(option, value, most=most)
-    return value
+    match = re.fullmatch(r"([0-9]{1,15})\s*([a-z]*)", text.lower())
+    if not match or match[2] not in _UNIT_BYTES:
+        raise ValueError(
+            f"size {shortened(text)} is not known: give bytes, or KiB, MiB, GiB as in 4KiB"
+        )
+    return int(match[1]) * _UNIT_BYTES[match[2]]
 
 
+_UNIT_BYTES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,10 +219,9 @@ def test_train_leaves_a_device_and_a_pipe_what_they_are(option, tmp_path, capsys
 
 def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, monkeypatch, capsys):
     results = Path(__file__).resolve().parents[1] / "data" / "results"
-    monkeypatch.setitem(bench.BENCHES, "placement", lambda: iter(()))
-    monkeypatch.setitem(bench._RECORDS, "placement", lambda found: {})
-    draw = lambda found, path: [plots.phases({"a": {"wait": 1.0}}).save(path)]  # noqa: E731
-    monkeypatch.setitem(bench._FIGURES, "placement", draw)
+    figure = plots.phases({"a": {"wait": 1.0}})
+    result = SimpleNamespace(record=dict, figures=lambda: {"a": figure})
+    monkeypatch.setitem(bench.BENCHES, "placement", lambda: [result])
     made = nodes(tmp_path)
     (tmp_path / "figures").mkdir()
     for node in made:
@@ -250,7 +250,6 @@ def test_a_full_disk_ends_bench_and_compare_alike(tmp_path, monkeypatch, capsys)
     written = []
     monkeypatch.setattr(files, "_replace", full)
     monkeypatch.setitem(bench.BENCHES, "placement", lambda: iter(()))
-    monkeypatch.setitem(bench._RECORDS, "placement", lambda found: {})
     stored = str(Path(__file__).resolve().parents[1] / "data" / "results" / "compare.json")
     record, old = str(tmp_path / "out.json"), tmp_path / "compare_curves.png"
     old.write_text("old")

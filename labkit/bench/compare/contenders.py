@@ -1,7 +1,9 @@
 """Who takes part: every technique that shares out the batch, and PyTorch's own, each once."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from labkit import devices, strategies
 from labkit.config import STAGED, RunConfig
@@ -14,8 +16,8 @@ class Contender:
     """One technique in one implementation.
 
     Attributes:
-        name: of our own, the strategy's; of PyTorch's, its class, with the backend where there are
-            two.
+        name: of ours, the strategy's; of PyTorch's, its class, with the backend where it takes
+            part on two.
         strategy, builtin, backend: as in ``RunConfig``.
         counterpart: the name of PyTorch's own, for ours.
         own_pace: its ranks do not keep step, so it need not end where one device does.
@@ -28,7 +30,7 @@ class Contender:
     counterpart: str | None = None
     own_pace: bool = False
 
-    def config(self, world_size: int, **settings) -> RunConfig:
+    def config(self, world_size: int, **settings: Any) -> RunConfig:
         """The run of this contender; ``single`` stays on its one rank."""
         return RunConfig(
             strategy=self.strategy,
@@ -40,13 +42,13 @@ class Contender:
 
 
 def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Contender]:
-    """Ours and PyTorch's of these techniques, ``single`` first: it is the yardstick.
+    """Ours and PyTorch's of these techniques; ``single`` comes first, as the yardstick.
 
-    By default those that share out the batch. Those that share out the model, for one that does
-    not fit a device, take part when they are named.
+    By default they are those that share out the batch. Those that share out the model, for a model
+    that does not fit on one device, take part when they are named.
 
     One class can be PyTorch's counterpart of several techniques; it takes part once. Where it
-    takes a backend and the ranks are on the CPU, it takes part on ours, too.
+    takes a backend and the ranks are on the CPU, it takes part on our backend, too.
 
     Raises:
         ValueError: a name that is not registered.
@@ -66,11 +68,11 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
     return found
 
 
-def _own_pace(strategy: type) -> bool:
+def _own_pace(strategy: Callable[..., Any]) -> bool:
     return hasattr(strategy, "train")
 
 
-def _builtins(strategy: str, theirs: type, device: str) -> list[Contender]:
+def _builtins(strategy: str, theirs: Callable[..., Any], device: str) -> list[Contender]:
     own_pace = _own_pace(theirs)
     plain = Contender(theirs.__name__, strategy, builtin=True, own_pace=own_pace)
     on_cpu = devices.plan(1, device).backend == "gloo"

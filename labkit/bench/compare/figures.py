@@ -67,7 +67,7 @@ def curves(record: Record, *, builtin: bool = False) -> CaptionedFigure:
 
 
 def epoch_phases(record: Record) -> CaptionedFigure:
-    """Where an epoch's time goes, a stacked bar a contender."""
+    """Where an epoch's time goes, a stacked bar per contender."""
     figure = draw_phases(phases(record), title=f"Where an epoch goes: {_where(record)}")
     told = f"{figure.caption} Means over the ranks of a bar, medians of the repeats."
     parts = [told, _unseen(record), _WARM_UP]
@@ -76,7 +76,7 @@ def epoch_phases(record: Record) -> CaptionedFigure:
 
 
 def _unseen(record: Record) -> str:
-    """Whose communication has no spans of its own: DDP's goes on inside backward."""
+    """Whose communication has no spans: that of PyTorch's DDP runs inside backward."""
     names = []
     for one in _ran(record):
         phases_s = [run["phases_s"] for run in runs_of(record, one["name"])]
@@ -87,7 +87,7 @@ def _unseen(record: Record) -> str:
 
 
 def by_ranks(record: Record) -> CaptionedFigure:
-    """Epoch time by number of ranks, a panel a technique."""
+    """Epoch time by number of ranks, a panel per technique."""
     text = " ".join(filter(None, [_fastest(record), _slowed(record), ranks_rule(record)]))
     return _panels(
         record, lambda name: series(record, name, "world_size"), Axis("ranks"), text, "by ranks"
@@ -155,7 +155,7 @@ def _first_to(found: dict[str, list | None], target: float, budget: int) -> str:
     never = [name for name, pairs in found.items() if pairs is None]
     parts = []
     if seconds:
-        first, last = min(seconds, key=seconds.get), max(seconds, key=seconds.get)
+        first, last = (most(seconds, key=seconds.__getitem__) for most in (min, max))
         parts.append(f"First at {target:.0%}: {first}, after {format_seconds(seconds[first])}.")
         if first != last:
             parts.append(f"Last: {last}, after {format_seconds(seconds[last])}.")
@@ -218,7 +218,7 @@ def _where(record: Record) -> str:
 
 def _fastest(record: Record) -> str:
     medians = {name: statistics.median(epoch_times(record, name)) for name in present(record)}
-    best = min(medians, key=medians.get)
+    best = min(medians, key=medians.__getitem__)
     text = f"On {_where(record)}, the fastest epoch is that of {best}: "
     text += format_seconds(medians[best])
     if SINGLE in medians and best != SINGLE:
@@ -248,7 +248,7 @@ def _growth(record: Record, field: str, unit: str) -> str:
     values = [x for points in by_name.values() for x in points]
     least, most = min(values), max(values)
     if least == most:
-        return f"There are times at {most:,} {unit} alone: nothing else ran."
+        return f"Only {most:,} {unit} have times: nothing else ran."
     parts = [
         f"{name} {format_number(statistics.median(p[most]) / statistics.median(p[least]))}"
         for name, p in by_name.items()

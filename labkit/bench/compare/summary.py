@@ -1,18 +1,19 @@
 """What a record says: pure functions from the recorded dict to numbers, and the table.
 
-Epoch time: of each run the median of its epochs without the first, which is warm-up (of a run of
-one epoch that one). Time to accuracy counts every epoch, the first too: it has to be trained.
-Neither contains launch or evaluation.
+Epoch time: the median of a run's epochs without the first, which is warm-up (or the only epoch
+that it has). Time to accuracy counts every epoch, the first too: it has to be trained. Neither
+contains launch or evaluation.
 """
 
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 from labkit.bench.compare.contenders import SINGLE
-from labkit.bench.turns import Spread, ratios, table
+from labkit.bench.spread import Spread, ratios, table
 from labkit.units import format_bytes, format_count, format_number, format_seconds
 
-Record = dict
+Record = dict[str, Any]
 
 
 def epoch_seconds(run: dict) -> float:
@@ -32,7 +33,7 @@ def runs_of(record: Record, contender: str, setting: int = 0) -> list[dict]:
 
 
 def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]:
-    """Seconds of an epoch, one number a repeat."""
+    """Seconds of an epoch, one number per repeat."""
     return [epoch_seconds(run) for run in runs_of(record, contender, setting)]
 
 
@@ -53,10 +54,11 @@ def to_target(run: dict, target: float) -> tuple[int, float] | None:
 
 
 def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
-    """(epochs, seconds) to the target by repeat; None where a repeat never reached it."""
+    """(epochs, seconds) to the target by repeat; None if any repeat never reached it."""
     target = record["config"]["target"]
-    found = [to_target(run, target) for run in runs_of(record, contender)]
-    return None if None in found or not found else found
+    runs = runs_of(record, contender)
+    found = [times for run in runs if (times := to_target(run, target))]
+    return found if found and len(found) == len(runs) else None
 
 
 def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
@@ -80,7 +82,7 @@ def efficiency(record: Record, contender: str) -> dict[int, list[float]]:
     """By world size: epoch time of one device / (epoch time x devices used), by repeat.
 
     Ranks on CPUs share the cores, and one device computes on all of them: they are one device,
-    however many ranks there are. Of GPUs as many are used as there are ranks, or as there are.
+    however many ranks there are. On GPUs, each rank uses one, as far as they go round.
     """
     one = {run["repeat"]: epoch_seconds(run) for run in runs_of(record, SINGLE)}
     main = record["settings"][0]
@@ -112,8 +114,8 @@ def against_pytorch(record: Record, contender: dict, setting: int = 0) -> list[f
 def phases(record: Record) -> dict[str, dict[str, float]]:
     """By bar, by kind: seconds of an epoch in the main setting, medians of the repeats.
 
-    A bar is as long as the epoch. What lies outside any span is ``other``. Where several threads
-    of a rank record spans, these are scaled to fit.
+    A bar is as long as the epoch. Time outside all spans is ``other``. Where several threads of a
+    rank record spans, these are scaled to fit.
     """
     bars = {}
     for name in present(record):
@@ -163,7 +165,7 @@ def _headline(record: Record) -> str:
 def _main_table(record: Record) -> str:
     target = f"{record['config']['target']:.0%}"
     header = ["contender", "epoch", "PyTorch's / ours", f"epochs to {target}", f"time to {target}"]
-    header += ["accuracy", "from one device", "replicas", "sent by a rank"]
+    header += ["accuracy", "from one device", "replicas", "sent per rank"]
     by_name = {one["name"]: one for one in record["contenders"]}
     rows = [_main_row(record, by_name[name]) for name in present(record)]
     return table(header, rows)
@@ -190,13 +192,14 @@ def _main_row(record: Record, contender: dict) -> list[str]:
 
 
 def _farthest(differences: list[float | None]) -> str:
-    if None in differences:
+    finite = [one for one in differences if one is not None]
+    if len(finite) < len(differences):
         return "not finite"
-    return f"{max(differences):.1g}" if differences else "-"
+    return f"{max(finite):.1g}" if finite else "-"
 
 
 def _most_sent(runs: list[dict]) -> str:
-    """Bytes of the rank that sends most; "-" where nobody counts."""
+    """Bytes of the rank that sends most; "-" where they are not counted."""
     most = [max(run["bytes_sent"]) for run in runs if run.get("bytes_sent")]
     return format_bytes(statistics.median(most)) if most else "-"
 
@@ -270,5 +273,5 @@ def efficiency_rule(record: Record) -> str:
     return (
         f"{start}. Here all ranks share {cores} cores, on which one device computes already, so "
         "they count as one device: at 100% they do as much with the cores as it does. More ranks "
-        f"bring no more cores, and more than {cores} take turns on them."
+        f"add no cores, and more than {cores} take turns on them."
     )
