@@ -91,17 +91,8 @@ def test_a_row_of_the_record_is_a_line():
 
 
 def test_the_recorded_command_leaves_out_where_it_wrote():
-    words = [
-        "bench",
-        "ddp",
-        "--json",
-        "a.json",
-        "--models",
-        "mlp",
-        "--figure=a.png",
-        "--repeats=3",
-    ]
-    assert command_line(words) == "labkit bench ddp --models mlp --repeats=3"
+    words = ["bench", "ddp", "--json", "a.json", "--models", "mlp", "--figure=a.png"]
+    assert command_line(words) == "labkit bench ddp --models mlp"
 
 
 @pytest.mark.parametrize(
@@ -109,12 +100,9 @@ def test_the_recorded_command_leaves_out_where_it_wrote():
     [
         (["speed"], "unknown bench 'speed': choose one of launch, all-reduce, ddp"),
         (["all-reduce", "--sizes", "4KB"], "size '4KB' is not known: give bytes, or KiB"),
-        (["all-reduce", "--sizes", "4KiB,,1"], "size '' is not known"),
         (["all-reduce", "--sizes", "10"], "10 bytes are not full float32 elements"),
-        (["all-reduce", "--sizes", "0"], "0 bytes are not full float32 elements"),
         (["all-reduce", "--world-size", "1"], "2 ranks or more, got world size 1"),
         (["all-reduce", "--world-size", "two"], "--world-size: 'two' is not a whole number"),
-        (["all-reduce", "--repeats", "0"], "repeats must be a whole number from 1, got 0"),
         (["all-reduce", "--device", "tpu"], "device 'tpu' is not known"),
         (["all-reduce", "--figure", "x.gif"], "a figure is saved as .png or .svg"),
         (["all-reduce", "--json", "/nowhere/x.json"], "in a folder that exists"),
@@ -122,15 +110,9 @@ def test_the_recorded_command_leaves_out_where_it_wrote():
         (["ddp", "--figure", "x.png"], "bench ddp draws no figure"),
         (["ddp", "--models", "gpt"], "unknown model 'gpt': choose some of small_cnn"),
         (["ddp", "--world-size", "1"], "2 ranks or more, got world size 1"),
+        (["pipeline", "--world-size", "1"], "2 ranks or more, got world size 1"),
         (["--json", "x.json"], "--json and --figure are for one bench"),
     ],
 )
-def test_errors_of_use_are_one_line_and_exit_2(words, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", *words])
-    assert caught.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    (line,) = printed.err.splitlines()
-    assert line.startswith("labkit: error: ")
-    assert message in line
+def test_errors_of_use_are_one_line_and_exit_2(words, message, refused):
+    assert message in refused("bench", *words)

@@ -47,9 +47,7 @@ def test_every_contender_of_the_all_reduce_bench_is_right_and_recorded(tmp_path,
     assert {link["world_size"] for link in record["links"]} == {3}
     assert len(record["predictions"]) == len(record["links"]) * 2 * 3
     assert record["memory"][0]["copy_bytes_per_s"] > 0
-    assert record["crossovers"][0]["model_bytes"] is None or (
-        record["crossovers"][0]["model_bytes"] >= 0
-    )
+    assert (record["crossovers"][0]["model_bytes"] or 0) >= 0
     out = capsys.readouterr().out
     assert "All-reduce of float32 in place, 3 ranks on cpu" in out
     assert "The ring overtakes the tree: model" in out
@@ -111,16 +109,12 @@ def made_up(world_size: int = 4) -> AllReduceResult:
     return AllReduceResult.of(seconds, world_size, "cpu")
 
 
-def test_the_fit_finds_what_the_messages_cost():
-    link = made_up().links["shared"]
+def test_fit_predictions_and_crossover_are_those_of_the_cost_model():
+    result = made_up()
+    link = result.links["shared"]
     assert link.alpha_s == pytest.approx(ALPHA_S)
     assert link.beta_s_per_byte == pytest.approx(BETA_S)
     assert link.gamma_s_per_byte == pytest.approx(GAMMA_S)
-
-
-def test_predictions_and_crossover_are_those_of_the_cost_model():
-    result = made_up()
-    link = result.links["shared"]
     record = result.record()
     for line in record["predictions"]:
         expected = all_reduce_seconds(line["algorithm"], line["size_bytes"], 4, link)

@@ -88,44 +88,49 @@ def _unseen(record: Record) -> str:
 
 def by_ranks(record: Record) -> CaptionedFigure:
     """Epoch time by number of ranks, a panel per technique."""
-    text = " ".join(filter(None, [_fastest(record), _slowed(record), ranks_rule(record)]))
-    return _panels(
-        record, lambda name: series(record, name, "world_size"), Axis("ranks"), text, "by ranks"
-    )
+    told = " ".join(filter(None, [_fastest(record), _slowed(record), ranks_rule(record)]))
+    return _epoch_time(record, "world_size", Axis("ranks"), told, "by ranks")
 
 
 def by_train_size(record: Record) -> CaptionedFigure:
     """Epoch time by number of training samples."""
-    x = Axis("training samples", doubling=True)
-    text = _growth(record, "train_size", "samples")
-    return _panels(
-        record, lambda name: series(record, name, "train_size"), x, text, "by training samples"
-    )
+    x, told = Axis("training samples", doubling=True), _growth(record, "train_size", "samples")
+    return _epoch_time(record, "train_size", x, told, "by training samples")
 
 
 def by_batch_size(record: Record) -> CaptionedFigure:
     """Epoch time by global batch: a larger one has fewer steps, so fewer synchronisations."""
     x = Axis("global batch (samples)", doubling=True)
-    text = _growth(record, "batch_size", "samples a batch")
-    return _panels(record, lambda name: series(record, name, "batch_size"), x, text, "by batch")
+    told = _growth(record, "batch_size", "samples a batch")
+    return _epoch_time(record, "batch_size", x, told, "by batch")
+
+
+@drawn
+def _epoch_time(record: Record, field: str, x: Axis, told: str, title: str) -> CaptionedFigure:
+    panels = _panels(record, lambda name: series(record, name, field))
+    figure = draw_panels(panels, x, Axis("epoch time (s)"), f"Epoch time {title}")
+    caption = f"{told} {_WARM_UP} Points are medians of the repeats, whiskers their quartiles."
+    points = {name: series(record, name, field) for name in present(record)}
+    ends = _ends(points, x.label, format_seconds)
+    return CaptionedFigure(figure, alt=f"Epoch time {title}. {ends}", caption=caption)
 
 
 @drawn
 def by_efficiency(record: Record) -> CaptionedFigure:
     """Efficiency by number of ranks; ``summary.efficiency`` says what it is."""
-    panels = {
-        technique: {
-            look: {ranks: [100 * one for one in repeats] for ranks, repeats in points.items()}
-            for look, name in members.items()
-            if (points := efficiency(record, name))
-        }
-        | {ONE: {1: [100.0]}}
-        for technique, members in _techniques(record).items()
-    }
+
+    def percent(name: str) -> Points:
+        if name == SINGLE:
+            return {1: [100.0]}
+        found = efficiency(record, name).items()
+        return {ranks: [100 * one for one in repeats] for ranks, repeats in found}
+
     told = _ends({n: efficiency(record, n) for n in _ours(record)}, "ranks", "{:.0%}".format)
-    figure = draw_panels(panels, Axis("ranks"), Axis("efficiency (%)"), "Efficiency by ranks")
+    panels, y = _panels(record, percent), Axis("efficiency (%)")
     return CaptionedFigure(
-        figure, alt=f"Efficiency by ranks. {told}", caption=f"{told} {efficiency_rule(record)}"
+        draw_panels(panels, Axis("ranks"), y, "Efficiency by ranks"),
+        alt=f"Efficiency by ranks. {told}",
+        caption=f"{told} {efficiency_rule(record)}",
     )
 
 
@@ -164,20 +169,6 @@ def _first_to(found: dict[str, list | None], target: float, budget: int) -> str:
     return " ".join(parts)
 
 
-@drawn
-def _panels(
-    record: Record, points_of: Callable[[str], Points], x: Axis, told: str, title: str
-) -> CaptionedFigure:
-    panels = {
-        technique: {look: points for look, name in members.items() if (points := points_of(name))}
-        for technique, members in _techniques(record).items()
-    }
-    figure = draw_panels(panels, x, Axis("epoch time (s)"), f"Epoch time {title}")
-    caption = f"{told} {_WARM_UP} Points are medians of the repeats, whiskers their quartiles."
-    ends = _ends({name: points_of(name) for name in present(record)}, x.label, format_seconds)
-    return CaptionedFigure(figure, alt=f"Epoch time {title}. {ends}", caption=caption)
-
-
 def _ran(record: Record) -> list[dict]:
     names = present(record)
     return [one for one in record["contenders"] if one["name"] in names]
@@ -196,7 +187,7 @@ def _look(contender: dict) -> str:
 
 
 def _techniques(record: Record) -> dict[str, dict[str, str]]:
-    """By technique, by look: who is drawn in its panel."""
+    """By technique, by look: the contender that is drawn in its panel."""
     by_name = {one["name"]: one for one in _ran(record)}
     found = {}
     for name in _ours(record):
@@ -204,6 +195,14 @@ def _techniques(record: Record) -> dict[str, dict[str, str]]:
         members = {OURS: name, THEIRS: theirs, THEIRS_ON_OURS: f"{theirs} (labkit)", ONE: SINGLE}
         found[name] = {look: other for look, other in members.items() if other in by_name}
     return found
+
+
+def _panels(record: Record, points_of: Callable[[str], Points]) -> dict[str, dict[str, Points]]:
+    """By technique, by look: the points, where a contender has some."""
+    return {
+        technique: {look: points for look, name in members.items() if (points := points_of(name))}
+        for technique, members in _techniques(record).items()
+    }
 
 
 def _varies(record: Record, field: str) -> bool:

@@ -20,7 +20,7 @@ from labkit.config import RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
 from labkit.training.train_run import TrainResult, train_run
-from labkit.units import MOST_SECONDS, check_above_zero, check_whole, format_count
+from labkit.units import MOST_SECONDS, check_above_zero, check_whole
 from labkit.workload.datasets import DATASETS, load_dataset
 from labkit.workload.models import MODELS
 
@@ -171,7 +171,7 @@ class Comparison:
                 left_s = budget_s - (time.perf_counter() - started_s)
                 if repeats is None and took_s[setting] >= left_s:
                     if repeat == 0:
-                        self._no_time_for(setting)
+                        self._skip("everybody", setting, "the budget of time was used up")
                     continue
                 begun_s = time.perf_counter()
                 self._repeat(setting, repeat)
@@ -208,28 +208,15 @@ class Comparison:
             return train_run(contender.config(**common), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
             # What a technique cannot do it refuses before a rank starts, by ValueError.
-            failed = isinstance(error, WorkerError)
-            self._leave_out(contender, setting, str(error), failed=failed)
+            self._left_out.add((contender.name, setting.world_size))
+            reason = str(error).strip().splitlines()[0]
+            self._skip(contender.name, setting, reason, failed=isinstance(error, WorkerError))
         return None
 
-    def _no_time_for(self, setting: Setting) -> None:
-        reason = "the budget of time was used up"
-        self._skip("everybody", setting, reason, failed=False)
-        self.say(f"skipped: {setting.text()}: {reason}")
-
-    def _leave_out(
-        self, contender: Contender, setting: Setting, reason: str, *, failed: bool
-    ) -> None:
-        self._left_out.add((contender.name, setting.world_size))
-        reason = reason.strip().splitlines()[0]
-        self._skip(contender.name, setting, reason, failed=failed)
-        what = "failed" if failed else "skipped"
-        ranks = format_count(setting.world_size, "rank")
-        self.say(f"{what}: {contender.name} on {ranks}: {reason}")
-
-    def _skip(self, name: str, setting: Setting, reason: str, *, failed: bool) -> None:
+    def _skip(self, name: str, setting: Setting, reason: str, *, failed: bool = False) -> None:
         row = {"contender": name, **asdict(setting), "reason": reason, "failed": failed}
         self.skipped.append(row)
+        self.say(f"{'failed' if failed else 'skipped'}: {name}, {setting.text()}: {reason}")
 
 
 def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -> dict[str, Any]:

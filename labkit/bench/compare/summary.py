@@ -64,41 +64,44 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
 def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
     """Epoch times by ``world_size``, ``train_size`` or ``batch_size``, all else as in the main
     setting. One device has no number of ranks, so by world size it has one value, at 1."""
+    one_rank = contender == SINGLE and field == "world_size"
+    return {
+        1 if one_rank else setting[field]: times
+        for index, setting in _varied(record, field)
+        if (times := epoch_times(record, contender, index))
+    }
+
+
+def _varied(record: Record, field: str) -> list[tuple[int, dict[str, int]]]:
+    """The settings that differ from the main one only in ``field``, by its value: (index, one)."""
     main = record["settings"][0]
-    others = [name for name in ("world_size", "train_size", "batch_size") if name != field]
-    found = {}
-    for index, setting in enumerate(record["settings"]):
-        times = epoch_times(record, contender, index)
-        if times and all(setting[name] == main[name] for name in others):
-            found[1 if _no_ranks(contender, field) else setting[field]] = times
-    return dict(sorted(found.items()))
-
-
-def _no_ranks(contender: str, field: str) -> bool:
-    return contender == SINGLE and field == "world_size"
+    others = {"world_size", "train_size", "batch_size"} - {field}
+    found = [
+        (index, setting)
+        for index, setting in enumerate(record["settings"])
+        if all(setting[name] == main[name] for name in others)
+    ]
+    return sorted(found, key=lambda pair: pair[1][field])
 
 
 def efficiency(record: Record, contender: str) -> dict[int, list[float]]:
     """By world size: epoch time of one device / (epoch time x devices used), by repeat.
 
     Ranks on CPUs share the cores, and one device computes on all of them: they are one device,
-    however many ranks there are. On GPUs, each rank uses one, as far as they go round.
+    however many ranks there are. On GPUs each rank uses one, while there are enough.
     """
+    if contender == SINGLE:
+        return {}
     one = {run["repeat"]: epoch_seconds(run) for run in runs_of(record, SINGLE)}
-    main = record["settings"][0]
     found = {}
-    for index, setting in enumerate(record["settings"]):
-        if any(setting[name] != main[name] for name in ("train_size", "batch_size")):
-            continue
+    for index, setting in _varied(record, "world_size"):
         used = max(1, min(setting["world_size"], record["config"]["gpus_used"]))
-        values = [
+        found[setting["world_size"]] = [
             one[run["repeat"]] / (epoch_seconds(run) * used)
             for run in runs_of(record, contender, index)
             if run["repeat"] in one
         ]
-        if values and contender != SINGLE:
-            found[setting["world_size"]] = values
-    return dict(sorted(found.items()))
+    return {world_size: values for world_size, values in found.items() if values}
 
 
 def against_pytorch(record: Record, contender: dict, setting: int = 0) -> list[float]:
