@@ -1,11 +1,11 @@
 import pytest
 
-from labkit.__main__ import main
-
 
 @pytest.fixture
 def refused(capsys):
     """Run a command that is used wrongly: exit 2 and one line, which is returned."""
+    # Not at the top: torch reads what tests/conftest.py sets, and must be imported after it.
+    from labkit.__main__ import main
 
     def run(*words):
         with pytest.raises(SystemExit) as caught:

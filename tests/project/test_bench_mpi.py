@@ -47,7 +47,7 @@ def test_what_is_missing_is_said(tool, monkeypatch, capsys):
 
 def test_an_mpi_that_does_not_run_is_not_a_contender(tool, mpirun):
     mpirun("echo a line >&2; echo no slots here >&2; exit 1")
-    with pytest.raises(tool.NoMpiError, match="^no slots here$"):
+    with pytest.raises(tool.NoMpiError, match="no slots here"):
         tool.find(2)
     mpirun("echo 1 Some MPI")
     with pytest.raises(tool.NoMpiError, match="asked for 2 ranks of one run, mpirun made 1"):
