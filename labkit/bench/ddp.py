@@ -136,7 +136,7 @@ def bench_ddp(
     Args:
         world_sizes: of the runs, each at least 2.
         models: names out of ``WORKLOADS``; vgg16 has 134 million parameters and takes about
-            4 GB of memory a rank.
+            4 GB of memory per rank.
         repeats: steps at most; slow models get fewer, at least 5.
         device: ``auto``, ``cpu`` or ``cuda``; on ``cuda`` NCCL takes part where each rank has a
             GPU.
