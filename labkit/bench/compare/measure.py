@@ -68,8 +68,7 @@ def compare(
     contenders = find_contenders(strategies, device)
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
     sizes = train_sizes or _parts_of(dataset)
-    units = gpus or devices.num_cores()
-    settings = settings_of(world_sizes, sizes, batch_sizes, epochs, units)
+    settings = settings_of(world_sizes, sizes, batch_sizes, epochs, gpus or devices.num_cores())
     common = {"model": model, "dataset": dataset, "device": device, "seed": RunConfig().seed}
     comparison = Comparison(contenders, settings, common, say)
     comparison.check()
