@@ -109,7 +109,8 @@ os.register_at_fork(after_in_child=_live.clear)
 
 
 @atexit.register
-def _abandon_all() -> None:
+def abandon_all() -> None:
+    """End the queues of all groups of this process, at its end."""
     # A thread that is inside PyTorch when the interpreter ends would abort the process.
     for queues in list(_live):
         queues.abandon()
