@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from core import COURSE
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -39,8 +40,6 @@ FLOORS = [
     {"__init__", "__main__"},
 ]
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
-# The course around the core, which never imports it.
-COURSE = {"check", "plots", "widgets", "notebook", "bench"}
 
 REGISTRY_HOSTS = ["pypi." + "org", "pythonhosted." + "org", "anaconda." + "org"]
 REGISTRY_HOSTS += ["download.pytorch." + "org/whl", "conda." + "anaconda"]

@@ -1,0 +1,87 @@
+"""The core alone: a copy of the package and its tests with the course taken away.
+
+``make test-core`` runs all of the core's tests there; tests/project/test_core.py a few.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COURSE = {"check", "plots", "widgets", "notebook", "bench"}
+# Of the command line, which has the benches' commands too, and of the project as a whole.
+NOT_CORE = {"project", "test_cli.py", "test_limits.py"}
+
+# An installed labkit, or one of another folder, still has the course.
+TAKE_AWAY = f"""
+import sys
+
+
+class TakenAway:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("labkit.") and name.split(".")[1] in {sorted(COURSE)}:
+            raise ModuleNotFoundError(f"{{name}} is taken away", name=name)
+
+
+sys.meta_path.insert(0, TakenAway())
+"""
+
+ALONE = """
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import labkit
+
+
+def test_the_course_is_taken_away():
+    with pytest.raises(ModuleNotFoundError, match="taken away"):
+        importlib.import_module("labkit.plots")
+
+
+def test_every_module_imports():
+    modules = [module.name for module in pkgutil.walk_packages(labkit.__path__, "labkit.")]
+    assert len(modules) > 80
+    for name in modules:
+        importlib.import_module(name)
+
+
+def test_ranks_run():
+    def sums(comm):
+        return labkit.collectives.ring_all_reduce(comm, torch.full((5,), comm.rank + 1.0)).tolist()
+
+    labkit.warm_up(training=False)
+    assert labkit.run(sums, world_size=2).values == [[3.0] * 5] * 2
+"""
+
+
+def copy_core(folder: Path) -> None:
+    """Lay the core, its tests and what they read into an empty folder."""
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        tops = {str(ROOT / "labkit"): COURSE, str(ROOT / "tests"): COURSE | NOT_CORE}
+        return {"__pycache__"} | tops.get(path, set())
+
+    for part in ("labkit", "tests", "data/digits"):
+        shutil.copytree(ROOT / part, folder / part, ignore=left_out)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "sitecustomize.py").write_text(TAKE_AWAY)
+    (folder / "tests" / "test_alone.py").write_text(ALONE)
+
+
+def run_tests(folder: Path, *arguments: str, **settings) -> subprocess.CompletedProcess:
+    """pytest on the copy's tests."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:nbval", "tests", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, **settings)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="core-") as place:
+        copy_core(Path(place))
+        sys.exit(run_tests(Path(place), *sys.argv[1:]).returncode)
