@@ -11,8 +11,8 @@ NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
          --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 # Two at a time: much of a test is waiting for a process that imports torch. A class or a notebook
-# stays together.
-SPREAD := -n 2 --dist loadscope
+# stays together; tests/slowest.py puts the longest first.
+SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
 
 # A slow line needs longer than uv's 30 s; a shell's own Python paths must not leak into .venv, and
 # what is not written down compiled is compiled by each of hundreds of processes.
@@ -20,14 +20,17 @@ export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-notebooks test-torch storm bench html notebooks pins clean distclean FORCE
+.PHONY: help env lab test test-unit test-core test-notebooks test-torch slowest storm bench html \
+        notebooks pins clean distclean FORCE
 
 help:
 	@echo "make lab             set up and open the workbook"
 	@echo "make test            set up and run every test: unit, notebooks, browser"
 	@echo "make test-unit       the quick part: no notebooks, no browser, no fresh processes"
+	@echo "make test-core       the core's tests with the course around it taken away"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH=2.11.0)"
+	@echo "make slowest         run every test and record the 40 slowest in data/results"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make html            the notebooks as web pages in build/html"
@@ -82,6 +85,12 @@ test-notebooks: env
 
 test-unit: env
 	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh" tests $(ARGS)
+
+test-core: env
+	$(BIN)/python tests/core.py $(SPREAD) $(ARGS)
+
+slowest:
+	$(MAKE) test ARGS="--record-slowest data/results/slowest_tests.json $(ARGS)"
 
 # The ends of the range in pyproject.toml: TORCH=2.11.0 is the oldest.
 TORCH ?= 2.11.0

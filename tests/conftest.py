@@ -1,4 +1,4 @@
-"""What all tests share: Jupyter folders of their own, and JupyterLab in a browser."""
+"""What all tests share: settings of their processes, their order, JupyterLab in a browser."""
 
 import atexit
 import gc
@@ -6,11 +6,18 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+import slowest
 
 ROOT = Path(__file__).resolve().parents[1]
+STARTED_S = time.time()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record-slowest", type=Path, metavar="FILE", help="see tests/slowest.py")
 
 
 def pytest_configure(config):
@@ -22,24 +29,36 @@ def pytest_configure(config):
     # Two tests and their ranks share the cores: OpenMP's threads must not spin while they wait,
     # here and in the notebooks' kernels. (It is read when torch is imported.)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Our own lines are warned of nothing: in ranks and other processes as here, by pyproject.toml.
+    # No warning of our own lines passes: in ranks and other processes as here, by pyproject.toml.
     modules = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / "labkit").rglob("*.py"))
     names = (".".join(module.parts).removesuffix(".__init__") for module in modules)
     os.environ["PYTHONWARNINGS"] = ",".join(f"error:::{name}" for name in sorted(names))
-    # The tests run on a machine that others use, too. RPC is open to them for seconds.
+    # The tests may run on a machine with other users, to whom RPC is open for seconds.
     os.environ.setdefault("LABKIT_TRUST_LOCAL_USERS", "1")
     # Kernels must neither read nor fill the person's own Jupyter and IPython folders.
     folder = Path(tempfile.mkdtemp(prefix="lk-"))
-    # At the very end: multiprocessing keeps a folder of its own in there until the process ends.
+    # At the very end: multiprocessing keeps a folder in there until the process ends.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         os.environ[name] = str(folder / name.lower())
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
-    # A temporary folder of this process's own: what a test finds in it, a test has left there.
-    # Its path is short, since sockets in it may be no longer than 108 characters.
+    # Each process has its own temporary folder: what a test finds in it, a test has left there.
+    # Its path is short, since a socket's path has at most 107 characters.
     os.environ["TMPDIR"] = str(folder / "t")
     (folder / "t").mkdir()
     tempfile.tempdir = None
+
+
+def pytest_collection_modifyitems(items):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slowest.longest_first(items)
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    was_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if (path := config.getoption("--record-slowest")) and was_whole:
+        reports = [one for kind in terminalreporter.stats.values() for one in kind]
+        slowest.record(path, [one for one in reports if hasattr(one, "duration")], STARTED_S)
 
 
 def pytest_collection_finish(session):
@@ -47,9 +66,9 @@ def pytest_collection_finish(session):
 
     # pytest's asserts are in functions that ranks run: imported once, not by every rank.
     preload.FOR_RANKS.append("_pytest.assertion.rewrite")
-    # What was imported stays. Tests that collect garbage, to count what is left, are quick then.
+    # What was imported stays: tests that collect garbage, to count what is left, are quicker.
     gc.freeze()
-    # However this process ends: some libraries call what is still frozen then a leak.
+    # Some libraries call what is still frozen at the end of a process a leak.
     atexit.register(gc.unfreeze)
 
 
