@@ -239,19 +239,17 @@ def test_nothing_imports_in_a_circle():
         visit(name, ())
 
 
-@pytest.mark.fresh
-def test_import_labkit_brings_nothing_heavy():
-    """Nor do its benches, which every rank of a bench imports."""
-    code = """
-import sys
-import torch
-before = set(sys.modules)
-import labkit.bench
-new = {name.split(".")[0] for name in set(sys.modules) - before}
-print(sorted(new & {"torchvision", "matplotlib", "IPython", "ipywidgets", "jupyterlab"}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_what_ranks_import_brings_nothing_heavy():
+    """Nor do the benches, which every rank of a bench imports."""
+    heavy = {"torchvision", "matplotlib", "IPython", "ipywidgets", "jupyterlab"}
+
+    def brought(comm):
+        import labkit.bench
+
+        assert labkit.bench
+        return sorted({name.split(".")[0] for name in sys.modules} & heavy)
+
+    assert run(brought, world_size=1).values == [[]]
 
 
 def warn_as_ours(comm):
