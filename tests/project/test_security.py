@@ -294,7 +294,7 @@ def test_torchruns_ranks_of_one_machine_take_no_pickle_from_a_socket(tmp_path):
 class TestRpcAmongStrangers:
     def people(self, monkeypatch, *uids):
         monkeypatch.delenv(remote.TRUST, raising=False)
-        monkeypatch.setattr(remote, "_other_people", lambda: list(uids))
+        monkeypatch.setattr(remote, "other_people", lambda: list(uids))
 
     def test_among_other_people_it_is_refused_unless_they_are_trusted(self, monkeypatch):
         self.people(monkeypatch, 1001, 1004)
@@ -322,7 +322,7 @@ class TestRpcAmongStrangers:
             os.read(wait, 1)
             os._exit(0)
         found = wait_until(lambda: os.stat(f"/proc/{other}").st_uid == uid, 5)
-        people = remote._other_people()
+        people = remote.other_people()
         os.close(wait)
         os.close(end)
         os.waitpid(other, 0)

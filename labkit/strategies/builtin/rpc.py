@@ -42,7 +42,7 @@ def check_available(technique: str) -> None:
             f"PyTorch {torch.__version__} on this system has no torch.distributed.rpc: run "
             f"{technique} without builtin, which is the same technique over labkit's own messages"
         )
-    people = _other_people()
+    people = other_people()
     if people and os.environ.get(TRUST) != "1":
         raise ValueError(
             f"PyTorch's RPC does what it is asked to by any process of this machine, and other "
@@ -51,7 +51,7 @@ def check_available(technique: str) -> None:
         )
 
 
-def _other_people() -> list[int]:
+def other_people() -> list[int]:
     """Ids of the other users who have processes here and are not system services."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
