@@ -77,6 +77,8 @@ lab: env
 test: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none
 	LABKIT_LIVE=0 $(BIN)/python -m pytest $(SPREAD) $(NBVAL) tests $(NOTEBOOKS) $(ARGS)
 
 test-notebooks: env

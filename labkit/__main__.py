@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from labkit.training.train_run import TrainResult
 
 # What the parser sets beside the arguments of ``bench`` and ``compare``.
-_NO_SETTINGS = {"command", "call", "rest", "line"}
+_NO_SETTINGS = {"command", "call", "rest", "words"}
 _NO_SETTINGS |= {"names", "json", "figure", "figures", "from_path"}
 
 
@@ -206,7 +206,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from labkit import bench
 
     outputs = arguments.json, arguments.figure
-    return bench.main(arguments.names, *outputs, arguments.line, **_settings(arguments))
+    return bench.main(arguments.names, *outputs, arguments.words, **_settings(arguments))
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -214,20 +214,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     from labkit.bench import compare
 
     paths = arguments.json, arguments.figures, arguments.from_path
-    return compare.main(*paths, arguments.line, **_settings(arguments))
+    return compare.main(*paths, arguments.words, **_settings(arguments))
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     return {name: value for name, value in given.items() if name not in _NO_SETTINGS}
-
-
-def _without_outputs(words: list[str]) -> str:
-    """The command line as a record keeps it: where the results went is left out."""
-    outputs = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--json", "--figure", "--figures"):
-        outputs.add_argument(option)
-    return " ".join(["labkit", *outputs.parse_known_args(words)[1]])
 
 
 def _lab(arguments: argparse.Namespace) -> int:
@@ -243,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.rest and arguments.command != "lab":
         parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
     try:
-        arguments.line = _without_outputs(words)
+        arguments.words = words
         return arguments.call(arguments)
     except (WorkerError, OutputError) as error:
         print(f"labkit: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Small models with what a course meets sooner or later, and how to train them by hand.
+"""Small models with the parameters and buffers that cause trouble, and how to train them by hand.
 
-They take [n, 6] and give [n, 6] or more, one class a column.
+They take [n, 6] and return [n, 6], one class per column.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,18 @@ class Tied(nn.Module):
         return self.second(torch.tanh(self.first(inputs)))
 
 
+class Everything(Tied):
+    """Tied, unused and frozen parameters, and one of a single element."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.frozen = nn.Linear(6, 2), nn.Parameter(torch.ones(6), False)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs):
+        return self.gain * super().forward(inputs) + self.frozen
+
+
 class Unused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -35,7 +47,7 @@ class Unused(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Two dtypes, and buffers that are no floats."""
+    """Two dtypes, and buffers that are not floats."""
 
     def __init__(self):
         super().__init__()
@@ -71,13 +83,13 @@ def seeded(make_model):
     return make_model().double()
 
 
-def some_batches(sizes=(7, 5, 2)) -> list[tuple[Tensor, Tensor]]:
-    """Inputs [n, 6] float64 and targets [n]; (7, 5, 2) divide by no number of ranks."""
+def some_batches(sizes=(7, 5, 2), classes=6) -> list[tuple[Tensor, Tensor]]:
+    """Inputs [n, 6] float64 and targets [n]; no number of ranks divides 7, 5 and 2."""
     generator = torch.Generator().manual_seed(1)
     return [
         (
             torch.randn(n, 6, generator=generator, dtype=torch.float64),
-            torch.randint(6, (n,), generator=generator),
+            torch.randint(classes, (n,), generator=generator),
         )
         for n in sizes
     ]

@@ -121,6 +121,15 @@ def open_descriptors(of: str = "") -> int:
     return found
 
 
+def equal(one, other):
+    """Whether two results, tensors in lists among them, are equal to the bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
 def plain(folder, function, world_size=2, patience_s=30.0, backend="labkit", timeout_s=1800):
     """Run ``function(rank)`` in P processes with a default group: [(exit code, outcome)].
 

@@ -17,6 +17,7 @@ from test_files import at_most
 
 from labkit import bench
 from labkit.__main__ import main
+from labkit.bench.launch import LaunchResult
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
 PLACED = ["--strategy", "model_parallel", "--devices"]
@@ -203,7 +204,7 @@ STORED = Path(__file__).resolve().parents[1] / "data" / "results" / "compare.jso
 @pytest.fixture
 def quick_bench(monkeypatch):
     """``labkit bench launch`` with figures that are there already."""
-    result = bench.Comparison("launch", 2, [0.1], [0.2])
+    result = LaunchResult("launch", 2, [0.1], [0.2])
     monkeypatch.setitem(bench.BENCHES, "launch", lambda: iter([result]))
 
 

@@ -1,8 +1,8 @@
-"""The pages of the course in one table. It is written to all places that show it, or checked.
+"""The pages of the course in one table, and every place that shows it.
 
-    python tools/course_map.py          writes README's map, page 00's, and previous and next
+    python tools/course_map.py      writes the maps in README and page 00, and previous and next
 
-A page is "coming" as long as the folder does not hold it.
+A page is "coming" until the folder has it.
 """
 
 import re
@@ -72,7 +72,7 @@ def course_map(there: list[str], *, folder: str = "", here: str | None = None) -
 
     Args:
         there: the pages that can be linked to.
-        folder: that leads to them.
+        folder: the path to them, with a slash at its end.
         here: the page that shows the table.
     """
     lines = ["| page | what it answers | state |", "|---|---|---|"]

@@ -1,8 +1,8 @@
 """Run notebooks and store their outputs in place: python tools/execute_notebooks.py FILE ...
 
-A notebook is stored only when every cell ran (a cell tagged ``raises-exception`` may raise). What
-differs from run to run without meaning anything is left out, so that a stored notebook changes
-only where its text, its code or its results did.
+A notebook is stored only when every cell ran (a cell tagged ``raises-exception`` may raise). Parts
+that differ from run to run without meaning anything are left out, so that a stored notebook
+changes only where its text, its code or its results did.
 """
 
 import argparse
@@ -69,9 +69,9 @@ def store(path: Path, cell_timeout_s: float = 300.0) -> None:
         resources={"metadata": {"path": str(path.resolve().parent)}},
         record_timing=False,
     )
-    # Progress bars and early lines depend on time: the same text each time, as in make test.
+    # Live output depends on time; without it the text is the same each time, as in make test.
     environment = {**os.environ, "LABKIT_LIVE": "0"}
-    # The kernel's own start-up notes are not the notebook's; that one died is told all the same.
+    # What the kernel prints as it starts does not belong to the notebook; its death still raises.
     client.execute(env=environment, stderr=subprocess.DEVNULL)
     write(path, notebook)
 
@@ -96,12 +96,12 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
         for key in NOISE:
             cell.metadata.pop(key, None)
         for output in cell.get("outputs", []):
-            # Without its widget, a stored view shows as an error; its text stays and is readable.
+            # A stored view shows as an error without its widget; the text beside it is readable.
             output.get("data", {}).pop(WIDGET_VIEW, None)
 
 
 def _cell_id(cell: nbformat.NotebookNode, seen: Counter) -> str:
-    # From the content, not the place: a cell put in between changes no other cell's id.
+    # From the content, not the place: a new cell changes no other cell's id.
     digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
     seen[digest] += 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"

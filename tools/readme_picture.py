@@ -11,7 +11,7 @@ from labkit.files import write_atomically
 from labkit.trace import Trace
 
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "results"
-# The first steps warm caches up; the last of an epoch has a smaller batch.
+# The first steps warm up the caches; the last one of an epoch has a smaller batch.
 STEP = 20
 
 

@@ -76,7 +76,7 @@ class Queues:
         for queue in self._queues.values():
             queue.timeout_s = timeout_s
         for comm in self._comms.values():
-            comm.session.set_timeout(timeout_s)
+            comm.transport.set_timeout(timeout_s)
 
     def end(self, patience_s: float | None = None) -> str:
         """End the threads, after all that is queued; with ``patience_s``, after what is under way.
@@ -89,7 +89,7 @@ class Queues:
         # Those that read go last: a receive from any source reads from all.
         for key in sorted(queues, key=lambda key: "from" in key):
             if "from" in key:
-                comms["pairs"].session.abandon()
+                comms["pairs"].transport.abandon()
             if not queues[key].end(patience_s):
                 left_behind = left_behind or queues[key].why_late()
         for comm in comms.values():
@@ -99,7 +99,7 @@ class Queues:
     def abandon(self) -> None:
         """The program ends: drop what is queued, and wait for nobody."""
         for comm in self._comms.values():
-            comm.session.abandon()
+            comm.transport.abandon()
         self.end(_LAST_PATIENCE_S)
 
 
@@ -109,7 +109,8 @@ os.register_at_fork(after_in_child=_live.clear)
 
 
 @atexit.register
-def _abandon_all() -> None:
+def abandon_all() -> None:
+    """End the queues of all groups of this process, at its end."""
     # A thread that is inside PyTorch when the interpreter ends would abort the process.
     for queues in list(_live):
         queues.abandon()

@@ -1,20 +1,28 @@
-"""``labkit bench all-reduce``: our algorithms against gloo, NCCL and MPI, in turns in one run.
+"""``labkit bench all-reduce``: our algorithms against gloo and NCCL, in turns in one run.
 
 Symbols: P ranks, S bytes of one rank's tensor.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import labkit.bench.mpi as mpi
 from labkit import devices
 from labkit.bench.all_reduce_result import AllReduceResult
 from labkit.bench.machine import measure_memory, measure_messages
-from labkit.bench.turns import Turn, agree, process_groups, slowest, take_turns, timed
+from labkit.bench.turns import (
+    TIMEOUT_S,
+    Turn,
+    check_settings,
+    process_groups,
+    slowest,
+    take_turns,
+    timed,
+)
 from labkit.collectives import (
     fast_ring_all_reduce,
     naive_all_reduce,
@@ -29,10 +37,12 @@ from labkit.units import MOST_BYTES, check_integer, format_bytes
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
 # Seconds for the repeats of one size.
 _BUDGET_S = 5.0
-_TIMEOUT_S = 1800
 _KEPT_SPANS = 1000
 
 AllReduce = Callable[[Tensor], object]
+# A contender from elsewhere, entered once on each rank. What it yields takes S, has one all-reduce
+# of float32 done, and returns this rank's seconds, 0 where another rank has the time.
+Guest = Callable[[Comm], contextlib.AbstractContextManager[Callable[[int], float]]]
 
 
 def bench_all_reduce(
@@ -40,6 +50,8 @@ def bench_all_reduce(
     sizes_bytes: tuple[int, ...] = SIZES_BYTES,
     repeats: int = 50,
     device: str = "auto",
+    *,
+    guests: Mapping[str, Guest] | None = None,
 ) -> Iterator[AllReduceResult]:
     """Time every all-reduce of float32 that this machine has, one result for each world size.
 
@@ -51,42 +63,23 @@ def bench_all_reduce(
         sizes_bytes: S, multiples of 4.
         repeats: at most; large tensors get fewer, at least 5.
         device: ``auto``, ``cpu`` or ``cuda``. On ``cuda`` NCCL takes part where each rank has a
-            GPU; on ``cpu`` MPI, where it is installed.
+            GPU.
+        guests: further contenders by name, as ``tools/bench_mpi.py`` adds MPI.
 
     Raises:
-        ValueError: sizes or world sizes that cannot be, before anything runs.
+        ValueError: impossible sizes or world sizes, before anything runs.
         WorkerError: a contender failed, or its result was wrong.
     """
-    check_integer("repeats", repeats)
+    check_settings("an all-reduce", world_sizes, repeats)
     check_sizes(sizes_bytes)
-    for world_size in world_sizes:
-        devices.check_world_size(world_size)
-        if world_size < 2:
-            raise ValueError(f"an all-reduce takes 2 ranks or more, got world size {world_size}")
-    on_gpu = "cuda" in devices.plan(1, device).devices[0]
-    return _results(world_sizes, sizes_bytes, repeats, device, on_gpu)
+    kind = devices.plan(1, device).devices[0].partition(":")[0]
+    arguments = sizes_bytes, repeats, dict(guests or {})
+    return (_result(arguments, world_size, device, kind) for world_size in world_sizes)
 
 
-def _results(
-    world_sizes: tuple[int, ...],
-    sizes_bytes: tuple[int, ...],
-    repeats: int,
-    device: str,
-    on_gpu: bool,
-) -> Iterator[AllReduceResult]:
-    for world_size in world_sizes:
-        found = mpi.Found(missing="its tensors are on the CPU") if on_gpu else mpi.find(world_size)
-        result = run(
-            measure,
-            sizes_bytes,
-            repeats,
-            bool(found.library),
-            world_size=world_size,
-            device=device,
-            timeout_s=_TIMEOUT_S,
-        )
-        kind = "cuda" if on_gpu else "cpu"
-        yield AllReduceResult.of(slowest(result.values), world_size, kind, found)
+def _result(arguments: tuple, world_size: int, device: str, kind: str) -> AllReduceResult:
+    result = run(measure, *arguments, world_size=world_size, device=device, timeout_s=TIMEOUT_S)
+    return AllReduceResult.of(slowest(result.values), world_size, kind)
 
 
 def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
@@ -94,29 +87,29 @@ def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
     for size in sizes_bytes:
         check_integer("a size in bytes", size, least=0, most=MOST_BYTES)
         if size < 4 or size % 4:
-            raise ValueError(
-                f"{size} bytes are no whole number of float32 elements: give multiples of 4"
-            )
+            raise ValueError(f"{size} bytes are not full float32 elements: give multiples of 4")
 
 
-def measure(comm: Comm, sizes_bytes: tuple[int, ...], repeats: int, with_mpi: bool) -> dict:
-    """On each rank: everything one result needs, as this rank's seconds."""
+def measure(
+    comm: Comm, sizes_bytes: tuple[int, ...], repeats: int, guests: dict[str, Guest]
+) -> dict[str, dict]:
+    """On each rank: everything that one result needs, as this rank's seconds."""
     over_gloo = _gloo_comm(comm)
     transports = {_transport_name(comm): comm}
     if over_gloo:
         transports["gloo"] = over_gloo
-    found = {
+    found: dict[str, dict] = {
         "memory": measure_memory(comm, repeats),
         "messages": measure_messages(comm, transports, repeats=repeats),
+        "all_reduce": {},
     }
-    with process_groups(comm) as groups, _mpi_ranks(comm, with_mpi) as mpi_ranks:
+    with process_groups(comm) as groups, contextlib.ExitStack() as stack:
         algorithms = contenders(comm, over_gloo, groups)
-        found["all_reduce"] = {}
+        entered = {name: stack.enter_context(guest(comm)) for name, guest in guests.items()}
         for number, size in enumerate(sizes_bytes):
             comm.progress(number, len(sizes_bytes), format_bytes(size))
             turns = turns_of(comm, size, algorithms)
-            if with_mpi:
-                turns["MPI"] = _mpi_turn(comm, size, mpi_ranks)
+            turns |= {name: partial(guest, size) for name, guest in entered.items()}
             found["all_reduce"][size] = take_turns(comm, turns, repeats, _BUDGET_S)
     return found
 
@@ -128,21 +121,11 @@ def _transport_name(comm: Comm) -> str:
 
 
 def _gloo_comm(comm: Comm) -> Comm | None:
-    """The same ranks over gloo; None where the run's own Comm is that already, or has no gloo."""
+    """The same ranks over gloo; None where the run's Comm is that already, or has no gloo."""
     if not comm.shares_memory or dist.get_backend() != "gloo":
         return None
     transport = TorchTransport("gloo", comm.device)
     return Comm(comm.rank, comm.world_size, comm.device, transport, keep_spans=_KEPT_SPANS)
-
-
-@contextlib.contextmanager
-def _mpi_ranks(comm: Comm, with_mpi: bool) -> Iterator[mpi.MpiRanks | None]:
-    """Rank 0 speaks for all MPI ranks; None on the others."""
-    if with_mpi and comm.rank == 0:
-        with mpi.started(comm.world_size) as ranks:
-            yield ranks
-    else:
-        yield None
 
 
 def contenders(
@@ -150,34 +133,31 @@ def contenders(
 ) -> dict[str, AllReduce]:
     """By name, what reduces a tensor in place."""
     found: dict[str, AllReduce] = {
-        "fast ring": lambda tensor: fast_ring_all_reduce(comm, tensor),
-        "ring": lambda tensor: ring_all_reduce(comm, tensor),
-        "tree": lambda tensor: tree_all_reduce(comm, tensor),
-        "naive": lambda tensor: naive_all_reduce(comm, tensor),
+        "fast ring": partial(fast_ring_all_reduce, comm),
+        "ring": partial(ring_all_reduce, comm),
+        "tree": partial(tree_all_reduce, comm),
+        "naive": partial(naive_all_reduce, comm),
     }
     if over_gloo:
-        found["ring over gloo"] = lambda tensor: ring_all_reduce(over_gloo, tensor)
+        found["ring over gloo"] = partial(ring_all_reduce, over_gloo)
     for backend, group in groups.items():
         name = "labkit backend" if backend == "labkit" else backend
-        found[name] = lambda tensor, group=group: dist.all_reduce(tensor, group=group)
+        found[name] = partial(dist.all_reduce, group=group)
     return found
 
 
 def turns_of(comm: Comm, num_bytes: int, algorithms: dict[str, AllReduce]) -> dict[str, Turn]:
     """Each contender on the same three tensors of ``num_bytes``."""
     tensors = Tensors(comm, num_bytes)
-    return {
-        name: lambda name=name, algorithm=algorithm: tensors.turn(name, algorithm)
-        for name, algorithm in algorithms.items()
-    }
+    return {name: partial(tensors.turn, name, one) for name, one in algorithms.items()}
 
 
 class Tensors:
-    """What this rank brings, what all should have in the end, and the tensor to work in.
+    """This rank's addend, the sum that all ranks must get, and the tensor to work in.
 
-    Small whole numbers, of which float32 holds every sum exactly: the order of additions, in
-    which the algorithms differ, then makes no difference. They repeat after 1021 elements (a
-    prime), so that a chunk in the wrong place shows.
+    Small integers, of which float32 holds every sum exactly: so the order of additions, in which
+    the algorithms differ, makes no difference. They repeat after 1021 elements (a prime), so that
+    a chunk in the wrong place shows.
     """
 
     def __init__(self, comm: Comm, num_bytes: int):
@@ -188,10 +168,10 @@ class Tensors:
         self.work = torch.empty_like(pattern)
 
     def turn(self, name: str, all_reduce: AllReduce) -> float:
-        """This rank's seconds of one checked all-reduce, after one that nobody times.
+        """This rank's seconds of one checked all-reduce, after one that is not timed.
 
-        In between, the other contenders' turns have emptied the caches, of code as well; in a
-        program that calls one all-reduce after the other they are full.
+        The other contenders' turns have emptied the caches, of code as well; in a program that
+        calls one all-reduce after the other they are full.
         """
         all_reduce(self.work.zero_())
         self.work.copy_(self.mine)
@@ -199,14 +179,3 @@ class Tensors:
         if not torch.equal(self.work, self.expected):
             raise AssertionError(f"{name}: {self.work.nbytes} bytes have a wrong sum")
         return seconds
-
-
-def _mpi_turn(comm: Comm, num_bytes: int, ranks: mpi.MpiRanks | None) -> Turn:
-    """Rank 0 times the MPI ranks, the others sleep; their part of the time is 0."""
-
-    def turn() -> float:
-        seconds = ranks.all_reduce(num_bytes) if ranks else 0.0
-        agree(comm, 0)
-        return seconds
-
-    return turn

@@ -6,14 +6,17 @@ Symbols: P ranks, S bytes of one rank's tensor.
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from labkit.bench.machine import Memory, fit_links
-from labkit.bench.mpi import Found
-from labkit.bench.turns import Spread, ratios, table
+from labkit.bench.record import Result
+from labkit.bench.spread import Spread, ratios, rounded, table
 from labkit.costs.link import Link
 from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
 from labkit.units import format_bytes, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from labkit.plots.figure import CaptionedFigure
 
 ALGORITHMS = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
@@ -26,7 +29,7 @@ class Row:
     """One contender at one size.
 
     Attributes:
-        seconds: of each repeat, from the last rank's start to the last one's end.
+        seconds: of each repeat, from the last rank's start to the last rank's end.
         against: by reference (gloo, MPI, NCCL, as far as they took part), its seconds / these
             within each repeat: above 1, this contender is the faster one.
         limit_s: what the memory alone would take, see ``labkit.bench.machine.Memory``.
@@ -66,12 +69,12 @@ class Row:
             f"{self.share_of_limit:.1%}",
         ]
 
-    def record(self) -> dict:
+    def record(self) -> dict[str, Any]:
         return {
             "world_size": self.world_size,
             "size_bytes": self.size_bytes,
             "contender": self.contender,
-            "seconds": [round(seconds, 9) for seconds in self.seconds],
+            "seconds": rounded(self.seconds),
             "time_s": asdict(self.time),
             "ratio_to": {name: asdict(ratio) for name, ratio in self.ratios.items()},
             "bus_bytes_per_s": self.bus_bytes_per_s,
@@ -81,13 +84,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class AllReduceResult:
+class AllReduceResult(Result):
     """All rows of one world size, and what explains them.
 
     Attributes:
+        transport: of our own contenders.
         seconds: by size in bytes, by contender: of each repeat.
         links: by transport, what a message costs when all ranks send at once.
-        transport: of our own contenders.
     """
 
     world_size: int
@@ -96,19 +99,17 @@ class AllReduceResult:
     seconds: dict[int, dict[str, list[float]]]
     memory: Memory
     links: dict[str, Link]
-    mpi: Found
 
     @classmethod
-    def of(cls, seconds: dict, world_size: int, device: str, mpi: Found) -> "AllReduceResult":
+    def of(cls, seconds: dict[str, Any], world_size: int, device: str) -> "AllReduceResult":
         """From the last rank's seconds of ``labkit.bench.all_reduce.measure``."""
         links = fit_links(seconds["messages"])
         memory = Memory.of(seconds["memory"], world_size)
-        transport = next(iter(links))
-        return cls(world_size, device, transport, seconds["all_reduce"], memory, links, mpi)
+        return cls(world_size, device, next(iter(links)), seconds["all_reduce"], memory, links)
 
     @property
     def references(self) -> list[str]:
-        """With whom everyone is compared."""
+        """The contenders that all others are compared with."""
         present = next(iter(self.seconds.values()))
         return [name for name in _REFERENCES if name in present]
 
@@ -131,11 +132,11 @@ class AllReduceResult:
         return all_reduce_seconds(algorithm, num_bytes, self.world_size, link)
 
     def model_crossover_bytes(self) -> float:
-        """Where the model says that the ring overtakes the tree; infinite if never."""
+        """Where the ring overtakes the tree in the model; infinite if never."""
         return crossover_bytes(self.world_size, self.links[self.transport])
 
     def measured_crossovers_bytes(self) -> list[float]:
-        """Where the medians of tree and ring cross, each time they do."""
+        """Each size at which the medians of tree and ring cross."""
         from labkit.plots import crossings
 
         return crossings(self._curve("tree"), self._curve("ring"))
@@ -143,29 +144,25 @@ class AllReduceResult:
     def _curve(self, name: str) -> dict[int, list[float]]:
         return {size: by_name[name] for size, by_name in self.seconds.items()}
 
-    def record(self) -> dict:
-        """Part of the JSON file: plain numbers, None for a crossover that the model has not."""
+    def record(self) -> dict[str, list[dict]]:
+        """Plain numbers; None for a crossover that the model does not have."""
         model_bytes = self.model_crossover_bytes()
+        size = {"world_size": self.world_size}
+        crossover = size | {
+            "transport": self.transport,
+            "between": ["tree", "ring"],
+            "model_bytes": model_bytes if math.isfinite(model_bytes) else None,
+            "measured_bytes": self.measured_crossovers_bytes(),
+        }
         return {
             "rows": [row.record() for row in self.rows()],
-            "memory": asdict(self.memory),
-            "links": [self._link_record(name) for name in self.links],
+            "memory": [asdict(self.memory)],
+            "links": [size | {"transport": t} | asdict(link) for t, link in self.links.items()],
             "predictions": list(self._predictions()),
-            "crossover": {
-                "world_size": self.world_size,
-                "transport": self.transport,
-                "between": ["tree", "ring"],
-                "model_bytes": model_bytes if math.isfinite(model_bytes) else None,
-                "measured_bytes": self.measured_crossovers_bytes(),
-            },
-            "mpi": {"world_size": self.world_size} | asdict(self.mpi),
+            "crossovers": [crossover],
         }
 
-    def _link_record(self, transport: str) -> dict:
-        link = asdict(self.links[transport])
-        return {"world_size": self.world_size, "transport": transport} | link
-
-    def _predictions(self) -> Iterable[dict]:
+    def _predictions(self) -> Iterable[dict[str, Any]]:
         for transport in self.links:
             for size in self.seconds:
                 for algorithm in ALGORITHMS:
@@ -184,15 +181,12 @@ class AllReduceResult:
     def _title(self) -> str:
         counts = sorted({len(row.seconds) for row in self.rows()})
         repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-        lines = [
-            f"All-reduce of float32 in place, {self.world_size} ranks on {self.device}, in turns.",
-            "Time: from the last rank's start to the last one's end, median of "
-            f"{repeats} (quartiles).",
-            "Against: the other's time / this one's, repeat by repeat; above 1 this one wins.",
-        ]
-        if self.mpi.missing:
-            lines.append(f"MPI takes no part: {self.mpi.missing}.")
-        return "\n".join(lines)
+        return (
+            f"All-reduce of float32 in place, {self.world_size} ranks on {self.device}, in turns."
+            "\nTime: from the last rank's start to the last rank's end, median of "
+            f"{repeats} (quartiles)."
+            "\nAgainst: the other's time / this one's, repeat by repeat; above 1 this one wins."
+        )
 
     def _table(self) -> str:
         header = ["size", "contender", "time", "bus GB/s"]
@@ -209,7 +203,7 @@ class AllReduceResult:
     def _limit_text(self) -> str:
         copy, add = self.memory.copy_bytes_per_s / 1e9, self.memory.add_bytes_per_s / 1e9
         return (
-            f"The limit: S read and S written by each rank, at what {self.world_size} ranks move "
+            f"The limit: each rank reads S and writes S, at the speed of {self.world_size} ranks "
             f"at once\n(copy {format_number(copy)} GB/s, add {format_number(add)} GB/s, of "
             "64 MiB each); a tensor that stays in the cache can beat it."
         )
@@ -217,13 +211,12 @@ class AllReduceResult:
     def _model_text(self) -> Iterable[str]:
         yield "\n".join(
             f"A message ({transport}): {format_seconds(link.alpha_s)} + "
-            f"{format_number(link.beta_s_per_byte * 1e9)} ns a byte; to add one byte "
+            f"{format_number(link.beta_s_per_byte * 1e9)} ns per byte; to add one byte "
             f"{format_number(link.gamma_s_per_byte * 1e9)} ns."
             for transport, link in self.links.items()
         )
-        header = ["size"] + [f"{name}: model, measured, ratio" for name in ALGORITHMS]
         yield table(
-            header,
+            ["size", *(f"{name}: model, measured, ratio" for name in ALGORITHMS)],
             [
                 [format_bytes(size), *(self._compared(name, size) for name in ALGORITHMS)]
                 for size in self.seconds
@@ -243,8 +236,8 @@ class AllReduceResult:
         numbers = format_seconds(model_s), format_seconds(measured_s)
         return f"{', '.join(numbers)}, {format_number(measured_s / model_s)}"
 
-    def figure(self):
-        """The times by size, the models of tree and ring beside them (a ``CaptionedFigure``)."""
+    def figures(self) -> "dict[str, CaptionedFigure]":
+        """The times by size, beside the models of tree and ring."""
         from labkit.plots import size_curves
 
         names = [name for name in _DRAWN if name in next(iter(self.seconds.values()))]
@@ -252,31 +245,11 @@ class AllReduceResult:
             name: {size: self.model_seconds(name, size) for size in self.seconds}
             for name in ("ring", "tree")
         }
-        return size_curves(
+        figure = size_curves(
             {name: self._curve(name) for name in names},
             model,
             self.model_crossover_bytes(),
             between=("tree", "ring"),
             title=f"All-reduce on {self.world_size} ranks ({self.device})",
         )
-
-
-def record(found: list[AllReduceResult]) -> dict:
-    """What goes into the JSON file, all world sizes together."""
-    records = [result.record() for result in found]
-    return {
-        "rows": [row for one in records for row in one["rows"]],
-        "memory": [one["memory"] for one in records],
-        "links": [link for one in records for link in one["links"]],
-        "predictions": [line for one in records for line in one["predictions"]],
-        "crossovers": [one["crossover"] for one in records],
-        "mpi": [one["mpi"] for one in records],
-    }
-
-
-def draw(found: list[AllReduceResult], path: Path) -> list[Path]:
-    """One figure a world size: ``FILE.png``, or ``FILE_2_ranks.png`` where there are several."""
-    paths = [path.with_stem(f"{path.stem}_{result.world_size}_ranks") for result in found]
-    if len(found) == 1:
-        paths = [path]
-    return [result.figure().save(where) for result, where in zip(found, paths)]
+        return {f"{self.world_size}_ranks": figure}

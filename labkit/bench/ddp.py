@@ -6,42 +6,47 @@ is below it changes, and by ``labkit.strategies.ddp.bucketed.BucketedDDP``.
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import devices
-from labkit.bench.turns import Spread, process_groups, ratios, slowest, table, take_turns, timed
+from labkit.bench.model_step import NUM_CLASSES, SHAPE, build
+from labkit.bench.record import Result
+from labkit.bench.spread import Spread, ratios, step_record, table
+from labkit.bench.turns import (
+    TIMEOUT_S,
+    check_settings,
+    process_groups,
+    slowest,
+    take_turns,
+    timed,
+)
 from labkit.comm.comm import Comm
 from labkit.runtime.launch import run
 from labkit.strategies.ddp.bucketed import BucketedDDP
-from labkit.units import check_integer, format_number, format_seconds
-from labkit.workload.models import build_model, import_torchvision
+from labkit.units import format_number, format_seconds
+from labkit.workload.models import import_torchvision
 
-SHAPE = (3, 32, 32)
-NUM_CLASSES = 10
-# Steps in which the gradients are compared, before time is taken.
+# Steps in which the gradients are compared, before any step is timed.
 _COMPARED_STEPS = 2
 _LEARNING_RATE = 1e-3
 _BUDGET_S = 30.0
-_TIMEOUT_S = 1800
 # Beside the backends of PyTorch's DDP: the contender that has no backend.
 OURS = "labkit ddp"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and how many samples each rank takes a step: few, so that bytes count."""
+    """A model, and each rank's samples per step: few, so that communication counts."""
 
     build: Callable[[], nn.Module]
     batch_size: int
-
-
-def _small_cnn() -> nn.Module:
-    return build_model("small_cnn", num_classes=NUM_CLASSES, input_shape=SHAPE, seed=0)
 
 
 def _published(name: str) -> Callable[[], nn.Module]:
@@ -50,20 +55,20 @@ def _published(name: str) -> Callable[[], nn.Module]:
 
 
 WORKLOADS = {
-    "small_cnn": Workload(_small_cnn, 32),
+    "small_cnn": Workload(lambda: build("small_cnn"), 32),
     "resnet18": Workload(_published("resnet18"), 8),
     "vgg16": Workload(_published("vgg16"), 4),
 }
 
 
 @dataclass(frozen=True)
-class DdpResult:
+class DdpResult(Result):
     """One model on every backend of PyTorch's DDP, and under our own ("labkit ddp").
 
     Attributes:
-        seconds: by backend: of each step, from the last rank's start to the last one's end.
-        gradient_error: by backend, of all parameters the largest difference from gloo's gradient,
-            relative to the parameter's largest gradient.
+        seconds: by backend: of each step, from the last rank's start to the last rank's end.
+        gradient_error: by backend, over all parameters the largest difference from gloo's
+            gradient, relative to the parameter's largest gradient.
         replicas_equal: by backend, whether all ranks hold the same parameters to the bit at the
             end.
     """
@@ -85,7 +90,7 @@ class DdpResult:
         repeats = len(self.seconds["gloo"])
         title = (
             f"DDP step of {self.model} ({self.num_parameters / 1e6:.3g} million parameters), "
-            f"{self.world_size} ranks on {self.device}, {self.batch_size} samples a rank:\n"
+            f"{self.world_size} ranks on {self.device}, {self.batch_size} samples per rank:\n"
             f"median of {repeats} steps (quartiles), backends in turns"
         )
         header = ["backend", "step", "against gloo", "gradients' error", "replicas"]
@@ -101,22 +106,23 @@ class DdpResult:
         ]
         return f"{title}\n\n{table(header, rows)}\n"
 
-    def record(self) -> list[dict]:
-        common = asdict(self)
-        for by_backend in ("seconds", "gradient_error", "replicas_equal"):
-            del common[by_backend]
-        return [
-            common
-            | {
+    def record(self) -> dict[str, list[dict]]:
+        """``rows``, one per backend."""
+        rows = [
+            {
+                "model": self.model,
+                "num_parameters": self.num_parameters,
+                "world_size": self.world_size,
+                "device": self.device,
+                "batch_size": self.batch_size,
                 "backend": name,
-                "seconds": [round(one, 9) for one in seconds],
-                "step_s": asdict(Spread.of(seconds)),
-                "ratio_to": {"gloo": asdict(Spread.of(self.times_gloo(name)))},
+                **step_record(seconds, {"gloo": self.times_gloo(name)}),
                 "gradient_error": self.gradient_error[name],
                 "replicas_equal": self.replicas_equal[name],
             }
             for name, seconds in self.seconds.items()
         ]
+        return {"rows": rows}
 
 
 def bench_ddp(
@@ -130,7 +136,7 @@ def bench_ddp(
     Args:
         world_sizes: of the runs, each at least 2.
         models: names out of ``WORKLOADS``; vgg16 has 134 million parameters and takes about
-            4 GB of memory a rank.
+            4 GB of memory per rank.
         repeats: steps at most; slow models get fewer, at least 5.
         device: ``auto``, ``cpu`` or ``cuda``; on ``cuda`` NCCL takes part where each rank has a
             GPU.
@@ -139,35 +145,28 @@ def bench_ddp(
         ValueError: an unknown model or an impossible world size, before anything runs.
         WorkerError: a step failed.
     """
-    check_integer("repeats", repeats)
+    check_settings("DDP", world_sizes, repeats)
     for model in models:
         if model not in WORKLOADS:
             raise ValueError(f"unknown model {model!r}: choose some of {', '.join(WORKLOADS)}")
-    for world_size in world_sizes:
-        devices.check_world_size(world_size)
-        if world_size < 2:
-            raise ValueError(f"DDP is timed on 2 ranks or more, got world size {world_size}")
     kind = devices.plan(1, device).devices[0].partition(":")[0]
-    return _results(world_sizes, models, repeats, device, kind)
+    runs = itertools.product(world_sizes, models)
+    return (_result(model, world_size, repeats, device, kind) for world_size, model in runs)
 
 
-def _results(
-    world_sizes: tuple[int, ...], models: tuple[str, ...], repeats: int, device: str, kind: str
-) -> Iterator[DdpResult]:
-    for world_size in world_sizes:
-        for model in models:
-            options = {"world_size": world_size, "device": device, "timeout_s": _TIMEOUT_S}
-            by_rank = run(measure, model, repeats, **options).values
-            yield _result(by_rank, model, world_size, kind)
+def _result(model: str, world_size: int, repeats: int, device: str, kind: str) -> DdpResult:
+    options = {"world_size": world_size, "device": device, "timeout_s": TIMEOUT_S}
+    return put_together(run(measure, model, repeats, **options).values, model, kind)
 
 
-def _result(by_rank: list[dict], model: str, world_size: int, kind: str) -> DdpResult:
+def put_together(by_rank: list[dict[str, Any]], model: str, device: str) -> DdpResult:
+    """One result of what ``measure`` returned on each rank."""
     mine = by_rank[0]
     return DdpResult(
         model,
         mine["num_parameters"],
-        world_size,
-        kind,
+        len(by_rank),
+        device,
         WORKLOADS[model].batch_size,
         slowest([rank["seconds"] for rank in by_rank]),
         {name: max(rank["error"][name] for rank in by_rank) for name in mine["error"]},
@@ -175,13 +174,13 @@ def _result(by_rank: list[dict], model: str, world_size: int, kind: str) -> DdpR
     )
 
 
-def measure(comm: Comm, model: str, repeats: int) -> dict:
-    """On each rank: seconds, gradients' error and digest of the parameters, by backend."""
+def measure(comm: Comm, model: str, repeats: int) -> dict[str, Any]:
+    """On each rank, by backend: seconds, error of the gradients, digest of the parameters."""
     workload = WORKLOADS[model]
     torch.manual_seed(0)
     base = without_dropout(workload.build()).to(comm.device)
     with process_groups(comm) as groups:
-        wrapped = {
+        wrapped: dict[str, nn.Module] = {
             name: DistributedDataParallel(copy.deepcopy(base), process_group=group)
             for name, group in groups.items()
         }
@@ -200,7 +199,7 @@ def measure(comm: Comm, model: str, repeats: int) -> dict:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Two backends would draw different random numbers, and their gradients differ."""
+    """Random numbers would differ between the replicas, and with them the gradients."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -208,7 +207,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 class Replica:
-    """A model under one DDP, with samples of its own: the same under every other."""
+    """A model under one DDP. Each rank draws other samples, the same under every DDP."""
 
     def __init__(self, comm: Comm, model: nn.Module, batch_size: int):
         self.comm = comm
@@ -236,12 +235,13 @@ class Replica:
         """Equal for parameters that are equal to the bit."""
         seen = hashlib.blake2b()
         for parameter in self.model.parameters():
-            seen.update(parameter.detach().cpu().contiguous().numpy())
+            seen.update(parameter.detach().cpu().contiguous().numpy().tobytes())
         return seen.hexdigest()
 
 
 def compare_gradients(replicas: dict[str, Replica]) -> dict[str, float]:
-    """By backend, the gradients' largest difference from gloo's, in a few steps from one start."""
+    """By backend, the gradients' largest difference from gloo's in a few steps, each of which
+    starts from the same parameters."""
     reference = replicas["gloo"]
     error = dict.fromkeys(replicas, 0.0)
     for _ in range(_COMPARED_STEPS):
@@ -254,16 +254,13 @@ def compare_gradients(replicas: dict[str, Replica]) -> dict[str, float]:
 
 
 def gradient_error(model: nn.Module, reference: nn.Module) -> float:
-    """Of all parameters, the largest |difference| relative to the largest |gradient|."""
+    """Over all parameters, the largest |difference| relative to the largest |gradient|."""
     largest = 0.0
     for mine, theirs in zip(model.parameters(), reference.parameters()):
+        assert mine.grad is not None
+        assert theirs.grad is not None
         difference = (mine.grad - theirs.grad).abs().max().item()
         if difference:
             scale = max(theirs.grad.abs().max().item(), mine.grad.abs().max().item())
             largest = max(largest, difference / scale)
     return largest
-
-
-def record(found: list[DdpResult]) -> dict:
-    """What goes into the JSON file."""
-    return {"rows": [row for result in found for row in result.record()]}

@@ -6,13 +6,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from labkit.bench.turns import ratios
+from labkit.bench.record import Result
+from labkit.bench.spread import ratios
 from labkit.collectives import ring_all_reduce
+from labkit.comm.comm import Comm
 from labkit.comm.meeting import loopback
 from labkit.devices import check_world_size
 from labkit.runtime.launch import run
@@ -20,8 +23,8 @@ from labkit.units import check_integer, format_seconds
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Two ways to do the same, in turns: seconds of each repeat, ``other`` beside ``ours``."""
+class LaunchResult(Result):
+    """Two ways to launch, in turns: seconds of each repeat, ``other`` beside ``ours``."""
 
     name: str
     world_size: int
@@ -36,17 +39,22 @@ class Comparison:
     def __str__(self) -> str:
         ratios = self.ratios
         return (
-            f"{self.name}, {self.world_size} ranks: {_spread(self.ours_s)} against "
-            f"{_spread(self.other_s)}; {statistics.median(ratios):.1f} times as fast "
+            f"{self.name}, {self.world_size} ranks: {_range(self.ours_s)} against "
+            f"{_range(self.other_s)}; {statistics.median(ratios):.1f} times as fast "
             f"({min(ratios):.1f} to {max(ratios):.1f} in {len(ratios)} pairs)"
         )
 
+    def record(self) -> dict[str, Any]:
+        return {"comparisons": [asdict(self) | {"ratios": self.ratios}]}
 
-def bench_launch(world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3) -> Iterator[Comparison]:
+
+def bench_launch(
+    world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3
+) -> Iterator[LaunchResult]:
     """From a function to its result: ``labkit.run`` against ``torch.multiprocessing.spawn``.
 
     Both start the ranks, join them to a gloo group, sum one number over them, and end them. Ours
-    is warm: a notebook's first run pays for the server once, which is left out here.
+    is warm: a notebook's first run pays once for starting the fork server, which is left out here.
 
     Raises:
         ValueError: an impossible world size or number of repeats, before anything runs.
@@ -57,7 +65,7 @@ def bench_launch(world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3) -> Ite
     return _compare(world_sizes, repeats)
 
 
-def _compare(world_sizes: tuple[int, ...], repeats: int) -> Iterator[Comparison]:
+def _compare(world_sizes: tuple[int, ...], repeats: int) -> Iterator[LaunchResult]:
     run(_sum_one, world_size=1)
     for world_size in world_sizes:
         pairs = [
@@ -65,12 +73,7 @@ def _compare(world_sizes: tuple[int, ...], repeats: int) -> Iterator[Comparison]
             for _ in range(repeats)
         ]
         ours_s, other_s = map(list, zip(*pairs))
-        yield Comparison("launch", world_size, ours_s, other_s)
-
-
-def record(found: list[Comparison]) -> dict:
-    """What goes into the JSON file."""
-    return {"comparisons": [asdict(c) | {"ratios": c.ratios} for c in found]}
+        yield LaunchResult("launch", world_size, ours_s, other_s)
 
 
 def run_ours(world_size: int) -> None:
@@ -84,12 +87,12 @@ def run_spawned(world_size: int) -> None:
         torch.multiprocessing.spawn(_spawned_rank, arguments, world_size)
 
 
-def _sum_one(comm) -> float:
+def _sum_one(comm: Comm) -> float:
     return ring_all_reduce(comm, torch.ones(1)).item()
 
 
 def _spawned_rank(rank: int, world_size: int, path: str) -> None:
-    # A store in a file of one's own: PyTorch's TCP store would listen on every interface.
+    # A store in a private file: PyTorch's TCP store would listen on every interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -105,6 +108,6 @@ def _seconds(function: Callable[[int], None], world_size: int) -> float:
     return time.perf_counter() - start_s
 
 
-def _spread(seconds: list[float]) -> str:
+def _range(seconds: list[float]) -> str:
     middle = format_seconds(statistics.median(seconds))
     return f"{middle} ({format_seconds(min(seconds))} to {format_seconds(max(seconds))})"

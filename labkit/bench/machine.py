@@ -4,6 +4,7 @@ Symbols: P ranks, S bytes of one rank's tensor.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
 
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
-# Several in a row, as in a collective: the way out of the barrier is shared by all of them.
+# Several in a row, as in a collective: they share the cost of leaving the barrier.
 MESSAGES_IN_A_ROW = 4
 _MESSAGE_REPEATS = 10
 _MEMORY_BYTES = 64 * 2**20
@@ -33,14 +34,14 @@ def measure_messages(
 ) -> MessageSeconds:
     """Time one step of a ring at several sizes: every rank sends right and receives from the left.
 
-    All ranks at once, so what they take from each other (cores, the memory's bandwidth) is in it,
-    and the fit holds for this P. Beside it, under ``add``, the sum of two tensors of that size.
+    All ranks at once: the times include that they share cores and the memory's bandwidth, and the
+    fit holds for this P. Beside them, under ``add``, the sum of two tensors of that size.
 
     Args:
         comm: this rank's Comm, for barriers.
         transports: by name, the Comm whose ``exchange`` is timed.
-        sizes_bytes: whole numbers of float32.
-        repeats: at most, and never more than a few: the fit takes their medians.
+        sizes_bytes: multiples of 4, for float32.
+        repeats: at most, and never more than ten: the fit takes their medians.
     """
     found = {}
     for size in sizes_bytes:
@@ -62,7 +63,7 @@ def _message_turn(
     return _in_a_row(comm, lambda: transport.exchange(outgoing, right, incoming, left))
 
 
-def _in_a_row(comm: Comm, action) -> Turn:
+def _in_a_row(comm: Comm, action: Callable[[], object]) -> Turn:
     def several() -> None:
         for _ in range(MESSAGES_IN_A_ROW):
             action()
@@ -71,7 +72,7 @@ def _in_a_row(comm: Comm, action) -> Turn:
 
 
 def fit_links(seconds: MessageSeconds) -> dict[str, Link]:
-    """By transport, the alpha and beta of its messages; gamma is the addition's own beta."""
+    """By transport, the alpha and beta of its messages; gamma is the beta of the additions."""
     *transports, _ = next(iter(seconds.values()))
     gamma = _fit(seconds, "add").beta_s_per_byte
     return {name: _fit(seconds, name, gamma) for name in transports}
@@ -79,7 +80,8 @@ def fit_links(seconds: MessageSeconds) -> dict[str, Link]:
 
 def _fit(seconds: MessageSeconds, name: str, gamma_s_per_byte: float = 0.0) -> Link:
     points = [(size, one) for size, by_name in seconds.items() for one in by_name[name]]
-    return fit_link(*zip(*points), gamma_s_per_byte)
+    sizes_bytes, times_s = zip(*points)
+    return fit_link(sizes_bytes, times_s, gamma_s_per_byte)
 
 
 def measure_memory(comm: Comm, repeats: int = _MEMORY_REPEATS) -> dict[str, list[float]]:
@@ -95,17 +97,17 @@ def measure_memory(comm: Comm, repeats: int = _MEMORY_REPEATS) -> dict[str, list
 
 @dataclass(frozen=True)
 class Memory:
-    """What all P ranks together move to and from memory, and what follows for an all-reduce.
+    """How fast all P ranks together use the memory, and what follows for an all-reduce.
 
     Attributes:
         copy_bytes_per_s: a copy, 64 MiB read and 64 MiB written by each rank.
         add_bytes_per_s: ``target += source``, twice 64 MiB read and 64 MiB written.
 
     The limit: a ring in place has to read each rank's S bytes once, since they are ordinary
-    memory that no other rank sees, and to write the S bytes of the result once. Whatever passes
-    between ranks can stay in the cache. So 2 P S bytes go through memory, and at the faster of
-    the two speeds above that takes ``seconds(S)``. A tensor that stays in the cache as a whole
-    can beat it.
+    memory that no other rank sees, and to write the S bytes of the result once. All that ranks
+    pass to each other can stay in the cache. So 2 P S bytes go through memory, which takes
+    ``seconds(S)`` at the faster of the two speeds above. A tensor that fits into the cache can
+    beat it.
     """
 
     world_size: int

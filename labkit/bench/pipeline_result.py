@@ -1,8 +1,9 @@
-"""What ``labkit bench pipeline`` has found for one model: its tables, its duels and its record."""
+"""What ``labkit bench pipeline`` found for one model: its table, its duels and its record."""
 
 from dataclasses import asdict, dataclass
 
-from labkit.bench.turns import Spread, ratios, rounded, table
+from labkit.bench.record import Result
+from labkit.bench.spread import Spread, ratios, rounded, step_record, table
 from labkit.units import format_count, format_number, format_seconds
 
 MICRO_BATCHES = 4
@@ -16,14 +17,14 @@ DUELS = {
 
 
 @dataclass(frozen=True)
-class PipelineResult:
+class PipelineResult(Result):
     """One model, cut evenly, under every contender.
 
     Attributes:
-        seconds: by contender, of each step, from the last rank's start to the last one's end.
-        difference: by contender, of the parameters from those of our GPipe after some steps, the
-            largest relative one; None for one device, which rank 0 alone trains.
-        duels: by schedule, seconds of ``DUELS``'s two, alone in turns.
+        seconds: by contender, of each step, from the last rank's start to the last rank's end.
+        difference: by contender, the largest relative difference of its parameters from those of
+            our GPipe after some steps; None for one device, which rank 0 alone trains.
+        duels: by schedule, the seconds of the two in ``DUELS``, which took turns alone.
     """
 
     model: str
@@ -49,17 +50,15 @@ class PipelineResult:
             f"{', '.join(map(str, self.split_points))}: batch of {self.batch_size} in "
             f"{MICRO_BATCHES} micro-batches,\nmedian of {steps} (quartiles), in turns"
         )
-        rows = []
-        for name, seconds in self.seconds.items():
-            difference = self.difference[name]
-            rows.append(
-                [
-                    name,
-                    Spread.of(seconds).text(format_seconds),
-                    Spread.of(self.against(name, OURS)).text(format_number),
-                    "" if difference is None else f"{difference:.1g}",
-                ]
-            )
+        rows = [
+            [
+                name,
+                Spread.of(seconds).text(format_seconds),
+                Spread.of(self.against(name, OURS)).text(format_number),
+                "" if (difference := self.difference[name]) is None else f"{difference:.1g}",
+            ]
+            for name, seconds in self.seconds.items()
+        ]
         columns = table(["", "step", f"/ {OURS}", "difference"], rows)
         return f"{title}\n\n{columns}\n\n{self._duels_text()}\n"
 
@@ -72,7 +71,7 @@ class PipelineResult:
         )
 
     def record(self) -> dict[str, list[dict]]:
-        """``rows``, one a contender, and ``duels``, one a schedule."""
+        """``rows``, one per contender, and ``duels``, one per schedule."""
         common = {
             "model": self.model,
             "world_size": self.world_size,
@@ -81,19 +80,17 @@ class PipelineResult:
             "micro_batches": MICRO_BATCHES,
         }
         rows = [
-            common
-            | {
+            {
+                **common,
                 "contender": name,
-                "seconds": rounded(seconds),
-                "step_s": asdict(Spread.of(seconds)),
-                "ratio_to": {OURS: asdict(Spread.of(self.against(name, OURS)))},
+                **step_record(seconds, {OURS: self.against(name, OURS)}),
                 "difference": self.difference[name],
             }
             for name, seconds in self.seconds.items()
         ]
         duels = [
-            common
-            | {
+            {
+                **common,
                 "schedule": schedule,
                 "seconds": {name: rounded(seconds) for name, seconds in pair.items()},
                 "labkit_to_torch": asdict(Spread.of(self.times_torch(schedule))),
@@ -101,9 +98,3 @@ class PipelineResult:
             for schedule, pair in self.duels.items()
         ]
         return {"rows": rows, "duels": duels}
-
-
-def record(found: list[PipelineResult]) -> dict:
-    """What goes into the JSON file."""
-    records = [result.record() for result in found]
-    return {part: [row for one in records for row in one[part]] for part in ("rows", "duels")}

@@ -1,30 +1,38 @@
 """``labkit bench placement``: what the cuts of VGG16 cost, and whether the planner knows it.
 
-Three parts. How fast an activation moves between two stages, in shared memory and over gloo, and
-beside them a plain copy inside one process. The communication time of every named placement
-(``placement.VGG16_SPLITS``), by cut, direction and batch size, with everything trained and
-with a frozen backbone. And the step of every single cut into two stages, unpipelined and as a
-pipeline, beside what the planner predicts.
+It measures three things:
+- how fast an activation moves between two stages, in shared memory and over gloo, beside a plain
+  copy inside one process;
+- the communication time of every named placement (``placement.VGG16_SPLITS``), by cut,
+  direction and batch size, with everything trained and with a frozen backbone;
+- the step of every single cut into two stages, unpipelined and as a pipeline, beside what the
+  planner predicts.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labkit.bench.single_cuts import SHAPE, Cuts, measure_cuts
-from labkit.bench.turns import Spread, ratios, slowest, table, take_turns, timed
+from labkit.bench.model_step import SHAPE
+from labkit.bench.record import Result
+from labkit.bench.single_cuts import measure_cuts
+from labkit.bench.spread import Spread, ratios, rounded, table
+from labkit.bench.turns import slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
 from labkit.placement.planner import predict_split
 from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.runtime.launch import run
-from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split, stage_link
+from labkit.training.split_run import measure_profile, measure_split, stage_link
 from labkit.units import check_integer, format_bytes, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from labkit.plots.figure import CaptionedFigure
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
@@ -36,11 +44,11 @@ SHARED, GLOO, COPY = "shared memory", "gloo", "a plain copy"
 
 
 @dataclass(frozen=True)
-class Transport:
-    """A tensor from one stage to the next, by its size.
+class HopTimes(Result):
+    """A tensor's way from one stage to the next, by its size.
 
     Attributes:
-        seconds: by bytes and way (``SHARED``, ``GLOO``, ``COPY``), of each repeat.
+        seconds: by bytes, by way (``SHARED``, ``GLOO``, ``COPY``): of each repeat.
     """
 
     seconds: dict[int, dict[str, list[float]]]
@@ -62,7 +70,7 @@ class Transport:
         header = ["activation", SHARED, GLOO, COPY, "gloo / shared", "copy / shared"]
         return f"One hop between two stages, median (quartiles)\n\n{table(header, rows)}\n"
 
-    def record(self) -> dict:
+    def record(self) -> dict[str, list[dict]]:
         rows = [
             {
                 "num_bytes": size,
@@ -76,7 +84,7 @@ class Transport:
 
 
 @dataclass(frozen=True)
-class Hops:
+class PlacementHops(Result):
     """The communication time of the named placements: rows of ``plots.communication_time``."""
 
     rows: list[dict]
@@ -96,19 +104,24 @@ class Hops:
             ]
             for row in self.rows
         ]
-        return f"Communication of VGG16's placements, a step\n\n{table(header, cells)}\n"
+        return f"Communication of VGG16's placements, per step\n\n{table(header, cells)}\n"
 
-    def record(self) -> dict:
-        rows = [row | {"seconds": [round(s, 9) for s in row["seconds"]]} for row in self.rows]
-        return {"hops": rows}
+    def record(self) -> dict[str, list[dict]]:
+        return {"hops": [row | {"seconds": rounded(row["seconds"])} for row in self.rows]}
+
+    def figures(self) -> "dict[str, CaptionedFigure]":
+        """The hops with everything trained."""
+        from labkit.plots.communication_time import communication_time
+
+        return {"hops": communication_time([r for r in self.rows if r["trained"] == "all"])}
 
 
-def bench_placement(repeats: int = 6) -> Iterator[Transport | Hops | Cuts]:
+def bench_placement(repeats: int = 6) -> Iterator[Result]:
     """Measure on the CPU, with a process for each stage.
 
     Args:
-        repeats: counted steps of each placement; each single cut has half of them, and in the
-            play-off of the best ones six times that.
+        repeats: counted steps of each placement; each single cut gets half as many, and in the
+            play-off of the best cuts six times that.
 
     Raises:
         ValueError: an impossible number of repeats, before anything runs.
@@ -118,7 +131,7 @@ def bench_placement(repeats: int = 6) -> Iterator[Transport | Hops | Cuts]:
     return _results(repeats)
 
 
-def _results(repeats: int) -> Iterator[Transport | Hops | Cuts]:
+def _results(repeats: int) -> Iterator[Result]:
     yield measure_transport(repeats * 5)
     link = stage_link(device="cpu")
     yield measure_hops(link, repeats)
@@ -127,13 +140,13 @@ def _results(repeats: int) -> Iterator[Transport | Hops | Cuts]:
         yield measure_cuts(profile, link, micro_batches, max(1, repeats // 2))
 
 
-def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> Transport:
-    """A hop of so many bytes in shared memory and over gloo, and a plain copy, in turns."""
+def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> HopTimes:
+    """For each size in bytes: a hop in shared memory, one over gloo and a plain copy, in turns."""
     options = {"world_size": 2, "device": "cpu", "timeout_s": 600}
-    return Transport(slowest(run(_hop_both_ways, repeats, sizes, **options).values))
+    return HopTimes(slowest(run(_hop_both_ways, repeats, sizes, **options).values))
 
 
-def _hop_both_ways(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict:
+def _hop_both_ways(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int, dict]:
     gloo = TorchTransport("gloo", comm.device)
     ways = {SHARED: comm, GLOO: Comm(comm.rank, 2, comm.device, gloo)}
     seconds = {}
@@ -158,49 +171,19 @@ def _copy(comm: Comm, tensor: torch.Tensor, landing: torch.Tensor) -> None:
         landing.copy_(tensor)
 
 
-def measure_hops(link: Link, repeats: int) -> Hops:
-    """Every placement of more than one device, with all trained and with a frozen backbone."""
-    # Here and in ``draw``, since every rank of a bench imports this module: without matplotlib.
+def measure_hops(link: Link, repeats: int) -> PlacementHops:
+    """Every placement on more than one device, with everything trained and a frozen backbone."""
+    # Not at the top: every rank of a bench imports this module, and does without matplotlib.
     from labkit.plots.communication_time import hop_rows
 
-    rows = []
+    placements = {name: points for name, points in VGG16_SPLITS.items() if points}
+    rows: list[dict[str, Any]] = []
     for batch_size in BATCH_SIZES:
-        profile = measure_profile(
-            MODEL, batch_size=batch_size, input_shape=SHAPE, device="cpu", repeats=1
-        )
-        for (name, points), frozen in itertools.product(VGG16_SPLITS.items(), (0, BACKBONE)):
-            if not points:
-                continue
+        batch = {"batch_size": batch_size, "input_shape": SHAPE, "device": "cpu"}
+        profile = measure_profile(MODEL, **batch, repeats=1)
+        for (name, points), frozen in itertools.product(placements.items(), (0, BACKBONE)):
             predicted = predict_split(profile, points, link, frozen=frozen)
-            measured = _measure(points, batch_size=batch_size, frozen=frozen, steps=repeats)
-            trained = "head" if frozen else "all"
-            rows += [row | {"trained": trained} for row in hop_rows(name, measured, predicted)]
-    return Hops(rows)
-
-
-def _measure(points: tuple[int, ...], **settings) -> MeasuredSplit:
-    return measure_split(MODEL, points, input_shape=SHAPE, device="cpu", **settings)
-
-
-def record(found: list[Transport | Hops | Cuts]) -> dict:
-    """What goes into the JSON file."""
-    return {name: rows for result in found for name, rows in result.record().items()}
-
-
-def draw(found: list[Transport | Hops | Cuts], path: Path) -> list[Path]:
-    """The hops of full training, and a scatter for each number of micro-batches."""
-    from labkit.plots.communication_time import communication_time
-    from labkit.plots.split_scatter import split_scatter
-
-    paths = []
-    for result in found:
-        if isinstance(result, Hops):
-            rows = [row for row in result.rows if row["trained"] == "all"]
-            figure, name = communication_time(rows), "hops"
-        elif isinstance(result, Cuts):
-            figure = split_scatter(result.points, title=result.title)
-            name = f"cuts_{result.micro_batches}_micro_batches"
-        else:
-            continue
-        paths.append(figure.save(path.with_stem(f"{path.stem}_{name}")))
-    return paths
+            measured = measure_split(MODEL, points, **batch, frozen=frozen, steps=repeats)
+            trained = {"trained": "head" if frozen else "all"}
+            rows += [row | trained for row in hop_rows(name, measured, predicted)]
+    return PlacementHops(rows)

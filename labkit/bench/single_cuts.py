@@ -1,32 +1,27 @@
 """Every single cut of a model into two stages, measured: does the planner know the best one?
 
-One run serves all of it. First a sweep: the cuts take turns, a few steps each. The smallest of so
-many medians is small by luck, too, and no cut can be held against it. So the planner's cut and
-those that did best meet again, in a play-off of many repeats, and the ratio within a repeat is
-what counts.
+All of it is one run. First a sweep: the cuts take turns, a few steps each. The smallest of so many
+medians is small partly by luck, so no other cut can be compared with it. Therefore the planner's
+cut and those that did best meet again, in a play-off of many repeats, and the ratio within a
+repeat is what counts.
 
-Unpipelined, the model finds all cuts of VGG16 within 0.1 % of each other, as a hop is short beside
-a step: there the planner's choice, the earliest of the smallest, says little.
+Without a pipeline, the model predicts steps within 0.1 % of each other for all cuts of VGG16,
+since a hop is short beside a step: the planner then takes the first of them, and its choice says
+little.
 """
 
-import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labkit.bench.turns import (
-    Spread,
-    ratios,
-    repeat_turns,
-    rounded,
-    slowest,
-    table,
-    take_turns,
-    timed,
-)
+from labkit.bench.model_step import ModelStep
+from labkit.bench.record import Result
+from labkit.bench.spread import Spread, ratios, rounded, table
+from labkit.bench.turns import TIMEOUT_S, repeat_turns, slowest, take_turns, timed
 from labkit.collectives import tree_all_reduce
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link
@@ -37,26 +32,25 @@ from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.units import format_count, format_seconds
 from labkit.workload.layers import layers_of
-from labkit.workload.models import build_model
 
-SHAPE, NUM_CLASSES = (3, 32, 32), 10
+if TYPE_CHECKING:
+    from labkit.plots.figure import CaptionedFigure
+
 RIVALS = 3
-# Repeats of the play-off for one of the sweep.
+# Repeats of the play-off for each one of the sweep.
 PLAY_OFF_SHARE = 6
-_LEARNING_RATE = 1e-3
 _BUDGET_S = 60.0
-_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
-class Cuts:
+class Cuts(Result):
     """Every single cut into two stages, predicted and measured.
 
     Attributes:
         model, batch_size: what was trained.
         micro_batches: 1 is the split without a pipeline.
         points: rows of ``plots.split_scatter``, of the sweep.
-        play_off: by cut, the planner's first, seconds of its step in each repeat of the play-off.
+        play_off: by cut, the planner's first: seconds of its step in each repeat of the play-off.
     """
 
     model: str
@@ -72,7 +66,7 @@ class Cuts:
         return f"Every cut of {self.model}, batch of {self.batch_size}, {how}: a sweep of {steps}"
 
     def duels(self) -> dict[int, Spread]:
-        """By rival, the planner's step / the rival's, repeat by repeat: above 1 it lost."""
+        """By rival, the planner's step / the rival's, repeat by repeat: above 1 the rival wins."""
         (_, planned_s), *rivals = self.play_off.items()
         return {cut: Spread.of(ratios(planned_s, seconds)) for cut, seconds in rivals}
 
@@ -101,7 +95,11 @@ class Cuts:
         columns = table(["cut", "model", "measured"], rows)
         return f"{self.title}\n\n{columns}\n\n{reach}\n{self.verdict()}\n"
 
-    def record(self) -> dict:
+    @property
+    def name(self) -> str:
+        return f"cuts_{self.micro_batches}_micro_batches"
+
+    def record(self) -> dict[str, Any]:
         points = [row | {"measured_s": rounded(row["measured_s"])} for row in self.points]
         duels = self.duels()
         play_off = [
@@ -112,8 +110,12 @@ class Cuts:
             }
             for cut, seconds in self.play_off.items()
         ]
-        found = {"points": points, "play_off": play_off, "verdict": self.verdict()}
-        return {f"cuts_{self.micro_batches}_micro_batches": found}
+        return {self.name: {"points": points, "play_off": play_off, "verdict": self.verdict()}}
+
+    def figures(self) -> "dict[str, CaptionedFigure]":
+        from labkit.plots.split_scatter import split_scatter
+
+        return {self.name: split_scatter(self.points, title=self.title)}
 
 
 def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int) -> Cuts:
@@ -121,11 +123,11 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
 
     Args:
         profile: of one of ``labkit.workload.models`` with three layers or more, on images of
-        3x32x32.
+            3x32x32.
         link: between the stages.
         micro_batches: M; 1 is the split without a pipeline.
         repeats: turns of each cut in the sweep; the play-off has ``PLAY_OFF_SHARE`` times as
-            many, while they fit into a minute.
+            many, as far as they fit into a minute.
 
     Raises:
         WorkerError: a stage failed.
@@ -134,13 +136,13 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
         cut: predict_split(profile, (cut,), link, micro_batches=micro_batches).step_s
         for cut in range(1, len(profile.layers))
     }
-    planned = min(predicted, key=predicted.get)
+    planned = min(predicted, key=predicted.__getitem__)
     result = run(
         _measure,
         (profile.model, profile.batch_size, micro_batches, planned, repeats),
         world_size=2,
         device="cpu",
-        timeout_s=_TIMEOUT_S,
+        timeout_s=TIMEOUT_S,
     )
     seconds = slowest(result.values)
     points = [
@@ -153,25 +155,20 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
 def _measure(comm: Comm, settings: tuple) -> dict[str, dict[int, list[float]]]:
     """On each rank: by cut, seconds of the sweep and of the play-off."""
     model, batch_size, micro_batches, planned, repeats = settings
-    base = build_model(model, num_classes=NUM_CLASSES, input_shape=SHAPE, seed=0)
-    optimizer = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
-    generator = torch.Generator().manual_seed(0)
-    samples = torch.randn(batch_size, *SHAPE, generator=generator)
-    classes = torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
+    model_step = ModelStep(model, batch_size)
 
     def warmed_up(cut: int) -> Callable[[], object]:
         pipelined = micro_batches > 1
         strategy = Pipeline((cut,), micro_batches) if pipelined else ModelParallel((cut,))
-        strategy.setup(comm, copy.deepcopy(base), optimizer)
-        step = partial(strategy.step, samples, classes, batch_size)
+        step = model_step.of(strategy, comm)
         step()
         return step
 
     def turn(cut: int) -> float:
-        # The stage lives as long as its turn: together, all cuts would hold a model each.
+        # The stage lives only as long as its turn: together, the cuts would hold a model each.
         return timed(comm, warmed_up(cut))
 
-    cuts = range(1, len(layers_of(base)))
+    cuts = range(1, len(layers_of(model_step.model)))
     sweep = repeat_turns({cut: partial(turn, cut) for cut in cuts}, repeats)
     steps = {cut: warmed_up(cut) for cut in (planned, *fastest_others(comm, sweep, planned))}
     turns = {cut: partial(timed, comm, step) for cut, step in steps.items()}
@@ -180,13 +177,13 @@ def _measure(comm: Comm, settings: tuple) -> dict[str, dict[int, list[float]]]:
 
 
 def fastest_others(comm: Comm, sweep: dict[int, list[float]], planned: int) -> list[int]:
-    """The cuts that did best beside the planner's, fastest first, the same on every rank.
+    """The cuts other than the planner's that did best, fastest first, the same on every rank.
 
     Args:
-        sweep: by cut, this rank's seconds of each turn; what counts is the last rank's.
+        sweep: by cut, this rank's seconds of each turn; the last rank's seconds count.
     """
     seconds = torch.tensor(list(sweep.values()), dtype=torch.float64, device=comm.device)
     tree_all_reduce(comm, seconds, "max")
     medians = dict(zip(sweep, map(statistics.median, seconds.tolist())))
     del medians[planned]
-    return sorted(medians, key=medians.get)[:RIVALS]
+    return sorted(medians, key=medians.__getitem__)[:RIVALS]

@@ -1,7 +1,7 @@
 """Collectives as readable functions on ``Comm``, one algorithm per file.
 
-Each takes tensors of the same shape and dtype on every rank. A collective that changes a tensor
-does so in place, and returns it. P ranks, S bytes of one rank's tensor; per rank:
+Each takes this rank's ``comm``, and tensors of the same shape and dtype on every rank. One that
+changes a tensor does so in place, and returns it. P ranks, S bytes of one tensor; per rank:
 
     collective              file            steps               bytes sent
     naive_all_reduce        naive           2 (P - 1)           rank 0 (P - 1) S, the others S

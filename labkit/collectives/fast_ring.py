@@ -31,7 +31,6 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     """``ring_all_reduce`` in shared memory; over other transports, the readable ring itself.
 
     Args:
-        comm: this rank's Comm.
         tensor: any shape and size, equal on every rank; reduced in place and returned.
         op: ``sum``, ``mean``, ``max`` or ``min``.
 

@@ -14,7 +14,6 @@ def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch
     """Reduce ``tensor`` over all ranks, in place: all send to rank 0, which sends the result back.
 
     Args:
-        comm: this rank's Comm.
         tensor: any shape, the same on every rank; returned.
         op: an operation of ``Reduction``: "sum", "mean", "max", ...
             16-bit floats are summed in float32.

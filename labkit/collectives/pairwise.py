@@ -18,7 +18,6 @@ def all_to_all(
     """Send ``tensors[r]`` to rank r, for all r, and receive one tensor from each rank.
 
     Args:
-        comm: this rank's Comm.
         tensors: P tensors of one dtype; not changed.
         out: P tensors to receive into, from rank 0 to P - 1; returned. Needed where shapes differ,
             since a rank cannot know what the others send; by default new ones. They must share

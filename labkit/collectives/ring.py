@@ -30,7 +30,6 @@ def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
     """Reduce ``tensor`` over all ranks, in place.
 
     Args:
-        comm: this rank's Comm.
         tensor: any shape, any size (also 0, or fewer elements than ranks); the same shape and
             dtype on every rank. Returned.
         op: an operation of ``Reduction``: "sum", "mean", "max", ....
@@ -51,7 +50,6 @@ def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> Non
     left one, and adds its own values of that chunk to it (numbers mod P).
 
     Args:
-        comm: this rank's Comm.
         chunks: P tensors, one per rank. On return chunk (rank + 1) mod P holds the complete
             result; the contents of the others are not defined.
         op: an operation of ``Reduction``; for "mean" the owner divides the chunk.
@@ -75,7 +73,6 @@ def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
     """P - 1 steps, each copying the left neighbour's complete chunk (literature: all-gather).
 
     Args:
-        comm: this rank's Comm.
         chunks: P tensors, of which chunk (rank + 1) mod P is complete. On return all are.
 
     Messages P - 1, bytes (P - 1) / P x S.

@@ -18,7 +18,6 @@ def all_gather(comm: Comm, tensor: torch.Tensor) -> list[torch.Tensor]:
     """Give all ranks every rank's ``tensor``.
 
     Args:
-        comm: this rank's Comm.
         tensor: any shape and dtype, the same on every rank; not changed.
 
     Returns:
@@ -38,7 +37,6 @@ def reduce_scatter(comm: Comm, tensors: list[torch.Tensor], op: str = "sum") -> 
     """Reduce P tensors over all ranks; rank r gets the result of ``tensors[r]``.
 
     Args:
-        comm: this rank's Comm.
         tensors: P tensors of one dtype, the same shapes on every rank; not changed.
         op: an operation of ``Reduction``: "sum", "mean", "max", ....
 

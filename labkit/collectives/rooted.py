@@ -28,7 +28,6 @@ def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     """Copy the root's ``tensor`` to all ranks, in place.
 
     Args:
-        comm: this rank's Comm.
         tensor: any shape and dtype, the same on every rank; returned.
         root: the rank whose values count.
 
@@ -50,7 +49,6 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
     """Reduce ``tensor`` over all ranks; the root gets the result, in place.
 
     Args:
-        comm: this rank's Comm.
         tensor: any shape, the same shape and dtype on every rank; returned. On the other ranks it
             keeps its values.
         root: the rank that gets the result.
@@ -81,7 +79,6 @@ def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor
     """Give the root every rank's ``tensor``.
 
     Args:
-        comm: this rank's Comm.
         tensor: any shape and dtype, the same on every rank; not changed.
         root: the rank that gets them.
 
@@ -109,7 +106,6 @@ def scatter(
     """Give rank r ``tensors[r]`` of the root.
 
     Args:
-        comm: this rank's Comm.
         tensors: on the root P tensors of the shape and dtype of ``out``, in the order of the
             ranks; None on the others.
         out: filled in place with this rank's share; returned. The same shape on every rank.

@@ -14,7 +14,6 @@ def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torc
     """Add up a sparse ``tensor`` over all ranks, in place.
 
     Args:
-        comm: this rank's Comm.
         tensor: sparse COO, the same shape, dtype and number of sparse dimensions on every rank;
             returned, coalesced.
         op: "sum". An entry may be missing on some ranks: no maximum or product is defined.

@@ -16,7 +16,6 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
     """Reduce ``tensor`` over all ranks, in place: pairs, then pairs of pairs, then all.
 
     Args:
-        comm: this rank's Comm.
         tensor: any shape and size; the same shape and dtype on every rank. Returned.
         op: an operation of ``Reduction``: "sum", "mean", "max", ....
 

@@ -173,14 +173,6 @@ class Session:
         """Tell ranks that wait for this one, in shared memory, that it will not come."""
         self.board.give_up(self.rank, why)
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """The longest wait for a message from now on."""
-        self.transport.set_timeout(timeout_s)
-
-    def abandon(self) -> None:
-        """End operations that still wait, in other threads, with an error (shared memory)."""
-        self.transport.abandon()
-
     def leave(self) -> None:
         """Close, and tell ranks that wait for this one that it has left for good."""
         self.close()

@@ -34,7 +34,7 @@ from labkit.files import write_atomically
 P = ParamSpec("P")
 
 BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
-ORANGE, VERMILLION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
+ORANGE, VERMILION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
 DEEP_GREEN = "#005F46"
 DARK, GREY, GRID = "#1A1A1A", "#BFBFBF", "#D9D9D9"
 
@@ -107,14 +107,14 @@ STYLES = {
     "update": Style(BLUE, "\\\\\\"),
     "data": Style(PURPLE, "..."),
     "evaluate": Style(SKY, "oo", DARK),
-    "communicate": Style(VERMILLION, "xx"),
+    "communicate": Style(VERMILION, "xx"),
     "share_reduce": Style(ORANGE, "++", DARK),
     "share_only": Style(YELLOW, "--", DARK),
     "all_reduce": Style(ORANGE, "xx", DARK),
-    "push": Style(VERMILLION, "||"),
+    "push": Style(VERMILION, "||"),
     "pull": Style(ORANGE, "\\\\\\", DARK),
     # Over the cut between two stages, forward and backward.
-    "activation": Style(VERMILLION, ".."),
+    "activation": Style(VERMILION, ".."),
     "gradient": Style(ORANGE, "--", DARK),
     "wait": Style(GREY, "..", "#595959"),
     # Time in no span: Python between the spans.
@@ -123,17 +123,17 @@ STYLES = {
 # For communication phases without a row above, in the order of their names.
 _SPARE = (
     Style(YELLOW, "oo", DARK),
-    Style(VERMILLION, "--"),
+    Style(VERMILION, "--"),
     Style(ORANGE, "..", DARK),
     Style(YELLOW, "xx", DARK),
-    Style(VERMILLION, "oo"),
+    Style(VERMILION, "oo"),
     Style(YELLOW, "\\\\\\", DARK),
 )
 
 # Bar, marker and line of what is compared with each other: runs, algorithms.
 SERIES = (
     (Style(BLUE), "o", "-"),
-    (Style(VERMILLION, ".."), "s", "--"),
+    (Style(VERMILION, ".."), "s", "--"),
     (Style(GREEN, "\\\\"), "^", "-."),
     (Style(PURPLE, "xx"), "D", ":"),
     (Style(ORANGE, "--", DARK), "v", "-"),

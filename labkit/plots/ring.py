@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from labkit.plots.figure import (
     DARK,
     ORANGE,
-    VERMILLION,
+    VERMILION,
     WIDTH_IN,
     CaptionedFigure,
     add_legend,
@@ -313,9 +313,9 @@ def _write_cell(axes: Axes, chunk: int, rank: int, texts: list[str], ink: str) -
 
 def _draw_message(axes: Axes, src: int, dst: int, chunk: int) -> None:
     box = Rectangle((chunk - 0.46, dst - 0.46), 0.92, 0.92, fill=False, zorder=3)
-    box.set(edgecolor=VERMILLION, linewidth=2.2)
+    box.set(edgecolor=VERMILION, linewidth=2.2)
     axes.add_patch(box)
-    arrow = {"arrowstyle": "-|>", "color": VERMILLION, "linewidth": 1.6, "shrinkA": 0}
+    arrow = {"arrowstyle": "-|>", "color": VERMILION, "linewidth": 1.6, "shrinkA": 0}
     x = chunk + 0.37
     axes.annotate("", (x, dst), (x, src), arrowprops=arrow, zorder=4)
 
@@ -333,7 +333,7 @@ def _legend_entries(states: Sequence[RingState]) -> list[Patch]:
             fill, _ = _cell_look(found[len(found) // 2], world_size)
             entries.append(Patch(facecolor=fill, edgecolor=_LINES, label=label))
     if any(state.messages for state in states):
-        outline = Patch(fill=False, edgecolor=VERMILLION, linewidth=2.2, label="just arrived")
+        outline = Patch(fill=False, edgecolor=VERMILION, linewidth=2.2, label="just arrived")
         entries.append(outline)
     return entries
 

@@ -16,7 +16,7 @@ from labkit.plots.figure import (
     DARK,
     GREY,
     STYLES,
-    VERMILLION,
+    VERMILION,
     WIDTH_IN,
     CaptionedFigure,
     Style,
@@ -264,7 +264,7 @@ def _draw_bytes(axes: Axes, profile: Profile, predicted: SplitModel) -> None:
     scale, unit = byte_unit(max(sizes, default=0))
     highest = max(sizes, default=0) / scale or 1.0
     places = range(1, num_layers)
-    colors = [VERMILLION if place in points else tint(VERMILLION, 0.3) for place in places]
+    colors = [VERMILION if place in points else tint(VERMILION, 0.3) for place in places]
     tops = [size / scale for size in sizes]
     # A line for each bar: one artist is drawn many times as fast as one for each.
     bar_points = 0.8 * 72 * WIDTH_IN * axes.get_position().width / num_layers

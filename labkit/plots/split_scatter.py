@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from labkit.plots.figure import (
     BLUE,
     DARK,
-    VERMILLION,
+    VERMILION,
     WIDTH_IN,
     CaptionedFigure,
     add_legend,
@@ -79,7 +79,7 @@ def _draw_scatter(found: list[_Point], chosen: _Point, best: _Point, title: str)
     axes.plot(ends, ends, color=DARK, linestyle="--", linewidth=1, label="measured = model")
     for point, name, marker, inside, edge in (
         (best, "fastest measured", "s", "none", DARK),
-        (chosen, "planner's choice", "*", VERMILLION, VERMILLION),
+        (chosen, "planner's choice", "*", VERMILION, VERMILION),
     ):
         (mark,) = axes.plot(point.predicted_s / scale, point.median_s / scale, marker, ms=13)
         mark.set(mfc=inside, mec=edge, label=f"{name}: {point.name}")

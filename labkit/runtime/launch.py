@@ -110,7 +110,7 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
 
 
 def _check(world_size: int, timeout_s: float, may_lose: Collection[int]) -> None:
-    if torchrun.inside_a_run() or multiprocessing.parent_process() is not None:
+    if torchrun.inside_a_run or multiprocessing.parent_process() is not None:
         raise ValueError(
             "labkit.run was called inside a rank of another run: start runs from the notebook or "
             'the script. In a script, keep the call under if __name__ == "__main__":'

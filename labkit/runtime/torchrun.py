@@ -20,12 +20,8 @@ from labkit.runtime.messages import Report
 from labkit.runtime.worker import success
 from labkit.units import format_count
 
-_running = False
-
-
-def inside_a_run() -> bool:
-    """Whether this process is in a function that ``run_as_rank`` has called."""
-    return _running
+# Whether this process is in a function that ``run_as_rank`` has called.
+inside_a_run = False
 
 
 def run_as_rank(
@@ -38,7 +34,7 @@ def run_as_rank(
         ConnectionError: the other ranks cannot be reached.
         Whatever ``fn`` raises: torchrun then ends the other ranks.
     """
-    global _running
+    global inside_a_run
     local_world_size = _local_world_size(world_size, transport)
     placement = plan(local_world_size, device, transport)
     if placement.note and os.environ["RANK"] == "0":
@@ -47,11 +43,11 @@ def run_as_rank(
     memory = _report_memory(comm, local_world_size, timeout_s)
     comm.session.start_together()
     started_s = time.perf_counter()
-    _running = True
+    inside_a_run = True
     try:
         value = fn(comm, *args)
     finally:
-        _running = False
+        inside_a_run = False
     mine = success(comm, value, time.perf_counter() - started_s)
     if memory is not None:
         return [pickle.loads(packed) for packed in _gather_bytes(memory, pickle.dumps(mine))]

@@ -58,7 +58,8 @@ class DataParallel(Strategy):
         self.model = model.to(self.devices[0]).train()
         others = [copy.deepcopy(self.model).to(device) for device in self.devices[1:]]
         self.replicas = [self.model, *others]
-        self.optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.trained)
         self.bytes_moved: Counter[str] = Counter(scatter=0, replicate=0, gather=0, reduce=0)
         # The threads compute at the same time, and each would otherwise use all cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(self.devices)))
@@ -148,9 +149,8 @@ class DataParallel(Strategy):
             total = _gradients(replicas[0])
             for index, replica in enumerate(replicas[1:], start=1):
                 total += self._fetch("reduce", _gradients(replica), index)
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            pieces = total.split([p.numel() for p in trained])
-            for piece, parameter in zip(pieces, trained):
+            pieces = total.split([p.numel() for p in self.trained])
+            for piece, parameter in zip(pieces, self.trained):
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
     def _compute(self, index: int, grad: bool, fn: Callable, *args: Any) -> Any:

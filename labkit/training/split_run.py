@@ -180,9 +180,14 @@ def measure_profile(
     device: str = "auto",
 ) -> Profile:
     """``profile_layers`` in a process that has the cores of one of ``num_stages`` stages."""
-    settings = model, batch_size, input_shape, num_stages, repeats
-    result = run(_profile, *settings, world_size=1, device=device, timeout_s=_TIMEOUT_S)
-    return result.values[0]
+
+    def profiled(comm: Comm) -> Profile:
+        torch.set_num_threads(max(1, num_cores() // num_stages))
+        built = build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
+        options = {"repeats": repeats, "device": comm.device, "name": model}
+        return profile_layers(built, batch_size, input_shape, **options)
+
+    return run(profiled, world_size=1, device=device, timeout_s=_TIMEOUT_S).values[0]
 
 
 def stage_link(
@@ -196,8 +201,15 @@ def stage_link(
 
     A line fitted to the median times of the transfers alone, without waiting for the other rank.
     """
-    result = run(_to_and_fro, tuple(sizes_bytes), repeats, world_size=2, transport=transport,
-                 device=device)  # fmt: skip
+
+    def to_and_fro(comm: Comm) -> None:
+        tensors = [torch.ones(size, dtype=torch.uint8, device=comm.device) for size in sizes_bytes]
+        transfers = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
+        for tensor in tensors * (repeats + 1):
+            for transfer in transfers:
+                transfer(tensor, 1 - comm.rank)
+
+    result = run(to_and_fro, world_size=2, transport=transport, device=device)
     hops = [span for span in result.trace.of(kind="communicate") if span.num_bytes]
     # The first round warms up.
     hops = hops[2 * len(sizes_bytes) :]
@@ -220,30 +232,6 @@ def _train(comm: Comm, split: _Split) -> tuple[int, int]:
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
     return strategy.stage.held_bytes, kept + 2 * trained
-
-
-def _profile(
-    comm: Comm,
-    model: str,
-    batch_size: int,
-    input_shape: tuple[int, int, int],
-    num_stages: int,
-    repeats: int,
-) -> Profile:
-    torch.set_num_threads(max(1, num_cores() // num_stages))
-    built = build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
-    options = {"repeats": repeats, "device": comm.device, "name": model}
-    return profile_layers(built, batch_size, input_shape, **options)
-
-
-def _to_and_fro(comm: Comm, sizes_bytes: tuple[int, ...], repeats: int) -> None:
-    peer = 1 - comm.rank
-    tensors = [torch.ones(size, dtype=torch.uint8, device=comm.device) for size in sizes_bytes]
-    for _ in range(repeats + 1):
-        for tensor in tensors:
-            first, second = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
-            first(tensor, peer)
-            second(tensor, peer)
 
 
 def _by_step(trace: Trace) -> list[Trace]:

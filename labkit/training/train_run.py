@@ -58,24 +58,21 @@ def train_run(
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     strategy = make_strategy(config, download=download)
     load_dataset(config.dataset, train_size=config.train_size, download=download)
-    ranks = 1 if strategy.in_one_process else config.world_size
+    ranks, device = config.world_size, config.device
+    if strategy.in_one_process:
+        ranks, device = 1, strategy.devices[0].type
     result = run(
         fit,
         config,
         strategy,
         verbose,
         world_size=ranks,
-        device=_device(config, strategy),
+        device=device,
         transport=config.transport,
         timeout_s=timeout_s,
         may_lose=range(1, ranks) if strategy.survives_lost_workers else (),
     )
     return _gather(config, strategy, result)
-
-
-def _device(config: RunConfig, strategy: Strategy) -> str:
-    """The kind of device that the ranks run on, as ``labkit.run`` takes it."""
-    return strategy.devices[0].type if strategy.in_one_process else config.device
 
 
 def _gather(config: RunConfig, strategy: Strategy, result: RunResult) -> TrainResult:

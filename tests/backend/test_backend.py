@@ -6,7 +6,6 @@ forkserver, so they start as fast. Only what concerns the start and the end of a
 needs fresh ones.
 """
 
-import atexit
 import gc
 import os
 import signal
@@ -22,7 +21,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import open_descriptors, plain, travel_by_value, wait_until
+from ranks import equal, open_descriptors, plain, travel_by_value, wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,32 +35,12 @@ travel_by_value(__name__)
 WORLD_SIZES = [1, 2, 3]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm():
-    run(lambda comm: None, world_size=1)
-
-
 def mine(rank, size=5, dtype=torch.float32):
     return (torch.arange(size) + 10 * rank).to(dtype)
 
 
-# Operations, next to gloo's: each takes (group, rank, P) and returns what must be equal.
-
-
-def reduce_with(op):
-    def all_reduce(group, rank, size):
-        dist.all_reduce(x := mine(rank), op, group=group)
-        return x
-
-    return all_reduce
-
-
-def all_reduce_dtypes(group, rank, size):
-    dtypes = (torch.uint8, torch.int32, torch.int64, torch.float16, torch.float64)
-    tensors = [mine(rank, dtype=dtype) for dtype in (*dtypes, torch.bfloat16, torch.complex64)]
-    for tensor in tensors:
-        dist.all_reduce(tensor, group=group)
-    return tensors
+# Operations, next to gloo's: each takes (group, rank, P) and returns what must be equal. Every
+# reduction and every public function: test_backend_wide.py, test_backend_public.py.
 
 
 def all_reduce_shapes(group, rank, size):
@@ -162,17 +141,6 @@ def send_and_receive(group, rank, size):
     return found
 
 
-def objects(group, rank, size):
-    everyones, listed = [None] * size, [{"from": rank}, rank]
-    dist.all_gather_object(everyones, {"rank": rank, "more": "x" * rank * 1000}, group=group)
-    dist.broadcast_object_list(listed, 0, group=group)
-    gathered = [None] * size if rank == 0 else None
-    dist.gather_object(["of", rank], gathered, 0, group=group)
-    share = [None]
-    dist.scatter_object_list(share, list(range(size)) if rank == 0 else None, 0, group=group)
-    return [everyones, listed, gathered, share]
-
-
 def several_at_once(group, rank, size):
     tensors = [mine(rank, 2), mine(rank, 3)]
     with dist.distributed_c10d._coalescing_manager(group=group):
@@ -194,14 +162,8 @@ def functional(group, rank, size):
     return [reduced + 0, gathered + 0, scattered + 0]
 
 
-REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
 COMPARED = {
-    **{
-        op: reduce_with(getattr(dist.ReduceOp, op))
-        for op in ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
-    },
-    "all_reduce of every dtype": all_reduce_dtypes,
-    "all_reduce of shapes": all_reduce_shapes,
+    "all_reduce": all_reduce_shapes,
     "async_op": with_a_future,
     "broadcast": broadcast_from_each,
     "all_gather": all_gather,
@@ -209,7 +171,6 @@ COMPARED = {
     "gather, scatter, reduce": gather_scatter_reduce,
     "all_to_all": all_to_all,
     "send and receive": send_and_receive,
-    "objects": objects,
     "coalesced, barrier": several_at_once,
     "functional": functional,
 }
@@ -226,14 +187,6 @@ def compare(comm, names):
     names = dist.get_backend(groups[0]), groups[0].name()
     dist.destroy_process_group(groups[0])
     return found, names
-
-
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -494,7 +447,9 @@ def over_gloo(comm):
     from labkit.comm import meeting
 
     meeting.meet = lambda *_: None
-    found, _ = compare(comm, ["SUM", "all_gather", "gather, scatter, reduce", "send and receive"])
+    found, _ = compare(
+        comm, ["all_reduce", "all_gather", "gather, scatter, reduce", "send and receive"]
+    )
     return [equal(ours, gloos) for ours, gloos in found.values()]
 
 
@@ -835,7 +790,7 @@ def forks(rank):
     if rank == 1:
         child = os.fork()
         if child == 0:
-            atexit._run_exitfuncs()
+            labkit.backend.queues.abandon_all()
             os._exit(0)
         os.waitpid(child, 0)
         time.sleep(0.4)

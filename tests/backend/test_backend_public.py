@@ -12,10 +12,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import plain
+from ranks import equal, plain
 from torch.distributed import distributed_c10d
 
-from labkit import run
 from labkit.backend.arguments import REFUSED
 from labkit.backend.group import LabkitGroup
 
@@ -37,11 +36,6 @@ DIFFERENT = {
 
 # PyTorch's own alias says that it is deprecated whenever it is looked at.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op.*:FutureWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm():
-    run(lambda comm: None, world_size=1)
 
 
 def case(function):
@@ -421,14 +415,6 @@ def walk(names, size, rank):
         # The ranks begin each case together, so that a fault does not reach into the next.
         dist.barrier()
     return found
-
-
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
 
 
 def test_every_public_function_has_a_case():

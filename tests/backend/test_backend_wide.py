@@ -20,13 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from labkit import run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm():
-    run(lambda comm: None, world_size=1)
-
 
 def on_both(folder, function, world_size=2, **options):
     """What every rank returns under "labkit", and under "gloo"."""

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from cases import NUMBERS, OPS, paid, values_of
 from ranks import travel_by_value
 
 from labkit import run
@@ -27,7 +28,6 @@ from labkit.collectives import (
 )
 from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import (
-    Cost,
     all_gather_cost,
     all_to_all_cost,
     barrier_cost,
@@ -56,19 +56,6 @@ ALL_REDUCES = {
     "ring": ring_all_reduce,
     "fast ring": fast_ring_all_reduce,
 }
-NUMBERS = ["sum", "mean", "max", "min", "product"]
-BITS = ["sum", "max", "min", "product", "band", "bor", "bxor"]
-OPS = {
-    torch.bool: BITS,
-    torch.uint8: BITS,
-    torch.int32: BITS,
-    torch.int64: BITS,
-    torch.float16: NUMBERS,
-    torch.bfloat16: NUMBERS,
-    torch.float32: NUMBERS,
-    torch.float64: NUMBERS,
-    torch.complex64: ["sum", "mean", "product"],
-}
 CASES = [
     (name, op, dtype, size)
     for name in ALL_REDUCES
@@ -91,15 +78,6 @@ ONE_DEVICE = {
 }
 
 
-def values_of(rank, size, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(100 * rank + size)
-    if dtype.is_floating_point or dtype.is_complex:
-        drawn = torch.complex128 if dtype.is_complex else torch.float64
-        return torch.randn(size, generator=generator, dtype=drawn).to(dtype)
-    highest = 2 if dtype == torch.bool else 256
-    return torch.randint(highest, (size,), generator=generator).to(dtype)
-
-
 def on_one_device(op, tensors):
     """The tensors reduced where they all are: in float32 if they have 16 bits."""
     dtype = tensors[0].dtype
@@ -111,14 +89,6 @@ def on_one_device(op, tensors):
 @functools.cache
 def expected_of(op, dtype, size, world_size):
     return on_one_device(op, [values_of(rank, size, dtype) for rank in range(world_size)])
-
-
-def paid(comm, collective, *args, **options):
-    """(what it returns, the Cost that this rank's counters show)."""
-    before = comm.operations, comm.messages, comm.bytes_sent
-    result = collective(comm, *args, **options)
-    after = comm.operations, comm.messages, comm.bytes_sent
-    return result, Cost(*[b - a for a, b in zip(before, after)])
 
 
 def partial_bytes(op, dtype):
@@ -204,14 +174,18 @@ def in_place_cases(comm):
             leaf = torch.full((2,), comm.rank + 1.0, requires_grad=True)
             scalar = torch.tensor(comm.rank + 1)
             conjugate = torch.full((2,), complex(comm.rank + 1, comm.rank + 1))
-            views = [matrix.t()[1:], every_second[::2], leaf, scalar, matrix[:0]]
+            # Strided, and larger than a segment of shared memory.
+            large = torch.full((150_000, 2), comm.rank + 1.0)
+            views = [matrix.t()[1:], every_second[::2], leaf, scalar, matrix[:0], large[:, 1]]
             if op == "sum":
                 views.append(conjugate.conj())
             for view in views:
                 assert all_reduce(comm, view, op) is view
-            assert leaf.is_leaf
-            assert leaf.requires_grad
-            found.append((matrix, every_second, leaf.detach(), scalar, conjugate))
+            assert (leaf.is_leaf, leaf.requires_grad, leaf.grad) == (True, True, None)
+            # A tensor inside a graph, too.
+            hidden = all_reduce(comm, 2 * leaf, op).detach()
+            edges = large.unique(dim=0)
+            found.append((matrix, every_second, leaf.detach(), scalar, conjugate, edges, hidden))
     return found
 
 
@@ -222,7 +196,8 @@ def test_views_scalars_and_leaves_are_reduced_in_place(transport):  # row 11
     for rank, found in enumerate(by_rank):
         mine = rank + 1
         assert len(found) == 2 * len(ALL_REDUCES)
-        for number, (matrix, every_second, leaf, scalar, conjugate) in enumerate(found):
+        for number, tensors in enumerate(found):
+            matrix, every_second, leaf, scalar, conjugate, edges, hidden = tensors
             op = ["sum", "max"][number % 2]
             assert matrix.tolist() == [[mine, *[total[op]] * 3]] * 3
             assert every_second.tolist() == [total[op], mine] * 3
@@ -230,6 +205,9 @@ def test_views_scalars_and_leaves_are_reduced_in_place(transport):  # row 11
             assert scalar.item() == total[op]
             summed = total["sum"] if op == "sum" else mine
             assert conjugate.tolist() == [complex(summed, summed)] * 2
+            assert edges.tolist() == [[mine, total[op]]]
+            # The leaf was reduced already.
+            assert hidden.tolist() == [2 * total[op] * (3 if op == "sum" else 1)] * 2
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -424,6 +402,7 @@ def refusals(comm, world_size):
         "bitwise": lambda f: f(comm, one, "band"),
         "foreign device": lambda f: f(comm, one.to("meta")),
         "expanded": lambda f: f(comm, expanded),
+        "expanded in one direction": lambda f: f(comm, torch.ones(3, 1).expand(3, 2)),
         "no tensor": lambda f: f(comm, [1.0, 2.0]),
     }
     found = {}
@@ -465,6 +444,7 @@ WORDS = {
     "bitwise": "cannot take the band of float32 over ranks: only integers and bool have bits",
     "foreign device": "work on cpu, but the tensor is on meta: move it with .to(comm.device)",
     "expanded": "expanded tensor: its elements share memory",
+    "expanded in one direction": "expanded tensor: its elements share memory",
     "no tensor": "a tensor is needed",
     "root": "is not a rank: with world size",
     "root of another kind": "root True is not a rank",

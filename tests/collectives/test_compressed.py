@@ -4,11 +4,10 @@ import pytest
 import torch
 from ranks import travel_by_value
 
-from labkit import RunConfig, run, train_with
+from labkit import run, train_with
 from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.costs.traffic import compressed_cost, ring_all_reduce_cost
 from labkit.schedules.top_k import kept_elements
-from labkit.training.settings import make_strategy
 
 travel_by_value(__name__)
 
@@ -104,16 +103,3 @@ def test_training_learns_and_replicas_agree(compress):
     steps = 4 * 23
     assert result.bytes_sent == [steps * cost.num_bytes for cost in costs]
     assert result.messages == [steps * cost.messages for cost in costs]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"compress": "topk", "amp": "fp16"}, "choose amp bf16, or compress fp16"),
-        ({"compress": "fp16", "strategy": "single", "world_size": 1}, "takes no option compress"),
-        ({"compress": "fp16", "builtin": True}, "takes no option compress"),
-    ],
-)
-def test_what_compression_does_not_go_with(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_strategy(RunConfig(**{"strategy": "ring_all_reduce", "world_size": 2, **settings}))

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from cases import OPS, paid, values_of
 from ranks import travel_by_value
 
 from labkit import WorkerError, run
@@ -17,21 +18,6 @@ from labkit.errors import PeerLostError
 travel_by_value(__name__)
 
 WORLD_SIZES = [1, 2, 3, 4]
-NUMBERS = ("sum", "mean", "max", "min", "product")
-BITS = ("sum", "max", "min", "product", "band", "bor", "bxor")
-OPS = {
-    torch.bool: BITS,
-    torch.uint8: BITS,
-    torch.int16: BITS,
-    torch.int32: BITS,
-    torch.int64: BITS,
-    torch.float16: NUMBERS,
-    torch.bfloat16: NUMBERS,
-    torch.float32: NUMBERS,
-    torch.float64: NUMBERS,
-    torch.complex64: ("sum", "mean", "product"),
-    torch.complex128: ("sum", "mean", "product"),
-}
 LARGE = ((torch.float32, "sum"), (torch.bfloat16, "mean"), (torch.float64, "max"))
 
 
@@ -55,21 +41,6 @@ def segment(dtype, op):
     return SEGMENT_BYTES // Reduction.of(op, torch.empty(0, dtype=dtype)).wide.itemsize
 
 
-def values_of(rank, size, dtype):
-    generator = torch.Generator().manual_seed(1000 * rank + size % 997)
-    if dtype.is_floating_point or dtype.is_complex:
-        drawn = torch.complex128 if dtype.is_complex else torch.float64
-        return torch.randn(size, generator=generator, dtype=drawn).to(dtype)
-    return torch.randint(2 if dtype == torch.bool else 256, (size,), generator=generator).to(dtype)
-
-
-def paid(comm, all_reduce, tensor, op):
-    before = comm.operations, comm.messages, comm.bytes_sent
-    assert all_reduce(comm, tensor, op) is tensor
-    after = comm.operations, comm.messages, comm.bytes_sent
-    return Cost(*[b - a for a, b in zip(before, after)])
-
-
 def both_rings(comm, cases):
     """What differs from the readable ring, from the formula and from rank to rank: nothing."""
     wrong = []
@@ -78,7 +49,7 @@ def both_rings(comm, cases):
         counts = size, dtype.itemsize, comm.world_size, comm.rank
         price = ring_all_reduce_cost(*counts, Reduction.of(op, fast).wide.itemsize)
         rings = (fast_ring_all_reduce, fast), (ring_all_reduce, readable)
-        costs = [paid(comm, ring, tensor, op) for ring, tensor in rings]
+        costs = [paid(comm, ring, tensor, op)[1] for ring, tensor in rings]
         if costs != [price, price]:
             wrong.append((dtype, op, size, "cost", costs, price))
         if not torch.equal(fast.view(torch.uint8), readable.view(torch.uint8)):
@@ -120,7 +91,7 @@ def breaks_its_ring(comm, fault, size):
             super().reduce_column(segments, following)
 
     fast_ring.Ring = Broken
-    return paid(comm, fast_ring_all_reduce, torch.ones(size), "sum")
+    return paid(comm, fast_ring_all_reduce, torch.ones(size), "sum")[1]
 
 
 @pytest.mark.parametrize(
@@ -154,109 +125,6 @@ def test_over_gloo_it_is_the_readable_ring():
     assert names["shared"] == names["auto"] == ["1. fast_ring_all_reduce float32 [1] sum"] * 2
     for wrong, _ in run(both_rings, few, world_size=2, transport="gloo").values:
         assert wrong == []
-
-
-def nan_overflow_and_wrap(comm):
-    nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, 1.0])
-    return [
-        *(fast_ring_all_reduce(comm, nan.clone(), op).isnan().tolist() for op in NUMBERS),
-        fast_ring_all_reduce(comm, torch.tensor([60000.0], dtype=torch.float16)).tolist(),
-        fast_ring_all_reduce(comm, torch.tensor([60000.0], dtype=torch.float16), "mean").tolist(),
-        fast_ring_all_reduce(comm, torch.tensor([100], dtype=torch.uint8)).tolist(),
-    ]
-
-
-def test_nan_overflow_and_wrap_are_those_of_one_device():  # row 12
-    expected = [*[[True, False]] * len(NUMBERS), [float("inf")], [60000.0], [300 % 256]]
-    assert run(nan_overflow_and_wrap, world_size=3).values == [expected] * 3
-
-
-def views(comm):
-    """Reduced in place, and nothing beside them is touched."""
-    mine = comm.rank + 1.0
-    matrix, every_second = torch.full((3, 4), mine), torch.full((6,), mine)
-    leaf, scalar = torch.full((2,), mine, requires_grad=True), torch.tensor(mine)
-    conjugate = torch.full((2,), complex(mine, mine))
-    large = torch.full((300_000, 2), mine)
-    tensors = [matrix.t()[1:], every_second[::2], leaf, scalar, conjugate.conj(), large[:, 1]]
-    for tensor in tensors:
-        assert fast_ring_all_reduce(comm, tensor) is tensor
-    assert leaf.is_leaf
-    assert leaf.requires_grad
-    assert leaf.grad is None
-    # What holds a gradient elsewhere in the graph may be reduced as well.
-    hidden = leaf * 2
-    fast_ring_all_reduce(comm, hidden)
-    return {
-        "matrix": matrix.tolist(),
-        "every second": every_second.tolist(),
-        "leaf": leaf.tolist(),
-        "scalar": scalar.item(),
-        "conjugate": conjugate.tolist(),
-        "large": [large[:, column].unique().tolist() for column in (0, 1)],
-        "hidden": hidden.tolist(),
-    }
-
-
-def test_views_scalars_and_leaves_are_reduced_in_place():  # row 11
-    for rank, found in enumerate(run(views, world_size=3).values):
-        mine = rank + 1.0
-        assert found == {
-            "matrix": [[mine, 6.0, 6.0, 6.0]] * 3,
-            "every second": [6.0, mine] * 3,
-            "leaf": [6.0, 6.0],
-            "scalar": 6.0,
-            "conjugate": [complex(6, 6)] * 2,
-            "large": [[mine], [6.0]],
-            "hidden": [36.0, 36.0],
-        }
-
-
-def refusals(comm):
-    one = torch.ones(3)
-    faults = {
-        "integer mean": (one.int(), "mean"),
-        "complex max": (one * 1j, "max"),
-        "float8": (one.to(torch.float8_e4m3fn),),
-        "bitwise": (one, "band"),
-        "sparse": (one.to_sparse(),),
-        "expanded": (torch.ones(1).expand(3),),
-        "expanded in one direction": (torch.ones(3, 1).expand(3, 2),),
-        "foreign device": (torch.ones(3, device="meta"),),
-        "no tensor": ([1.0],),
-    }
-    texts = {}
-    for name, all_reduce in (("fast", fast_ring_all_reduce), ("readable", ring_all_reduce)):
-        for fault, arguments in faults.items():
-            try:
-                all_reduce(comm, *arguments)
-            except ValueError as error:
-                texts[name, fault] = str(error)
-    assert (comm.messages, comm.operations) == (0, 0)
-    return texts, fast_ring_all_reduce(comm, one).tolist()
-
-
-WORDS = {
-    "integer mean": "cannot take the mean of int32",
-    "complex max": "complex numbers have no order",
-    "float8": "PyTorch does no arithmetic in it",
-    "bitwise": "only integers and bool have bits to combine",
-    "sparse": "use .to_dense()",
-    "expanded": "its elements share memory",
-    "expanded in one direction": "its elements share memory",
-    "foreign device": "the tensor is on meta: move it with .to(comm.device)",
-    "no tensor": "a tensor is needed",
-}
-
-
-def test_what_cannot_be_done_is_refused_as_the_readable_ring_does():  # rows 11, 13
-    by_rank = run(refusals, world_size=2).values
-    assert by_rank[0] == by_rank[1]
-    texts, total = by_rank[0]
-    assert total == [2.0] * 3
-    for fault, words in WORDS.items():
-        assert words in texts["fast", fault], fault
-        assert words in texts["readable", fault], fault
 
 
 def test_many_in_a_row_of_ranks_at_different_speeds_between_other_messages():

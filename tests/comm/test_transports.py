@@ -266,7 +266,7 @@ def under_the_backend(comm, in_shared_memory):
 
 
 def waits_in_vain(comm):
-    comm.session.set_timeout(1)
+    comm.transport.set_timeout(1)
     started_s = time.monotonic()
     try:
         if comm.rank == 0:

@@ -16,7 +16,7 @@ from labkit import run
 from labkit.__main__ import config_of, make_parser
 from labkit.bench import compare
 from labkit.bench.compare import figures, summary
-from labkit.bench.turns import Spread
+from labkit.bench.spread import Spread
 from labkit.training.settings import make_strategy
 from labkit.units import format_bytes, format_number
 from labkit.workload.datasets import load_dataset

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from odd_models import seeded, some_batches, train_by_hand, with_batch_norm
+from odd_models import Everything, seeded, some_batches, train_by_hand, with_batch_norm
 from ranks import travel_by_value
 from torch import nn
 from torch.distributed import rpc
@@ -22,26 +22,16 @@ from labkit.training.state import checksum, largest_difference
 travel_by_value(__name__)
 
 
-def tied_and_unused():
-    first, unused = nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
-    second = nn.Linear(6, 6, bias=False)
-    second.weight = first.weight
-    model = nn.Sequential(first, nn.Tanh(), second)
-    model.register_parameter("unused", unused.weight)
-    model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
-    return model
-
-
 def twice(comm):
     """RPC begins and ends more than once in one process."""
-    states = train_by_hand(comm, RpcParameterServer, tied_and_unused, some_batches((7, 5, 1)))
+    states = train_by_hand(comm, RpcParameterServer, Everything, some_batches((7, 5, 1)))
     return states, train_by_hand(comm, RpcParameterServer, with_batch_norm, some_batches((6,)))
 
 
 def test_odd_parameters_and_batch_statistics():
     ranks = run(twice, world_size=4).values
     batches = some_batches((7, 5, 1))
-    alone = run(train_by_hand, Single, tied_and_unused, batches, world_size=1).values[0]
+    alone = run(train_by_hand, Single, Everything, batches, world_size=1).values[0]
     for index in range(2):
         assert len({checksum(rank[index]) for rank in ranks}) == 1
     assert largest_difference(ranks[0][0], alone) < 1e-10
@@ -110,20 +100,6 @@ def test_where_pytorch_has_no_rpc_the_way_on_is_told(monkeypatch):
     for technique in ("parameter_server", "async_parameter_server"):
         with pytest.raises(ValueError, match=f"run {technique} without builtin"):
             make_strategy(RunConfig(technique, world_size=2, builtin=True))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "parameter_server", "straggler": "0:4"}, "choose a worker"),
-        ({"strategy": "async_parameter_server", "straggler": "0:4"}, "choose a worker"),
-        ({"strategy": "async_parameter_server", "max_staleness": 4}, "takes no option max_stale"),
-        ({"strategy": "async_parameter_server", "world_size": 1}, "at least one worker"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_strategy(RunConfig(**{"world_size": 2, "builtin": True, **settings}))
 
 
 def test_asynchronous_workers_go_at_their_own_pace_and_all_samples_count():

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from odd_models import sgd
 from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies, train_with
-from labkit.config import RunConfig
 from labkit.strategies import local_gradients
 from labkit.strategies.local_gradients import LocalGradients
-from labkit.training.settings import make_strategy
 from labkit.training.state import checksum
 from labkit.workload.sampling import share
 
@@ -38,10 +37,6 @@ def test_accumulation_equals_the_large_batch_and_costs_no_message():
     assert parts_on_ring.bytes_sent == ring.bytes_sent
     assert len(whole.trace.of(0, "compute")) == 4
     assert len(parts.trace.of(0, "compute")) == 4 + 4 + 4 + 2
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def syncs_of_ddp(comm, accumulate):
@@ -134,20 +129,3 @@ def test_a_straggler_sleeps_for_the_rest_of_its_factor(monkeypatch):
         gradients = LocalGradients(comm, nn.Linear(2, 2), straggler=(0, 4.0))
         gradients.add(torch.ones(3, 2), torch.tensor([0, 1, 0]))
     assert naps == [6.0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "single", "straggler": "0:2"}, "its options are accumulate, amp"),
-        ({"strategy": "data_parallel", "accumulate": 2}, "takes no option accumulate"),
-        (
-            {"strategy": "single", "bucket_mb": 1.0, "builtin": True},
-            "strategy single with builtin takes no option bucket_mb",
-        ),
-        ({"strategy": "single", "max_staleness": 1}, "single takes no option max_staleness"),
-    ],
-)
-def test_options_are_refused_where_they_have_no_use(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_strategy(RunConfig(**settings))

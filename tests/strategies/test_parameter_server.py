@@ -6,35 +6,20 @@ from functools import partial
 
 import pytest
 import torch
-from odd_models import seeded, sgd, some_batches, with_batch_norm
+from odd_models import Everything, seeded, sgd, some_batches, with_batch_norm
 from ranks import travel_by_value
 from torch import nn
 
-from labkit import RunConfig, WorkerError, run, train_with
+from labkit import WorkerError, run, train_with
 from labkit.costs.traffic import parameter_server_cost
 from labkit.strategies.parameter_server import ParameterServer
 from labkit.strategies.single import Single
-from labkit.training.settings import make_strategy
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share
 
 travel_by_value(__name__)
 
 SMALL = {"epochs": 1, "train_size": 107, "batch_size": 35, "lr": 0.02, "dtype": "float64"}
-
-
-class Tied(nn.Module):
-    """Tied and unused parameters, a frozen one, and one of a single element."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-        self.unused, self.frozen = nn.Linear(6, 2), nn.Parameter(torch.ones(6), False)
-        self.gain = nn.Parameter(torch.ones(1))
-
-    def forward(self, inputs):
-        return self.gain * self.second(torch.tanh(self.first(inputs))) + self.frozen
 
 
 class OneNumber(nn.Module):
@@ -64,12 +49,14 @@ def train_by_hand(comm, make_strategy, make_models, batches):
 
 @pytest.fixture(scope="module")
 def alone():
-    return run(train_by_hand, Single, (Tied, OneNumber), some_batches(), world_size=1).values[0]
+    return run(
+        train_by_hand, Single, (Everything, OneNumber), some_batches(), world_size=1
+    ).values[0]
 
 
 @pytest.mark.parametrize(("world_size", "servers"), [(3, 2), (4, 1), (4, 3), (5, 2)])
 def test_any_number_of_servers_equals_one_device(alone, world_size, servers):
-    models, batches = (Tied, OneNumber), some_batches()
+    models, batches = (Everything, OneNumber), some_batches()
     make = partial(ParameterServer, servers=servers, accumulate=2)
     ranks = run(train_by_hand, make, models, batches, world_size=world_size).values
     for number, trained in enumerate((6 * 6 + 6 * 2 + 2 + 1, 1)):
@@ -137,21 +124,6 @@ def test_a_rank_that_dies_ends_the_run(lost):
         run(step_and_lose, lost, world_size=3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"servers": 3, "world_size": 3}, "leave no rank to work: use at most 2 servers"),
-        ({"servers": 2}, "use 1 server, or a world_size of 3 or more"),
-        ({"straggler": "0:4", "world_size": 2}, "choose a worker, rank 1 or above"),
-        ({"bucket_mb": 1.0}, "its options are accumulate, servers, straggler"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_strategy(RunConfig("parameter_server", **settings))
-
-
-def test_one_rank_may_be_server_and_worker():
-    make_strategy(RunConfig("parameter_server", servers=1))
+def test_ranks_refuse_servers_that_leave_no_worker():
     with pytest.raises(WorkerError, match="servers 2 of world_size 1 leave no rank to work"):
-        run(train_by_hand, partial(ParameterServer, servers=2), (Tied,), [], world_size=1)
+        run(train_by_hand, partial(ParameterServer, servers=2), (Everything,), [], world_size=1)

@@ -1,14 +1,17 @@
 """A model cut into stages equals the model on one device, whatever is cut, and however."""
 
+from functools import partial
+
+import odd_models
 import pytest
 import torch
+from odd_models import seeded, sgd
 from ranks import leftovers, travel_by_value
 from torch import nn
 
-from labkit import RunConfig, WorkerError, run, strategies, train_with
+from labkit import WorkerError, run, strategies, train_with
 from labkit.costs.traffic import Cost, model_parallel_cost
 from labkit.strategies.stage import Stage
-from labkit.training.settings import make_strategy
 from labkit.training.state import largest_difference
 from labkit.workload.layers import output_shapes
 from labkit.workload.models import build_model
@@ -144,24 +147,7 @@ TECHNIQUES = {
 }
 
 
-def seeded(make_model):
-    torch.manual_seed(0)
-    return make_model().double()
-
-
-def some_batches(sizes=BATCHES):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(n, 6, generator=generator, dtype=torch.float64),
-            torch.randint(4, (n,), generator=generator),
-        )
-        for n in sizes
-    ]
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+some_batches = partial(odd_models.some_batches, classes=4)
 
 
 def train(comm, strategy, make_model, sizes=BATCHES):
@@ -383,23 +369,6 @@ def test_a_stage_that_raises_ends_the_run_with_its_error_and_leaves_nothing():
     with pytest.raises(WorkerError, match="rank 1 raised ArithmeticError: this layer has had eno"):
         run(with_a_broken_stage, world_size=2)
     assert leftovers() <= before
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"split_points": "7"}, "split point 7 leaves a stage without layers: with 7 layers"),
-        ({"split_points": "5,3"}, "split points 5, 3 are out of order"),
-        ({"split_points": "3,3"}, "split point 3 comes twice"),
-        ({"split_points": "3.5"}, "split_points must be layers, as in 5,12, got '3.5'"),
-        ({"split_points": "3", "world_size": 3}, "'3' makes 2 stages, but world_size is 3"),
-        ({"world_size": 8}, "small_cnn has 7 layers, .* use world_size 7 or less, got 8"),
-        ({"world_size": 2, "schedule": "1f1b"}, "takes no option schedule"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_before_any_process_starts(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_strategy(RunConfig(strategy="model_parallel", **settings))
 
 
 def test_split_points_that_do_not_fit_are_named():

@@ -264,21 +264,6 @@ def test_a_nan_of_an_earlier_step_does_not_stay_in_an_empty_share():  # row 12
     assert run(steps, RING, world_size=2).values == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "magic"}, "unknown strategy 'magic': choose one of single, "),
-        ({"model": "gpt"}, "unknown model 'gpt': choose one of small_cnn"),
-        ({"dataset": "imagenet"}, "unknown data set 'imagenet': choose one of digits, cifar10"),
-        ({"strategy": "single", "world_size": 2}, "single trains on one rank, got world_size 2"),
-        ({"device": "tpu"}, "device 'tpu' is not known"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_a_process_starts(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_strategy(RunConfig(**settings))
-
-
 def test_states_of_different_models_are_not_compared():
     with pytest.raises(ValueError, match="differ in tensors"):
         largest_difference({"a": torch.ones(1)}, {"b": torch.ones(1)})

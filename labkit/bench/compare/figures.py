@@ -67,7 +67,7 @@ def curves(record: Record, *, builtin: bool = False) -> CaptionedFigure:
 
 
 def epoch_phases(record: Record) -> CaptionedFigure:
-    """Where an epoch's time goes, a stacked bar a contender."""
+    """Where an epoch's time goes, a stacked bar per contender."""
     figure = draw_phases(phases(record), title=f"Where an epoch goes: {_where(record)}")
     told = f"{figure.caption} Means over the ranks of a bar, medians of the repeats."
     parts = [told, _unseen(record), _WARM_UP]
@@ -76,7 +76,7 @@ def epoch_phases(record: Record) -> CaptionedFigure:
 
 
 def _unseen(record: Record) -> str:
-    """Whose communication has no spans of its own: DDP's goes on inside backward."""
+    """Whose communication has no spans: that of PyTorch's DDP runs inside backward."""
     names = []
     for one in _ran(record):
         phases_s = [run["phases_s"] for run in runs_of(record, one["name"])]
@@ -87,45 +87,50 @@ def _unseen(record: Record) -> str:
 
 
 def by_ranks(record: Record) -> CaptionedFigure:
-    """Epoch time by number of ranks, a panel a technique."""
-    text = " ".join(filter(None, [_fastest(record), _slowed(record), ranks_rule(record)]))
-    return _panels(
-        record, lambda name: series(record, name, "world_size"), Axis("ranks"), text, "by ranks"
-    )
+    """Epoch time by number of ranks, a panel per technique."""
+    told = " ".join(filter(None, [_fastest(record), _slowed(record), ranks_rule(record)]))
+    return _epoch_time(record, "world_size", Axis("ranks"), told, "by ranks")
 
 
 def by_train_size(record: Record) -> CaptionedFigure:
     """Epoch time by number of training samples."""
-    x = Axis("training samples", doubling=True)
-    text = _growth(record, "train_size", "samples")
-    return _panels(
-        record, lambda name: series(record, name, "train_size"), x, text, "by training samples"
-    )
+    x, told = Axis("training samples", doubling=True), _growth(record, "train_size", "samples")
+    return _epoch_time(record, "train_size", x, told, "by training samples")
 
 
 def by_batch_size(record: Record) -> CaptionedFigure:
     """Epoch time by global batch: a larger one has fewer steps, so fewer synchronisations."""
     x = Axis("global batch (samples)", doubling=True)
-    text = _growth(record, "batch_size", "samples a batch")
-    return _panels(record, lambda name: series(record, name, "batch_size"), x, text, "by batch")
+    told = _growth(record, "batch_size", "samples a batch")
+    return _epoch_time(record, "batch_size", x, told, "by batch")
+
+
+@drawn
+def _epoch_time(record: Record, field: str, x: Axis, told: str, title: str) -> CaptionedFigure:
+    panels = _panels(record, lambda name: series(record, name, field))
+    figure = draw_panels(panels, x, Axis("epoch time (s)"), f"Epoch time {title}")
+    caption = f"{told} {_WARM_UP} Points are medians of the repeats, whiskers their quartiles."
+    points = {name: series(record, name, field) for name in present(record)}
+    ends = _ends(points, x.label, format_seconds)
+    return CaptionedFigure(figure, alt=f"Epoch time {title}. {ends}", caption=caption)
 
 
 @drawn
 def by_efficiency(record: Record) -> CaptionedFigure:
     """Efficiency by number of ranks; ``summary.efficiency`` says what it is."""
-    panels = {
-        technique: {
-            look: {ranks: [100 * one for one in repeats] for ranks, repeats in points.items()}
-            for look, name in members.items()
-            if (points := efficiency(record, name))
-        }
-        | {ONE: {1: [100.0]}}
-        for technique, members in _techniques(record).items()
-    }
+
+    def percent(name: str) -> Points:
+        if name == SINGLE:
+            return {1: [100.0]}
+        found = efficiency(record, name).items()
+        return {ranks: [100 * one for one in repeats] for ranks, repeats in found}
+
     told = _ends({n: efficiency(record, n) for n in _ours(record)}, "ranks", "{:.0%}".format)
-    figure = draw_panels(panels, Axis("ranks"), Axis("efficiency (%)"), "Efficiency by ranks")
+    panels, y = _panels(record, percent), Axis("efficiency (%)")
     return CaptionedFigure(
-        figure, alt=f"Efficiency by ranks. {told}", caption=f"{told} {efficiency_rule(record)}"
+        draw_panels(panels, Axis("ranks"), y, "Efficiency by ranks"),
+        alt=f"Efficiency by ranks. {told}",
+        caption=f"{told} {efficiency_rule(record)}",
     )
 
 
@@ -155,27 +160,13 @@ def _first_to(found: dict[str, list | None], target: float, budget: int) -> str:
     never = [name for name, pairs in found.items() if pairs is None]
     parts = []
     if seconds:
-        first, last = min(seconds, key=seconds.get), max(seconds, key=seconds.get)
+        first, last = (most(seconds, key=seconds.__getitem__) for most in (min, max))
         parts.append(f"First at {target:.0%}: {first}, after {format_seconds(seconds[first])}.")
         if first != last:
             parts.append(f"Last: {last}, after {format_seconds(seconds[last])}.")
     if never:
         parts.append(f"Not there in every repeat after {budget} epochs: {', '.join(never)}.")
     return " ".join(parts)
-
-
-@drawn
-def _panels(
-    record: Record, points_of: Callable[[str], Points], x: Axis, told: str, title: str
-) -> CaptionedFigure:
-    panels = {
-        technique: {look: points for look, name in members.items() if (points := points_of(name))}
-        for technique, members in _techniques(record).items()
-    }
-    figure = draw_panels(panels, x, Axis("epoch time (s)"), f"Epoch time {title}")
-    caption = f"{told} {_WARM_UP} Points are medians of the repeats, whiskers their quartiles."
-    ends = _ends({name: points_of(name) for name in present(record)}, x.label, format_seconds)
-    return CaptionedFigure(figure, alt=f"Epoch time {title}. {ends}", caption=caption)
 
 
 def _ran(record: Record) -> list[dict]:
@@ -196,7 +187,7 @@ def _look(contender: dict) -> str:
 
 
 def _techniques(record: Record) -> dict[str, dict[str, str]]:
-    """By technique, by look: who is drawn in its panel."""
+    """By technique, by look: the contender that is drawn in its panel."""
     by_name = {one["name"]: one for one in _ran(record)}
     found = {}
     for name in _ours(record):
@@ -204,6 +195,14 @@ def _techniques(record: Record) -> dict[str, dict[str, str]]:
         members = {OURS: name, THEIRS: theirs, THEIRS_ON_OURS: f"{theirs} (labkit)", ONE: SINGLE}
         found[name] = {look: other for look, other in members.items() if other in by_name}
     return found
+
+
+def _panels(record: Record, points_of: Callable[[str], Points]) -> dict[str, dict[str, Points]]:
+    """By technique, by look: the points, where a contender has some."""
+    return {
+        technique: {look: points for look, name in members.items() if (points := points_of(name))}
+        for technique, members in _techniques(record).items()
+    }
 
 
 def _varies(record: Record, field: str) -> bool:
@@ -218,7 +217,7 @@ def _where(record: Record) -> str:
 
 def _fastest(record: Record) -> str:
     medians = {name: statistics.median(epoch_times(record, name)) for name in present(record)}
-    best = min(medians, key=medians.get)
+    best = min(medians, key=medians.__getitem__)
     text = f"On {_where(record)}, the fastest epoch is that of {best}: "
     text += format_seconds(medians[best])
     if SINGLE in medians and best != SINGLE:
@@ -248,7 +247,7 @@ def _growth(record: Record, field: str, unit: str) -> str:
     values = [x for points in by_name.values() for x in points]
     least, most = min(values), max(values)
     if least == most:
-        return f"There are times at {most:,} {unit} alone: nothing else ran."
+        return f"Only {most:,} {unit} have times: nothing else ran."
     parts = [
         f"{name} {format_number(statistics.median(p[most]) / statistics.median(p[least]))}"
         for name, p in by_name.items()

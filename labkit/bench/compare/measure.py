@@ -1,70 +1,118 @@
 """Running the contenders in turns, within a budget of time.
 
-A repeat goes through all settings, and within a setting through all contenders, each repeat
-beginning with another one: what else the machine does meets all of them alike, and the ratio
-within a repeat is what counts. Repeat r of everybody uses seed K + r.
+A repeat takes all settings, and within a setting all contenders; each repeat begins with another
+contender. So whatever else the machine does affects all of them alike, and the ratio within a
+repeat is what counts. Repeat r of every contender uses seed K + r.
 """
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from labkit.bench.compare.contenders import SINGLE, Contender
+from labkit import devices
+from labkit.bench.compare.contenders import SINGLE, Contender, find_contenders
+from labkit.bench.compare.phases import phases_by_role, short
+from labkit.bench.compare.settings import Setting, settings_of
+from labkit.bench.record import machine
+from labkit.config import RunConfig
 from labkit.errors import WorkerError
-from labkit.trace import Span, Trace
-from labkit.training.result import TrainResult
-from labkit.training.train_run import train_run
-from labkit.units import format_count
+from labkit.runtime.preload import warm_up
+from labkit.training.train_run import TrainResult, train_run
+from labkit.units import MOST_SECONDS, check_above_zero, check_integer
+from labkit.workload.datasets import DATASETS, load_dataset
+from labkit.workload.models import MODELS
 
+# Leaves room below ten minutes for a setting that takes longer than the last time.
+BUDGET_S = 480.0
+MOST_REPEATS = 5
 # A run that takes longer is not going to end.
 _TIMEOUT_S = 300
-MOST_REPEATS = 5
-# The first epoch is warm-up and two more make an epoch's time.
-_EPOCHS_FOR_TIME = 3
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What all contenders are given alike."""
+def compare(
+    strategies: tuple[str, ...] = (),
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4),
+    train_sizes: tuple[int, ...] = (),
+    batch_sizes: tuple[int, ...] = (64, 128, 256),
+    repeats: int | None = None,
+    epochs: int = 6,
+    target: float = 0.95,
+    model: str = "small_cnn",
+    dataset: str = "digits",
+    device: str = "auto",
+    budget_s: float = BUDGET_S,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Run the comparison and return its record.
 
-    world_size: int
-    train_size: int
-    batch_size: int
-    epochs: int
+    Args:
+        strategies: techniques out of ``labkit.strategies.STRATEGIES``, by default all that share
+            out the batch; PyTorch's counterparts and ``single`` take part anyway.
+        world_sizes, train_sizes, batch_sizes: what to vary, one at a time, see ``settings_of``.
+            Train sizes are by default a quarter, a half and all of the data.
+        repeats: of everything; None takes as many as fit into ``budget_s``, 1 to 5.
+        epochs: of the main setting.
+        target: held-out accuracy, 0 to 1.
+        model, dataset, device: as in ``RunConfig``.
+        budget_s: the time for all of it.
+        say: takes a line of progress.
 
-    def text(self) -> str:
-        ranks = format_count(self.world_size, "rank")
-        return f"{ranks}, {self.train_size} samples, batches of {self.batch_size}"
+    Raises:
+        ValueError: unknown names, impossible numbers.
+        FileNotFoundError: the data set is not there.
+    """
+    _check_names(model, dataset)
+    _check_numbers(world_sizes, train_sizes, batch_sizes, repeats, epochs, target, budget_s)
+    contenders = find_contenders(strategies, device)
+    gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
+    sizes = train_sizes or _parts_of(dataset)
+    settings = settings_of(world_sizes, sizes, batch_sizes, epochs, gpus or devices.num_cores())
+    common = {"model": model, "dataset": dataset, "device": device, "seed": RunConfig().seed}
+    comparison = Comparison(contenders, settings, common, say)
+    comparison.check()
+    say(f"{len(contenders)} contenders: {', '.join(one.name for one in contenders)}")
+    warm_up()
+    comparison.run(repeats, budget_s)
+    return comparison.record({"target": target, "repeats": repeats, "gpus_used": gpus})
 
 
-def settings_of(
+def _check_names(model: str, dataset: str) -> None:
+    for kind, name, known in (("model", model, MODELS), ("data set", dataset, DATASETS)):
+        if name not in known:
+            raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
+
+
+def _check_numbers(
     world_sizes: tuple[int, ...],
     train_sizes: tuple[int, ...],
     batch_sizes: tuple[int, ...],
+    repeats: int | None,
     epochs: int,
-    units: int,
-) -> list[Setting]:
-    """The main setting first, then each that differs from it in one thing, once.
+    target: float,
+    budget_s: float,
+) -> None:
+    """What ``RunConfig`` would find too late: the settings are made from these."""
+    check_above_zero("the target, an accuracy,", target, 1)
+    for world_size in world_sizes:
+        devices.check_world_size(world_size)
+    for name, sizes in (("train_size", train_sizes), ("batch_size", batch_sizes)):
+        for size in sizes:
+            check_integer(name, size)
+    for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", batch_sizes)):
+        if not sizes:
+            raise ValueError(f"{name} is empty: name at least one")
+    check_integer("epochs", epochs)
+    if repeats is not None:
+        check_integer("repeats", repeats)
+    check_above_zero("budget_s", budget_s, MOST_SECONDS)
 
-    Args:
-        world_sizes: the main one is the largest with a core (or GPU) for each rank.
-        train_sizes: the main one is the largest.
-        batch_sizes: the main one is that in the middle.
-        epochs: of the main setting; the others need time alone, and run three at most.
-        units: cores or GPUs.
-    """
-    fitting = [size for size in world_sizes if size <= units]
-    main = max(fitting) if fitting else min(world_sizes)
-    sizes, batch = max(train_sizes), statistics.median_low(batch_sizes)
-    fewer = min(epochs, _EPOCHS_FOR_TIME)
-    settings = [Setting(main, sizes, batch, epochs)]
-    settings += [Setting(p, sizes, batch, fewer) for p in world_sizes if p != main]
-    settings += [Setting(main, n, batch, fewer) for n in train_sizes if n != sizes]
-    settings += [Setting(main, sizes, b, fewer) for b in batch_sizes if b != batch]
-    return list(dict.fromkeys(settings))
+
+def _parts_of(dataset: str) -> tuple[int, ...]:
+    """A quarter, a half and all of its training samples."""
+    count = len(load_dataset(dataset).train_targets)
+    return tuple(sorted({max(1, count // 4), max(1, count // 2), count}))
 
 
 class Comparison:
@@ -72,7 +120,7 @@ class Comparison:
 
     Attributes:
         runs: a row for each run, see ``_row``.
-        skipped: what was not run, and why; ``failed`` where it began and broke off.
+        skipped: what was not run, and why; ``failed`` where it started and failed.
     """
 
     def __init__(
@@ -86,15 +134,34 @@ class Comparison:
         self.settings = settings
         self.common = common
         self.say = say
-        self.runs: list[dict] = []
-        self.skipped: list[dict] = []
+        self.runs: list[dict[str, Any]] = []
+        self.skipped: list[dict[str, Any]] = []
         self._left_out: set[tuple[str, int]] = set()
+
+    def check(self) -> None:
+        """Raise ValueError, before anything runs, for settings with which no run could start."""
+        most = max(setting.train_size for setting in self.settings)
+        load_dataset(self.common["dataset"], train_size=most)
+        for setting in self.settings:
+            RunConfig(**self.common, **asdict(setting))
+
+    def record(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Everything that ``labkit compare --json`` keeps; ``config`` goes to its settings."""
+        rates = {"lr": RunConfig().lr, "momentum": RunConfig().momentum}
+        return {
+            "config": self.common | rates | config,
+            "contenders": [asdict(one) for one in self.contenders],
+            "settings": [asdict(setting) for setting in self.settings],
+            "runs": self.runs,
+            "skipped": self.skipped,
+            **machine(),
+        }
 
     def run(self, repeats: int | None, budget_s: float) -> None:
         """Run everything ``repeats`` times, or as often as fits into ``budget_s``.
 
-        Without a number of repeats, every setting gets one while there is time, then more, up to
-        ``MOST_REPEATS``, as long as its last duration still fits.
+        Without a number of repeats, every setting runs once while there is time, then again, up
+        to ``MOST_REPEATS`` times, as long as its last duration still fits.
         """
         started_s = time.perf_counter()
         took_s = dict.fromkeys(self.settings, 0.0)
@@ -103,7 +170,7 @@ class Comparison:
                 left_s = budget_s - (time.perf_counter() - started_s)
                 if repeats is None and took_s[setting] >= left_s:
                     if repeat == 0:
-                        self._no_time_for(setting)
+                        self._skip("everybody", setting, "the budget of time was used up")
                     continue
                 begun_s = time.perf_counter()
                 self._repeat(setting, repeat)
@@ -140,99 +207,27 @@ class Comparison:
             return train_run(contender.config(**common), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
             # What a technique cannot do it refuses before a rank starts, by ValueError.
-            failed = isinstance(error, WorkerError)
-            self._leave_out(contender, setting, str(error), failed=failed)
+            self._left_out.add((contender.name, setting.world_size))
+            reason = str(error).strip().splitlines()[0]
+            self._skip(contender.name, setting, reason, failed=isinstance(error, WorkerError))
         return None
 
-    def _no_time_for(self, setting: Setting) -> None:
-        reason = "the budget of time was used up"
-        row = {"contender": "everybody", **asdict(setting), "reason": reason, "failed": False}
+    def _skip(self, name: str, setting: Setting, reason: str, *, failed: bool = False) -> None:
+        row = {"contender": name, **asdict(setting), "reason": reason, "failed": failed}
         self.skipped.append(row)
-        self.say(f"skipped: {setting.text()}: {reason}")
-
-    def _leave_out(
-        self, contender: Contender, setting: Setting, reason: str, *, failed: bool
-    ) -> None:
-        self._left_out.add((contender.name, setting.world_size))
-        reason = reason.strip().splitlines()[0]
-        row = {"contender": contender.name, **asdict(setting), "reason": reason, "failed": failed}
-        self.skipped.append(row)
-        what = "failed" if failed else "skipped"
-        ranks = format_count(setting.world_size, "rank")
-        self.say(f"{what}: {contender.name} on {ranks}: {reason}")
+        self.say(f"{'failed' if failed else 'skipped'}: {name}, {setting.text()}: {reason}")
 
 
-def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -> dict:
+def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -> dict[str, Any]:
     """What the record keeps of a run; ``setting`` is the index in the record's list."""
     return {
         "contender": contender.name,
         "setting": setting,
         "repeat": repeat,
-        "epochs": [{key: _short(value) for key, value in row.items()} for row in result.epochs],
+        "epochs": [{key: short(value) for key, value in row.items()} for row in result.epochs],
         "phases_s": phases_by_role(result.trace, result.config.epochs),
         "bytes_sent": result.bytes_sent,
         "messages": result.messages,
         "replicas_agree": result.replicas_agree,
         "note": result.notes.get("note"),
     }
-
-
-def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float]]:
-    """Seconds an epoch by kind of span, by what a rank is: a ``worker`` computes a share of the
-    batch, a ``stage`` a part of the model, a ``server`` nothing. Means over the ranks of a role.
-
-    Launch, evaluation and the first epoch (warm-up) are left out; where ranks do not keep step,
-    no epoch ends on all of them at once, and the mean is over all epochs.
-    """
-    by_role: dict[str, list[dict[str, float]]] = {}
-    for rank in trace.ranks:
-        seconds = _epoch_seconds(trace.of(rank), epochs)
-        by_role.setdefault(_role(seconds), []).append(seconds)
-    return {role: _means(rows) for role, rows in sorted(by_role.items(), reverse=True)}
-
-
-def _role(seconds: dict[str, float]) -> str:
-    if seconds.get("compute"):
-        return "worker"
-    return "stage" if seconds.keys() & {"forward", "backward"} else "server"
-
-
-def _epoch_seconds(spans: list[Span], epochs: int) -> dict[str, float]:
-    windows = epoch_windows(spans)
-    counted = windows[1:] or windows if len(windows) == epochs else windows
-    count = len(counted) if len(windows) == epochs else epochs
-    seconds: dict[str, float] = {}
-    for span in spans:
-        if any(start_s <= span.start_s < end_s for start_s, end_s in counted):
-            seconds[span.kind] = seconds.get(span.kind, 0.0) + span.duration_s / count
-    return seconds
-
-
-def epoch_windows(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """(start, end) of each stretch of training in one rank's spans, in the order of time.
-
-    It begins with a batch's data and ends where an evaluation begins, or with the last span. A
-    rank that loads no data serves from its first span on.
-    """
-    spans = list(spans)
-    opens = {"data"} & {span.kind for span in spans} or {span.kind for span in spans}
-    windows, start_s = [], None
-    for span in spans:
-        if span.kind == "evaluate":
-            windows += [] if start_s is None else [(start_s, span.start_s)]
-            start_s = None
-        elif start_s is None and span.kind in opens:
-            start_s = span.start_s
-    if start_s is not None:
-        windows.append((start_s, max(span.end_s for span in spans)))
-    return windows
-
-
-def _means(rows: list[dict[str, float]]) -> dict[str, float]:
-    kinds = sorted({kind for row in rows for kind in row})
-    return {kind: _short(sum(row.get(kind, 0.0) for row in rows) / len(rows)) for kind in kinds}
-
-
-def _short(value: float) -> float | None:
-    """Six significant digits: more is noise, and makes a record hard to read. NaN is None."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,22 +1,23 @@
-"""Small multiples: a panel a technique, in each ours beside PyTorch's, one device as a reference.
+"""Small multiples: a panel per technique, ours beside PyTorch's, with one device as a reference.
 
-A dozen contenders in one pair of axes cannot be told apart; in panels with common axes three looks
-suffice, and they mean the same in each.
+A dozen contenders in one pair of axes cannot be told apart; in panels with common axes a few looks
+suffice, and they mean the same in each panel.
 """
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from labkit.bench.turns import Spread
+from labkit.bench.spread import Spread
 from labkit.plots.figure import DARK, GRID, SERIES, WIDTH_IN, Style, add_legend, add_title, swatch
 
 OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
-LOOKS: dict[str, tuple[Style, str, str]] = dict(
+LOOKS: dict[str, tuple[Style, str, Any]] = dict(
     zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES, strict=False)
 ) | {ONE: (Style(DARK), "", ":")}
 _COLUMNS = 3
@@ -26,7 +27,7 @@ Lines = Mapping[str, Mapping[int, list[float]]]
 
 
 class Axis(NamedTuple):
-    """An axis: its name with the unit, and whether doubling is a step."""
+    """An axis: its name with the unit, and whether each doubling is one step."""
 
     label: str
     doubling: bool = False
@@ -54,11 +55,11 @@ def draw_panels(panels: Mapping[str, Lines], x: Axis, y: Axis, title: str) -> Fi
     return figure
 
 
-def _draw_line(axes, look: str, points: Mapping[int, list[float]]) -> None:
+def _draw_line(axes: Axes, look: str, points: Mapping[int, list[float]]) -> None:
     style, marker, line = LOOKS[look]
     spreads = [Spread.of(repeats) for repeats in points.values()]
     if look == ONE and len(points) == 1:
-        # Of one device there is nothing to vary: a line across, with its quartiles.
+        # One device does not vary with x: a line across the panel.
         axes.axhline(spreads[0].median, color=style.color, linestyle=line, linewidth=1.4)
         return
     middle = [spread.median for spread in spreads]
@@ -76,7 +77,7 @@ def _draw_line(axes, look: str, points: Mapping[int, list[float]]) -> None:
     )
 
 
-def _finish(axes, x: Axis, ticks: list[int], *, lowest: bool) -> None:
+def _finish(axes: Axes, x: Axis, ticks: list[int], *, lowest: bool) -> None:
     if x.doubling:
         axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -100,7 +101,7 @@ def draw_rows(
     missing: str,
     title: str,
 ) -> Figure:
-    """Horizontal bars, a row a contender and a panel a quantity; None is written as ``missing``.
+    """Horizontal bars: a row per contender, a panel per quantity; ``missing`` stands for None.
 
     Args:
         columns: by quantity with its unit, by contender: the repeats.
@@ -110,7 +111,7 @@ def draw_rows(
     figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(names)))
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, (quantity, rows) in zip(grid, columns.items()):
-        spreads = {name: Spread.of(rows[name]) for name in names if rows[name] is not None}
+        spreads = {name: Spread.of(repeats) for name in names if (repeats := rows[name])}
         for place, name in enumerate(names):
             if name in spreads:
                 _draw_row(axes, place, spreads[name], _patch(looks[name]))
@@ -128,7 +129,7 @@ def draw_rows(
     return figure
 
 
-def _draw_row(axes, place: int, spread: Spread, look: Patch) -> None:
+def _draw_row(axes: Axes, place: int, spread: Spread, look: Patch) -> None:
     axes.barh(
         place,
         spread.median,

@@ -1,18 +1,19 @@
 """What a record says: pure functions from the recorded dict to numbers, and the table.
 
-Epoch time: of each run the median of its epochs without the first, which is warm-up (of a run of
-one epoch that one). Time to accuracy counts every epoch, the first too: it has to be trained.
-Neither contains launch or evaluation.
+Epoch time: the median of a run's epochs without the first, which is warm-up (or the only epoch
+that it has). Time to accuracy counts every epoch, the first too: it has to be trained. Neither
+contains launch or evaluation.
 """
 
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 from labkit.bench.compare.contenders import SINGLE
-from labkit.bench.turns import Spread, ratios, table
+from labkit.bench.spread import Spread, ratios, table
 from labkit.units import format_bytes, format_count, format_number, format_seconds
 
-Record = dict
+Record = dict[str, Any]
 
 
 def epoch_seconds(run: dict) -> float:
@@ -32,7 +33,7 @@ def runs_of(record: Record, contender: str, setting: int = 0) -> list[dict]:
 
 
 def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]:
-    """Seconds of an epoch, one number a repeat."""
+    """Seconds of an epoch, one number per repeat."""
     return [epoch_seconds(run) for run in runs_of(record, contender, setting)]
 
 
@@ -53,50 +54,54 @@ def to_target(run: dict, target: float) -> tuple[int, float] | None:
 
 
 def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
-    """(epochs, seconds) to the target by repeat; None where a repeat never reached it."""
+    """(epochs, seconds) to the target by repeat; None if any repeat never reached it."""
     target = record["config"]["target"]
-    found = [to_target(run, target) for run in runs_of(record, contender)]
-    return None if None in found or not found else found
+    runs = runs_of(record, contender)
+    found = [times for run in runs if (times := to_target(run, target))]
+    return found if found and len(found) == len(runs) else None
 
 
 def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
     """Epoch times by ``world_size``, ``train_size`` or ``batch_size``, all else as in the main
     setting. One device has no number of ranks, so by world size it has one value, at 1."""
+    one_rank = contender == SINGLE and field == "world_size"
+    return {
+        1 if one_rank else setting[field]: times
+        for index, setting in _varied(record, field)
+        if (times := epoch_times(record, contender, index))
+    }
+
+
+def _varied(record: Record, field: str) -> list[tuple[int, dict[str, int]]]:
+    """The settings that differ from the main one only in ``field``, by its value: (index, one)."""
     main = record["settings"][0]
-    others = [name for name in ("world_size", "train_size", "batch_size") if name != field]
-    found = {}
-    for index, setting in enumerate(record["settings"]):
-        times = epoch_times(record, contender, index)
-        if times and all(setting[name] == main[name] for name in others):
-            found[1 if _no_ranks(contender, field) else setting[field]] = times
-    return dict(sorted(found.items()))
-
-
-def _no_ranks(contender: str, field: str) -> bool:
-    return contender == SINGLE and field == "world_size"
+    others = {"world_size", "train_size", "batch_size"} - {field}
+    found = [
+        (index, setting)
+        for index, setting in enumerate(record["settings"])
+        if all(setting[name] == main[name] for name in others)
+    ]
+    return sorted(found, key=lambda pair: pair[1][field])
 
 
 def efficiency(record: Record, contender: str) -> dict[int, list[float]]:
     """By world size: epoch time of one device / (epoch time x devices used), by repeat.
 
     Ranks on CPUs share the cores, and one device computes on all of them: they are one device,
-    however many ranks there are. Of GPUs as many are used as there are ranks, or as there are.
+    however many ranks there are. On GPUs each rank uses one, while there are enough.
     """
+    if contender == SINGLE:
+        return {}
     one = {run["repeat"]: epoch_seconds(run) for run in runs_of(record, SINGLE)}
-    main = record["settings"][0]
     found = {}
-    for index, setting in enumerate(record["settings"]):
-        if any(setting[name] != main[name] for name in ("train_size", "batch_size")):
-            continue
+    for index, setting in _varied(record, "world_size"):
         used = max(1, min(setting["world_size"], record["config"]["gpus_used"]))
-        values = [
+        found[setting["world_size"]] = [
             one[run["repeat"]] / (epoch_seconds(run) * used)
             for run in runs_of(record, contender, index)
             if run["repeat"] in one
         ]
-        if values and contender != SINGLE:
-            found[setting["world_size"]] = values
-    return dict(sorted(found.items()))
+    return {world_size: values for world_size, values in found.items() if values}
 
 
 def against_pytorch(record: Record, contender: dict, setting: int = 0) -> list[float]:
@@ -112,8 +117,8 @@ def against_pytorch(record: Record, contender: dict, setting: int = 0) -> list[f
 def phases(record: Record) -> dict[str, dict[str, float]]:
     """By bar, by kind: seconds of an epoch in the main setting, medians of the repeats.
 
-    A bar is as long as the epoch. What lies outside any span is ``other``. Where several threads
-    of a rank record spans, these are scaled to fit.
+    A bar is as long as the epoch. Time outside all spans is ``other``. Where several threads of a
+    rank record spans, these are scaled to fit.
     """
     bars = {}
     for name in present(record):
@@ -163,7 +168,7 @@ def _headline(record: Record) -> str:
 def _main_table(record: Record) -> str:
     target = f"{record['config']['target']:.0%}"
     header = ["contender", "epoch", "PyTorch's / ours", f"epochs to {target}", f"time to {target}"]
-    header += ["accuracy", "from one device", "replicas", "sent by a rank"]
+    header += ["accuracy", "from one device", "replicas", "sent per rank"]
     by_name = {one["name"]: one for one in record["contenders"]}
     rows = [_main_row(record, by_name[name]) for name in present(record)]
     return table(header, rows)
@@ -190,13 +195,14 @@ def _main_row(record: Record, contender: dict) -> list[str]:
 
 
 def _farthest(differences: list[float | None]) -> str:
-    if None in differences:
+    finite = [one for one in differences if one is not None]
+    if len(finite) < len(differences):
         return "not finite"
-    return f"{max(differences):.1g}" if differences else "-"
+    return f"{max(finite):.1g}" if finite else "-"
 
 
 def _most_sent(runs: list[dict]) -> str:
-    """Bytes of the rank that sends most; "-" where nobody counts."""
+    """Bytes of the rank that sends most; "-" where they are not counted."""
     most = [max(run["bytes_sent"]) for run in runs if run.get("bytes_sent")]
     return format_bytes(statistics.median(most)) if most else "-"
 
@@ -270,5 +276,5 @@ def efficiency_rule(record: Record) -> str:
     return (
         f"{start}. Here all ranks share {cores} cores, on which one device computes already, so "
         "they count as one device: at 100% they do as much with the cores as it does. More ranks "
-        f"bring no more cores, and more than {cores} take turns on them."
+        f"add no cores, and more than {cores} take turns on them."
     )

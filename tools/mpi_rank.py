@@ -1,10 +1,10 @@
-"""One MPI rank of ``labkit bench all-reduce``; ``labkit.bench.mpi`` starts it through mpirun.
+"""One MPI rank of ``bench_mpi.py``, which starts it through mpirun.
 
 It waits on a socket, so that it takes no processor time while others have their turn. For each
-size that comes it does one checked all-reduce and answers with its seconds. Without a socket it
-only says which MPI it is and how many ranks there are.
+size that it reads it does one checked all-reduce and answers with its seconds. Without a socket it
+only prints the number of ranks and the name of the MPI.
 
-mpi4py and numpy alone: with torch it would take seconds to start.
+It imports only mpi4py and numpy: with torch it would take seconds to start.
 """
 
 import socket
@@ -21,7 +21,7 @@ def main(paths: list[str]) -> None:
     if not paths:
         if comm.rank == 0:
             library = MPI.Get_library_version().replace("\0", "").split(",")[0].splitlines()[0]
-            print(f"{comm.size} {library}", flush=True)
+            print(comm.size, " ".join(library.split()), flush=True)
         return
     try:
         serve(comm, paths[0])
@@ -43,7 +43,7 @@ def serve(comm: MPI.Comm, path: str) -> None:
 
 
 def make_tensors(comm: MPI.Comm, num_bytes: int) -> tuple[np.ndarray, ...]:
-    """As labkit's ranks have them: see ``Tensors`` in labkit/bench/all_reduce.py."""
+    """The same as ``Tensors`` in labkit/bench/all_reduce.py."""
     pattern = (np.arange(num_bytes // 4) % 1021).astype(np.float32)
     total = comm.size * (comm.size + 1) // 2
     return pattern * (comm.rank + 1), pattern * total, np.empty_like(pattern)

@@ -1,6 +1,6 @@
-"""Reading a record of ``labkit compare``, and saying what is wrong with a file that is none.
+"""Reading a record of ``labkit compare``, and saying what is wrong with any other file.
 
-The schema has what the tables and figures use; what else is in a record is left alone.
+The schema has what the tables and figures use; a record may hold more.
 """
 
 import json
@@ -23,9 +23,9 @@ def _list(items: dict, least: int = 0) -> dict:
 
 _DEEPEST = 20
 _TEXT, _TRUTH = {"type": "string"}, {"type": "boolean"}
-# Beyond these nothing can be drawn, and a whole number may not even be a float.
+# Beyond these nothing can be drawn, and an integer may not even fit a float.
 _NUMBER = {"type": "number", "minimum": -1e30, "maximum": 1e30}
-# JSON has no NaN: it is null, of a run whose parameters grew beyond all numbers.
+# JSON has no NaN: it is null, in a run whose parameters diverged.
 _NUMBER_OR_NULL = {**_NUMBER, "type": ["number", "null"]}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _INDEX = {"type": "integer", "minimum": 0, "maximum": MOST}
@@ -73,7 +73,7 @@ def load(path: str | Path) -> dict[str, Any]:
     """Read a record.
 
     Raises:
-        ValueError: not one; the message names the file, and a place that is wrong.
+        ValueError: it is not one; the message names the file and a place that is wrong.
         OSError: the file cannot be read.
     """
     try:
@@ -82,20 +82,21 @@ def load(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{path} is no record of labkit compare: {reason}; give a file that its --json wrote"
+            f"{path} is not a record of labkit compare: {reason}; give a file that its "
+            "--json wrote"
         ) from None
     return record
 
 
 def _read(path: Path) -> str:
-    # Of a pipe that nobody writes to the reading would never begin.
+    # Reading from a pipe that nobody writes to would wait forever.
     if path.exists() and not path.is_dir() and not path.is_file():
         raise ValueError("it is a pipe or a device")
     return path.read_text(encoding="utf-8")
 
 
 def _finite(text: str) -> float:
-    """A number, where Python would also read NaN and Infinity, which JSON has not."""
+    """A number, where Python would also read NaN and Infinity, which JSON does not have."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a finite number")
@@ -117,7 +118,7 @@ def _parts(thing: Any) -> Iterable[Any]:
 
 
 def _check(record: Any) -> None:
-    # What a record may hold beside the schema is written again, too: by recursion.
+    # All of a record is written again by recursion, also what the schema does not know.
     _check_depth(record)
     # It takes seconds to import.
     import jsonschema
@@ -130,7 +131,7 @@ def _check(record: Any) -> None:
     names = {contender["name"] for contender in record["contenders"]}
     for index, run in enumerate(record["runs"]):
         if run["contender"] not in names:
-            raise ValueError(f"$.runs[{index}] is of {run['contender']}, who is no contender")
+            raise ValueError(f"$.runs[{index}]: {run['contender']} is not a contender")
         if run["setting"] >= len(record["settings"]):
-            count = len(record["settings"])
-            raise ValueError(f"$.runs[{index}] is in setting {run['setting']} of {count}")
+            known = f"settings 0 to {len(record['settings']) - 1}"
+            raise ValueError(f"$.runs[{index}].setting: {run['setting']} is not among {known}")

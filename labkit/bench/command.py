@@ -1,0 +1,127 @@
+"""The command ``labkit bench``: run the benches, print what they find, record and draw it."""
+
+import glob
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from labkit.bench.all_reduce import bench_all_reduce
+from labkit.bench.ddp import bench_ddp
+from labkit.bench.launch import bench_launch
+from labkit.bench.pipeline import bench_pipeline
+from labkit.bench.placement import bench_placement
+from labkit.bench.record import Result, command_line, dumped, flag, machine, merged
+from labkit.files import check_writable, write_atomically, write_each
+
+BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
+    "launch": bench_launch,
+    "all-reduce": bench_all_reduce,
+    "ddp": bench_ddp,
+    "placement": bench_placement,
+    "pipeline": bench_pipeline,
+}
+DRAWN = ("all-reduce", "placement")
+_PICTURES = (".png", ".svg")
+
+
+def main(
+    names: Sequence[str],
+    json_path: str | None = None,
+    figure_path: str | None = None,
+    words: Sequence[str] = (),
+    **options: Any,
+) -> int:
+    """Run the benches of these names (all of them if none is given); print and record them.
+
+    Args:
+        names: out of ``BENCHES``.
+        json_path: where to write one bench's results, with hardware and versions.
+        figure_path: where to write its figures.
+        words: the command line, for the record.
+        options: arguments of the benches; None was not given.
+
+    Raises:
+        ValueError: before anything runs, for options that are wrong or belong to another bench.
+    """
+    chosen = names or list(BENCHES)
+    settings = {name: value for name, value in options.items() if value is not None}
+    _check(chosen, settings, json_path, figure_path)
+    # Each checks its settings when it is called, and runs when its results are asked for.
+    runs = {name: BENCHES[name](**settings) for name in chosen}
+    for name, results in runs.items():
+        how = {"command": command_line(words), "config": _config(name, settings)}
+        show(results, how, json_path, figure_path)
+    return 0
+
+
+def show(
+    results: Iterable[Result],
+    how: dict[str, Any],
+    json_path: str | None = None,
+    figure_path: str | None = None,
+) -> None:
+    """Print each result when it is there; then write all of them, and their figures.
+
+    Args:
+        how: the record's first part: at least ``command`` and ``config``.
+    """
+    found = []
+    for result in results:
+        print(result, flush=True)
+        found.append(result)
+    writes: list[Callable[[], object]] = []
+    if json_path is not None:
+        record = how | merged(found) | machine()
+        writes.append(partial(write_atomically, json_path, dumped(record)))
+    if figure_path is not None:
+        writes.append(partial(_draw, found, Path(figure_path)))
+    write_each(*writes)
+
+
+def _draw(found: list[Result], path: Path) -> None:
+    """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
+    figures = {name: figure for result in found for name, figure in result.figures().items()}
+    for name, figure in figures.items():
+        where = path if len(figures) == 1 else path.with_stem(f"{path.stem}_{name}")
+        print(f"figure: {figure.save(where)}")
+
+
+def _check(
+    chosen: Sequence[str],
+    settings: dict[str, Any],
+    json_path: str | None,
+    figure_path: str | None,
+) -> None:
+    """Raise ValueError for what does not go together."""
+    for name in chosen:
+        if name not in BENCHES:
+            raise ValueError(f"unknown bench {name!r}: choose one of {', '.join(BENCHES)}")
+        taken = inspect.signature(BENCHES[name]).parameters
+        for setting in settings:
+            if setting not in taken:
+                raise ValueError(f"bench {name} has no option {flag(setting)}")
+    if len(chosen) > 1 and (json_path, figure_path) != (None, None):
+        raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
+    if figure_path is not None:
+        _check_figure(chosen[0], Path(figure_path))
+    # Several figures may be drawn: --json a_2_ranks.png could be one of those of --figure a.png.
+    if json_path is not None and Path(json_path).suffix in _PICTURES:
+        raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
+
+
+def _check_figure(name: str, path: Path) -> None:
+    if name not in DRAWN:
+        raise ValueError(f"bench {name} draws no figure: {', '.join(DRAWN)} do")
+    if path.suffix not in _PICTURES:
+        raise ValueError(f"cannot draw {path}: a figure is saved as .png or .svg")
+    for old in path.parent.glob(f"{glob.escape(path.stem)}_*{path.suffix}"):
+        check_writable(old)
+
+
+def _config(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Every option of the bench, defaults too."""
+    parameters = inspect.signature(BENCHES[name]).parameters.values()
+    options = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    return {one.name: settings.get(one.name, one.default) for one in options}

@@ -1,0 +1,67 @@
+"""Where an epoch of one run went, by what a rank is: read from its trace."""
+
+import math
+from collections.abc import Iterable
+
+from labkit.trace import Span, Trace
+
+
+def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float | None]]:
+    """Seconds per epoch by kind of span, by what a rank is: a ``worker`` computes a share of the
+    batch, a ``stage`` a part of the model, a ``server`` nothing. Means over the ranks of a role.
+
+    Launch, evaluation and the first epoch (warm-up) are left out; where ranks do not keep step,
+    no epoch ends on all of them at once, and the mean is over all epochs.
+    """
+    by_role: dict[str, list[dict[str, float]]] = {}
+    for rank in trace.ranks:
+        seconds = _epoch_seconds(trace.of(rank), epochs)
+        by_role.setdefault(_role(seconds), []).append(seconds)
+    return {role: _means(rows) for role, rows in sorted(by_role.items(), reverse=True)}
+
+
+def _role(seconds: dict[str, float]) -> str:
+    if seconds.get("compute"):
+        return "worker"
+    return "stage" if seconds.keys() & {"forward", "backward"} else "server"
+
+
+def _epoch_seconds(spans: list[Span], epochs: int) -> dict[str, float]:
+    windows = epoch_windows(spans)
+    counted = windows[1:] or windows if len(windows) == epochs else windows
+    count = len(counted) if len(windows) == epochs else epochs
+    seconds: dict[str, float] = {}
+    for span in spans:
+        if any(start_s <= span.start_s < end_s for start_s, end_s in counted):
+            seconds[span.kind] = seconds.get(span.kind, 0.0) + span.duration_s / count
+    return seconds
+
+
+def epoch_windows(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """(start, end) of each stretch of training in one rank's spans, in the order of time.
+
+    It begins with a batch's data and ends where an evaluation begins, or with the last span. A
+    rank that loads no data serves from its first span on.
+    """
+    spans = list(spans)
+    opens = {"data"} & {span.kind for span in spans} or {span.kind for span in spans}
+    windows, start_s = [], None
+    for span in spans:
+        if span.kind == "evaluate":
+            windows += [] if start_s is None else [(start_s, span.start_s)]
+            start_s = None
+        elif start_s is None and span.kind in opens:
+            start_s = span.start_s
+    if start_s is not None:
+        windows.append((start_s, max(span.end_s for span in spans)))
+    return windows
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float | None]:
+    kinds = sorted({kind for row in rows for kind in row})
+    return {kind: short(sum(row.get(kind, 0.0) for row in rows) / len(rows)) for kind in kinds}
+
+
+def short(value: float) -> float | None:
+    """Six significant digits: more is noise, and makes a record hard to read. NaN is None."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,72 @@
+"""How a recorded result was taken: the command, the settings, the hardware and the versions."""
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from labkit.devices import hardware, versions
+
+if TYPE_CHECKING:
+    from labkit.plots.figure import CaptionedFigure
+
+_OUTPUTS = {"--json", "--figure", "--figures"}
+_FLAGS = {
+    "sizes_bytes": "--sizes",
+    "world_sizes": "--world-size",
+    "train_sizes": "--train-size",
+    "batch_sizes": "--batch-size",
+}
+
+
+class Result:
+    """What a bench yields: printed by ``str``, and part of the record and of the figures."""
+
+    def record(self) -> dict[str, Any]:
+        """By name, rows of plain numbers and texts; ``merged`` joins those of several results."""
+        raise NotImplementedError
+
+    def figures(self) -> "dict[str, CaptionedFigure]":
+        """By name; none unless a bench draws."""
+        return {}
+
+
+def command_line(words: Sequence[str], program: str = "labkit") -> str:
+    """The command of these words, without the files that it writes."""
+    kept = [
+        word
+        for before, word in pairwise(["", *words])
+        if before not in _OUTPUTS and word.partition("=")[0] not in _OUTPUTS
+    ]
+    return " ".join([program, *kept])
+
+
+def flag(setting: str) -> str:
+    """The command line's option for a bench's argument."""
+    return _FLAGS.get(setting, f"--{setting}")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers of a record depend on: hardware and versions."""
+    return {"hardware": hardware(), "versions": versions()}
+
+
+def merged(results: Iterable[Result]) -> dict[str, Any]:
+    """One record of several results: lists of the same name become one list."""
+    found: dict[str, Any] = {}
+    for result in results:
+        for name, part in result.record().items():
+            found[name] = found[name] + part if name in found else part
+    return found
+
+
+def dumped(record: dict[str, Any]) -> str:
+    """A record as JSON, one line for each row of its lists."""
+    lines = (f'  "{name}": {_lines(part)}' for name, part in record.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _lines(part: Any) -> str:
+    if not (isinstance(part, list) and part):
+        return json.dumps(part)
+    return "[\n    " + ",\n    ".join(map(json.dumps, part)) + "\n  ]"

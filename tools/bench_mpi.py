@@ -1,0 +1,208 @@
+"""labkit's all-reduce bench with MPI as a further contender, in turns with the others in one run.
+
+    python tools/bench_mpi.py --world-size 2,4 --sizes 4KiB,1MiB --json FILE --figure FILE.png
+
+It needs mpi4py and an MPI. MPI ranks are processes that only mpirun can start. They take turns
+with labkit's ranks all the same: between turns they wait on a socket for rank 0 of labkit's run.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from labkit.bench.all_reduce import SIZES_BYTES, bench_all_reduce
+from labkit.bench.command import show
+from labkit.bench.record import command_line
+from labkit.bench.turns import agree
+from labkit.comm.comm import Comm
+from labkit.files import check_outputs
+from labkit.units import parse_bytes, parse_integer
+
+PROGRAM = Path(__file__).with_name("mpi_rank.py")
+PATIENCE_S = 30.0
+_LOOK_S = 0.2
+# More ranks than cores, and root in a container: Open MPI refuses both unless it is told.
+_OPEN_MPI = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+    **dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+}
+
+
+class NoMpiError(Exception):
+    """This machine's MPI cannot take part; the message says why."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--world-size", default="2,4", metavar="N,N")
+    parser.add_argument("--sizes", metavar="SIZE,SIZE")
+    parser.add_argument("--repeats", type=int, default=50, metavar="N")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--figure", metavar="FILE.png")
+    given = parser.parse_args(words)
+    try:
+        world_sizes = tuple(map(parse_integer, given.world_size.split(",")))
+        sizes = tuple(map(parse_bytes, given.sizes.split(","))) if given.sizes else SIZES_BYTES
+        settings = {"world_sizes": world_sizes, "sizes_bytes": sizes, "repeats": given.repeats}
+        results = bench_all_reduce(**settings, device="cpu", guests={"MPI": mpi_turns})
+        check_outputs({"--json": given.json, "--figure": given.figure}, {})
+        library = find(max(world_sizes))
+    except (ValueError, NoMpiError) as error:
+        print(f"bench_mpi: {error}", file=sys.stderr)
+        return 2
+    how = {"command": command_line(words, "python tools/bench_mpi.py"), "config": settings}
+    show(results, how | {"mpi": library}, given.json, given.figure)
+    return 0
+
+
+@contextlib.contextmanager
+def mpi_turns(comm: Comm) -> Iterator[Callable[[int], float]]:
+    """Rank 0 times the MPI ranks, while the others wait; their part of the time is 0."""
+    with started(comm.world_size) if comm.rank == 0 else contextlib.nullcontext() as ranks:
+
+        def turn(num_bytes: int) -> float:
+            seconds = ranks.all_reduce(num_bytes) if ranks else 0.0
+            agree(comm, 0)
+            return seconds
+
+        yield turn
+
+
+def find(world_size: int) -> str:
+    """The name of this machine's MPI; starts ``world_size`` ranks once, to see that they meet.
+
+    Raises:
+        NoMpiError: none is installed, or it does not start them.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        raise NoMpiError("mpi4py is not installed")
+    if _launcher() is None:
+        raise NoMpiError("there is no mpirun")
+    try:
+        done = subprocess.run(
+            _command(world_size),
+            env=os.environ | _OPEN_MPI,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoMpiError(f"mpirun did not end within {PATIENCE_S:.0f} s") from None
+    size, _, library = done.stdout.strip().partition(" ")
+    if done.returncode != 0 or size != str(world_size):
+        made = f"asked for {world_size} ranks of one run, mpirun made {size or 'none'}"
+        raise NoMpiError((done.stderr.strip().splitlines() or [made])[-1])
+    return library
+
+
+def _launcher() -> str | None:
+    return shutil.which("mpirun") or shutil.which("mpiexec")
+
+
+def _command(world_size: int, *arguments: str) -> list[str]:
+    # -P: the folder of the program must not hide modules.
+    program = [sys.executable, "-P", str(PROGRAM), *arguments]
+    return [str(_launcher()), "-n", str(world_size), *program]
+
+
+class MpiRanks:
+    """P MPI ranks that wait for their turn."""
+
+    def __init__(self, connections: list[socket.socket]):
+        self._connections = connections
+        self._answers = [connection.makefile(encoding="ascii") for connection in connections]
+
+    def all_reduce(self, num_bytes: int) -> float:
+        """Let them do one checked all-reduce of float32 in place; the last rank's seconds.
+
+        Raises:
+            RuntimeError: one of them has ended, for instance because its result was wrong.
+        """
+        for connection in self._connections:
+            connection.sendall(f"{num_bytes}\n".encode("ascii"))
+        told = [answers.readline() for answers in self._answers]
+        if not all(told):
+            raise RuntimeError("an MPI rank has ended: its message stands above")
+        return max(map(float, told))
+
+    def close(self) -> None:
+        """They end when their sockets close."""
+        for opened in (*self._answers, *self._connections):
+            opened.close()
+
+
+@contextlib.contextmanager
+def started(world_size: int) -> Iterator[MpiRanks]:
+    """Start MPI ranks, and end them with the block.
+
+    Raises:
+        RuntimeError: they did not connect.
+    """
+    with contextlib.ExitStack() as stack:
+        ranks = MpiRanks(_start(world_size, stack))
+        stack.callback(ranks.close)
+        yield ranks
+
+
+def _start(world_size: int, stack: contextlib.ExitStack) -> list[socket.socket]:
+    """The ranks' sockets; the folder in which they meet is needed only until then."""
+    with (
+        tempfile.TemporaryDirectory(prefix="labkit-mpi-") as folder,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        path = str(Path(folder) / "turns")
+        listener.bind(path)
+        listener.listen(world_size)
+        command, settings = _command(world_size, path), os.environ | _OPEN_MPI
+        process = subprocess.Popen(command, env=settings, stdin=subprocess.DEVNULL)
+        stack.callback(_end, process)
+        return accept(listener, world_size, process.poll)
+
+
+def accept(
+    listener: socket.socket, world_size: int, exit_code: Callable[[], int | None]
+) -> list[socket.socket]:
+    """A connection from each rank; waits while some are missing and mpirun still runs.
+
+    Raises:
+        RuntimeError: it ended, or they took longer than ``PATIENCE_S``.
+    """
+    listener.settimeout(_LOOK_S)
+    connections: list[socket.socket] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(connections) < world_size:
+        with contextlib.suppress(TimeoutError):
+            connections.append(listener.accept()[0])
+            continue
+        came = f"{len(connections)} of {world_size}"
+        if (code := exit_code()) is not None:
+            raise RuntimeError(f"mpirun ended with code {code} after {came} ranks had connected")
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{came} MPI ranks connected within {PATIENCE_S:.0f} s")
+    return connections
+
+
+def _end(process: subprocess.Popen) -> None:
+    # mpirun passes terminate on to its ranks.
+    for end in (lambda: None, process.terminate, process.kill):
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())
