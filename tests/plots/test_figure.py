@@ -14,7 +14,7 @@ from PIL import Image
 from splits import LINK, PROFILE
 
 from labkit import plots
-from labkit.costs.pipeline_timeline import timetable
+from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.placement.planner import predict_split
 from labkit.plots.figure import styles_of
 from labkit.schedules.pipeline import Action
@@ -45,7 +45,7 @@ MAKE_FIGURE = {
     "split_costs": lambda: plots.split_costs(PROFILE, predict_split(PROFILE, (3,), LINK)),
     "communication_time": lambda: plots.communication_time([HOP]),
     "split_scatter": lambda: plots.split_scatter(STEPS),
-    "pipeline_timetable": lambda: plots.pipeline_timetable(timetable([STREAM], [1], [2])),
+    "pipeline_timetable": lambda: plots.pipeline_timetable(predicted_slots([STREAM], [1], [2])),
     "pipeline_timeline": lambda: plots.pipeline_timeline(STAGE, [STREAM]),
     "step_by_micro_batches": lambda: plots.step_by_micro_batches(MICRO),
     "size_curves": lambda: plots.size_curves(CURVES, {"ring": {2**10: 1e-4}}, crossover=2**15),
