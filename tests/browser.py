@@ -210,6 +210,9 @@ class Lab:
 
     def open(self, name: str) -> "Page":
         """Open a notebook in a tab and wait until all its cells and images are there."""
+        # A test that failed has left its tab open, and this one's answers would be that tab's.
+        if self._window.locator(NOTEBOOK).count():
+            Page(self._window, self.notebooks / name).close()
         page = Page(self._window, self.notebooks / name)
         page.menu("File", "Open from Path…")
         field = self._window.locator(".jp-Dialog input")
@@ -227,7 +230,12 @@ class Page:
         self.window = window
         self.path = path
         self.script_errors: list[str] = []
-        window.on("pageerror", lambda error: self.script_errors.append(str(error)))
+        window.on("pageerror", self._note)
+
+    def _note(self, error: Exception) -> None:
+        # JupyterLab's own word for work on the tab before, which was closed meanwhile.
+        if str(error) != "Disposed":
+            self.script_errors.append(str(error))
 
     def menu(self, menu: str, entry: str) -> None:
         """Choose an entry of the main menu, by the names on the screen."""
