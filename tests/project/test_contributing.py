@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_setup import FLOORS
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| (.+) \| `(labkit/[\w/]+\.py)` \| `(\w+)` \|$", re.MULTILINE)
@@ -27,3 +28,8 @@ def test_each_answer_is_there(what, path, name):
 
 def test_all_questions_are_answered():
     assert len(ANSWERS) >= 20
+
+
+def test_the_floors_are_those_that_the_code_is_held_to():
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert [set(re.findall(r"\w+", row)) for row in rows] == FLOORS[::-1]
