@@ -21,12 +21,13 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import kernel_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "build" / "screenshots"
@@ -52,7 +53,14 @@ SERVER_OPTIONS = [
 WINDOW = {"width": 1280, "height": 1600}
 MAX_SLICES = 40
 POLL_MS = 500
-LAUNCH = "import sys; from labkit.lab import main; sys.exit(main(sys.argv[1:]))"
+LAUNCH = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+import kernel_ports
+kernel_ports.install()
+from labkit.lab import main
+sys.exit(main(sys.argv[1:]))
+"""
 # All cells in the page at once: JupyterLab leaves out those that are scrolled away. A tab that is
 # closed ends its kernel, without asking.
 SETTINGS = {
@@ -122,7 +130,7 @@ def serve(folder: Path, workbook: Path) -> Iterator[str]:
     """Run `labkit lab` in the workbook; yields its address, ends it by one interrupt."""
     token = secrets.token_hex(16)
     log = folder / "jupyterlab.log"
-    options = [*SERVER_OPTIONS, f"--ServerApp.port={_free_port()}"]
+    options = [*SERVER_OPTIONS, f"--ServerApp.port={kernel_ports.free_port()}"]
     with log.open("w") as sink:
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *options],
@@ -162,12 +170,6 @@ def _wait_for_address(process: subprocess.Popen, log: Path, limit_s: float = 60.
             return found[0]
         time.sleep(0.1)
     raise AssertionError(f"JupyterLab did not start within {limit_s:g} s:\n{log.read_text()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _end(process: subprocess.Popen, limit_s: float = 15.0) -> None:

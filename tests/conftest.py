@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import kernel_ports
 import pytest
 import slowest
 
@@ -42,6 +43,7 @@ def pytest_configure(config):
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         os.environ[name] = str(folder / name.lower())
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    kernel_ports.install()
     # Each process has its own temporary folder: what a test finds in it, a test has left there.
     # Its path is short, since a socket's path has at most 107 characters.
     os.environ["TMPDIR"] = str(folder / "t")
