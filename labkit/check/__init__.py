@@ -41,7 +41,6 @@ from labkit.check import (
     tree,
 )
 from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade, returns
-from labkit.runtime.preload import FOR_RANKS
 
 __all__ = [
     "Case",
@@ -65,6 +64,3 @@ __all__ = [
     "staleness",
     "tree",
 ]
-
-# Every check runs in ranks, and each of them would import it anew.
-FOR_RANKS.append(__name__)
