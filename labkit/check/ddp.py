@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
+from labkit.check.grading.exercise import with_parameters
 from labkit.check.grading.in_process import answers
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
@@ -120,7 +121,7 @@ _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
     "buckets.order_inside": lambda *case: [sorted(bucket) for bucket in assign_buckets(*case)],
     "buckets.first_cap": lambda sizes, cap, _: assign_buckets(sizes, cap, cap),
     "buckets.first_cap_for_all": lambda sizes, _, first: assign_buckets(sizes, first, first),
-    "buckets.closed_before": (_closed_before),
+    "buckets.closed_before": _closed_before,
     "buckets.closed_late": lambda sizes, cap, first: assign_buckets(sizes, cap + 1, first + 1),
     "buckets.rest_lost": lambda *case: assign_buckets(*case)[:-1],
     "buckets.empty": lambda *case: [*assign_buckets(*case), []],
@@ -131,12 +132,8 @@ _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
 
 
 def _model() -> nn.Module:
-    generator = torch.Generator().manual_seed(7)
-    model = nn.Sequential(nn.Linear(_FEATURES, 5), nn.Tanh(), nn.Linear(5, _CLASSES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model
+    layers = nn.Sequential(nn.Linear(_FEATURES, 5), nn.Tanh(), nn.Linear(5, _CLASSES))
+    return with_parameters(layers, 7)
 
 
 def _samples(rank: int, count: int) -> tuple[Tensor, Tensor]:
@@ -203,6 +200,9 @@ class _Parts:
     def own(self, rank: int) -> Tensor:
         return self.sums[rank].sum(0)
 
+    def own_last(self, rank: int) -> Tensor:
+        return self.sums[rank][-1]
+
     def own_mean(self, rank: int) -> Tensor:
         """The mean over the rank's samples, zeros where it has none."""
         return self.own(rank) / max(sum(self.counts[rank]), 1)
@@ -250,36 +250,30 @@ def _gradients_exercise(
     )
 
 
+# p are the parts, r the rank.
 _COMMON_MISTAKES: Mistakes = {
-    "gradient.sum": lambda parts, rank: parts.total,
-    "gradient.twice_by_ranks": lambda parts, rank: parts.due / parts.world_size,
-    "gradient.own_share": lambda parts, rank: parts.own(rank) / parts.batch_size,
+    "gradient.sum": lambda p, r: p.total,
+    "gradient.twice_by_ranks": lambda p, r: p.due / p.world_size,
+    "gradient.own_share": lambda p, r: p.own(r) / p.batch_size,
 }
 _AVERAGE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
-    "gradient.mean_of_means": (
-        lambda parts, rank: parts.over_ranks(parts.own_mean) / parts.world_size
-    ),
-    "gradient.sum_of_means": lambda parts, rank: parts.over_ranks(parts.own_mean),
-    "gradient.over_ranks": lambda parts, rank: parts.total / parts.world_size,
-    "gradient.own_mean": lambda parts, rank: parts.own_mean(rank),
-    "gradient.own_sum": lambda parts, rank: parts.own(rank),
+    "gradient.mean_of_means": lambda p, r: p.over_ranks(p.own_mean) / p.world_size,
+    "gradient.sum_of_means": lambda p, r: p.over_ranks(p.own_mean),
+    "gradient.over_ranks": lambda p, r: p.total / p.world_size,
+    "gradient.own_mean": lambda p, r: p.own_mean(r),
+    "gradient.own_sum": lambda p, r: p.own(r),
 }
 _ACCUMULATE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
-    "gradient.twice_by_micro_batches": lambda parts, rank: parts.due / 3,
-    "gradient.last_only": (
-        lambda parts, rank: parts.over_ranks(lambda r: parts.sums[r][-1]) / parts.batch_size
-    ),
+    "gradient.twice_by_micro_batches": lambda p, r: p.due / 3,
+    "gradient.last_only": lambda p, r: p.over_ranks(p.own_last) / p.batch_size,
     "gradient.last_missing": (
-        lambda parts, rank: (
-            parts.over_ranks(lambda r: parts.sums[r][:-1].sum(0)) / parts.batch_size
-            + parts.sums[rank][-1] / parts.batch_size
-        )
+        lambda p, r: (p.total - p.over_ranks(p.own_last) + p.own_last(r)) / p.batch_size
     ),
-    "gradient.summed_again": lambda parts, rank: parts.summed_each_time() / parts.batch_size,
+    "gradient.summed_again": lambda p, r: p.summed_each_time() / p.batch_size,
     "gradient.micro_batches_alike": (
-        lambda parts, rank: parts.over_ranks(parts.own_part_means) / 3 / parts.world_size
+        lambda p, r: p.over_ranks(p.own_part_means) / 3 / p.world_size
     ),
-    "gradient.sum_of_micro_means": lambda parts, rank: parts.over_ranks(parts.own_part_means),
+    "gradient.sum_of_micro_means": lambda p, r: p.over_ranks(p.own_part_means),
 }
 
 
@@ -318,22 +312,17 @@ def _block(rank: int, case: Case) -> list[list[int]]:
     return [padded[rank * size :][:size]]
 
 
+# r is the rank, c the case.
 _SAMPLER_MISTAKES: Mapping[str, Callable[[int, Case], list]] = {
-    "sampler.epoch": (
-        lambda rank, case: _dealt(rank, case, _order(case, _SEED - _EPOCHS[case.size]))
-    ),
-    "sampler.not_shuffled": lambda rank, case: _dealt(rank, case, list(range(case.size))),
-    "sampler.not_padded": lambda rank, case: [_order(case)[rank :: case.world_size]],
+    "sampler.epoch": lambda r, c: _dealt(r, c, _order(c, _SEED - _EPOCHS[c.size])),
+    "sampler.not_shuffled": lambda r, c: _dealt(r, c, list(range(c.size))),
+    "sampler.not_padded": lambda r, c: [_order(c)[r :: c.world_size]],
     "sampler.dropped": (
-        lambda rank, case: [
-            _order(case)[rank : case.size - case.size % case.world_size][:: case.world_size]
-        ]
+        lambda r, c: [_order(c)[r : c.size - c.size % c.world_size][:: c.world_size]]
     ),
-    "sampler.padding": (
-        lambda rank, case: _dealt(rank, case, _order(case), padding=_order(case)[-1:])
-    ),
+    "sampler.padding": lambda r, c: _dealt(r, c, _order(c), padding=_order(c)[-1:]),
     "sampler.block": _block,
-    "sampler.seed_by_rank": lambda rank, case: _dealt(rank, case, _order(case, _SEED + rank)),
-    "sampler.other_rank": lambda rank, case: _torch_samples((rank + 1) % case.world_size, case),
-    "sampler.order": lambda rank, case: [sorted(*_torch_samples(rank, case))],
+    "sampler.seed_by_rank": lambda r, c: _dealt(r, c, _order(c, _SEED + r)),
+    "sampler.other_rank": lambda r, c: _torch_samples((r + 1) % c.world_size, c),
+    "sampler.order": lambda r, c: [sorted(*_torch_samples(r, c))],
 }

@@ -6,6 +6,7 @@ Symbols: P ranks.
 import itertools
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,21 +101,16 @@ def interleaved_ratio(fn: Callable) -> Verdict:
     ``a()`` and ``b()`` return the seconds of one run. Once each to warm up, then ``repeats`` pairs
     that begin with a and with b by turns. They are played on a made-up machine, which slows down.
     """
-    name = "fairness.interleaved_ratio"
-    watch = Stopwatch()
-    question = Question(
-        (watch.contender("a", 1.0), watch.contender("b", 1.5), REPEATS), "a and b in turns"
+    name, watch = "fairness.interleaved_ratio", Stopwatch()
+    contenders = watch.contender("a", 1.0), watch.contender("b", 1.5)
+    judge = partial(
+        ask,
+        name,
+        fn,
+        [Question((*contenders, REPEATS), "a and b in turns")],
+        lambda _, found: _wrong_order(watch.order) or _wrong_ratio(watch.seconds, found),
+        right=lambda answers: f"{REPEATS} pairs in turns, ratio {answers[0]:.3g}",
     )
-
-    def judge() -> Verdict:
-        return ask(
-            name,
-            fn,
-            [question],
-            lambda _, found: _wrong_order(watch.order) or _wrong_ratio(watch.seconds, found),
-            right=lambda answers: f"{REPEATS} pairs in turns, ratio {answers[0]:.3g}",
-        )
-
     return told(name, judge)
 
 

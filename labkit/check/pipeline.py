@@ -5,6 +5,7 @@ Symbols: P stages and ranks, M micro-batches, s a stage.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional
 from labkit import schedules
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
 from labkit.check.grading.compare import agree
-from labkit.check.grading.exercise import no_arguments
+from labkit.check.grading.exercise import no_arguments, with_parameters
 from labkit.check.grading.in_process import Question, Wrong, ask
 from labkit.check.grading.report import told
 from labkit.comm.comm import Comm
@@ -43,10 +44,8 @@ def bubble(fn: Callable) -> Verdict:
     name = "pipeline.bubble"
     questions = [Question((slots,), case, idle_share(slots)) for case, slots in _tables().items()]
     mistakes = _BUBBLE_MISTAKES.items()
-    return told(
-        name,
-        lambda: ask(name, fn, questions, _wrong_bubble, mistakes=mistakes, call=_share_of),
-    )
+    judge = partial(ask, name, fn, questions, _wrong_bubble, mistakes=mistakes, call=_share_of)
+    return told(name, judge)
 
 
 def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -315,12 +314,8 @@ def _right_stages(streams: Streams, M: int) -> str:
 
 
 def _model(P: int) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(P)
     layers = [nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.float64) for _ in range(P)]
-    with torch.no_grad():
-        for layer in layers:
-            layer.weight.copy_(torch.randn(_WIDTH, _WIDTH, generator=generator))
-    return nn.Sequential(*layers)
+    return with_parameters(nn.Sequential(*layers), P)
 
 
 def _batch() -> tuple[Tensor, Tensor]:

@@ -38,18 +38,16 @@ def best_cuts(fn: Callable) -> Verdict:
         (id, partial(_search_by, rule)) for id, rules in MISTAKES.items() for rule in rules
     ]
     praise = f"all {len(CASES)} splits are as quick as the planner's, and keep their caps"
-
-    def judge() -> Verdict:
-        return ask(
-            _NAME,
-            fn,
-            questions,
-            _problem,
-            mistakes=mistakes,
-            call=lambda fn, *case: _as_points(fn(*case)),
-            right=lambda answers: praise,
-        )
-
+    judge = partial(
+        ask,
+        _NAME,
+        fn,
+        questions,
+        _problem,
+        mistakes=mistakes,
+        call=lambda fn, *case: _as_points(fn(*case)),
+        right=lambda answers: praise,
+    )
     return told(_NAME, judge)
 
 

@@ -28,7 +28,7 @@ def random_tensor(seed: int, *shape: int) -> Tensor:
 
 
 @torch.no_grad()
-def with_parameters(layers: nn.Module, seed: int) -> nn.Module:
+def with_parameters(layers: nn.Sequential, seed: int) -> nn.Sequential:
     """The same layers, with the same parameters each time."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in layers.parameters():
