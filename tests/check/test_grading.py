@@ -314,10 +314,9 @@ def test_a_wrong_mean_has_a_name(found, id):
 def test_no_two_mistakes_in_cutting_look_alike():
     right = tuple(placement.search(case) for case in placement.CASES)
     found = {right: "none"}
-    for id, rules in placement.MISTAKES.items():
-        for rule in rules:
-            splits = tuple(placement.search(case, **rule) for case in placement.CASES)
-            assert found.setdefault(splits, id) == id
+    for id, rule in placement.MISTAKES:
+        splits = tuple(placement.search(case, **rule) for case in placement.CASES)
+        assert found.setdefault(splits, id) == id
 
 
 def test_each_mistake_in_taking_times_leads_to_another_number():
