@@ -13,7 +13,7 @@ import cloudpickle
 from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
-from labkit.check.grading.traffic import ROWS, counts, traffic_problems
+from labkit.check.grading.traffic import FIELDS, by_rank, counts, traffic_problems
 from labkit.check.grading.values import value_problems
 from labkit.check.grading.words import Mistake
 from labkit.units import format_count
@@ -126,16 +126,12 @@ def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[
     if exercise.same_bits:
         cells["same bits"] = "yes"
     if exercise.total is not None:
-        messages = sum(outcome.messages for outcome in ranks)
-        num_bytes = sum(outcome.num_bytes for outcome in ranks)
-        cells |= {"messages": str(messages), "bytes": str(num_bytes)}
+        cells |= {row: str(sum(by_rank(row, ranks))) for row in ("messages", "bytes")}
     if exercise.target is not None:
-        spent = [(o.messages, o.num_bytes, o.operations) for o in ranks]
-        messages, num_bytes, rounds = (counts(list(numbers)) for numbers in zip(*spent))
         target = exercise.target(0, case)
-        looked_at = target.messages, target.num_bytes, target.peers, target.operations
-        written = dict(zip(ROWS, (messages, num_bytes, "right", rounds)))
-        cells |= {row: written[row] for row, due in zip(ROWS, looked_at) if due is not None}
+        for row, field in FIELDS.items():
+            if getattr(target, field) is not None:
+                cells[row] = "right" if row == "peers" else counts(by_rank(row, ranks))
     return cells
 
 
