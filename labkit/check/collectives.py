@@ -9,8 +9,8 @@ from functools import partial
 
 from torch import Tensor
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
-from labkit.check.grading.exercise import tensor_and_root
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Verdict, grade, returns
+from labkit.check.grading.exercise import Target, tensor_and_root
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost, broadcast_cost, gather_cost, reduce_cost, scatter_cost
 
@@ -101,17 +101,15 @@ def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     Every rank comes late once, and the others have to wait for it. It has to be made of messages,
     however many.
     """
-    exercise = Exercise(
-        "collectives.barrier",
-        signature="comm",
+    return returns(
+        fn,
+        name="collectives.barrier",
         inputs=lambda rank, case: (case.root,),
-        written=None,
         call=_come_late,
         judge=_left_too_early,
-        sizes=(),
         rooted="late rank",
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _of_all_ranks(cost_of: Callable[..., Cost], case: Case) -> Target:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, answers, returns
 from labkit.check.grading.exercise import with_parameters
-from labkit.check.grading.in_process import answers
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.schedules.buckets import assign_buckets
@@ -49,14 +48,15 @@ def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     all ranks. Shares have 5, 3 and 2 samples, the last rank's none. Target: one
     ``ring_all_reduce`` per parameter.
     """
-    exercise = _gradients_exercise(
-        "ddp.average",
-        "comm, model, inputs, targets, batch_size",
-        lambda rank, case: (*_share(rank, case), sum(_counts(case))),
+    return _gradients_right(
+        fn,
         _AVERAGE_MISTAKES,
-        lambda case: _Parts([[_share(rank, case)] for rank in range(case.world_size)]),
+        lambda rank, case: [_share(rank, case)],
+        name="ddp.average",
+        signature="comm, model, inputs, targets, batch_size",
+        inputs=lambda rank, case: (*_share(rank, case), sum(_counts(case))),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -66,14 +66,15 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
     ``grad`` is the gradient of the mean over all B samples. Target: one ``ring_all_reduce`` per
     parameter, however many micro-batches there are.
     """
-    exercise = _gradients_exercise(
-        "ddp.accumulate",
-        "comm, model, micro_batches, batch_size",
-        lambda rank, case: (_micro_batches(rank), 6 * case.world_size),
+    return _gradients_right(
+        fn,
         _ACCUMULATE_MISTAKES,
-        lambda case: _Parts([_micro_batches(rank) for rank in range(case.world_size)]),
+        lambda rank, case: _micro_batches(rank),
+        name="ddp.accumulate",
+        signature="comm, model, micro_batches, batch_size",
+        inputs=lambda rank, case: (_micro_batches(rank), 6 * case.world_size),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -82,18 +83,18 @@ def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     A list of indices: shuffled by ``seed + epoch``, padded by its beginning until P divides it,
     every P-th from this rank's number on. No message is sent.
     """
-    exercise = Exercise(
-        "ddp.sampler",
+    return returns(
+        fn,
         _torch_samples,
+        name="ddp.sampler",
         signature="comm, num_samples, epoch, seed",
         inputs=lambda rank, case: (case.size, _EPOCHS[case.size], _SEED),
-        written=None,
         call=_indices_of,
         mistakes=_SAMPLER_MISTAKES,
         target=lambda rank, case: Target(messages=0),
         sizes=tuple(_EPOCHS),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 # Buckets
@@ -186,13 +187,18 @@ def _by_parameter(row: Tensor) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
 
 
+# Inputs and targets of each part of a rank's share.
+PartsOfRank = Callable[[int, Case], list[tuple[Tensor, Tensor]]]
+
+
 class _Parts:
     """What a wrong gradient may be made of: the sums of each rank's parts, and their counts."""
 
-    def __init__(self, parts: list[list[tuple[Tensor, Tensor]]]):
+    def __init__(self, case: Case, of_rank: PartsOfRank):
+        parts = [of_rank(rank, case) for rank in range(case.world_size)]
         self.sums = [torch.stack([_sum_gradient(*part) for part in rank]) for rank in parts]
         self.counts = [[len(targets) for _, targets in rank] for rank in parts]
-        self.world_size = len(parts)
+        self.world_size, self.over_ranks = case.world_size, case.over_ranks
         self.batch_size = sum(map(sum, self.counts))
         self.total = self.over_ranks(self.own)
         self.due = self.total / self.batch_size
@@ -211,9 +217,6 @@ class _Parts:
         counts = torch.tensor(self.counts[rank]).clamp(min=1)
         return (self.sums[rank] / counts.unsqueeze(1)).sum(0)
 
-    def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
-        return torch.stack([of(rank) for rank in range(self.world_size)]).sum(0)
-
     def summed_each_time(self) -> Tensor:
         """Every micro-batch's gradient is added to what the ranks have summed before."""
         held = torch.zeros_like(self.total)
@@ -225,28 +228,21 @@ class _Parts:
 Mistakes = dict[str, Callable[[_Parts, int], Tensor]]
 
 
-def _gradients_exercise(
-    name: str,
-    signature: str,
-    inputs: Callable[[int, Case], tuple],
-    mistakes: Mistakes,
-    make_parts: Callable[[Case], _Parts],
-) -> Exercise:
-    parts_of = cache(make_parts)
+def _gradients_right(
+    fn: Callable, mistakes: Mistakes, of_rank: PartsOfRank, **more: Any
+) -> Verdict:
+    parts_of = cache(lambda case: _Parts(case, of_rank))
 
     def leads_to(wrong: Callable[[_Parts, int], Tensor]) -> Callable[[int, Case], list[Tensor]]:
         return lambda rank, case: _by_parameter(wrong(parts_of(case), rank))
 
-    return Exercise(
-        name,
+    return returns(
+        fn,
         leads_to(lambda parts, rank: parts.due),
-        signature=signature,
-        inputs=inputs,
-        written=None,
         call=_gradients_of,
         mistakes={id: leads_to(wrong) for id, wrong in mistakes.items()},
         target=_one_ring_per_parameter,
-        sizes=(),
+        **more,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Verdict, returns
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 
@@ -27,14 +27,15 @@ def replicas_agree(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
     The tensors are equal; or the last rank's differs a lot, or in one number's last bit; or rank
     1 holds the same numbers in another order.
     """
-    exercise = Exercise(
-        "fairness.replicas_agree",
+    return returns(
+        fn,
+        name="fairness.replicas_agree",
         inputs=_replica,
-        written=None,
+        signature="comm, tensor",
         judge=_judge,
         sizes=(_FAR, _EQUAL, _LAST_BIT, _ORDER),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _replica(rank: int, case: Case) -> tuple[torch.Tensor]:

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, returns
 from labkit.check.grading.compare import other_kind, same
-from labkit.check.grading.exercise import no_arguments, random_tensor, with_parameters
+from labkit.check.grading.exercise import random_tensor, with_parameters
 from labkit.comm.comm import Comm
 
 _SAMPLES, _WIDTH = 5, 4
@@ -26,17 +26,16 @@ def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     once, sends what comes out to the next stage, and returns ``(entering, leaving)``, with
     autograd's graph between the two; ``entering`` collects a gradient where one has to go back.
     """
-    exercise = Exercise(
-        "hops.forward",
+    return returns(
+        fn,
+        name="hops.forward",
         signature="comm, layers, inputs",
         inputs=lambda rank, case: (_stage(rank), _inputs()),
-        written=None,
         call=_look_at_forward,
         judge=_judge_forward,
         target=partial(_target, 1),
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -45,18 +44,16 @@ def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ver
     On the last stage ``leaving`` is the loss, on any other [n, 4], whose gradient the next stage
     sends. At the end all parameters have the gradient that they have on one device.
     """
-    exercise = Exercise(
-        "hops.backward",
+    return returns(
+        fn,
         _gradients_alone,
+        name="hops.backward",
         signature="comm, entering, leaving",
-        inputs=no_arguments,
-        written=None,
         call=_gradients_of,
         mistakes={id: partial(_gradients_alone, **by) for id, by in _BACKWARD_MISTAKES.items()},
         target=partial(_target, -1),
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _stage(rank: int) -> nn.Module:
@@ -89,14 +86,16 @@ def _look_at_forward(
     pair = isinstance(found, (tuple, list)) and len(found) == 2
     if not pair or not all(isinstance(one, Tensor) for one in found):
         return Mistake("hops.no_pair")
-    wrong = _wrong_values(comm.rank, *found) or _wrong_graph(comm.rank, *found, len(runs))
+    entering, leaving = found
+    wrong = _wrong_values(comm.rank, entering, leaving)
+    wrong = wrong or _wrong_graph(comm.rank, entering, leaving, len(runs))
     return [wrong] if wrong else []
 
 
 def _judge_forward(case: Case, by_rank: list[list[Mistake]]) -> Mistake | None:
     for rank, wrong in enumerate(by_rank):
         if wrong:
-            return Mistake("hops.rank", *wrong, rank=rank)
+            return Mistake("hops.rank", wrong[0], rank=rank)
     return None
 
 

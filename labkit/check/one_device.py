@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Target, Verdict, returns
 from labkit.check.grading.exercise import random_tensor
 
 LR, SCALE, KEPT = 0.5, 1024.0, 2
@@ -21,12 +21,12 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
     ``gradients`` are the means [N] over this rank's micro-batches of ``num_samples`` samples each;
     expected is the mean over all ``batch_size`` samples of all ranks. Target: 2 (P - 1) messages.
     """
-    exercise = Exercise(
-        "one_device.accumulate",
+    return returns(
+        fn,
         _mean_over_samples,
-        lambda r, c: (list(_gradients(r, c)), _num_samples(r), _batch_size(c)),
-        "comm, gradients, num_samples, batch_size",
-        written=None,
+        name="one_device.accumulate",
+        inputs=lambda r, c: (list(_gradients(r, c)), _num_samples(r), _batch_size(c)),
+        signature="comm, gradients, num_samples, batch_size",
         target=_one_all_reduce,
         # A mistake's id -> what it returns on rank r. c is the case.
         mistakes={
@@ -46,8 +46,8 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
             ),
         },
         sizes=(12, 1),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _one_all_reduce(rank: int, case: Case) -> Target:
@@ -88,12 +88,12 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
     the same scale, or, where the sum is not finite, the same weight and half the scale. Target:
     2 (P - 1) messages.
     """
-    exercise = Exercise(
-        "one_device.loss_scaling",
+    return returns(
+        fn,
         partial(_scaled_update, SCALE / 2),
-        lambda rank, case: (_weight(case), _scaled_gradient(rank, case), SCALE, LR),
-        "comm, weight, gradient, scale, lr",
-        written=None,
+        name="one_device.loss_scaling",
+        inputs=lambda rank, case: (_weight(case), _scaled_gradient(rank, case), SCALE, LR),
+        signature="comm, weight, gradient, scale, lr",
         target=_one_all_reduce,
         mistakes={
             "scaling.still_scaled": partial(_taken, 1.0),
@@ -108,8 +108,8 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
         },
         # With five numbers the last rank's gradient has overflowed.
         sizes=(8, 5),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _scaled_gradient(rank: int, case: Case) -> Tensor:
@@ -169,12 +169,12 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
     magnitude on each, this rank's new residual], both [N]. Target: (P - 1) k values (float32) and
     as many indices (int64), 12 (P - 1) k bytes.
     """
-    exercise = Exercise(
-        "one_device.top_k",
+    return returns(
+        fn,
         lambda rank, case: [_sparse_sum(case), _kept(rank, case)],
-        lambda rank, case: (case.tensor(rank), _residual(rank, case), KEPT),
-        "comm, gradient, residual, k",
-        written=None,
+        name="one_device.top_k",
+        inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), KEPT),
+        signature="comm, gradient, residual, k",
         target=lambda rank, case: Target(num_bytes=12 * KEPT * (case.world_size - 1)),
         mistakes={
             "top_k.lost": lambda r, c: [_sparse_sum(c), torch.zeros(c.size)],
@@ -187,8 +187,8 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
             "top_k.mean": lambda r, c: [_sparse_sum(c) / c.world_size, _kept(r, c)],
         },
         sizes=(12, 7),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _residual(rank: int, case: Case) -> Tensor:

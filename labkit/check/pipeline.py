@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit import schedules
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, returns
 from labkit.check.grading.compare import agree
-from labkit.check.grading.exercise import no_arguments, with_parameters
+from labkit.check.grading.exercise import with_parameters
 from labkit.check.grading.in_process import Question, Wrong, ask
 from labkit.check.grading.report import told
 from labkit.comm.comm import Comm
@@ -59,16 +59,14 @@ def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> 
     on_paper = ask(name, fn, _stream_questions(), _wrong_streams, call=_streams_of)
     if not on_paper:
         return told(name, lambda: on_paper)
-    exercise = Exercise(
-        name,
-        expected=_gradients_alone,
-        inputs=no_arguments,
+    return returns(
+        fn,
+        _gradients_alone,
+        name=name,
         signature="stage, num_stages, num_micro_batches",
-        written=None,
         call=_train_by,
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -77,17 +75,15 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     ``outgoing`` is what to send and ``landing`` the memory to receive into; None where the hop has
     no such half. All hops of a 1F1B step are played. Target: one call of comm per hop.
     """
-    exercise = Exercise(
-        "pipeline.hop",
-        inputs=no_arguments,
+    return returns(
+        fn,
+        name="pipeline.hop",
         signature="comm, hop, outgoing, landing",
-        written=None,
         call=_play,
         judge=_judge_hops,
         target=_messages_of_hops,
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 # The bubble of a predicted_slots

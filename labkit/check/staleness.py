@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
-from labkit.check.grading.in_process import answers
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, answers, returns
 from labkit.comm.comm import Comm
 from labkit.schedules.staleness import in_time
 
@@ -74,17 +73,16 @@ def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
     Workers send a gradient [W] and receive the parameters [W], worker w doing so w times.
     ``parameters`` [W] has to become parameters - gradient with each. Target: one message per push.
     """
-    exercise = Exercise(
-        "staleness.server",
+    return returns(
+        fn,
+        name="staleness.server",
         signature="comm, parameters, num_updates",
         inputs=lambda rank, case: (torch.zeros(case.world_size - 1), _num_updates(case)),
-        written=None,
         call=_serve_and_work,
         judge=_judge_server,
         target=_one_message_per_push,
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 # From a list of events

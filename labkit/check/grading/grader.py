@@ -10,7 +10,14 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem
+from labkit.check.grading.exercise import (
+    Case,
+    Exercise,
+    Outcome,
+    Problem,
+    no_arguments,
+    nothing,
+)
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
 from labkit.check.grading.traffic import FIELDS, by_rank, counts, traffic_problems
@@ -43,27 +50,29 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
 
 def returns(
     fn: Callable,
-    expected: Callable[[int, Case], Any],
+    expected: Callable[[int, Case], Any] = nothing,
     *,
-    inputs: Callable[[int, Case], tuple] = lambda rank, case: (),
+    name: str = "",
+    inputs: Callable[[int, Case], tuple] = no_arguments,
     signature: str = "comm",
     world_sizes: Iterable[int] = WORLD_SIZES,
     sizes: tuple[int, ...] = (),
     **more: Any,
 ) -> Verdict:
-    """Grade a page's own exercise by what each rank returns: an ``Exercise`` in one call.
+    """Grade a function by what each rank returns: an ``Exercise`` in one call.
 
     Args:
         fn: the learner's function, called as ``signature`` says.
         expected: (rank, case) -> what the rank must return.
+        name: of the exercise, the function's own by default.
         inputs: (rank, case) -> the arguments after ``comm``.
         world_sizes: the P to try, in this order.
         sizes: the elements of ``case.tensor(rank)``, if it is used.
-        more: other fields of ``Exercise``: ``target=``, ``mistakes=``.
+        more: other fields of ``Exercise``: ``target=``, ``mistakes=``, ``judge=``.
 
     Raises nothing, prints and returns as ``grade`` does.
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name or getattr(fn, "__name__", type(fn).__name__)
     exercise = Exercise(name, expected, inputs, signature, written=None, sizes=sizes, **more)
     return grade(fn, exercise, world_sizes)
 

@@ -81,9 +81,9 @@ def _call(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
     value, meant = (kept, given) if isinstance(given, list) else (given, returned)
     if exercise.written is None or isinstance(returned, Mistake):
         value, meant = returned, None
-    spent = (after - so_far for after, so_far in zip(_spent(comm), before))
+    messages, num_bytes, operations = (now - then for now, then in zip(_spent(comm), before))
     # Counters: what is left are the peers that something was sent to.
-    return Outcome(value, meant, *spent, comm.bytes_to - sent_before)
+    return Outcome(value, meant, messages, num_bytes, operations, comm.bytes_to - sent_before)
 
 
 def _spent(comm: Comm) -> tuple[int, int, int]:
