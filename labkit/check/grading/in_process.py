@@ -85,8 +85,6 @@ def ask(
     """The verdict on ``fn``'s answers, without printing it.
 
     Args:
-        name: of the exercise.
-        fn: the learner's function.
         questions: the calls to make, in this order.
         problem: (question, answer) -> what is wrong with it, or None.
         mistakes: (id, function that makes this mistake); the first one that gives all of the
