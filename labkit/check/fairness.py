@@ -159,10 +159,9 @@ def mistaken_ratios(seconds: Seconds) -> dict[str, float]:
     """A mistake's id -> the ratio that it leads to."""
     a, b = seconds["a"][1:], seconds["b"][1:]
     pairs = [y / x for x, y in zip(a, b)]
-    with_cold = [y / x for x, y in zip(seconds["a"], seconds["b"])]
     return {
         "ratio.upside_down": statistics.median(x / y for x, y in zip(a, b)),
-        "ratio.warm_up": statistics.median(with_cold),
+        "ratio.warm_up": statistics.median(b / a for a, b in zip(seconds["a"], seconds["b"])),
         "ratio.of_medians": statistics.median(b) / statistics.median(a),
         "ratio.of_sums": sum(b) / sum(a),
         "ratio.mean": statistics.fmean(pairs),

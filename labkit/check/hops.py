@@ -109,16 +109,14 @@ def _after(num_stages: int) -> Tensor:
 
 
 def _wrong_values(rank: int, entering: Tensor, leaving: Tensor) -> Mistake | None:
-    for name, found, due in (
-        ("entering", entering.detach(), _after(rank)),
-        ("leaving", leaving.detach(), _after(rank + 1)),
+    for name, found, due, wrong in (
+        ("entering", entering.detach(), _after(rank), _wrong_entering),
+        ("leaving", leaving.detach(), _after(rank + 1), _wrong_leaving),
     ):
         if kind := other_kind(found, due):
             return Mistake("hops.kind", name=name, **kind.details)
         if not same(found, due):
-            return (
-                _wrong_leaving(rank, found) if name == "leaving" else _wrong_entering(rank, found)
-            )
+            return wrong(rank, found)
     return None
 
 

@@ -104,7 +104,7 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
             "scaling.patched": _patched,
             "scaling.not_lowered": partial(_scaled_update, SCALE),
             "scaling.ranks_disagree": _alone_decided,
-            "scaling.own_gradient": _own_taken,
+            "scaling.own_gradient": lambda r, c: [_updated(c, _scaled_gradient(r, c)), SCALE],
         },
         # With five numbers the last rank's gradient has overflowed.
         sizes=(8, 5),
@@ -127,26 +127,26 @@ def _total(case: Case) -> Tensor:
     return case.over_ranks(lambda rank: _scaled_gradient(rank, case))
 
 
+def _updated(case: Case, gradient: Tensor, factor: float = 1 / SCALE) -> Tensor:
+    """The weight after an update with ``factor`` times the gradient, whatever is in it."""
+    return _weight(case) - LR * factor * gradient
+
+
 def _taken(factor: float, rank: int, case: Case) -> list:
-    """An update with ``factor`` times the sum, whatever is in it."""
-    return [_weight(case) - LR * factor * _total(case), SCALE]
+    return [_updated(case, _total(case), factor), SCALE]
 
 
 def _lowered_anyway(overflowed: bool, rank: int, case: Case) -> list:
     """The update and half the scale, where the sum has overflowed or where not; else nothing."""
     if overflowed == bool(_total(case).isfinite().all()):
         return []
-    return [_taken(1 / SCALE, rank, case)[0], SCALE / 2]
+    return [_updated(case, _total(case)), SCALE / 2]
 
 
 def _patched(rank: int, case: Case) -> list:
-    updated = _taken(1 / SCALE, rank, case)[0]
     finite = _total(case).isfinite()
-    return [torch.where(finite, updated, _weight(case)), SCALE if finite.all() else SCALE / 2]
-
-
-def _own_taken(rank: int, case: Case) -> list:
-    return [_weight(case) - LR / SCALE * _scaled_gradient(rank, case), SCALE]
+    patched = torch.where(finite, _updated(case, _total(case)), _weight(case))
+    return [patched, SCALE if finite.all() else SCALE / 2]
 
 
 def _scaled_update(after_overflow: float, rank: int, case: Case) -> list:

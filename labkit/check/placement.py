@@ -146,16 +146,15 @@ def _wrong_split(case: _Case, answer: Any) -> Mistake | None:
 Cost = Callable[[_Case, Points], float]
 
 
-def _hops_s(case: _Case, points: Points) -> float:
-    return sum(case.split(points).hop_s)
-
-
 def _needed(case: _Case, points: Points) -> float:
     return max(case.split(points).memory_bytes)
 
 
 def search(
-    case: _Case, cost: Cost = _hops_s, needed: Cost = _needed, cuts: str = "up to all"
+    case: _Case,
+    cost: Cost = lambda case, points: sum(case.split(points).hop_s),
+    needed: Cost = _needed,
+    cuts: str = "up to all",
 ) -> Points | None:
     """The cheapest of all splits that keep the cap; None if there is none."""
     layers, most = range(1, len(case.profile.layers)), case.max_stages - 1

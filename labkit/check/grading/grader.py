@@ -10,14 +10,7 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.check.grading.exercise import (
-    Case,
-    Exercise,
-    Outcome,
-    Problem,
-    no_arguments,
-    nothing,
-)
+from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, no_arguments, nothing
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
 from labkit.check.grading.traffic import FIELDS, by_rank, counts, traffic_problems
@@ -40,8 +33,7 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     """
 
     def judge() -> Verdict:
-        misuse = _misuse(fn, exercise.signature)
-        if misuse:
+        if misuse := _misuse(fn, exercise.signature):
             return Verdict(exercise.name, NOT_YET, notes=[misuse])
         return grade_on_ranks(fn, exercise, world_sizes)
 
@@ -81,15 +73,14 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
     """Why ``fn`` cannot even be called on a rank; None where it can."""
     if not callable(fn):
         return Mistake("fn.missing", kind=type(fn).__name__)
+    takes = None
     try:
         takes = inspect.signature(fn)
-    except ValueError:
-        takes = None  # a builtin that does not tell: the call will
-    try:
-        if takes:
-            takes.bind(*signature.split(", "))
+        takes.bind(*signature.split(", "))
     except TypeError:
         return Mistake("fn.signature", takes=takes, signature=signature)
+    except ValueError:
+        pass  # a builtin that does not tell: the call will
     try:
         cloudpickle.dumps(fn)
     except Exception as error:

@@ -142,12 +142,8 @@ def _peers(place: str, ranks: Ranks, targets: list[Target], hub: Mistake | None)
             why = Mistake("peers.left")
         elif not why and stray == {right} and target.peers == {left}:
             why = Mistake("peers.right")
-        to = ("rank " if len(stray) == 1 else "ranks ") + _joined(stray)
-        allowed = _joined(target.peers) or "none"
-        told = Mistake("peers.wrong", why, place=place, rank=rank, stray=to, allowed=allowed)
+        to, may = (", ".join(map(str, sorted(ranks))) for ranks in (stray, target.peers))
+        to = f"rank {to}" if len(stray) == 1 else f"ranks {to}"
+        told = Mistake("peers.wrong", why, place=place, rank=rank, stray=to, allowed=may or "none")
         return [Problem("peers", "wrong", told)]
     return []
-
-
-def _joined(ranks: set[int] | frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
