@@ -62,7 +62,7 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         inputs=tensor_and_root,
         expected=lambda rank, case: _gathered(rank, case, range(case.world_size)),
         written=None,
-        target=_gather_target,
+        target=lambda r, c: c.target(gather_cost, r, c.root, peers={c.root} - {r}),
         mistakes={"gather.one_buffer": _one_buffer, "gather.order": _root_first},
         rooted="root",
     )
@@ -116,10 +116,6 @@ def _of_all_ranks(cost_of: Callable[..., Cost], case: Case) -> Target:
     ranks = range(case.world_size)
     costs = [cost_of(case.size, 4, case.world_size, rank, case.root) for rank in ranks]
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
-
-
-def _gather_target(rank: int, case: Case) -> Target:
-    return case.target(gather_cost, rank, case.root, peers={case.root} - {rank})
 
 
 def _gathered(rank: int, case: Case, order: Iterable[int]) -> list[Tensor] | None:

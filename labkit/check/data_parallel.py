@@ -102,20 +102,15 @@ def _look_at_threads(fn: Callable) -> Mistake | None:
     try:
         results = fn([part] * 3, [0, 1, 2])
     except threading.BrokenBarrierError:
-        return _one_by_one(seen)
+        results = None
     if same(list(results or []), [0, 10, 20]):
         return None
     if meeting.broken or len(seen) < 3:
-        return _one_by_one(seen)
+        in_caller = seen == {threading.get_ident()}
+        return Mistake("threads.none" if in_caller else "threads.one_by_one")
     if sorted(r for r in results or [] if r is not None) == [0, 10, 20]:
         return Mistake("threads.order")
     return Mistake("threads.results", results=repr(results))
-
-
-def _one_by_one(seen: set[int]) -> Mistake:
-    if seen == {threading.get_ident()}:
-        return Mistake("threads.none")
-    return Mistake("threads.one_by_one")
 
 
 def _look_at_error_in(fn: Callable, failing: int) -> Mistake | None:

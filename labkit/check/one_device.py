@@ -90,7 +90,7 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
     """
     return returns(
         fn,
-        partial(_scaled_update, SCALE / 2),
+        _scaled_update,
         name="one_device.loss_scaling",
         inputs=lambda rank, case: (_weight(case), _scaled_gradient(rank, case), SCALE, LR),
         signature="comm, weight, gradient, scale, lr",
@@ -102,8 +102,8 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
             "scaling.lowered_and_updated": partial(_lowered_anyway, True),
             "scaling.lowered_for_nothing": partial(_lowered_anyway, False),
             "scaling.patched": _patched,
-            "scaling.not_lowered": partial(_scaled_update, SCALE),
-            "scaling.ranks_disagree": _alone_decided,
+            "scaling.not_lowered": partial(_scaled_update, after=SCALE),
+            "scaling.ranks_disagree": partial(_scaled_update, of=_scaled_gradient),
             "scaling.own_gradient": lambda r, c: [_updated(c, _scaled_gradient(r, c)), SCALE],
         },
         # With five numbers the last rank's gradient has overflowed.
@@ -123,7 +123,7 @@ def _weight(case: Case) -> Tensor:
     return torch.arange(1.0, case.size + 1)
 
 
-def _total(case: Case) -> Tensor:
+def _total(rank: int, case: Case) -> Tensor:
     return case.over_ranks(lambda rank: _scaled_gradient(rank, case))
 
 
@@ -133,33 +133,27 @@ def _updated(case: Case, gradient: Tensor, factor: float = 1 / SCALE) -> Tensor:
 
 
 def _taken(factor: float, rank: int, case: Case) -> list:
-    return [_updated(case, _total(case), factor), SCALE]
+    return [_updated(case, _total(rank, case), factor), SCALE]
 
 
 def _lowered_anyway(overflowed: bool, rank: int, case: Case) -> list:
     """The update and half the scale, where the sum has overflowed or where not; else nothing."""
-    if overflowed == bool(_total(case).isfinite().all()):
+    if overflowed == bool(_total(rank, case).isfinite().all()):
         return []
-    return [_updated(case, _total(case)), SCALE / 2]
+    return [_updated(case, _total(rank, case)), SCALE / 2]
 
 
 def _patched(rank: int, case: Case) -> list:
-    finite = _total(case).isfinite()
-    patched = torch.where(finite, _updated(case, _total(case)), _weight(case))
+    finite = _total(rank, case).isfinite()
+    patched = torch.where(finite, _updated(case, _total(rank, case)), _weight(case))
     return [patched, SCALE if finite.all() else SCALE / 2]
 
 
-def _scaled_update(after_overflow: float, rank: int, case: Case) -> list:
-    """The update, or where the sum has overflowed the same weight and this scale."""
-    if _total(case).isfinite().all():
+def _scaled_update(rank: int, case: Case, after: float = SCALE / 2, of: Callable = _total) -> list:
+    """The update, or where this has overflowed the same weight and the scale ``after`` it."""
+    if of(rank, case).isfinite().all():
         return _taken(1 / SCALE, rank, case)
-    return [_weight(case), after_overflow]
-
-
-def _alone_decided(rank: int, case: Case) -> list:
-    if _scaled_gradient(rank, case).isfinite().all():
-        return _taken(1 / SCALE, rank, case)
-    return [_weight(case), SCALE / 2]
+    return [_weight(case), after]
 
 
 def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
