@@ -92,33 +92,29 @@ def _by_version(
     events: Iterable[Event],
     *,
     others_only: bool = False,
-    own_too: bool = False,
     since: str = "pull",
     first_pull: bool = False,
-    one_for_all: bool = False,
     every_event: bool = False,
 ) -> list[int]:
     """The staleness of every push; each option is a mistake."""
     version, own, seen, late = 0, {}, {}, []
     for kind, worker in events:
-        key = 0 if one_for_all else worker
         if kind == "push":
-            late.append(version - seen.get(key, 0) - (own.get(worker, 0) if others_only else 0))
-            late[-1] += own_too
+            late.append(version - seen.get(worker, 0) - (own.get(worker, 0) if others_only else 0))
             version += 1
             own[worker] = own.get(worker, 0) + 1
         elif every_event:
             version += 1
-        if kind == since and not (first_pull and key in seen):
-            seen[key], own[worker] = version, 0
+        if kind == since and not (first_pull and worker in seen):
+            seen[worker], own[worker] = version, 0
     return late
 
 
 _BOOKKEEPING_MISTAKES: dict[str, Callable[[Iterable[Event]], list[int]]] = {
-    "staleness.itself": partial(_by_version, own_too=True),
+    "staleness.itself": lambda events: [late + 1 for late in _by_version(events)],
     "staleness.since_push": partial(_by_version, since="push"),
     "staleness.since_first_pull": partial(_by_version, first_pull=True),
-    "staleness.one_for_all": partial(_by_version, one_for_all=True),
+    "staleness.one_for_all": lambda events: _by_version((kind, 0) for kind, _ in events),
     "staleness.pulls": partial(_by_version, every_event=True),
     "staleness.others_only": partial(_by_version, others_only=True),
     "staleness.version": lambda events: [*range(sum(kind == "push" for kind, _ in events))],
