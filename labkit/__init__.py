@@ -18,4 +18,5 @@ def __getattr__(name: str):
 register_backend()
 # A script's ranks import the launcher when they load the script.
 FOR_RANKS.append("labkit.runtime.launch")
-FOR_TRAINING.append("labkit.training.loop")
+# A notebook warms up before it imports the checks, whose ranks would each import them anew.
+FOR_TRAINING.extend(["labkit.training.loop", "labkit.check"])

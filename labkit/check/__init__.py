@@ -41,30 +41,7 @@ from labkit.check import (
     tree,
 )
 from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade, returns
-from labkit.runtime.preload import FOR_RANKS
 
-__all__ = [
-    "Case",
-    "Exercise",
-    "Target",
-    "Verdict",
-    "answers",
-    "collectives",
-    "data_parallel",
-    "ddp",
-    "fairness",
-    "grade",
-    "hops",
-    "naive",
-    "one_device",
-    "parameter_server",
-    "pipeline",
-    "placement",
-    "returns",
-    "ring",
-    "staleness",
-    "tree",
-]
-
-# Every check runs in ranks, and each of them would import it anew.
-FOR_RANKS.append(__name__)
+__all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
+__all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
+__all__ += ["parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]

@@ -4,13 +4,13 @@ Symbols: P ranks, S bytes of a rank's tensor.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
-import torch
+from torch import Tensor
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
-from labkit.check.grading.exercise import tensor_and_root
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Verdict, grade, returns
+from labkit.check.grading.exercise import Target, tensor_and_root
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost, broadcast_cost, gather_cost, reduce_cost, scatter_cost
 
@@ -60,13 +60,10 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         "collectives.gather",
         signature="comm, tensor, root",
         inputs=tensor_and_root,
-        expected=_gathered,
+        expected=lambda rank, case: _gathered(rank, case, range(case.world_size)),
         written=None,
-        target=_gather_target,
-        mistakes={
-            "gather.one_buffer": _one_buffer,
-            "gather.order": _root_first,
-        },
+        target=lambda r, c: c.target(gather_cost, r, c.root, peers={c.root} - {r}),
+        mistakes={"gather.one_buffer": _one_buffer, "gather.order": _root_first},
         rooted="root",
     )
     return grade(fn, exercise, world_sizes)
@@ -86,7 +83,7 @@ def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         written=1,
         target=_scatter_target,
         mistakes={
-            "scatter.unchanged": _out,
+            "scatter.unchanged": lambda rank, case: case.tensor(rank),
             "scatter.first": lambda rank, case: _share(0, case),
             "scatter.root": lambda rank, case: _share(case.root, case),
             "scatter.next": lambda rank, case: _share(rank + 1, case),
@@ -104,17 +101,15 @@ def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     Every rank comes late once, and the others have to wait for it. It has to be made of messages,
     however many.
     """
-    exercise = Exercise(
-        "collectives.barrier",
-        signature="comm",
+    return returns(
+        fn,
+        name="collectives.barrier",
         inputs=lambda rank, case: (case.root,),
-        written=None,
         call=_come_late,
         judge=_left_too_early,
-        sizes=(),
         rooted="late rank",
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _of_all_ranks(cost_of: Callable[..., Cost], case: Case) -> Target:
@@ -123,46 +118,33 @@ def _of_all_ranks(cost_of: Callable[..., Cost], case: Case) -> Target:
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
 
 
-def _gathered(rank: int, case: Case) -> list[torch.Tensor] | None:
-    ranks = range(case.world_size)
-    return [case.tensor(r) for r in ranks] if rank == case.root else None
+def _gathered(rank: int, case: Case, order: Iterable[int]) -> list[Tensor] | None:
+    return [case.tensor(r) for r in order] if rank == case.root else None
 
 
-def _gather_target(rank: int, case: Case) -> Target:
-    cost = gather_cost(case.size, 4, case.world_size, rank, case.root)
-    peers = frozenset({case.root}) - {rank}
-    return Target(cost.messages, cost.num_bytes, cost.steps, peers)
-
-
-def _one_buffer(rank: int, case: Case) -> list[torch.Tensor] | None:
+def _one_buffer(rank: int, case: Case) -> list[Tensor] | None:
     last = max(set(range(case.world_size)) - {case.root})
-    ranks = [r if r == case.root else last for r in range(case.world_size)]
-    return [case.tensor(r) for r in ranks] if rank == case.root else None
+    ranks = range(case.world_size)
+    return _gathered(rank, case, [r if r == case.root else last for r in ranks])
 
 
-def _root_first(rank: int, case: Case) -> list[torch.Tensor] | None:
-    ranks = sorted(range(case.world_size), key=lambda r: (r != case.root, r))
-    return [case.tensor(r) for r in ranks] if rank == case.root else None
+def _root_first(rank: int, case: Case) -> list[Tensor] | None:
+    return _gathered(rank, case, sorted(range(case.world_size), key=lambda r: (r != case.root, r)))
 
 
-def _share(rank: int, case: Case) -> torch.Tensor:
+def _share(rank: int, case: Case) -> Tensor:
     """What the root has for ``rank`` (mod P)."""
     return case.tensor(100 + rank % case.world_size)
 
 
-def _out(rank: int, case: Case) -> torch.Tensor:
-    return case.tensor(rank)
-
-
 def _shares_and_out(rank: int, case: Case) -> tuple:
     shares = [_share(r, case) for r in range(case.world_size)]
-    return shares if rank == case.root else None, _out(rank, case), case.root
+    return shares if rank == case.root else None, case.tensor(rank), case.root
 
 
 def _scatter_target(rank: int, case: Case) -> Target:
-    cost = scatter_cost(case.size, 4, case.world_size, rank, case.root)
-    peers = frozenset(range(case.world_size) if rank == case.root else ()) - {rank}
-    return Target(cost.messages, cost.num_bytes, cost.steps, peers)
+    peers = set(range(case.world_size)) - {rank} if rank == case.root else ()
+    return case.target(scatter_cost, rank, case.root, peers=peers)
 
 
 def _come_late(fn: Callable, comm: Comm, late: int) -> tuple[float, float, int]:

@@ -5,15 +5,14 @@ Symbols: P devices, n samples.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labkit.check.grading import Case, Exercise, Mistake, Verdict, grade
+from labkit.check.grading import Case, Mistake, Verdict, returns
 from labkit.check.grading.compare import same, short
-from labkit.check.grading.exercise import no_arguments
 
 DEVICES = 4
 _MEET_S = 1.0
@@ -24,20 +23,16 @@ def scatter(fn: Callable) -> Verdict:
 
     As many parts as devices, or as samples if there are fewer; sizes differ by one at most.
     """
-    exercise = Exercise(
-        "data_parallel.scatter",
+    return returns(
+        fn,
+        name="data_parallel.scatter",
         inputs=lambda rank, case: (_samples(case), DEVICES),
         signature="inputs, num_devices",
-        written=None,
         judge=_judge_parts,
-        call=_without_comm,
+        call=lambda fn, comm, *args: fn(*args),
         sizes=(6, 7, 2, 1),
+        world_sizes=(1,),
     )
-    return grade(fn, exercise, (1,))
-
-
-def _without_comm(fn: Callable, comm: Any, *args: Any) -> Any:
-    return fn(*args)
 
 
 def _samples(case: Case) -> Tensor:
@@ -45,7 +40,7 @@ def _samples(case: Case) -> Tensor:
 
 
 def _wrong_parts(inputs: Tensor) -> dict[str, Any]:
-    fair, whole = len(inputs) // DEVICES, list(inputs.split(1))
+    fair = len(inputs) // DEVICES
     head = [inputs[i * fair : (i + 1) * fair] for i in range(DEVICES)]
     return {
         "scatter_fairly.empty_device": list(inputs.tensor_split(DEVICES)),
@@ -54,7 +49,7 @@ def _wrong_parts(inputs: Tensor) -> dict[str, Any]:
         "scatter_fairly.dropped": head,
         "scatter_fairly.rest_to_last": [*head[:-1], inputs[(DEVICES - 1) * fair :]],
         "scatter_fairly.whole_batch": [inputs] * DEVICES,
-        "scatter_fairly.one_each": whole,
+        "scatter_fairly.one_each": list(inputs.split(1)),
     }
 
 
@@ -76,21 +71,22 @@ def parallel_apply(fn: Callable) -> Verdict:
     Expected are the results in the order of the functions, the exception of a thread raised in the
     caller, and the caller's autograd mode in every thread.
     """
-    exercise = Exercise(
-        "data_parallel.parallel_apply",
-        inputs=no_arguments,
+    return returns(
+        fn,
+        name="data_parallel.parallel_apply",
         signature="functions, inputs",
-        written=None,
         judge=lambda case, values: values[0],
         call=_observe,
-        sizes=(),
+        world_sizes=(1,),
     )
-    return grade(fn, exercise, (1,))
 
 
 def _observe(fn: Callable, comm: Any) -> Mistake | None:
     """On the rank: what is wrong when ``fn`` is tried."""
-    return _look_at_threads(fn) or _look_at_errors(fn) or _look_at_autograd(fn)
+    wrong = _look_at_threads(fn)
+    for failing in (1, 0, 2):
+        wrong = wrong or _look_at_error_in(fn, failing)
+    return wrong or _look_at_autograd(fn)
 
 
 def _look_at_threads(fn: Callable) -> Mistake | None:
@@ -106,24 +102,15 @@ def _look_at_threads(fn: Callable) -> Mistake | None:
     try:
         results = fn([part] * 3, [0, 1, 2])
     except threading.BrokenBarrierError:
-        return _one_by_one(seen)
+        results = None
     if same(list(results or []), [0, 10, 20]):
         return None
     if meeting.broken or len(seen) < 3:
-        return _one_by_one(seen)
+        in_caller = seen == {threading.get_ident()}
+        return Mistake("threads.none" if in_caller else "threads.one_by_one")
     if sorted(r for r in results or [] if r is not None) == [0, 10, 20]:
         return Mistake("threads.order")
     return Mistake("threads.results", results=repr(results))
-
-
-def _one_by_one(seen: set[int]) -> Mistake:
-    if seen == {threading.get_ident()}:
-        return Mistake("threads.none")
-    return Mistake("threads.one_by_one")
-
-
-def _look_at_errors(fn: Callable) -> Mistake | None:
-    return next(filter(None, (_look_at_error_in(fn, failing) for failing in (1, 0, 2))), None)
 
 
 def _look_at_error_in(fn: Callable, failing: int) -> Mistake | None:
@@ -163,16 +150,15 @@ def reduce(fn: Callable) -> Verdict:
     A gradient may be None on some devices and counts as zero; where all are None, so is the sum.
     The gradients of devices 1 and up stay as they are.
     """
-    exercise = Exercise(
-        "data_parallel.reduce",
+    return returns(
+        fn,
+        name="data_parallel.reduce",
         inputs=lambda rank, case: (_gradients(),),
         signature="gradients",
-        written=None,
         judge=lambda case, values: _judge_sums(*values[0]),
         call=_reduce_and_look,
-        sizes=(),
+        world_sizes=(1,),
     )
-    return grade(fn, exercise, (1,))
 
 
 def _gradients() -> list[list[Tensor | None]]:
@@ -185,47 +171,43 @@ def _gradients() -> list[list[Tensor | None]]:
 
 def _reduce_and_look(fn: Callable, comm: Any, gradients: list) -> tuple:
     result = fn(gradients)
-    return result, all(map(_equal, gradients[1:], _gradients()[1:]))
+    return result, all(map(_alike, gradients[1:], _gradients()[1:]))
 
 
-def _equal(row: list, other: list) -> bool:
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(row, other))
+def _there(column: Sequence[Tensor | None]) -> list[Tensor]:
+    return [gradient for gradient in column if gradient is not None]
+
+
+def _sum(column: Sequence[Tensor | None]) -> Tensor | None:
+    there = _there(column)
+    return sum(there[1:], there[0]) if there else None
+
+
+# A mistake's id -> the "sum" of one parameter's gradients by device, c.
+_WRONG_SUMS: dict[str, Callable[[tuple], Tensor | None]] = {
+    "sum_devices.mean": lambda c: _sum([g / len(c) for g in _there(c)]),
+    "sum_devices.first_alone": lambda c: c[0],
+    "sum_devices.first_missing": lambda c: _sum(c[1:]),
+    "sum_devices.follows_first": lambda c: None if c[0] is None else _sum(c),
+    "sum_devices.wants_all": lambda c: _sum(c) if len(_there(c)) == len(c) else None,
+    "sum_devices.two_alone": lambda c: _sum(c[:2]),
+    "sum_devices.zeros": lambda c: _sum([torch.zeros(4), *c]),
+    "sum_devices.mean_of_some": lambda c: _sum([g / len(_there(c)) for g in _there(c)]),
+}
 
 
 def _judge_sums(result: Any, others_kept: bool) -> Mistake | None:
     columns = list(zip(*_gradients()))
-    due = [_sum(column) for column in columns]
-    firsts = [column[0] for column in columns]
-    wrong = {
-        "sum_devices.mean": [d if d is None else d / 3 for d in due],
-        "sum_devices.first_alone": firsts,
-        "sum_devices.first_missing": [_sum(column[1:]) for column in columns],
-        "sum_devices.follows_first": [
-            None if first is None else d for first, d in zip(firsts, due)
-        ],
-        "sum_devices.wants_all": [
-            None if any(g is None for g in column) else _sum(column) for column in columns
-        ],
-        "sum_devices.two_alone": [_sum(column[:2]) for column in columns],
-        "sum_devices.zeros": [torch.zeros(4) if d is None else d for d in due],
-        "sum_devices.mean_of_some": [
-            d if d is None else d / sum(g is not None for g in c) for c, d in zip(columns, due)
-        ],
-    }
+    due = list(map(_sum, columns))
     if not isinstance(result, (list, tuple)) or len(result) != len(due):
         return Mistake("sum_devices.kind", count=len(due), result=f"{result!r:.60}")
-    for id, sums in wrong.items():
-        if _alike(result, sums) and not _alike(sums, due):
+    if _alike(result, due):
+        return None if others_kept else Mistake("sum_devices.others_changed")
+    for id, wrong in _WRONG_SUMS.items():
+        if _alike(result, list(map(wrong, columns))):
             return Mistake(id)
-    if not _alike(result, due):
-        return Mistake("value.differs", value=short(list(result)), due=short(due))
-    return None if others_kept else Mistake("sum_devices.others_changed")
+    return Mistake("value.differs", value=short(list(result)), due=short(due))
 
 
-def _sum(column: tuple) -> Tensor | None:
-    there = [gradient for gradient in column if gradient is not None]
-    return sum(there[1:], there[0]) if there else None
-
-
-def _alike(sums: Any, due: list) -> bool:
+def _alike(sums: Sequence, due: Sequence) -> bool:
     return all((s is None) == (d is None) and (d is None or same(s, d)) for s, d in zip(sums, due))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
-from labkit.check.grading.in_process import answers
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, answers, returns
+from labkit.check.grading.exercise import with_parameters
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.schedules.buckets import assign_buckets
@@ -48,14 +48,15 @@ def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     all ranks. Shares have 5, 3 and 2 samples, the last rank's none. Target: one
     ``ring_all_reduce`` per parameter.
     """
-    exercise = _gradients_exercise(
-        "ddp.average",
-        "comm, model, inputs, targets, batch_size",
-        lambda rank, case: (*_share(rank, case), sum(_counts(case))),
+    return _gradients_right(
+        fn,
         _AVERAGE_MISTAKES,
-        lambda case: _Parts([[_share(rank, case)] for rank in range(case.world_size)]),
+        lambda rank, case: [_share(rank, case)],
+        name="ddp.average",
+        signature="comm, model, inputs, targets, batch_size",
+        inputs=lambda rank, case: (*_share(rank, case), sum(_counts(case))),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -65,14 +66,15 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
     ``grad`` is the gradient of the mean over all B samples. Target: one ``ring_all_reduce`` per
     parameter, however many micro-batches there are.
     """
-    exercise = _gradients_exercise(
-        "ddp.accumulate",
-        "comm, model, micro_batches, batch_size",
-        lambda rank, case: (_micro_batches(rank), 6 * case.world_size),
+    return _gradients_right(
+        fn,
         _ACCUMULATE_MISTAKES,
-        lambda case: _Parts([_micro_batches(rank) for rank in range(case.world_size)]),
+        lambda rank, case: _micro_batches(rank),
+        name="ddp.accumulate",
+        signature="comm, model, micro_batches, batch_size",
+        inputs=lambda rank, case: (_micro_batches(rank), 6 * case.world_size),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -81,18 +83,18 @@ def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     A list of indices: shuffled by ``seed + epoch``, padded by its beginning until P divides it,
     every P-th from this rank's number on. No message is sent.
     """
-    exercise = Exercise(
-        "ddp.sampler",
+    return returns(
+        fn,
         _torch_samples,
+        name="ddp.sampler",
         signature="comm, num_samples, epoch, seed",
         inputs=lambda rank, case: (case.size, _EPOCHS[case.size], _SEED),
-        written=None,
         call=_indices_of,
         mistakes=_SAMPLER_MISTAKES,
         target=lambda rank, case: Target(messages=0),
         sizes=tuple(_EPOCHS),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 # Buckets
@@ -120,7 +122,7 @@ _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
     "buckets.order_inside": lambda *case: [sorted(bucket) for bucket in assign_buckets(*case)],
     "buckets.first_cap": lambda sizes, cap, _: assign_buckets(sizes, cap, cap),
     "buckets.first_cap_for_all": lambda sizes, _, first: assign_buckets(sizes, first, first),
-    "buckets.closed_before": (_closed_before),
+    "buckets.closed_before": _closed_before,
     "buckets.closed_late": lambda sizes, cap, first: assign_buckets(sizes, cap + 1, first + 1),
     "buckets.rest_lost": lambda *case: assign_buckets(*case)[:-1],
     "buckets.empty": lambda *case: [*assign_buckets(*case), []],
@@ -131,12 +133,8 @@ _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
 
 
 def _model() -> nn.Module:
-    generator = torch.Generator().manual_seed(7)
-    model = nn.Sequential(nn.Linear(_FEATURES, 5), nn.Tanh(), nn.Linear(5, _CLASSES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model
+    layers = nn.Sequential(nn.Linear(_FEATURES, 5), nn.Tanh(), nn.Linear(5, _CLASSES))
+    return with_parameters(layers, 7)
 
 
 def _samples(rank: int, count: int) -> tuple[Tensor, Tensor]:
@@ -189,19 +187,27 @@ def _by_parameter(row: Tensor) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
 
 
+# Inputs and targets of each part of a rank's share.
+PartsOfRank = Callable[[int, Case], list[tuple[Tensor, Tensor]]]
+
+
 class _Parts:
     """What a wrong gradient may be made of: the sums of each rank's parts, and their counts."""
 
-    def __init__(self, parts: list[list[tuple[Tensor, Tensor]]]):
+    def __init__(self, case: Case, of_rank: PartsOfRank):
+        parts = [of_rank(rank, case) for rank in range(case.world_size)]
         self.sums = [torch.stack([_sum_gradient(*part) for part in rank]) for rank in parts]
         self.counts = [[len(targets) for _, targets in rank] for rank in parts]
-        self.world_size = len(parts)
+        self.world_size, self.over_ranks = case.world_size, case.over_ranks
         self.batch_size = sum(map(sum, self.counts))
         self.total = self.over_ranks(self.own)
         self.due = self.total / self.batch_size
 
     def own(self, rank: int) -> Tensor:
         return self.sums[rank].sum(0)
+
+    def own_last(self, rank: int) -> Tensor:
+        return self.sums[rank][-1]
 
     def own_mean(self, rank: int) -> Tensor:
         """The mean over the rank's samples, zeros where it has none."""
@@ -210,9 +216,6 @@ class _Parts:
     def own_part_means(self, rank: int) -> Tensor:
         counts = torch.tensor(self.counts[rank]).clamp(min=1)
         return (self.sums[rank] / counts.unsqueeze(1)).sum(0)
-
-    def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
-        return torch.stack([of(rank) for rank in range(self.world_size)]).sum(0)
 
     def summed_each_time(self) -> Tensor:
         """Every micro-batch's gradient is added to what the ranks have summed before."""
@@ -225,61 +228,48 @@ class _Parts:
 Mistakes = dict[str, Callable[[_Parts, int], Tensor]]
 
 
-def _gradients_exercise(
-    name: str,
-    signature: str,
-    inputs: Callable[[int, Case], tuple],
-    mistakes: Mistakes,
-    make_parts: Callable[[Case], _Parts],
-) -> Exercise:
-    parts_of = cache(make_parts)
+def _gradients_right(
+    fn: Callable, mistakes: Mistakes, of_rank: PartsOfRank, **more: Any
+) -> Verdict:
+    parts_of = cache(lambda case: _Parts(case, of_rank))
 
     def leads_to(wrong: Callable[[_Parts, int], Tensor]) -> Callable[[int, Case], list[Tensor]]:
         return lambda rank, case: _by_parameter(wrong(parts_of(case), rank))
 
-    return Exercise(
-        name,
+    return returns(
+        fn,
         leads_to(lambda parts, rank: parts.due),
-        signature=signature,
-        inputs=inputs,
-        written=None,
         call=_gradients_of,
         mistakes={id: leads_to(wrong) for id, wrong in mistakes.items()},
         target=_one_ring_per_parameter,
-        sizes=(),
+        **more,
     )
 
 
+# p are the parts, r the rank.
 _COMMON_MISTAKES: Mistakes = {
-    "gradient.sum": lambda parts, rank: parts.total,
-    "gradient.twice_by_ranks": lambda parts, rank: parts.due / parts.world_size,
-    "gradient.own_share": lambda parts, rank: parts.own(rank) / parts.batch_size,
+    "gradient.sum": lambda p, r: p.total,
+    "gradient.twice_by_ranks": lambda p, r: p.due / p.world_size,
+    "gradient.own_share": lambda p, r: p.own(r) / p.batch_size,
 }
 _AVERAGE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
-    "gradient.mean_of_means": (
-        lambda parts, rank: parts.over_ranks(parts.own_mean) / parts.world_size
-    ),
-    "gradient.sum_of_means": lambda parts, rank: parts.over_ranks(parts.own_mean),
-    "gradient.over_ranks": lambda parts, rank: parts.total / parts.world_size,
-    "gradient.own_mean": lambda parts, rank: parts.own_mean(rank),
-    "gradient.own_sum": lambda parts, rank: parts.own(rank),
+    "gradient.mean_of_means": lambda p, r: p.over_ranks(p.own_mean) / p.world_size,
+    "gradient.sum_of_means": lambda p, r: p.over_ranks(p.own_mean),
+    "gradient.over_ranks": lambda p, r: p.total / p.world_size,
+    "gradient.own_mean": lambda p, r: p.own_mean(r),
+    "gradient.own_sum": lambda p, r: p.own(r),
 }
 _ACCUMULATE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
-    "gradient.twice_by_micro_batches": lambda parts, rank: parts.due / 3,
-    "gradient.last_only": (
-        lambda parts, rank: parts.over_ranks(lambda r: parts.sums[r][-1]) / parts.batch_size
-    ),
+    "gradient.twice_by_micro_batches": lambda p, r: p.due / 3,
+    "gradient.last_only": lambda p, r: p.over_ranks(p.own_last) / p.batch_size,
     "gradient.last_missing": (
-        lambda parts, rank: (
-            parts.over_ranks(lambda r: parts.sums[r][:-1].sum(0)) / parts.batch_size
-            + parts.sums[rank][-1] / parts.batch_size
-        )
+        lambda p, r: (p.total - p.over_ranks(p.own_last) + p.own_last(r)) / p.batch_size
     ),
-    "gradient.summed_again": lambda parts, rank: parts.summed_each_time() / parts.batch_size,
+    "gradient.summed_again": lambda p, r: p.summed_each_time() / p.batch_size,
     "gradient.micro_batches_alike": (
-        lambda parts, rank: parts.over_ranks(parts.own_part_means) / 3 / parts.world_size
+        lambda p, r: p.over_ranks(p.own_part_means) / 3 / p.world_size
     ),
-    "gradient.sum_of_micro_means": lambda parts, rank: parts.over_ranks(parts.own_part_means),
+    "gradient.sum_of_micro_means": lambda p, r: p.over_ranks(p.own_part_means),
 }
 
 
@@ -318,22 +308,17 @@ def _block(rank: int, case: Case) -> list[list[int]]:
     return [padded[rank * size :][:size]]
 
 
+# r is the rank, c the case.
 _SAMPLER_MISTAKES: Mapping[str, Callable[[int, Case], list]] = {
-    "sampler.epoch": (
-        lambda rank, case: _dealt(rank, case, _order(case, _SEED - _EPOCHS[case.size]))
-    ),
-    "sampler.not_shuffled": lambda rank, case: _dealt(rank, case, list(range(case.size))),
-    "sampler.not_padded": lambda rank, case: [_order(case)[rank :: case.world_size]],
+    "sampler.epoch": lambda r, c: _dealt(r, c, _order(c, _SEED - _EPOCHS[c.size])),
+    "sampler.not_shuffled": lambda r, c: _dealt(r, c, list(range(c.size))),
+    "sampler.not_padded": lambda r, c: [_order(c)[r :: c.world_size]],
     "sampler.dropped": (
-        lambda rank, case: [
-            _order(case)[rank : case.size - case.size % case.world_size][:: case.world_size]
-        ]
+        lambda r, c: [_order(c)[r : c.size - c.size % c.world_size][:: c.world_size]]
     ),
-    "sampler.padding": (
-        lambda rank, case: _dealt(rank, case, _order(case), padding=_order(case)[-1:])
-    ),
+    "sampler.padding": lambda r, c: _dealt(r, c, _order(c), padding=_order(c)[-1:]),
     "sampler.block": _block,
-    "sampler.seed_by_rank": lambda rank, case: _dealt(rank, case, _order(case, _SEED + rank)),
-    "sampler.other_rank": lambda rank, case: _torch_samples((rank + 1) % case.world_size, case),
-    "sampler.order": lambda rank, case: [sorted(*_torch_samples(rank, case))],
+    "sampler.seed_by_rank": lambda r, c: _dealt(r, c, _order(c, _SEED + r)),
+    "sampler.other_rank": lambda r, c: _torch_samples((r + 1) % c.world_size, c),
+    "sampler.order": lambda r, c: [sorted(*_torch_samples(r, c))],
 }

@@ -6,11 +6,12 @@ Symbols: P ranks.
 import itertools
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Verdict, returns
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 
@@ -26,14 +27,15 @@ def replicas_agree(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
     The tensors are equal; or the last rank's differs a lot, or in one number's last bit; or rank
     1 holds the same numbers in another order.
     """
-    exercise = Exercise(
-        "fairness.replicas_agree",
+    return returns(
+        fn,
+        name="fairness.replicas_agree",
         inputs=_replica,
-        written=None,
+        signature="comm, tensor",
         judge=_judge,
         sizes=(_FAR, _EQUAL, _LAST_BIT, _ORDER),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _replica(rank: int, case: Case) -> tuple[torch.Tensor]:
@@ -100,21 +102,16 @@ def interleaved_ratio(fn: Callable) -> Verdict:
     ``a()`` and ``b()`` return the seconds of one run. Once each to warm up, then ``repeats`` pairs
     that begin with a and with b by turns. They are played on a made-up machine, which slows down.
     """
-    name = "fairness.interleaved_ratio"
-    watch = Stopwatch()
-    question = Question(
-        (watch.contender("a", 1.0), watch.contender("b", 1.5), REPEATS), "a and b in turns"
+    name, watch = "fairness.interleaved_ratio", Stopwatch()
+    contenders = watch.contender("a", 1.0), watch.contender("b", 1.5)
+    judge = partial(
+        ask,
+        name,
+        fn,
+        [Question((*contenders, REPEATS), "a and b in turns")],
+        lambda _, found: _wrong_order(watch.order) or _wrong_ratio(watch.seconds, found),
+        right=lambda answers: f"{REPEATS} pairs in turns, ratio {answers[0]:.3g}",
     )
-
-    def judge() -> Verdict:
-        return ask(
-            name,
-            fn,
-            [question],
-            lambda _, found: _wrong_order(watch.order) or _wrong_ratio(watch.seconds, found),
-            right=lambda answers: f"{REPEATS} pairs in turns, ratio {answers[0]:.3g}",
-        )
-
     return told(name, judge)
 
 
@@ -162,10 +159,9 @@ def mistaken_ratios(seconds: Seconds) -> dict[str, float]:
     """A mistake's id -> the ratio that it leads to."""
     a, b = seconds["a"][1:], seconds["b"][1:]
     pairs = [y / x for x, y in zip(a, b)]
-    with_cold = [y / x for x, y in zip(seconds["a"], seconds["b"])]
     return {
         "ratio.upside_down": statistics.median(x / y for x, y in zip(a, b)),
-        "ratio.warm_up": statistics.median(with_cold),
+        "ratio.warm_up": statistics.median(b / a for a, b in zip(seconds["a"], seconds["b"])),
         "ratio.of_medians": statistics.median(b) / statistics.median(a),
         "ratio.of_sums": sum(b) / sum(a),
         "ratio.mean": statistics.fmean(pairs),

@@ -6,14 +6,13 @@ is sent in the place of another arrives, and the mistake can be named.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, returns
 from labkit.check.grading.compare import other_kind, same
-from labkit.check.grading.exercise import no_arguments
+from labkit.check.grading.exercise import random_tensor, with_parameters
 from labkit.comm.comm import Comm
 
 _SAMPLES, _WIDTH = 5, 4
@@ -27,17 +26,16 @@ def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
     once, sends what comes out to the next stage, and returns ``(entering, leaving)``, with
     autograd's graph between the two; ``entering`` collects a gradient where one has to go back.
     """
-    exercise = Exercise(
-        "hops.forward",
+    return returns(
+        fn,
+        name="hops.forward",
         signature="comm, layers, inputs",
         inputs=lambda rank, case: (_stage(rank), _inputs()),
-        written=None,
-        call=_seen_forward,
+        call=_look_at_forward,
         judge=_judge_forward,
         target=partial(_target, 1),
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -46,31 +44,25 @@ def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ver
     On the last stage ``leaving`` is the loss, on any other [n, 4], whose gradient the next stage
     sends. At the end all parameters have the gradient that they have on one device.
     """
-    exercise = Exercise(
-        "hops.backward",
-        partial(_wrong_gradients, {}),
+    return returns(
+        fn,
+        _gradients_alone,
+        name="hops.backward",
         signature="comm, entering, leaving",
-        inputs=no_arguments,
-        written=None,
         call=_gradients_of,
-        mistakes={id: partial(_wrong_gradients, by) for id, by in _BACKWARD_MISTAKES.items()},
+        mistakes={id: partial(_gradients_alone, **by) for id, by in _BACKWARD_MISTAKES.items()},
         target=partial(_target, -1),
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _stage(rank: int) -> nn.Module:
-    generator = torch.Generator().manual_seed(11 + rank)
     layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh())
-    with torch.no_grad():
-        for parameter in layers.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return layers
+    return with_parameters(layers, 11 + rank)
 
 
 def _inputs() -> Tensor:
-    return torch.randn(_SAMPLES, _WIDTH, generator=torch.Generator().manual_seed(3))
+    return random_tensor(3, _SAMPLES, _WIDTH)
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
@@ -84,19 +76,9 @@ def _target(step: int, rank: int, case: Case) -> Target:
 # Forward
 
 
-class _Seen(NamedTuple):
-    """What a rank's forward left behind."""
-
-    entering: Tensor
-    leaving: Tensor
-    runs: int
-    in_graph: bool
-    asks: bool
-    is_leaf: bool
-    collects: bool
-
-
-def _seen_forward(fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor) -> _Seen | Mistake:
+def _look_at_forward(
+    fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor
+) -> list[Mistake] | Mistake:
     """On the rank: call ``fn``, and try whether a gradient would come out at the other end."""
     runs: list[int] = []
     layers.register_forward_hook(lambda *_: runs.append(1))
@@ -105,17 +87,15 @@ def _seen_forward(fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor) -
     if not pair or not all(isinstance(one, Tensor) for one in found):
         return Mistake("hops.no_pair")
     entering, leaving = found
-    values = entering.detach().clone(), leaving.detach().clone()
-    looks = leaving.requires_grad, entering.requires_grad, entering.is_leaf
-    if leaving.requires_grad:
-        leaving.sum().backward()
-    return _Seen(*values, len(runs), *looks, entering.is_leaf and entering.grad is not None)
+    wrong = _wrong_values(comm.rank, entering, leaving)
+    wrong = wrong or _wrong_graph(comm.rank, entering, leaving, len(runs))
+    return [wrong] if wrong else []
 
 
-def _judge_forward(case: Case, values: list[_Seen]) -> Mistake | None:
-    for rank, seen in enumerate(values):
-        if wrong := _wrong_values(rank, seen) or _wrong_graph(rank, seen):
-            return Mistake("hops.rank", wrong, rank=rank)
+def _judge_forward(case: Case, by_rank: list[list[Mistake]]) -> Mistake | None:
+    for rank, wrong in enumerate(by_rank):
+        if wrong:
+            return Mistake("hops.rank", wrong[0], rank=rank)
     return None
 
 
@@ -128,17 +108,15 @@ def _after(num_stages: int) -> Tensor:
     return value
 
 
-def _wrong_values(rank: int, seen: _Seen) -> Mistake | None:
-    for name, found, due in (
-        ("entering", seen.entering, _after(rank)),
-        ("leaving", seen.leaving, _after(rank + 1)),
+def _wrong_values(rank: int, entering: Tensor, leaving: Tensor) -> Mistake | None:
+    for name, found, due, wrong in (
+        ("entering", entering.detach(), _after(rank), _wrong_entering),
+        ("leaving", leaving.detach(), _after(rank + 1), _wrong_leaving),
     ):
         if kind := other_kind(found, due):
             return Mistake("hops.kind", name=name, **kind.details)
         if not same(found, due):
-            return (
-                _wrong_leaving(rank, found) if name == "leaving" else _wrong_entering(rank, found)
-            )
+            return wrong(rank, found)
     return None
 
 
@@ -158,19 +136,23 @@ def _wrong_entering(rank: int, found: Tensor) -> Mistake:
     return Mistake("hops.other_input", before=rank - 1)
 
 
-def _wrong_graph(rank: int, seen: _Seen) -> Mistake | None:
-    if seen.runs != 1:
-        return Mistake("hops.runs", runs=seen.runs)
-    if not seen.in_graph:
+def _wrong_graph(rank: int, entering: Tensor, leaving: Tensor, runs: int) -> Mistake | None:
+    if runs != 1:
+        return Mistake("hops.runs", runs=runs)
+    if not leaving.requires_grad:
         return Mistake("hops.no_graph")
-    if rank == 0 or seen.collects:
+    leaving.sum().backward()
+    if rank == 0 or (entering.is_leaf and entering.grad is not None):
         return None
-    if not seen.asks:
+    if not entering.requires_grad:
         return Mistake("hops.asks_nothing")
-    return Mistake("hops.gets_nothing" if seen.is_leaf else "hops.no_leaf")
+    return Mistake("hops.gets_nothing" if entering.is_leaf else "hops.no_leaf")
 
 
 # Backward
+
+
+Gradient = Tensor | None
 
 
 def _ran(rank: int, world_size: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -182,7 +164,7 @@ def _ran(rank: int, world_size: int) -> tuple[nn.Module, Tensor, Tensor]:
     return layers, entering, leaving
 
 
-def _gradients_of(fn: Callable, comm: Comm) -> list[Tensor | None] | Mistake:
+def _gradients_of(fn: Callable, comm: Comm) -> list[Gradient] | Mistake:
     """By parameter."""
     layers, entering, leaving = _ran(comm.rank, comm.world_size)
     fn(comm, entering, leaving)
@@ -192,42 +174,33 @@ def _gradients_of(fn: Callable, comm: Comm) -> list[Tensor | None] | Mistake:
     return found
 
 
-Gradient = Tensor | None
-
-
-def _wrong_gradients(by: dict[str, Callable], rank: int, case: Case) -> list[Gradient]:
+def _gradients_alone(
+    rank: int,
+    case: Case,
+    begin: Callable = lambda leaving, g: g,
+    pass_on: Callable = lambda entering, g, P: entering.grad,
+) -> list[Gradient]:
     """Of one rank, by parameter, in one process; each option is a mistake.
 
     Args:
-        by: ``begin`` with (leaving, the gradient that came): what a stage's backward begins with;
-            ``pass_on`` with (what entered, the gradient that came, P): what goes to the stage
-            before.
         rank, case: whose gradients, on how many stages.
+        begin: (leaving, the gradient that came) -> what a stage's backward begins with.
+        pass_on: (entering, the gradient that came, P) -> what goes to the stage before.
     """
-    begin = by.get("begin", lambda leaving, gradient: gradient)
-    pass_on = by.get("pass_on", lambda entering, gradient, P: entering.grad)
-    layers, gradient = nn.Module(), None
+    layers, came = nn.Module(), None
     for stage in reversed(range(rank, case.world_size)):
         layers, entering, leaving = _ran(stage, case.world_size)
-        leaving.backward(begin(leaving, gradient))
-        gradient = pass_on(entering, gradient, case.world_size) if stage else None
+        leaving.backward(begin(leaving, came))
+        came = pass_on(entering, came, case.world_size) if stage else None
     return [parameter.grad for parameter in layers.parameters()]
 
 
 _BACKWARD_MISTAKES: dict[str, dict[str, Callable]] = {
-    "hops.began_with_ones": {"begin": lambda leaving, gradient: torch.ones_like(leaving)},
-    "hops.passed_on": {
-        "pass_on": lambda entering, gradient, P: entering.grad if gradient is None else gradient
-    },
-    "hops.activation_back": {"pass_on": lambda entering, gradient, P: entering.detach()},
-    "hops.added": {
-        "pass_on": lambda entering, gradient, P: (
-            entering.grad if gradient is None else entering.grad + gradient
-        )
-    },
-    "hops.averaged": {"pass_on": lambda entering, gradient, P: entering.grad / P},
-    "hops.twice": {
-        "begin": lambda leaving, gradient: 2 * (torch.ones(()) if gradient is None else gradient)
-    },
-    "hops.zeros": {"pass_on": lambda entering, gradient, P: torch.zeros_like(entering)},
+    "hops.began_with_ones": {"begin": lambda leaving, g: torch.ones_like(leaving)},
+    "hops.passed_on": {"pass_on": lambda entering, g, P: entering.grad if g is None else g},
+    "hops.activation_back": {"pass_on": lambda entering, g, P: entering.detach()},
+    "hops.added": {"pass_on": lambda entering, g, P: entering.grad + (0 if g is None else g)},
+    "hops.averaged": {"pass_on": lambda entering, g, P: entering.grad / P},
+    "hops.twice": {"begin": lambda leaving, g: torch.full((), 2.0) if g is None else 2 * g},
+    "hops.zeros": {"pass_on": lambda entering, g, P: torch.zeros_like(entering)},
 }

@@ -25,7 +25,5 @@ def all_reduce(
 
 
 def _target(rank: int, case: Case) -> Target:
-    cost = naive_all_reduce_cost(case.size, 4, case.world_size, rank)
-    others = frozenset(range(1, case.world_size))
-    peers = frozenset({0}) if rank else others
-    return Target(cost.messages, cost.num_bytes, cost.steps, peers)
+    peers = {0} if rank else range(1, case.world_size)
+    return case.target(naive_all_reduce_cost, rank, peers=peers)

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Target, Verdict, returns
+from labkit.check.grading.exercise import random_tensor
 
 LR, SCALE, KEPT = 0.5, 1024.0, 2
 
@@ -20,37 +21,37 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
     ``gradients`` are the means [N] over this rank's micro-batches of ``num_samples`` samples each;
     expected is the mean over all ``batch_size`` samples of all ranks. Target: 2 (P - 1) messages.
     """
-    exercise = Exercise(
-        "one_device.accumulate",
+    return returns(
+        fn,
         _mean_over_samples,
-        _micro_batches,
-        "comm, gradients, num_samples, batch_size",
-        written=None,
-        target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
+        name="one_device.accumulate",
+        inputs=lambda r, c: (list(_gradients(r, c)), _num_samples(r), _batch_size(c)),
+        signature="comm, gradients, num_samples, batch_size",
+        target=_one_all_reduce,
+        # A mistake's id -> what it returns on rank r. c is the case.
         mistakes={
-            "accumulate.mean_of_means": lambda rank, case: (
-                case.over_ranks(lambda r: _gradients(r, case).mean(0)) / case.world_size
+            "accumulate.mean_of_means": (
+                lambda r, c: c.over_ranks(lambda r: _gradients(r, c).mean(0)) / c.world_size
             ),
-            "accumulate.sum": lambda rank, case: (
-                _mean_over_samples(rank, case) * _batch_size(case)
+            "accumulate.sum": lambda r, c: _mean_over_samples(r, c) * _batch_size(c),
+            "accumulate.own_samples": (
+                lambda r, c: _mean_over_samples(r, c) * (_batch_size(c) / sum(_num_samples(r)))
             ),
-            "accumulate.own_samples": lambda rank, case: (
-                _mean_over_samples(rank, case) * (_batch_size(case) / sum(_num_samples(rank)))
+            "accumulate.last": (
+                lambda r, c: c.over_ranks(lambda r: _weighted(r, c)[-1]) / _batch_size(c)
             ),
-            "accumulate.last": lambda rank, case: (
-                case.over_ranks(lambda r: _weighted(r, case)[-1]) / _batch_size(case)
-            ),
-            "accumulate.own_share": lambda rank, case: (
-                _weighted(rank, case).sum(0) / _batch_size(case)
-            ),
-            "accumulate.ranks_alike": lambda rank, case: (
-                case.over_ranks(lambda r: _weighted(r, case).sum(0) / sum(_num_samples(r)))
-                / case.world_size
+            "accumulate.own_share": lambda r, c: _weighted(r, c).sum(0) / _batch_size(c),
+            "accumulate.ranks_alike": lambda r, c: (
+                c.over_ranks(partial(_own_mean, case=c)) / c.world_size
             ),
         },
         sizes=(12, 1),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
+
+
+def _one_all_reduce(rank: int, case: Case) -> Target:
+    return Target(messages=2 * (case.world_size - 1))
 
 
 def _num_samples(rank: int) -> list[int]:
@@ -59,21 +60,20 @@ def _num_samples(rank: int) -> list[int]:
 
 def _gradients(rank: int, case: Case) -> Tensor:
     """[3, N], by micro-batch."""
-    generator = torch.Generator().manual_seed(100 * rank + case.size)
-    return torch.randn(3, case.size, generator=generator)
+    return random_tensor(100 * rank + case.size, 3, case.size)
 
 
 def _batch_size(case: Case) -> int:
     return sum(sum(_num_samples(rank)) for rank in range(case.world_size))
 
 
-def _micro_batches(rank: int, case: Case) -> tuple:
-    return list(_gradients(rank, case)), _num_samples(rank), _batch_size(case)
-
-
 def _weighted(rank: int, case: Case) -> Tensor:
     """[3, N]: of the summed loss of each micro-batch."""
     return torch.tensor(_num_samples(rank)).unsqueeze(1) * _gradients(rank, case)
+
+
+def _own_mean(rank: int, case: Case) -> Tensor:
+    return _weighted(rank, case).sum(0) / sum(_num_samples(rank))
 
 
 def _mean_over_samples(rank: int, case: Case) -> Tensor:
@@ -88,30 +88,28 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
     the same scale, or, where the sum is not finite, the same weight and half the scale. Target:
     2 (P - 1) messages.
     """
-    exercise = Exercise(
-        "one_device.loss_scaling",
-        partial(_scaled_update, SCALE / 2),
-        _scaled_inputs,
-        "comm, weight, gradient, scale, lr",
-        written=None,
-        target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
+    return returns(
+        fn,
+        _scaled_update,
+        name="one_device.loss_scaling",
+        inputs=lambda rank, case: (_weight(case), _scaled_gradient(rank, case), SCALE, LR),
+        signature="comm, weight, gradient, scale, lr",
+        target=_one_all_reduce,
         mistakes={
             "scaling.still_scaled": partial(_taken, 1.0),
-            "scaling.over_ranks": lambda rank, case: _taken(
-                1 / SCALE / case.world_size, rank, case
-            ),
+            "scaling.over_ranks": lambda r, c: _taken(1 / SCALE / c.world_size, r, c),
             "scaling.update_anyway": partial(_taken, 1 / SCALE),
             "scaling.lowered_and_updated": partial(_lowered_anyway, True),
             "scaling.lowered_for_nothing": partial(_lowered_anyway, False),
             "scaling.patched": _patched,
-            "scaling.not_lowered": partial(_scaled_update, SCALE),
-            "scaling.ranks_disagree": _alone_decided,
-            "scaling.own_gradient": partial(_own_taken),
+            "scaling.not_lowered": partial(_scaled_update, after=SCALE),
+            "scaling.ranks_disagree": partial(_scaled_update, of=_scaled_gradient),
+            "scaling.own_gradient": lambda r, c: [_updated(c, _scaled_gradient(r, c)), SCALE],
         },
         # With five numbers the last rank's gradient has overflowed.
         sizes=(8, 5),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _scaled_gradient(rank: int, case: Case) -> Tensor:
@@ -125,47 +123,37 @@ def _weight(case: Case) -> Tensor:
     return torch.arange(1.0, case.size + 1)
 
 
-def _scaled_inputs(rank: int, case: Case) -> tuple:
-    return _weight(case), _scaled_gradient(rank, case), SCALE, LR
-
-
-def _total(case: Case) -> Tensor:
+def _total(rank: int, case: Case) -> Tensor:
     return case.over_ranks(lambda rank: _scaled_gradient(rank, case))
 
 
+def _updated(case: Case, gradient: Tensor, factor: float = 1 / SCALE) -> Tensor:
+    """The weight after an update with ``factor`` times the gradient, whatever is in it."""
+    return _weight(case) - LR * factor * gradient
+
+
 def _taken(factor: float, rank: int, case: Case) -> list:
-    """An update with ``factor`` times the sum, whatever is in it."""
-    return [_weight(case) - LR * factor * _total(case), SCALE]
+    return [_updated(case, _total(rank, case), factor), SCALE]
 
 
 def _lowered_anyway(overflowed: bool, rank: int, case: Case) -> list:
     """The update and half the scale, where the sum has overflowed or where not; else nothing."""
-    if overflowed == bool(_total(case).isfinite().all()):
+    if overflowed == bool(_total(rank, case).isfinite().all()):
         return []
-    return [_taken(1 / SCALE, rank, case)[0], SCALE / 2]
+    return [_updated(case, _total(rank, case)), SCALE / 2]
 
 
 def _patched(rank: int, case: Case) -> list:
-    updated = _taken(1 / SCALE, rank, case)[0]
-    finite = _total(case).isfinite()
-    return [torch.where(finite, updated, _weight(case)), SCALE if finite.all() else SCALE / 2]
+    finite = _total(rank, case).isfinite()
+    patched = torch.where(finite, _updated(case, _total(rank, case)), _weight(case))
+    return [patched, SCALE if finite.all() else SCALE / 2]
 
 
-def _own_taken(rank: int, case: Case) -> list:
-    return [_weight(case) - LR / SCALE * _scaled_gradient(rank, case), SCALE]
-
-
-def _scaled_update(after_overflow: float, rank: int, case: Case) -> list:
-    """The update, or where the sum has overflowed the same weight and this scale."""
-    if _total(case).isfinite().all():
+def _scaled_update(rank: int, case: Case, after: float = SCALE / 2, of: Callable = _total) -> list:
+    """The update, or where this has overflowed the same weight and the scale ``after`` it."""
+    if of(rank, case).isfinite().all():
         return _taken(1 / SCALE, rank, case)
-    return [_weight(case), after_overflow]
-
-
-def _alone_decided(rank: int, case: Case) -> list:
-    if _scaled_gradient(rank, case).isfinite().all():
-        return _taken(1 / SCALE, rank, case)
-    return [_weight(case), SCALE / 2]
+    return [_weight(case), after]
 
 
 def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -175,78 +163,62 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
     magnitude on each, this rank's new residual], both [N]. Target: (P - 1) k values (float32) and
     as many indices (int64), 12 (P - 1) k bytes.
     """
-    exercise = Exercise(
-        "one_device.top_k",
-        partial(_sparse, _sent),
-        _sparse_inputs,
-        "comm, gradient, residual, k",
-        written=None,
+    return returns(
+        fn,
+        lambda rank, case: [_sparse_sum(case), _kept(rank, case)],
+        name="one_device.top_k",
+        inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), KEPT),
+        signature="comm, gradient, residual, k",
         target=lambda rank, case: Target(num_bytes=12 * KEPT * (case.world_size - 1)),
         mistakes={
-            "top_k.lost": lambda rank, case: [_sparse_sum(_sent, case), torch.zeros(case.size)],
-            "top_k.forgot_residual": partial(_sparse, _sent_forgetful),
-            "top_k.sent_and_kept": lambda rank, case: [
-                _sparse_sum(_sent, case),
-                _with_memory(rank, case),
-            ],
-            "top_k.kept_the_sent": lambda rank, case: [
-                _sparse_sum(_sent, case),
-                _sent(rank, case),
-            ],
-            "top_k.not_by_magnitude": partial(_sparse, _sent_largest),
-            "top_k.last_wins": lambda rank, case: [
-                _overwritten(case),
-                _sparse(_sent, rank, case)[1],
-            ],
-            "top_k.own_alone": lambda rank, case: [
-                _sent(rank, case),
-                _sparse(_sent, rank, case)[1],
-            ],
-            "top_k.mean": lambda rank, case: [
-                _sparse_sum(_sent, case) / case.world_size,
-                _sparse(_sent, rank, case)[1],
-            ],
+            "top_k.lost": lambda r, c: [_sparse_sum(c), torch.zeros(c.size)],
+            "top_k.forgot_residual": _without_residual,
+            "top_k.sent_and_kept": lambda r, c: [_sparse_sum(c), _with_memory(r, c)],
+            "top_k.kept_the_sent": lambda r, c: [_sparse_sum(c), _sent(r, c)],
+            "top_k.not_by_magnitude": _not_by_magnitude,
+            "top_k.last_wins": lambda r, c: [_overwritten(c), _kept(r, c)],
+            "top_k.own_alone": lambda r, c: [_sent(r, c), _kept(r, c)],
+            "top_k.mean": lambda r, c: [_sparse_sum(c) / c.world_size, _kept(r, c)],
         },
         sizes=(12, 7),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def _residual(rank: int, case: Case) -> Tensor:
-    generator = torch.Generator().manual_seed(rank + 7)
-    return torch.randn(case.size, generator=generator)
+    return random_tensor(rank + 7, case.size)
 
 
 def _with_memory(rank: int, case: Case) -> Tensor:
     return case.tensor(rank) + _residual(rank, case)
 
 
-def _sparse_inputs(rank: int, case: Case) -> tuple:
-    return case.tensor(rank), _residual(rank, case), KEPT
-
-
-def _only(values: Tensor, places: Tensor) -> Tensor:
-    """``values`` [N] at ``places`` [k], zero elsewhere."""
+def _largest(values: Tensor, by: Callable[[Tensor], Tensor] = torch.abs) -> Tensor:
+    """``values`` [N] where they are among the k largest in magnitude, zero elsewhere."""
+    places = by(values).topk(KEPT).indices
     return torch.zeros_like(values).index_copy(0, places, values[places])
 
 
 def _sent(rank: int, case: Case) -> Tensor:
-    values = _with_memory(rank, case)
-    return _only(values, values.abs().topk(KEPT).indices)
+    return _largest(_with_memory(rank, case))
 
 
-def _sent_largest(rank: int, case: Case) -> Tensor:
-    values = _with_memory(rank, case)
-    return _only(values, values.topk(KEPT).indices)
+def _kept(rank: int, case: Case) -> Tensor:
+    return _with_memory(rank, case) - _sent(rank, case)
 
 
-def _sent_forgetful(rank: int, case: Case) -> Tensor:
-    values = case.tensor(rank)
-    return _only(values, values.abs().topk(KEPT).indices)
+def _sparse_sum(case: Case) -> Tensor:
+    return case.over_ranks(lambda rank: _sent(rank, case))
 
 
-def _sparse_sum(sent: Callable[[int, Case], Tensor], case: Case) -> Tensor:
-    return case.over_ranks(lambda rank: sent(rank, case))
+def _not_by_magnitude(rank: int, case: Case) -> list:
+    sent = [_largest(_with_memory(r, case), torch.clone) for r in range(case.world_size)]
+    return [sum(sent), _with_memory(rank, case) - sent[rank]]
+
+
+def _without_residual(rank: int, case: Case) -> list:
+    sent = [_largest(case.tensor(r)) for r in range(case.world_size)]
+    return [sum(sent), case.tensor(rank) - sent[rank]]
 
 
 def _overwritten(case: Case) -> Tensor:
@@ -254,8 +226,3 @@ def _overwritten(case: Case) -> Tensor:
     for rank in range(case.world_size):
         total = torch.where(_sent(rank, case) != 0, _sent(rank, case), total)
     return total
-
-
-def _sparse(sent: Callable[[int, Case], Tensor], rank: int, case: Case) -> list:
-    begun = case.tensor(rank) if sent is _sent_forgetful else _with_memory(rank, case)
-    return [_sparse_sum(sent, case), begun - sent(rank, case)]

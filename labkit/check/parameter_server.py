@@ -7,6 +7,7 @@ of rank r's samples [N], B the samples of all workers.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
 from labkit.collectives.ring import split_chunks
 from labkit.comm.comm import Comm
-from labkit.costs.traffic import parameter_server_cost, ring_all_reduce_cost
+from labkit.costs.traffic import Cost, parameter_server_cost, ring_all_reduce_cost
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 
 LR = 0.1
@@ -34,7 +35,7 @@ def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         inputs=lambda rank, case: (_start(case), case.tensor(rank)),
         signature="comm, values, batch_size",
         call=_with_workers,
-        target=lambda rank, case: _target(rank, case, servers=1),
+        target=partial(_sends, parameter_server_cost),
         mistakes=_SERVER,
     )
     return grade(fn, exercise, world_sizes)
@@ -52,7 +53,9 @@ def worker(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         inputs=lambda rank, case: (_start(case), case.tensor(rank)),
         signature="comm, gradient, values, servers",
         call=_with_servers,
-        target=lambda rank, case: _target(rank, case, _servers(case.world_size)),
+        target=lambda rank, case: _sends(
+            parameter_server_cost, rank, case, _servers(case.world_size)
+        ),
         mistakes=_WORKER,
     )
     return grade(fn, exercise, world_sizes)
@@ -71,7 +74,7 @@ def shards(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         signature="comm, gradient, values, batch_size",
         written=1,
         chunked=True,
-        target=_as_a_ring,
+        target=partial(_sends, ring_all_reduce_cost),
         same_bits=True,
         mistakes=_SHARDS,
     )
@@ -108,13 +111,8 @@ def _workers(case: Case) -> range:
     return range(_servers(case.world_size), case.world_size)
 
 
-def _target(rank: int, case: Case, servers: int) -> Target:
-    cost = parameter_server_cost(case.size, 4, case.world_size, rank, servers)
-    return Target(cost.messages, cost.num_bytes)
-
-
-def _as_a_ring(rank: int, case: Case) -> Target:
-    cost = ring_all_reduce_cost(case.size, 4, case.world_size, rank)
+def _sends(cost_of: Callable[..., Cost], rank: int, case: Case, *servers: int) -> Target:
+    cost = cost_of(case.size, 4, case.world_size, rank, *servers)
     return Target(cost.messages, cost.num_bytes)
 
 

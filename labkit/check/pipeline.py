@@ -5,6 +5,7 @@ Symbols: P stages and ranks, M micro-batches, s a stage.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit import schedules
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, returns
 from labkit.check.grading.compare import agree
-from labkit.check.grading.exercise import no_arguments
+from labkit.check.grading.exercise import with_parameters
 from labkit.check.grading.in_process import Question, Wrong, ask
 from labkit.check.grading.report import told
 from labkit.comm.comm import Comm
@@ -43,10 +44,8 @@ def bubble(fn: Callable) -> Verdict:
     name = "pipeline.bubble"
     questions = [Question((slots,), case, idle_share(slots)) for case, slots in _tables().items()]
     mistakes = _BUBBLE_MISTAKES.items()
-    return told(
-        name,
-        lambda: ask(name, fn, questions, _wrong_bubble, mistakes=mistakes, call=_share_of),
-    )
+    judge = partial(ask, name, fn, questions, _wrong_bubble, mistakes=mistakes, call=_share_of)
+    return told(name, judge)
 
 
 def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -57,19 +56,21 @@ def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> 
     them, and has to find the gradients of one device.
     """
     name = "pipeline.one_f_one_b"
-    on_paper = ask(name, fn, _stream_questions(), _wrong_streams, call=_streams_of)
+    questions = [
+        Question((P, M), f"with {format_count(P, 'stage')} and {format_count(M, 'micro-batch')}")
+        for P, M in _SIZES
+    ]
+    on_paper = ask(name, fn, questions, _wrong_streams, call=_streams_of)
     if not on_paper:
         return told(name, lambda: on_paper)
-    exercise = Exercise(
-        name,
-        expected=_gradients_alone,
-        inputs=no_arguments,
+    return returns(
+        fn,
+        _gradients_alone,
+        name=name,
         signature="stage, num_stages, num_micro_batches",
-        written=None,
         call=_train_by,
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -78,17 +79,15 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     ``outgoing`` is what to send and ``landing`` the memory to receive into; None where the hop has
     no such half. All hops of a 1F1B step are played. Target: one call of comm per hop.
     """
-    exercise = Exercise(
-        "pipeline.hop",
-        inputs=no_arguments,
+    return returns(
+        fn,
+        name="pipeline.hop",
         signature="comm, hop, outgoing, landing",
-        written=None,
         call=_play,
         judge=_judge_hops,
         target=_messages_of_hops,
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
 
 
 # The bubble of a predicted_slots
@@ -109,17 +108,16 @@ def _wrong_bubble(question: Question, answer: float) -> Mistake | None:
 
 def _tables() -> dict[str, list[Slot]]:
     """The last three tell mistakes apart that the textbook's table lets pass."""
+    gpipe, one_f_one_b = schedules.gpipe, schedules.one_f_one_b
     late = [
         slot._replace(start_s=slot.start_s + 10, end_s=slot.end_s + 10)
-        for slot in _table(schedules.gpipe, (1.0, 1.0), 2)
+        for slot in _table(gpipe, (1.0, 1.0), 2)
     ]
     return {
-        "GPipe, 3 stages, 4 micro-batches": _table(schedules.gpipe, (1.0,) * 3, 4),
-        "1F1B, 4 stages, 2 micro-batches": _table(schedules.one_f_one_b, (1.0,) * 4, 2),
-        "a single stage, 3 micro-batches": _table(schedules.gpipe, (1.0,), 3),
-        "GPipe, 3 micro-batches, stages of 1, 3 and 2 s": _table(
-            schedules.gpipe, (1.0, 3.0, 2.0), 3
-        ),
+        "GPipe, 3 stages, 4 micro-batches": _table(gpipe, (1.0,) * 3, 4),
+        "1F1B, 4 stages, 2 micro-batches": _table(one_f_one_b, (1.0,) * 4, 2),
+        "a single stage, 3 micro-batches": _table(gpipe, (1.0,), 3),
+        "GPipe, 3 micro-batches, stages of 1, 3 and 2 s": _table(gpipe, (1.0, 3.0, 2.0), 3),
         "GPipe, 2 stages, 2 micro-batches, from second 10 on": late,
     }
 
@@ -134,16 +132,16 @@ def _stages(slots: Iterable[Slot]) -> set[int]:
     return {slot.stage for slot in slots}
 
 
-def _busy_s(slots: Iterable[Slot]) -> float:
-    return sum(slot.end_s - slot.start_s for slot in slots)
-
-
 def _start_s(slots: Iterable[Slot]) -> float:
     return min(slot.start_s for slot in slots)
 
 
 def _end_s(slots: Iterable[Slot]) -> float:
     return max(slot.end_s for slot in slots)
+
+
+def _busy_s(slots: Iterable[Slot]) -> float:
+    return sum(slot.end_s - slot.start_s for slot in slots)
 
 
 def _idle_over(seconds: float, slots: Sequence[Slot]) -> float:
@@ -157,9 +155,8 @@ def _between_actions(slots: Sequence[Slot]) -> float:
 
 
 def _by_formula(slots: Sequence[Slot]) -> float:
-    stages = len(_stages(slots))
-    micro_batches = len({slot.micro_batch for slot in slots})
-    return (stages - 1) / (micro_batches + stages - 1)
+    waiting = len(_stages(slots)) - 1
+    return waiting / (len({slot.micro_batch for slot in slots}) + waiting)
 
 
 _BUBBLE_MISTAKES: dict[str, Callable[[list[Slot]], float]] = {
@@ -175,13 +172,6 @@ _BUBBLE_MISTAKES: dict[str, Callable[[list[Slot]], float]] = {
 
 
 # The 1F1B stream, on paper
-
-
-def _stream_questions() -> list[Question]:
-    return [
-        Question((P, M), f"with {format_count(P, 'stage')} and {format_count(M, 'micro-batch')}")
-        for P, M in _SIZES
-    ]
 
 
 def _streams_of(fn: Callable, P: int, M: int) -> Streams:
@@ -221,6 +211,10 @@ _WARM_UPS: dict[str, Callable[[int, int, int], int]] = {
 }
 
 
+def _right_streams(P: int, M: int) -> Streams:
+    return [list(schedules.one_f_one_b(stage, P, M)) for stage in range(P)]
+
+
 def _wrong_streams(question: Question, streams: Streams) -> Mistake | None:
     found = _well_known(streams, question.args[1]) or _problem(streams, question.args[1])
     return Mistake("told.place", place=question.words, what=found) if found else None
@@ -229,7 +223,7 @@ def _wrong_streams(question: Question, streams: Streams) -> Mistake | None:
 def _well_known(streams: Streams, M: int) -> Mistake | None:
     """A well-known mistake, with what it leads to."""
     P = len(streams)
-    if streams == [list(schedules.one_f_one_b(stage, P, M)) for stage in range(P)]:
+    if streams == _right_streams(P, M):
         return None
     for id, ahead in _WARM_UPS.items():
         # ``one_f_one_b`` runs num_stages - 1 - stage forwards ahead.
@@ -280,18 +274,14 @@ def _of_timetable(streams: Streams, M: int, right: str) -> Mistake | None:
 def _of_one_stage(stream: list[Action], M: int) -> Mistake | None:
     """What is wrong with a stream by itself."""
     wanted = [Action(kind, m) for kind in ("forward", "backward") for m in range(M)]
-    repeated = sorted({a for a in stream if stream.count(a) > 1}, key=stream.index)
-    strange = [a for a in stream if a not in wanted]
-    missing = [a for a in wanted if a not in stream]
-    if strange:
+    if strange := [a for a in stream if a not in wanted]:
         id = "stream.strange_forward" if strange[0].kind == "forward" else "stream.strange"
         return Mistake(id, actions=_listed(strange), last=M - 1)
-    if repeated:
+    if repeated := sorted({a for a in stream if stream.count(a) > 1}, key=stream.index):
         return Mistake("stream.repeated", actions=_listed(repeated))
-    if missing:
+    if missing := [a for a in wanted if a not in stream]:
         drain = all(a.kind == "backward" for a in missing)
-        id = "stream.no_drain" if drain else "stream.missing"
-        return Mistake(id, actions=_listed(missing))
+        return Mistake("stream.no_drain" if drain else "stream.missing", actions=_listed(missing))
     for m in range(M):
         if stream.index(Action("backward", m)) < stream.index(Action("forward", m)):
             return Mistake("stream.backward_first", m=m)
@@ -303,24 +293,19 @@ def _listed(actions: Iterable[Action]) -> str:
 
 
 def _right_stages(streams: Streams, M: int) -> str:
-    P = len(streams)
-    right = [s for s in range(P) if streams[s] == list(schedules.one_f_one_b(s, P, M))]
-    if not right:
-        return ""
-    stages = f"stages {', '.join(map(str, right))} alone are"
-    return f" ({f'stage {right[0]} alone is' if len(right) == 1 else stages} right)"
+    pairs = zip(streams, _right_streams(len(streams), M))
+    right = [str(stage) for stage, (found, due) in enumerate(pairs) if found == due]
+    if len(right) == 1:
+        return f" (stage {right[0]} alone is right)"
+    return f" (stages {', '.join(right)} alone are right)" if right else ""
 
 
 # The 1F1B stream, executed
 
 
 def _model(P: int) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(P)
     layers = [nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.float64) for _ in range(P)]
-    with torch.no_grad():
-        for layer in layers:
-            layer.weight.copy_(torch.randn(_WIDTH, _WIDTH, generator=generator))
-    return nn.Sequential(*layers)
+    return with_parameters(nn.Sequential(*layers), P)
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -382,17 +367,13 @@ def _judge_hops(case: Case, values: list[Any]) -> Mistake | None:
     for rank, (landed, _, _) in enumerate(values):
         due = [one.recv for one in _hops(rank, case.world_size) if one.recv]
         for message, found in zip(due, landed):
-            what: dict[str, Any] = {
-                "kind": message.kind,
-                "micro_batch": message.micro_batch,
-                "rank": rank,
-            }
-            if found == [-1.0] * 3:
-                return Mistake("hop.never_landed", **what)
-            if found != _payload(message, message.peer).tolist():
-                kind, of, by = "gradient" if found[0] else "activation", *found[1:]
-                came: dict[str, Any] = {"source": message.peer, "found": kind, "of": of, "by": by}
-                return Mistake("hop.other_landed", **what, **came)
+            if found == _payload(message, message.peer).tolist():
+                continue
+            kind, of, by = found
+            id = "hop.never_landed" if found == [-1.0] * 3 else "hop.other_landed"
+            expected = {"kind": message.kind, "micro_batch": message.micro_batch, "rank": rank}
+            came = {"source": message.peer, "found": "gradient" if kind else "activation"}
+            return Mistake(id, **expected, **came, of=of, by=by)
     for rank, (_, calls, hops) in enumerate(values):
         if calls != hops:
             return Mistake("hop.calls", rank=rank, calls=calls, hops=hops)

@@ -5,6 +5,7 @@ Symbols: L layers, P stages, a device each.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -33,27 +34,23 @@ def best_cuts(fn: Callable) -> Verdict:
     all layers, and an activation and its gradient over each cut. No stage may need more than
     ``cap_bytes``. Any split is right that is as quick as the planner's. Runs in this process.
     """
-    questions = [Question(tuple(case), str(case)) for case in CASES]
-    mistakes = [
-        (id, partial(_search_by, rule)) for id, rules in MISTAKES.items() for rule in rules
-    ]
+    mistakes = [(id, partial(_search_by, rule)) for id, rule in MISTAKES]
     praise = f"all {len(CASES)} splits are as quick as the planner's, and keep their caps"
-
-    def judge() -> Verdict:
-        return ask(
-            _NAME,
-            fn,
-            questions,
-            _problem,
-            mistakes=mistakes,
-            call=lambda fn, *case: _as_points(fn(*case)),
-            right=lambda answers: praise,
-        )
-
+    judge = partial(
+        ask,
+        _NAME,
+        fn,
+        [Question(tuple(case), str(case)) for case in CASES],
+        _problem,
+        mistakes=mistakes,
+        call=_points,
+        right=lambda answers: praise,
+    )
     return told(_NAME, judge)
 
 
-def _as_points(answer: Any) -> Any:
+def _points(fn: Callable, *case: Any) -> Any:
+    answer = fn(*case)
     return tuple(answer) if isinstance(answer, list) else answer
 
 
@@ -82,11 +79,9 @@ class _Case(NamedTuple):
         """The planner's step, over all numbers of stages."""
         found = []
         for stages in range(1, self.max_stages + 1):
-            try:
-                args = self.profile, stages, self.link
-                found.append(best_split(*args, memory_cap_bytes=self.cap_bytes).step_s)
-            except ValueError:  # so few stages cannot keep the cap
-                continue
+            with suppress(ValueError):  # so few stages cannot keep the cap
+                best = best_split(self.profile, stages, self.link, memory_cap_bytes=self.cap_bytes)
+                found.append(best.step_s)
         return min(found)
 
 
@@ -151,16 +146,15 @@ def _wrong_split(case: _Case, answer: Any) -> Mistake | None:
 Cost = Callable[[_Case, Points], float]
 
 
-def _hops_s(case: _Case, points: Points) -> float:
-    return sum(case.split(points).hop_s)
-
-
 def _needed(case: _Case, points: Points) -> float:
     return max(case.split(points).memory_bytes)
 
 
 def search(
-    case: _Case, cost: Cost = _hops_s, needed: Cost = _needed, cuts: str = "up to all"
+    case: _Case,
+    cost: Cost = lambda case, points: sum(case.split(points).hop_s),
+    needed: Cost = _needed,
+    cuts: str = "up to all",
 ) -> Points | None:
     """The cheapest of all splits that keep the cap; None if there is none."""
     layers, most = range(1, len(case.profile.layers)), case.max_stages - 1
@@ -175,27 +169,20 @@ def search(
     return min(fitting, key=lambda points: (cost(case, points), points), default=None)
 
 
-def _of_stages(case: _Case, points: Points, of: Callable[[LayerCost], float]) -> float:
-    """The largest stage's sum."""
-    layers = case.profile.layers
-    bounds = stage_bounds(points, len(layers))
-    return max(sum(map(of, layers[start:end])) for start, end in bounds)
+def _largest_stage(of: Callable[[LayerCost], float]) -> Cost:
+    def cost(case: _Case, points: Points) -> float:
+        layers = case.profile.layers
+        bounds = stage_bounds(points, len(layers))
+        return max(sum(map(of, layers[start:end])) for start, end in bounds)
+
+    return cost
 
 
-def _compute_s(case: _Case, points: Points) -> float:
-    return _of_stages(case, points, lambda layer: layer.forward_s + layer.backward_s)
-
-
-def _num_layers(case: _Case, points: Points) -> float:
-    return _of_stages(case, points, lambda layer: 1)
-
-
-def _values_alone(case: _Case, points: Points) -> float:
-    return _of_stages(case, points, lambda layer: layer.parameter_bytes + layer.held_bytes)
-
-
-def _parameters_alone(case: _Case, points: Points) -> float:
-    return _of_stages(case, points, lambda layer: 3 * layer.parameter_bytes)
+_compute_s = _largest_stage(lambda layer: layer.forward_s + layer.backward_s)
+_num_layers = _largest_stage(lambda layer: 1)
+_nothing = _largest_stage(lambda layer: 0)
+_values_alone = _largest_stage(lambda layer: layer.parameter_bytes + layer.held_bytes)
+_parameters_alone = _largest_stage(lambda layer: 3 * layer.parameter_bytes)
 
 
 def _bytes_behind(case: _Case, points: Points) -> float:
@@ -203,35 +190,21 @@ def _bytes_behind(case: _Case, points: Points) -> float:
     return sum(case.link.message_seconds(layers[point].output_bytes) for point in points)
 
 
-def _nothing(case: _Case, points: Points) -> float:
-    return 0.0
-
-
-# A mistake's id -> the searches with this mistake.
-MISTAKES: dict[str, list[dict]] = {
-    "cuts.equal_layers": [
-        {"cost": _num_layers, "cuts": "all"},
-        {"cost": _num_layers, "cuts": "all", "needed": _nothing},
-    ],
-    "cuts.equal_seconds": [
-        {"cost": _compute_s, "cuts": "all"},
-        {"cost": _compute_s, "cuts": "all", "needed": _nothing},
-    ],
-    "cuts.cap_forgotten": [
-        {"needed": _nothing},
-        {"needed": _nothing, "cuts": "all"},
-    ],
-    "cuts.cap_excluded": [{"needed": lambda case, points: _needed(case, points) + 1}],
-    "cuts.output_behind": [
-        {"cost": _bytes_behind},
-        {"cost": _bytes_behind, "cuts": "all"},
-    ],
-    "cuts.all_devices": [{"cuts": "all"}],
-    "cuts.fewest": [{"cuts": "fewest"}],
-    "cuts.bytes_alone": [{"cost": lambda case, points: sum(case.split(points).hop_bytes)}],
-    "cuts.dearest_hop": [
-        {"cost": lambda case, points: max(case.split(points).hop_s, default=0.0)}
-    ],
-    "cuts.value_alone": [{"needed": _values_alone}],
-    "cuts.activations_forgotten": [{"needed": _parameters_alone}],
-}
+# A mistake's id -> a search with this mistake.
+MISTAKES: list[tuple[str, dict]] = [
+    ("cuts.equal_layers", {"cost": _num_layers, "cuts": "all"}),
+    ("cuts.equal_layers", {"cost": _num_layers, "cuts": "all", "needed": _nothing}),
+    ("cuts.equal_seconds", {"cost": _compute_s, "cuts": "all"}),
+    ("cuts.equal_seconds", {"cost": _compute_s, "cuts": "all", "needed": _nothing}),
+    ("cuts.cap_forgotten", {"needed": _nothing}),
+    ("cuts.cap_forgotten", {"needed": _nothing, "cuts": "all"}),
+    ("cuts.cap_excluded", {"needed": lambda case, points: _needed(case, points) + 1}),
+    ("cuts.output_behind", {"cost": _bytes_behind}),
+    ("cuts.output_behind", {"cost": _bytes_behind, "cuts": "all"}),
+    ("cuts.all_devices", {"cuts": "all"}),
+    ("cuts.fewest", {"cuts": "fewest"}),
+    ("cuts.bytes_alone", {"cost": lambda case, points: sum(case.split(points).hop_bytes)}),
+    ("cuts.dearest_hop", {"cost": lambda case, points: max(case.split(points).hop_s, default=0)}),
+    ("cuts.value_alone", {"needed": _values_alone}),
+    ("cuts.activations_forgotten", {"needed": _parameters_alone}),
+]

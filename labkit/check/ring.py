@@ -75,9 +75,8 @@ def reduced(op: str, rank: int, case: Case) -> torch.Tensor:
 
 
 def _target(cost_of: Callable[..., Cost], to: str, rank: int, case: Case) -> Target:
-    cost = cost_of(case.size, 4, case.world_size, rank)
     peer = (rank + (1 if to == "right" else -1)) % case.world_size
-    return Target(cost.messages, cost.num_bytes, cost.steps, frozenset({peer}))
+    return case.target(cost_of, rank, peers={peer})
 
 
 def _own_chunks(rank: int, case: Case) -> tuple:

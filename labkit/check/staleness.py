@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Target, Verdict, grade
-from labkit.check.grading.in_process import answers
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, answers, returns
 from labkit.comm.comm import Comm
 from labkit.schedules.staleness import in_time
 
@@ -28,9 +27,9 @@ _HISTORIES = (
     ),
     (("pull", 1), ("pull", 2), ("push", 1), ("push", 1), ("push", 2)),
 )
-# (V, {worker: the version it has pulled}, bound); worker 1 pushes.
+# Worker 1 pushes, V, {worker: the version it has pulled}, bound.
 _SITUATIONS = tuple(
-    (version, dict(enumerate(pulled, start=1)), bound)
+    (1, version, dict(enumerate(pulled, start=1)), bound)
     for version in (0, 2, 3)
     for pulled in itertools.product((3, 2, 1, 0), repeat=3)
     for bound in (2, 3, 4)
@@ -49,7 +48,7 @@ def bookkeeping(fn: Callable) -> Verdict:
         [((list(events),), _by_version(events)) for events in _HISTORIES],
         name="staleness.bookkeeping",
         mistakes=_BOOKKEEPING_MISTAKES,
-        call=lambda fn, events: _as(list, fn(events)),
+        kind=list,
     )
 
 
@@ -59,13 +58,12 @@ def admission(fn: Callable) -> Verdict:
     ``pulled`` holds the version that each gradient under way is computed from (the worker's own,
     too). Runs in this process.
     """
-    arguments = [(1, version, dict(pulled), bound) for version, pulled, bound in _SITUATIONS]
     return answers(
         fn,
-        [(args, _right(*args)) for args in arguments],
+        [(args, _may(*args)) for args in _SITUATIONS],
         name="staleness.admission",
         mistakes=_ADMISSION_MISTAKES,
-        call=lambda fn, *args: _as(bool, fn(*args)),
+        kind=bool,
     )
 
 
@@ -75,22 +73,16 @@ def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
     Workers send a gradient [W] and receive the parameters [W], worker w doing so w times.
     ``parameters`` [W] has to become parameters - gradient with each. Target: one message per push.
     """
-    exercise = Exercise(
-        "staleness.server",
+    return returns(
+        fn,
+        name="staleness.server",
         signature="comm, parameters, num_updates",
         inputs=lambda rank, case: (torch.zeros(case.world_size - 1), _num_updates(case)),
-        written=None,
         call=_serve_and_work,
         judge=_judge_server,
         target=_one_message_per_push,
-        sizes=(),
+        world_sizes=world_sizes,
     )
-    return grade(fn, exercise, world_sizes)
-
-
-def _as(kind: Callable[[Any], Any], answer: Any) -> Any:
-    """The answer as a list or as a bool; a missing one stays None."""
-    return None if answer is None else kind(answer)
 
 
 # From a list of events
@@ -100,75 +92,60 @@ def _by_version(
     events: Iterable[Event],
     *,
     others_only: bool = False,
-    own_too: bool = False,
     since: str = "pull",
     first_pull: bool = False,
-    one_for_all: bool = False,
     every_event: bool = False,
 ) -> list[int]:
     """The staleness of every push; each option is a mistake."""
     version, own, seen, late = 0, {}, {}, []
     for kind, worker in events:
-        key = 0 if one_for_all else worker
         if kind == "push":
-            late.append(version - seen.get(key, 0) - (own.get(worker, 0) if others_only else 0))
-            late[-1] += own_too
+            late.append(version - seen.get(worker, 0) - (own.get(worker, 0) if others_only else 0))
             version += 1
             own[worker] = own.get(worker, 0) + 1
         elif every_event:
             version += 1
-        if kind == since and not (first_pull and key in seen):
-            seen[key], own[worker] = version, 0
+        if kind == since and not (first_pull and worker in seen):
+            seen[worker], own[worker] = version, 0
     return late
 
 
-def _positions(events: Iterable[Event]) -> list[int]:
-    return list(range(sum(kind == "push" for kind, _ in events)))
-
-
 _BOOKKEEPING_MISTAKES: dict[str, Callable[[Iterable[Event]], list[int]]] = {
-    "staleness.itself": partial(_by_version, own_too=True),
+    "staleness.itself": lambda events: [late + 1 for late in _by_version(events)],
     "staleness.since_push": partial(_by_version, since="push"),
     "staleness.since_first_pull": partial(_by_version, first_pull=True),
-    "staleness.one_for_all": partial(_by_version, one_for_all=True),
+    "staleness.one_for_all": lambda events: _by_version((kind, 0) for kind, _ in events),
     "staleness.pulls": partial(_by_version, every_event=True),
     "staleness.others_only": partial(_by_version, others_only=True),
-    "staleness.version": _positions,
+    "staleness.version": lambda events: [*range(sum(kind == "push" for kind, _ in events))],
 }
 
 
 # The rule of a bound
 
 
-def _right(worker: int, version: int, pulled: Mapping[int, int], bound: int) -> bool:
-    return in_time([v for w, v in pulled.items() if w != worker], version + 1, bound)
-
-
 def _others(worker: int, pulled: Mapping[int, int]) -> list[int]:
     return [version for other, version in pulled.items() if other != worker]
 
 
+def _may(worker: int, version: int, pulled: Mapping[int, int], bound: int) -> bool:
+    return in_time(_others(worker, pulled), version + 1, bound)
+
+
+def _newest_first(worker: int, version: int, pulled: Mapping[int, int], bound: int) -> bool:
+    newest_first = sorted(_others(worker, pulled), reverse=True)
+    return all(version + 1 + place - v <= bound for place, v in enumerate(newest_first))
+
+
+# w pushes, V is the version, b the bound.
 _ADMISSION_MISTAKES: dict[str, Callable[[int, int, Mapping[int, int], int], bool]] = {
-    "admission.everything": (lambda worker, version, pulled, bound: True),
+    "admission.everything": lambda w, V, pulled, b: True,
     "admission.one_ahead": (
-        lambda worker, version, pulled, bound: all(
-            version + 1 - v <= bound for v in _others(worker, pulled)
-        )
+        lambda w, V, pulled, b: all(V + 1 - v <= b for v in _others(w, pulled))
     ),
-    "admission.bound_allowed": (
-        lambda worker, version, pulled, bound: in_time(
-            _others(worker, pulled), version + 1, bound - 1
-        )
-    ),
-    "admission.counts_itself": (
-        lambda worker, version, pulled, bound: in_time(pulled.values(), version + 1, bound)
-    ),
-    "admission.newest_first": (
-        lambda worker, version, pulled, bound: all(
-            version + 1 + place - v <= bound
-            for place, v in enumerate(sorted(_others(worker, pulled), reverse=True))
-        )
-    ),
+    "admission.bound_allowed": lambda w, V, pulled, b: _may(w, V, pulled, b - 1),
+    "admission.counts_itself": lambda w, V, pulled, b: in_time(pulled.values(), V + 1, b),
+    "admission.newest_first": _newest_first,
 }
 
 

@@ -32,6 +32,5 @@ def _target(rank: int, case: Case) -> Target:
     rounds = case.world_size.bit_length() - 1
     if 2**rounds != case.world_size:
         return Target()
-    peers = frozenset(rank ^ 2**k for k in range(rounds))
-    cost = tree_all_reduce_cost(case.size, 4, case.world_size, rank)
-    return Target(cost.messages, cost.num_bytes, cost.steps, peers)
+    peers = (rank ^ 2**k for k in range(rounds))
+    return case.target(tree_all_reduce_cost, rank, peers=peers)

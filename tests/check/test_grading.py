@@ -219,6 +219,24 @@ def test_importing_labkit_does_not_import_the_checks():
     assert done.stdout.strip() == "[]"
 
 
+WARMED_UP = """
+import sys
+import labkit
+
+if __name__ == "__main__":
+    labkit.warm_up()
+    print(labkit.run(lambda comm: "labkit.check" in sys.modules, world_size=1).values)
+"""
+
+
+@pytest.mark.fresh
+def test_a_rank_has_the_checks_though_its_caller_has_not_imported_them(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(WARMED_UP)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[True]", done.stderr
+
+
 # Words
 
 
@@ -296,10 +314,9 @@ def test_a_wrong_mean_has_a_name(found, id):
 def test_no_two_mistakes_in_cutting_look_alike():
     right = tuple(placement.search(case) for case in placement.CASES)
     found = {right: "none"}
-    for id, rules in placement.MISTAKES.items():
-        for rule in rules:
-            splits = tuple(placement.search(case, **rule) for case in placement.CASES)
-            assert found.setdefault(splits, id) == id
+    for id, rule in placement.MISTAKES:
+        splits = tuple(placement.search(case, **rule) for case in placement.CASES)
+        assert found.setdefault(splits, id) == id
 
 
 def test_each_mistake_in_taking_times_leads_to_another_number():

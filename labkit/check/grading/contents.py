@@ -102,10 +102,10 @@ def _wrong_sum(found: Contents, wanted: Contents, own: Piece) -> Mistake:
 
 
 def _sum_of(found: Contents) -> str:
-    terms = []
-    for (rank, _), times in sorted(found.items()):
-        terms.append(f"rank {rank}" if times == 1 else f"{times:.3g} x rank {rank}")
-    return " + ".join(terms)
+    return " + ".join(
+        f"rank {rank}" if times == 1 else f"{times:.3g} x rank {rank}"
+        for (rank, _), times in sorted(found.items())
+    )
 
 
 def listed(noun: str, numbers: list[int]) -> str:

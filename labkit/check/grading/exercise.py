@@ -6,41 +6,34 @@ rank, ``cases`` the sizes and roots that are tried, ``call`` is how it is called
 Symbols: P ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
+from labkit.costs.traffic import Cost
 from labkit.units import format_count
 
 # The first is divisible by 2, 3 and 4, and leaves enough numbers per chunk to tell what is in it.
 SIZES = (96, 10, 2, 1, 0)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call of the learner's function: P, the elements of a rank's tensor, the root."""
+def random_tensor(seed: int, *shape: int) -> Tensor:
+    """float32, the same each time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
-    world_size: int
-    size: int
-    root: int = 0
 
-    def tensor(self, rank: int) -> Tensor:
-        """What ``rank`` starts with: float32 [size], random, the same each time."""
-        generator = torch.Generator().manual_seed(97 * rank + self.size + 1)
-        return torch.randn(self.size, generator=generator)
-
-    def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
-        """The sum of ``of(rank)`` over the ranks."""
-        return torch.stack([of(rank) for rank in range(self.world_size)]).sum(0)
-
-    def total(self) -> Tensor:
-        """The sum over the ranks, float32 [size], added up in float64."""
-        return self.over_ranks(lambda rank: self.tensor(rank).double()).float()
+@torch.no_grad()
+def with_parameters(layers: nn.Sequential, seed: int) -> nn.Sequential:
+    """The same layers, with the same parameters each time."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layers.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layers
 
 
 class Target(NamedTuple):
@@ -54,6 +47,32 @@ class Target(NamedTuple):
     num_bytes: int | None = None
     operations: int | None = None
     peers: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the learner's function: P, the elements of a rank's tensor, the root."""
+
+    world_size: int
+    size: int
+    root: int = 0
+
+    def tensor(self, rank: int) -> Tensor:
+        """What ``rank`` starts with: float32 [size], random, the same each time."""
+        return random_tensor(97 * rank + self.size + 1, self.size)
+
+    def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
+        """The sum of ``of(rank)`` over the ranks."""
+        return torch.stack([of(rank) for rank in range(self.world_size)]).sum(0)
+
+    def total(self) -> Tensor:
+        """The sum over the ranks, float32 [size], added up in float64."""
+        return self.over_ranks(lambda rank: self.tensor(rank).double()).float()
+
+    def target(self, cost_of: Callable[..., Cost], *which: int, peers: Iterable[int]) -> Target:
+        """By a formula of ``labkit.costs.traffic``; ``which`` is the rank, and the root if any."""
+        cost = cost_of(self.size, 4, self.world_size, *which)
+        return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
 
 
 class Outcome(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem
+from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, no_arguments, nothing
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
-from labkit.check.grading.traffic import ROWS, counts, traffic_problems
+from labkit.check.grading.traffic import FIELDS, by_rank, counts, traffic_problems
 from labkit.check.grading.values import value_problems
 from labkit.check.grading.words import Mistake
 from labkit.units import format_count
@@ -33,8 +33,7 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
     """
 
     def judge() -> Verdict:
-        misuse = _misuse(fn, exercise.signature)
-        if misuse:
+        if misuse := _misuse(fn, exercise.signature):
             return Verdict(exercise.name, NOT_YET, notes=[misuse])
         return grade_on_ranks(fn, exercise, world_sizes)
 
@@ -43,27 +42,29 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
 
 def returns(
     fn: Callable,
-    expected: Callable[[int, Case], Any],
+    expected: Callable[[int, Case], Any] = nothing,
     *,
-    inputs: Callable[[int, Case], tuple] = lambda rank, case: (),
+    name: str = "",
+    inputs: Callable[[int, Case], tuple] = no_arguments,
     signature: str = "comm",
     world_sizes: Iterable[int] = WORLD_SIZES,
     sizes: tuple[int, ...] = (),
     **more: Any,
 ) -> Verdict:
-    """Grade a page's own exercise by what each rank returns: an ``Exercise`` in one call.
+    """Grade a function by what each rank returns: an ``Exercise`` in one call.
 
     Args:
         fn: the learner's function, called as ``signature`` says.
         expected: (rank, case) -> what the rank must return.
+        name: of the exercise, the function's own by default.
         inputs: (rank, case) -> the arguments after ``comm``.
         world_sizes: the P to try, in this order.
         sizes: the elements of ``case.tensor(rank)``, if it is used.
-        more: other fields of ``Exercise``: ``target=``, ``mistakes=``.
+        more: other fields of ``Exercise``: ``target=``, ``mistakes=``, ``judge=``.
 
     Raises nothing, prints and returns as ``grade`` does.
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name or getattr(fn, "__name__", type(fn).__name__)
     exercise = Exercise(name, expected, inputs, signature, written=None, sizes=sizes, **more)
     return grade(fn, exercise, world_sizes)
 
@@ -72,15 +73,14 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
     """Why ``fn`` cannot even be called on a rank; None where it can."""
     if not callable(fn):
         return Mistake("fn.missing", kind=type(fn).__name__)
+    takes = None
     try:
         takes = inspect.signature(fn)
-    except ValueError:
-        takes = None  # a builtin that does not tell: the call will
-    try:
-        if takes:
-            takes.bind(*signature.split(", "))
+        takes.bind(*signature.split(", "))
     except TypeError:
         return Mistake("fn.signature", takes=takes, signature=signature)
+    except ValueError:
+        pass  # a builtin that does not tell: the call will
     try:
         cloudpickle.dumps(fn)
     except Exception as error:
@@ -126,16 +126,12 @@ def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[
     if exercise.same_bits:
         cells["same bits"] = "yes"
     if exercise.total is not None:
-        messages = sum(outcome.messages for outcome in ranks)
-        num_bytes = sum(outcome.num_bytes for outcome in ranks)
-        cells |= {"messages": str(messages), "bytes": str(num_bytes)}
+        cells |= {row: str(sum(by_rank(row, ranks))) for row in ("messages", "bytes")}
     if exercise.target is not None:
-        spent = [(o.messages, o.num_bytes, o.operations) for o in ranks]
-        messages, num_bytes, rounds = (counts(list(numbers)) for numbers in zip(*spent))
         target = exercise.target(0, case)
-        looked_at = target.messages, target.num_bytes, target.peers, target.operations
-        written = dict(zip(ROWS, (messages, num_bytes, "right", rounds)))
-        cells |= {row: written[row] for row, due in zip(ROWS, looked_at) if due is not None}
+        for row, field in FIELDS.items():
+            if getattr(target, field) is not None:
+                cells[row] = "right" if row == "peers" else counts(by_rank(row, ranks))
     return cells
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from traceback import extract_tb
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ def answers(
     *,
     name: str = "",
     mistakes: Mapping[str, Callable[..., Any]] | None = None,
-    call: Callable[..., Any] = lambda fn, *args: fn(*args),
+    kind: Callable[[Any], Any] | None = None,
 ) -> Verdict:
     """Grade a function by what it returns, print how it went, and return the same as an object.
 
@@ -42,7 +43,7 @@ def answers(
         name: of the exercise, the function's own by default.
         mistakes: a mistake's id (or a page's own sentence) -> a function that makes this mistake.
             It is told where all answers are those of that function.
-        call: how the function is called: (fn, arguments) -> its answer.
+        kind: ``list`` or ``bool``, where what counts as one is as good.
 
     Raises nothing: whatever happens is told in the verdict.
     """
@@ -51,11 +52,13 @@ def answers(
     questions = [
         Question(args, f"{own_name}({', '.join(map(repr, args))})", due) for args, due in pairs
     ]
-    pairs = (mistakes or {}).items()
-    return told(
-        name or own_name,
-        lambda: ask(name or own_name, fn, questions, differs, mistakes=pairs, call=call),
-    )
+
+    def call(fn: Callable, *args: Any) -> Any:
+        answer = fn(*args)
+        return answer if kind is None or answer is None else kind(answer)
+
+    name, wrong = name or own_name, (mistakes or {}).items()
+    return told(name, partial(ask, name, fn, questions, differs, mistakes=wrong, call=call))
 
 
 def differs(question: Question, answer: Any) -> Mistake | None:
@@ -82,8 +85,6 @@ def ask(
     """The verdict on ``fn``'s answers, without printing it.
 
     Args:
-        name: of the exercise.
-        fn: the learner's function.
         questions: the calls to make, in this order.
         problem: (question, answer) -> what is wrong with it, or None.
         mistakes: (id, function that makes this mistake); the first one that gives all of the

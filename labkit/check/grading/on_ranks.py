@@ -76,18 +76,15 @@ def _call(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
     args = exercise.inputs(comm.rank, case)
     given = None if exercise.written is None else args[exercise.written]
     kept = list(given) if isinstance(given, list) else given
-    messages, num_bytes, operations = comm.messages, comm.bytes_sent, comm.operations
-    sent_before = dict(comm.bytes_to)
+    before, sent_before = _spent(comm), comm.bytes_to.copy()
     returned = exercise.call(fn, comm, *args)
     value, meant = (kept, given) if isinstance(given, list) else (given, returned)
     if exercise.written is None or isinstance(returned, Mistake):
         value, meant = returned, None
-    sent = {peer: total - sent_before.get(peer, 0) for peer, total in comm.bytes_to.items()}
-    return Outcome(
-        value,
-        meant,
-        comm.messages - messages,
-        comm.bytes_sent - num_bytes,
-        comm.operations - operations,
-        {peer: n for peer, n in sent.items() if n},
-    )
+    messages, num_bytes, operations = (now - then for now, then in zip(_spent(comm), before))
+    # Counters: what is left are the peers that something was sent to.
+    return Outcome(value, meant, messages, num_bytes, operations, comm.bytes_to - sent_before)
+
+
+def _spent(comm: Comm) -> tuple[int, int, int]:
+    return comm.messages, comm.bytes_sent, comm.operations

@@ -3,6 +3,7 @@
 Symbols: P ranks, S bytes of a rank's tensor.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from labkit.check.grading.exercise import (
@@ -16,7 +17,9 @@ from labkit.check.grading.exercise import (
 )
 from labkit.check.grading.words import Mistake
 
-ROWS = ("messages", "bytes", "peers", "rounds")
+# A row of the table -> the field of an outcome, and of a target, that it shows.
+FIELDS = {"messages": "messages", "bytes": "num_bytes", "peers": "peers", "rounds": "operations"}
+COUNTED = ("messages", "bytes", "rounds")
 Ranks = tuple[Outcome, ...]
 
 
@@ -28,7 +31,7 @@ def traffic_problems(
     for case, ranks in zip(cases, outcomes):
         for problem in _problems(exercise, case, ranks):
             problems.setdefault(problem.row, at_its_size(problem, case, exercise))
-    found = [problems[row] for row in ROWS if row in problems]
+    found = [problems[row] for row in FIELDS if row in problems]
     # Another number of messages explains other bytes and rounds: the table shows them.
     return [p if p.named or p is found[0] else replace(p, mistake=None) for p in found]
 
@@ -39,16 +42,28 @@ def _problems(exercise: Exercise, case: Case, ranks: Ranks) -> list[Problem]:
     if exercise.target is not None:
         targets = [exercise.target(rank, case) for rank in range(case.world_size)]
         hub = _bottleneck(ranks, targets)
-        for row, (spent, due, look) in _by_rank(exercise, case, ranks, targets, hub).items():
+        for row in COUNTED:
+            spent, due = by_rank(row, ranks), by_rank(row, targets)
             if any(_differs(s, d, exercise, case) for s, d in zip(spent, due)):
+                look = _look(row, spent, due, by_rank("messages", ranks), exercise, case)
+                look = look or (hub if row == "messages" else None)
                 found.append(_off_target(row, place, counts(spent), counts(due), look))
         found += _peers(place, ranks, targets, hub)
     if exercise.total is not None:
-        for row, (spent, due, look) in _together(ranks, exercise.total(case)).items():
-            if _differs(spent, due, exercise, case):
-                who = "the busiest rank" if row == "rounds" else "all ranks together"
-                found.append(_off_target(row, f"{place}, {who}", spent, due, look))
+        for row in COUNTED:
+            in_all, who = sum(by_rank(row, ranks)), "all ranks together"
+            if row == "rounds":
+                in_all, who = max(by_rank(row, ranks)), "the busiest rank"
+            (due,) = by_rank(row, [exercise.total(case)])
+            if _differs(in_all, due, exercise, case):
+                look = _look_together(in_all, due) if row == "messages" else None
+                found.append(_off_target(row, f"{place}, {who}", in_all, due, look))
     return found
+
+
+def by_rank(row: str, things: Iterable[Outcome | Target]) -> list:
+    """What each outcome, or target, has in a row of the table."""
+    return [getattr(thing, FIELDS[row]) for thing in things]
 
 
 def _off_target(
@@ -71,53 +86,32 @@ def counts(numbers: list) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else " ".join(map(str, numbers))
 
 
-def _by_rank(
-    exercise: Exercise, case: Case, ranks: Ranks, targets: list[Target], hub: Mistake | None
-) -> dict[str, tuple[list[int], list, Mistake | None]]:
-    """Row -> spent, due, and the mistake that the difference looks like."""
-    messages, m_due = [r.messages for r in ranks], [t.messages for t in targets]
-    num_bytes, b_due = [r.num_bytes for r in ranks], [t.num_bytes for t in targets]
-    rounds, r_due = [r.operations for r in ranks], [t.operations for t in targets]
-    return {
-        "messages": (messages, m_due, _messages_look(messages, m_due) or hub),
-        "bytes": (num_bytes, b_due, _bytes_look(num_bytes, b_due, messages, exercise, case)),
-        "rounds": (rounds, r_due, _rounds_look(rounds, r_due, messages)),
-    }
-
-
-def _messages_look(spent: list[int], due: list) -> Mistake | None:
-    if not any(spent):
+def _look(
+    row: str, spent: list[int], due: list, messages: list[int], exercise: Exercise, case: Case
+) -> Mistake | None:
+    """The mistake that the difference looks like."""
+    if row == "messages" and not any(spent):
         return Mistake("traffic.nothing")
     if None in due:
         return None
+    if row == "rounds":
+        one_way = all(s == 2 * d == 2 * m for s, d, m in zip(spent, due, messages))
+        return Mistake("rounds.send_then_recv") if one_way else None
     differences = {s - d for s, d in zip(spent, due)}
-    if differences == {1}:
-        return Mistake("messages.one_more")
-    if differences == {-1}:
-        return Mistake("messages.one_less")
-    return _doubled(spent, due)
-
-
-def _doubled(spent: list[int], due: list) -> Mistake | None:
+    if row == "messages" and differences in ({1}, {-1}):
+        return Mistake("messages.one_more" if differences == {1} else "messages.one_less")
+    if row == "bytes" and exercise.chunked and any(messages):
+        whole = 4 * case.size
+        if all(s == whole * m > d for s, m, d in zip(spent, messages, due)):
+            return Mistake("bytes.whole_tensor")
     twice = any(spent) and all(s == 2 * d for s, d in zip(spent, due))
     return Mistake("traffic.doubled") if twice else None
 
 
-def _bytes_look(
-    spent: list[int], due: list, messages: list[int], exercise: Exercise, case: Case
-) -> Mistake | None:
-    if None in due:
-        return None
-    whole = 4 * case.size
-    all_whole = all(s == whole * m > d for s, m, d in zip(spent, messages, due))
-    if exercise.chunked and any(messages) and all_whole:
-        return Mistake("bytes.whole_tensor")
-    return _doubled(spent, due)
-
-
-def _rounds_look(spent: list[int], due: list, messages: list[int]) -> Mistake | None:
-    one_way = None not in due and all(s == 2 * d == 2 * m for s, d, m in zip(spent, due, messages))
-    return Mistake("rounds.send_then_recv") if one_way else None
+def _look_together(messages: int, due: int) -> Mistake | None:
+    if messages == due + 1:
+        return Mistake("messages.one_in_all_more")
+    return None if messages else Mistake("traffic.nothing")
 
 
 def _bottleneck(ranks: Ranks, targets: list[Target]) -> Mistake | None:
@@ -148,25 +142,8 @@ def _peers(place: str, ranks: Ranks, targets: list[Target], hub: Mistake | None)
             why = Mistake("peers.left")
         elif not why and stray == {right} and target.peers == {left}:
             why = Mistake("peers.right")
-        to = ("rank " if len(stray) == 1 else "ranks ") + _joined(stray)
-        allowed = _joined(target.peers) or "none"
-        told = Mistake("peers.wrong", why, place=place, rank=rank, stray=to, allowed=allowed)
+        to, may = (", ".join(map(str, sorted(ranks))) for ranks in (stray, target.peers))
+        to = f"rank {to}" if len(stray) == 1 else f"ranks {to}"
+        told = Mistake("peers.wrong", why, place=place, rank=rank, stray=to, allowed=may or "none")
         return [Problem("peers", "wrong", told)]
     return []
-
-
-def _joined(ranks: set[int] | frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
-
-
-def _together(ranks: Ranks, due: Target) -> dict[str, tuple[int, int | None, Mistake | None]]:
-    """Row -> spent, due, and the mistake that the difference looks like."""
-    messages = sum(r.messages for r in ranks)
-    look = None if messages else Mistake("traffic.nothing")
-    if due.messages is not None and messages == due.messages + 1:
-        look = Mistake("messages.one_in_all_more")
-    return {
-        "messages": (messages, due.messages, look),
-        "bytes": (sum(r.num_bytes for r in ranks), due.num_bytes, None),
-        "rounds": (max(r.operations for r in ranks), due.operations, None),
-    }

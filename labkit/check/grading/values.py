@@ -3,7 +3,6 @@
 What is in a wrong tensor is worked out in ``labkit.check.grading.contents``.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,44 +20,33 @@ Ranks = tuple[Outcome, ...]
 def value_problems(exercise: Exercise, cases: list[Case], outcomes: list[Ranks]) -> list[Problem]:
     """The first problem with the values, over the cases in their order; none, or one."""
     for case, ranks in zip(cases, outcomes):
-        found = _noticed(exercise, case, ranks)
-        if not found and exercise.judge is not None:
-            found = _judged(exercise, case, ranks)
-        elif not found:
+        found = _told(exercise, case, [outcome.value for outcome in ranks])
+        if not found and exercise.judge is None:
             found = _first_wrong(exercise, case, ranks) or _same_bits(exercise, case, ranks)
         if found:
             return [at_its_size(found, case, exercise)]
     return []
 
 
-def _noticed(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
-    """What a rank has found wrong itself."""
-    for rank, outcome in enumerate(ranks):
-        if isinstance(outcome.value, Mistake):
-            place = where(case, exercise) + (f", rank {rank}" if case.world_size > 1 else "")
-            return Problem(
-                "value", "wrong", Mistake("told.place", place=place, what=outcome.value)
-            )
-    return None
-
-
-def _judged(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
-    assert exercise.judge
-    found = exercise.judge(case, [outcome.value for outcome in ranks])
-    told = Mistake("told.place", place=where(case, exercise), what=found)
+def _told(exercise: Exercise, case: Case, values: list[Any]) -> Problem | None:
+    """What a rank has found wrong itself, or what the exercise's judge has."""
+    place = where(case, exercise)
+    noticed = [rank for rank, value in enumerate(values) if isinstance(value, Mistake)]
+    if noticed:
+        place += f", rank {noticed[0]}" if case.world_size > 1 else ""
+        found = values[noticed[0]]
+    else:
+        found = exercise.judge and exercise.judge(case, values)
+    told = Mistake("told.place", place=place, what=found)
     return Problem("value", "wrong", told) if found else None
 
 
 def _first_wrong(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
     expected = [exercise.expected(rank, case) for rank in range(case.world_size)]
-    right = [
-        rank
-        for rank, outcome in enumerate(ranks)
-        if _graded_same(exercise, outcome.value, expected[rank])
-    ]
-    if len(right) == case.world_size:
+    right = [_graded_same(exercise, o.value, due) for o, due in zip(ranks, expected)]
+    if all(right):
         return None
-    rank = min(set(range(case.world_size)) - set(right))
+    rank = right.index(False)
     wrong = Mistake("value.wrong", place=where(case, exercise), rank=rank, part="")
     if kind := other_kind(ranks[rank].value, expected[rank]):
         wrong.why = kind
@@ -68,8 +56,8 @@ def _first_wrong(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None
         wrong.details["part"], wrong.why = _part_mistake(
             exercise, case, rank, ranks[rank].value, expected[rank]
         )
-    if len(right) == 1 and expected[right[0]] is not None:
-        wrong.also.append(Mistake("value.one_right", rank=right[0]))
+    if sum(right) == 1 and expected[right.index(True)] is not None:
+        wrong.also.append(Mistake("value.one_right", rank=right.index(True)))
     if exercise.sizes and case.size != exercise.sizes[0]:
         wrong.also.append(_odd_size(exercise, case))
     return Problem("value", "wrong", wrong)
@@ -98,7 +86,7 @@ def _part_mistake(
     exercise: Exercise, case: Case, rank: int, value: Any, expected: Any
 ) -> tuple[str, Mistake]:
     """Where the first wrong part is, in words, and what it looks like."""
-    parts = list(_parts(exercise, case, value, expected))
+    parts = _parts(exercise, case, value, expected)
     wrong = next(part for part in parts if part.due is not None and not part.right)
     place = f", in {wrong.name} {wrong.index}" if wrong.name else ""
     if isinstance(wrong.due, Tensor):
@@ -120,7 +108,7 @@ class _Part(NamedTuple):
         return same(self.value, self.due)
 
 
-def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> Iterator[_Part]:
+def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_Part]:
     if isinstance(expected, (list, tuple)):
         name = "chunk" if exercise.chunked else "entry"
     elif exercise.chunked:
@@ -128,7 +116,7 @@ def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> Iterato
         expected = split_chunks(expected, case.world_size)
     else:
         name, value, expected = "", [value], [expected]
-    yield from (_Part(name, i, v, e) for i, (v, e) in enumerate(zip(value, expected)))
+    return [_Part(name, i, v, e) for i, (v, e) in enumerate(zip(value, expected))]
 
 
 def _look(exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_Part]) -> Mistake:
@@ -192,9 +180,8 @@ def _odd_size(exercise: Exercise, case: Case) -> Mistake:
 def _numbers_differ(value: Tensor, due: Tensor) -> Mistake:
     first = int((~close(value, due)).nonzero()[0])
     start = f"from index {first} on it has" if first else "it begins with"
-    return Mistake(
-        "value.numbers", start=start, value=_numbers(value[first:]), due=_numbers(due[first:])
-    )
+    numbers = {"value": _numbers(value[first:]), "due": _numbers(due[first:])}
+    return Mistake("value.numbers", start=start, **numbers)
 
 
 def _numbers(tensor: Tensor) -> str:
