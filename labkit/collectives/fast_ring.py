@@ -48,7 +48,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
         in_place(tensor) as flat,
         comm.collective("fast_ring_all_reduce", tensor, op),
         comm.span("all_reduce"),
-        comm.streaming("fast_ring_all_reduce", ring.dst),
+        comm.session.streaming("fast_ring_all_reduce", ring.dst),
     ):
         chunks = split_chunks(flat, comm.world_size)
         segments = [chunk.split(ring.segment_elements) for chunk in chunks]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from labkit.comm.channels import Channel
-from labkit.comm.sent import Sent
 from labkit.comm.shared_memory import Arena, Semaphore
 from labkit.comm.transport import Transport, as_bytes
 from labkit.comm.waiting import Waiter
@@ -35,6 +34,7 @@ class SharedTransport(Transport):
         self.rank = rank
         self.waiter = Waiter(arena.board, rank, timeout_s)
         self._channels: dict[tuple[int, int], Channel] = {}
+        self._new_channel: Callable[..., Channel] = Channel
         arena.board.ranks[rank]["pid"] = os.getpid()
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -73,11 +73,8 @@ class SharedTransport(Transport):
         edge = source, destination
         if edge not in self._channels:
             sent = self.sent.to[destination] if self.rank == source else None
-            self._channels[edge] = self._new_channel(source, destination, sent)
+            self._channels[edge] = self._new_channel(self.arena, *edge, self.waiter.wait, sent)
         return self._channels[edge]
-
-    def _new_channel(self, source: int, destination: int, sent: Sent | None) -> Channel:
-        return Channel(self.arena, source, destination, self.waiter.wait, sent)
 
     def close(self) -> None:
         self._channels.clear()

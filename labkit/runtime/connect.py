@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
-from labkit.comm.doorbells import Doorbells
 from labkit.comm.meeting import meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
 from labkit.runtime.file_store import MeetingFile

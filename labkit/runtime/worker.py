@@ -106,7 +106,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
         comm.rank,
         "value",
         payload,
-        spans=tuple(comm.session.spans()),
+        spans=tuple(comm.session.recorder.spans()),
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
         duration_s=duration_s,
