@@ -17,6 +17,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,13 +66,16 @@ class LabkitGroup(ProcessGroup):
     supports_splitting = True
     supports_coalescing = False
 
+    # A ProcessGroup of PyTorch's own gets these from the backends that it holds.
+    group_name = group_desc = ""
+    _device_types = (torch.device("cpu"),)
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         try:
             super().__init__(store, rank, size)
         except TypeError:
             # In torch 2.11 a subclass cannot have a store.
             super().__init__(rank, size)
-        self._group_name = self._group_desc = ""
         self._store, self._timeout = store, timeout
         self._queues = Queues(store, rank, size, timeout)
         self._mailbox = Mailbox(rank, size, self._queues.edge, timeout.total_seconds())
@@ -79,28 +83,13 @@ class LabkitGroup(ProcessGroup):
     def getBackendName(self) -> str:
         return "labkit"
 
-    def name(self) -> str:
-        return "labkit"
-
-    # A ProcessGroup of PyTorch's own gets these from the backends that it holds.
+    name = getBackendName
 
     def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._group_name
+        self.group_name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._group_desc = description
-
-    @property
-    def group_desc(self) -> str:
-        return self._group_desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        self.group_desc = description
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -154,27 +143,24 @@ class LabkitGroup(ProcessGroup):
         return self._queues.collectives().add(name, operation, inputs, result, is_waited_for)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        (tensor,), op = tensors, reduction_of(opts)
-        name = "all_reduce" if tensor.layout == torch.strided else "sparse_all_reduce"
-        return self._queue(name, lambda comm: all_reduce(comm, tensor, op), tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         op = reduction_of(opts)
+        is_dense = all(tensor.layout == torch.strided for tensor in tensors)
+        name = "all_reduce" if is_dense else "sparse_all_reduce"
         return self._queue(
-            "all_reduce", lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
+            name, lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
         )
+
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        (tensor,), root = tensors, opts.rootRank
-        return self._queue(
-            "broadcast", lambda comm: collectives.broadcast(comm, tensor, root), tensors, opts
-        )
+        (tensor,) = tensors
+        operation = partial(collectives.broadcast, tensor=tensor, root=opts.rootRank)
+        return self._queue("broadcast", operation, tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        (tensor,), root, op = tensors, opts.rootRank, reduction_of(opts)
-        return self._queue(
-            "reduce", lambda comm: collectives.reduce(comm, tensor, root, op), tensors, opts
-        )
+        (tensor,), op = tensors, reduction_of(opts)
+        operation = partial(collectives.reduce, tensor=tensor, root=opts.rootRank, op=op)
+        return self._queue("reduce", operation, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         check_outputs(outputs[0], tensors[0], self.size())
@@ -231,12 +217,9 @@ class LabkitGroup(ProcessGroup):
 
     def scatter(self, outputs: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
         (output,), root = outputs, opts.rootRank
-        inputs = input_tensors[0] if self.rank() == root else None
-
-        def operation(comm: Comm) -> None:
-            collectives.scatter(comm, inputs, output, root)
-
-        return self._queue("scatter", operation, inputs or [], opts, outputs)
+        inputs = input_tensors[0] if self.rank() == root else []
+        operation = partial(collectives.scatter, tensors=inputs, out=output, root=root)
+        return self._queue("scatter", operation, inputs, opts, outputs)
 
     def reduce_scatter(self, outputs: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
         return self._scatter_sums(outputs, input_tensors, opts, input_tensors[0])
@@ -266,7 +249,8 @@ class LabkitGroup(ProcessGroup):
         return self._queue("reduce_scatter", operation, inputs, opts, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._exchange_all(outputs, inputs, opts, inputs, outputs)
+        operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
+        return self._queue("all_to_all", operation, inputs, opts, outputs)
 
     def all_to_all_single(
         self,
@@ -278,18 +262,11 @@ class LabkitGroup(ProcessGroup):
     ) -> Work:
         outputs = split_parts(output, self.size(), output_splits)
         inputs = split_parts(tensor, self.size(), input_splits)
-        return self._exchange_all(outputs, inputs, opts, [tensor], [output])
-
-    def _exchange_all(
-        self, outputs: Tensors, inputs: Tensors, opts: Any, given: Tensors, result: Tensors
-    ) -> Work:
-        def operation(comm: Comm) -> None:
-            collectives.all_to_all(comm, inputs, outputs)
-
-        return self._queue("all_to_all", operation, given, opts, result)
+        operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
+        return self._queue("all_to_all", operation, [tensor], opts, [output])
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._queue("barrier", lambda comm: comm.barrier(), [], opts)
+        return self._queue("barrier", Comm.barrier, [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -303,13 +280,12 @@ class LabkitGroup(ProcessGroup):
         (tensor,) = tensors
         return self._mailbox.send(tensor, dst, tag)
 
-    def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, src: int | None, tag: int) -> Work:
         (tensor,) = tensors
         return self._mailbox.recv(tensor, src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        (tensor,) = tensors
-        return self._mailbox.recv(tensor, None, tag)
+        return self.recv(tensors, None, tag)
 
     # The names of torch 2.11.
     _allgather_base = all_gather_single

@@ -15,7 +15,7 @@ from labkit.collectives.common import (
     check_fits,
     check_one_per_rank,
     check_root,
-    in_place,
+    collective_in_place,
     new_like,
     transfer,
 )
@@ -35,11 +35,8 @@ def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     ceil(log2 P) of them.
     """
     check_root(comm, root)
-    with (
-        in_place(tensor) as flat,
-        comm.collective("broadcast", tensor, f"from rank {root}"),
-        comm.span("broadcast"),
-    ):
+    where = f"from rank {root}"
+    with collective_in_place(comm, "broadcast", tensor, where, "broadcast") as flat:
         for step in binomial_broadcast(comm.rank, comm.world_size, root):
             transfer(comm, step, flat, flat)
     return tensor
@@ -59,11 +56,8 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
     """
     check_root(comm, root)
     reduction = Reduction.of(op, tensor)
-    with (
-        in_place(tensor) as flat,
-        comm.collective("reduce", tensor, f"{op} to rank {root}"),
-        comm.span("reduce"),
-    ):
+    where = f"{op} to rank {root}"
+    with collective_in_place(comm, "reduce", tensor, where, "reduce") as flat:
         partial = flat.to(reduction.wide, copy=True)
         incoming = torch.empty_like(partial)
         for step in binomial_reduce(comm.rank, comm.world_size, root):
@@ -117,11 +111,8 @@ def scatter(
         ValueError: the root does not have one tensor per rank, or one does not fit ``out``.
     """
     check_root(comm, root)
-    with (
-        in_place(out) as flat,
-        comm.collective("scatter", out, f"from rank {root}"),
-        comm.span("scatter"),
-    ):
+    where = f"from rank {root}"
+    with collective_in_place(comm, "scatter", out, where, "scatter") as flat:
         if comm.rank == root:
             shares = tensors or []
             check_one_per_rank(comm, shares, "tensors to scatter")

@@ -47,21 +47,21 @@ _UNKNOWN_CODE = 255
 
 
 class Ranks(SimpleElasticAgent):
-    """The ranks of one run: started once, never restarted.
+    """The ranks of one run: started once, never restarted, and watched in a thread.
 
     Args:
         target: a rank's body, ``target(rank, environment, control, output, *args)``.
         ends: ``(control, output)``, a rank's ends of its two pipes to the launcher, by rank.
         args: further arguments, the same for all ranks.
-        stop_asked: set when the ranks are to be ended.
+
+    Attributes:
+        exit_codes: of the ranks that have ended, the first to end first; None if unknown.
+        error: why the ranks could not be started; None while they could.
+        finished: set once no rank is left and none will be started.
     """
 
     def __init__(
-        self,
-        target: Callable[..., None],
-        ends: list[tuple[Connection, Connection]],
-        args: tuple,
-        stop_asked: threading.Event,
+        self, target: Callable[..., None], ends: list[tuple[Connection, Connection]], args: tuple
     ):
         spec = WorkerSpec(
             role="labkit",
@@ -72,14 +72,47 @@ class Ranks(SimpleElasticAgent):
             monitor_interval=_PAUSE_S,
         )
         super().__init__(spec)
-        self.processes: list[multiprocessing.process.BaseProcess] = []
-        # By rank, the first to be seen first; None where the code is lost.
         self.exit_codes: dict[int, int | None] = {}
-        self.start_error: BaseException | None = None
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+        self._processes: list[multiprocessing.process.BaseProcess] = []
         self._target, self._ends, self._args = target, ends, args
-        self._stop_asked = stop_asked
+        self._thread = threading.Thread(target=self._watch, name="labkit-agent", daemon=True)
+        self._asked_s: float | None = None
+        self._stop_asked = threading.Event()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start(self) -> None:
+        """Start the ranks, in the thread."""
+        self._asked_s = time.monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop_asked.set()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the ranks that were started, by rank."""
+        return dict(enumerate(map(_pid, list(self._processes))))
+
+    def may_start_ranks(self) -> bool:
+        """Whether ranks are running or may still be started.
+
+        ``Thread.is_alive`` does not tell: an interrupt of ``start`` can leave a thread that runs,
+        or is about to, and is not yet marked as alive.
+        """
+        if self._asked_s is None or self.finished.is_set():
+            return False
+        return self._thread.ident is not None or time.monotonic() - self._asked_s < _THREAD_START_S
+
+    def _watch(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            self.finished.set()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         context: Any = multiprocessing.get_context(start_method())
         for worker, ends in zip(worker_group.workers, self._ends):
             if self._stop_asked.is_set():
@@ -95,16 +128,16 @@ class Ranks(SimpleElasticAgent):
                 process.start()
             except BaseException as error:
                 # Recorded before the ranks that have started are ended for it.
-                self.start_error = error
+                self.error = error
                 raise
-            self.processes.append(process)
+            self._processes.append(process)
             # The rank's pipes must end with it: nobody else may hold them open.
             for end in ends:
                 end.close()
-        return dict(enumerate(map(_pid, self.processes)))
+        return self.pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        running = [p for r, p in enumerate(self.processes) if r not in self.exit_codes]
+        running = [p for r, p in enumerate(self._processes) if r not in self.exit_codes]
         if any(process.exitcode == _UNKNOWN_CODE for process in running):
             # Their sentinels are of no use then.
             time.sleep(_LOOK_S / 5)
@@ -113,19 +146,21 @@ class Ranks(SimpleElasticAgent):
         self._look()
         if self._stop_asked.is_set():
             return RunResult(state=WorkerState.FAILED)
-        if len(self.exit_codes) < len(self.processes):
+        if len(self.exit_codes) < len(self._processes):
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict(self.exit_codes))
 
     def _look(self) -> None:
-        for rank, process in enumerate(self.processes):
+        for rank, process in enumerate(self._processes):
             code = process.exitcode
             if rank in self.exit_codes or code is None:
                 continue
             if code == _UNKNOWN_CODE and is_running(_pid(process)):
                 # Without its server a rank lives on, and only the system knows when it ends.
                 continue
-            self.exit_codes[rank] = None if code == _UNKNOWN_CODE and server_fault() else code
+            known = None if code == _UNKNOWN_CODE and server_fault() else code
+            # A new object: the caller's thread may be reading the old one.
+            self.exit_codes = {**self.exit_codes, rank: known}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -133,12 +168,12 @@ class Ranks(SimpleElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
         """Kill the ranks that are left: they have returned, or are to end at once."""
         until_s = time.monotonic() + _END_PATIENCE_S
-        for rank, process in enumerate(self.processes):
+        for rank, process in enumerate(self._processes):
             # By its number: a rank that has lost its server is not a child any more. What it has
             # started ends with it, even when the rank itself has ended.
             if rank not in self.exit_codes or self._has_left_a_group(_pid(process)):
                 kill_group(_pid(process))
-        for process in self.processes:
+        for process in self._processes:
             process.join(max(0.0, until_s - time.monotonic()))
             while is_running(_pid(process)) and time.monotonic() < until_s:
                 time.sleep(_PAUSE_S)
@@ -216,59 +251,3 @@ def _environment(worker: Worker, group: WorkerGroup, spec: WorkerSpec) -> dict[s
         "MASTER_PORT": str(group.master_port),
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
     }
-
-
-class Agent(threading.Thread):
-    """The agent in a thread, which can be told to stop.
-
-    Attributes:
-        error: why the ranks could not be started; None while they could.
-        finished: set once no rank is left and none will be started.
-    """
-
-    def __init__(self, target: Callable[..., None], ends: list, args: tuple):
-        super().__init__(name="labkit-agent", daemon=True)
-        self._error: BaseException | None = None
-        self.finished = threading.Event()
-        self._asked_s: float | None = None
-        self._stop_asked = threading.Event()
-        self._ranks = Ranks(target, ends, args, self._stop_asked)
-
-    def start(self) -> None:
-        self._asked_s = time.monotonic()
-        super().start()
-
-    def stop(self) -> None:
-        self._stop_asked.set()
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._ranks.start_error or self._error
-
-    @property
-    def exit_codes(self) -> dict[int, int | None]:
-        """Exit codes of the ranks that have ended, the first to end first; None if unknown."""
-        return dict(self._ranks.exit_codes)
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids of the ranks that were started, by rank."""
-        return dict(enumerate(map(_pid, list(self._ranks.processes))))
-
-    def may_start_ranks(self) -> bool:
-        """Whether ranks are running or may still be started.
-
-        ``is_alive`` does not tell: an interrupt of ``start`` can leave a thread that runs, or is
-        about to, and is not yet marked as alive.
-        """
-        if self._asked_s is None or self.finished.is_set():
-            return False
-        return self.ident is not None or time.monotonic() - self._asked_s < _THREAD_START_S
-
-    def run(self) -> None:
-        try:
-            self._ranks.run()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.finished.set()

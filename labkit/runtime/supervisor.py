@@ -17,7 +17,7 @@ from labkit.comm.deadlock import stuck_ranks
 from labkit.comm.processes import is_running, is_stopped, kill_group
 from labkit.comm.shared_memory import Arena
 from labkit.errors import WorkerError
-from labkit.runtime.agent import Agent
+from labkit.runtime.agent import Ranks
 from labkit.runtime.failures import Evidence, deadline_error, deadlock_error, failure_error
 from labkit.runtime.file_store import MeetingFile
 from labkit.runtime.forkserver import end_stopped_server, server_fault
@@ -61,7 +61,7 @@ class Supervisor:
         self._output = Output([receiver for receiver, _ in outputs])
         self._bar = ProgressBar(self._arena.board)
         self._rank_ends = [(control, out) for (_, control), (_, out) in zip(controls, outputs)]
-        self.agent = Agent(run_rank, self._rank_ends, (job, self._arena, self._meeting))
+        self.agent = Ranks(run_rank, self._rank_ends, (job, self._arena, self._meeting))
         self._seen = Evidence(self._arena.board, job.may_lose)
         self._launched_s = time.monotonic()
         self._started_s: float | None = None
