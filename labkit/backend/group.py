@@ -25,15 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit import collectives
-from labkit.backend.arguments import (
-    REFUSED,
-    check_outputs,
-    copy_all,
-    equal_parts,
-    reduction_of,
-    refusal,
-    split_parts,
-)
+from labkit.backend import arguments
 from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
 from labkit.backend.monitored import monitored_barrier
@@ -143,7 +135,7 @@ class LabkitGroup(ProcessGroup):
         return self._queues.collectives().add(name, operation, inputs, result, is_waited_for)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        op = reduction_of(opts)
+        op = arguments.reduction_of(opts)
         is_dense = all(tensor.layout == torch.strided for tensor in tensors)
         name = "all_reduce" if is_dense else "sparse_all_reduce"
         return self._queue(
@@ -158,12 +150,12 @@ class LabkitGroup(ProcessGroup):
         return self._queue("broadcast", operation, tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        (tensor,), op = tensors, reduction_of(opts)
+        (tensor,), op = tensors, arguments.reduction_of(opts)
         operation = partial(collectives.reduce, tensor=tensor, root=opts.rootRank, op=op)
         return self._queue("reduce", operation, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
-        check_outputs(outputs[0], tensors[0], self.size())
+        arguments.check_outputs(outputs[0], tensors[0], self.size())
         return self._gather_all(outputs, tensors, opts, outputs[0])
 
     def allgather_coalesced(
@@ -172,7 +164,7 @@ class LabkitGroup(ProcessGroup):
         # output_lists[rank][i] takes what that rank has in tensors[i].
         outputs = [[of[i] for of in output_lists] for i in range(len(tensors))]
         for of_all_ranks, tensor in zip(outputs, tensors):
-            check_outputs(of_all_ranks, tensor, self.size())
+            arguments.check_outputs(of_all_ranks, tensor, self.size())
         return self._gather_all(outputs, tensors, opts, [o for of in output_lists for o in of])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
@@ -181,7 +173,7 @@ class LabkitGroup(ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, tensors: Tensors, opts: Any = None
     ) -> Work:
-        parts = [equal_parts(o, self.size(), t) for o, t in zip(outputs, tensors)]
+        parts = [arguments.equal_parts(o, self.size(), t) for o, t in zip(outputs, tensors)]
         return self._gather_all(parts, tensors, opts, outputs)
 
     def _gather_all(
@@ -191,7 +183,7 @@ class LabkitGroup(ProcessGroup):
 
         def operation(comm: Comm) -> None:
             for targets, tensor in zip(outputs, tensors):
-                copy_all(targets, collectives.all_gather(comm, tensor))
+                arguments.copy_all(targets, collectives.all_gather(comm, tensor))
 
         return self._queue("all_gather", operation, tensors, opts, result)
 
@@ -199,19 +191,19 @@ class LabkitGroup(ProcessGroup):
         outputs: Tensors = []
         if self.rank() == opts.rootRank:
             (outputs,) = output_tensors
-            check_outputs(outputs, tensors[0], self.size())
+            arguments.check_outputs(outputs, tensors[0], self.size())
         return self._gather(outputs, tensors[0], opts, outputs)
 
     def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Work:
-        if self.rank() != opts.rootRank:
-            return self._gather([], tensor, opts, [])
-        return self._gather(equal_parts(output, self.size(), tensor), tensor, opts, [output])
+        is_root = self.rank() == opts.rootRank
+        outputs = arguments.equal_parts(output, self.size(), tensor) if is_root else []
+        return self._gather(outputs, tensor, opts, [output] if is_root else [])
 
     def _gather(self, outputs: Tensors, tensor: Tensor, opts: Any, result: Tensors) -> Work:
         root = opts.rootRank
 
         def operation(comm: Comm) -> None:
-            copy_all(outputs, collectives.gather(comm, tensor, root) or [])
+            arguments.copy_all(outputs, collectives.gather(comm, tensor, root) or [])
 
         return self._queue("gather", operation, [tensor], opts, result)
 
@@ -230,14 +222,14 @@ class LabkitGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, tensors: Tensors, opts: Any
     ) -> Work:
-        parts = [equal_parts(t, self.size(), o) for o, t in zip(outputs, tensors)]
+        parts = [arguments.equal_parts(t, self.size(), o) for o, t in zip(outputs, tensors)]
         return self._scatter_sums(outputs, parts, opts, tensors)
 
     def _scatter_sums(
         self, outputs: Tensors, parts: list[Tensors], opts: Any, inputs: Tensors
     ) -> Work:
         """Reduce-scatter: each output gets this rank's share of its P parts, summed."""
-        op = reduction_of(opts)
+        op = arguments.reduction_of(opts)
         for output, shares in zip(outputs, parts):
             # A copy would convert and broadcast.
             check_fits(shares[self.rank()], output, "this rank's share of the inputs")
@@ -260,8 +252,8 @@ class LabkitGroup(ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> Work:
-        outputs = split_parts(output, self.size(), output_splits)
-        inputs = split_parts(tensor, self.size(), input_splits)
+        outputs = arguments.split_parts(output, self.size(), output_splits)
+        inputs = arguments.split_parts(tensor, self.size(), input_splits)
         operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
         return self._queue("all_to_all", operation, [tensor], opts, [output])
 
@@ -308,12 +300,12 @@ class LabkitGroup(ProcessGroup):
 
 def _refuse(name: str) -> Callable[..., None]:
     def refuse(self: LabkitGroup, *args: Any, **kwargs: Any) -> None:
-        raise refusal(name)
+        raise arguments.refusal(name)
 
     return refuse
 
 
-for _name in REFUSED:
+for _name in arguments.REFUSED:
     if hasattr(dist.ProcessGroup, _name):
         setattr(LabkitGroup, _name, _refuse(_name))
 

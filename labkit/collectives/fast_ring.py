@@ -40,7 +40,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
         ValueError: ``op`` does not suit the tensor's dtype.
         MismatchError: another rank calls another collective, or with another tensor.
     """
-    if not comm.shares_memory or comm.world_size == 1:
+    if not comm.transport.shares_memory or comm.world_size == 1:
         return ring_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
     ring = Ring(comm, reduction)

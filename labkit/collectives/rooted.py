@@ -11,14 +11,7 @@ Symbols: P ranks, S bytes of one rank's tensor. Source: Thakur, Rabenseifner and
 
 import torch
 
-from labkit.collectives.common import (
-    check_fits,
-    check_one_per_rank,
-    check_root,
-    collective_in_place,
-    new_like,
-    transfer,
-)
+from labkit.collectives import common
 from labkit.collectives.reduction import Reduction
 from labkit.comm.comm import Comm
 from labkit.schedules.tree import binomial_broadcast, binomial_reduce
@@ -34,11 +27,11 @@ def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     Steps ceil(log2 P). All ranks together send P - 1 messages of S bytes; the root sends
     ceil(log2 P) of them.
     """
-    check_root(comm, root)
+    common.check_root(comm, root)
     where = f"from rank {root}"
-    with collective_in_place(comm, "broadcast", tensor, where, "broadcast") as flat:
+    with common.collective_in_place(comm, "broadcast", tensor, where, "broadcast") as flat:
         for step in binomial_broadcast(comm.rank, comm.world_size, root):
-            transfer(comm, step, flat, flat)
+            common.transfer(comm, step, flat, flat)
     return tensor
 
 
@@ -54,14 +47,14 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
     Steps ceil(log2 P). Every rank but the root sends one message of S bytes (twice that for
     16-bit floats, whose partial sums travel as float32).
     """
-    check_root(comm, root)
+    common.check_root(comm, root)
     reduction = Reduction.of(op, tensor)
     where = f"{op} to rank {root}"
-    with collective_in_place(comm, "reduce", tensor, where, "reduce") as flat:
+    with common.collective_in_place(comm, "reduce", tensor, where, "reduce") as flat:
         partial = flat.to(reduction.wide, copy=True)
         incoming = torch.empty_like(partial)
         for step in binomial_reduce(comm.rank, comm.world_size, root):
-            transfer(comm, step, partial, incoming)
+            common.transfer(comm, step, partial, incoming)
             if step.src is not None:
                 reduction.combine(partial, incoming, out=partial)
         if comm.rank == root:
@@ -81,12 +74,12 @@ def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor
 
     Steps P - 1 on the root, which sends nothing; every other rank sends one message of S bytes.
     """
-    check_root(comm, root)
+    common.check_root(comm, root)
     with comm.collective("gather", tensor, f"to rank {root}"), comm.span("gather"):
         if comm.rank != root:
             comm.send(tensor, root)
             return None
-        found = [new_like(tensor) for _ in range(comm.world_size)]
+        found = [common.new_like(tensor) for _ in range(comm.world_size)]
         found[root].copy_(tensor.detach())
         for src in range(comm.world_size):
             if src != root:
@@ -110,14 +103,14 @@ def scatter(
     Raises:
         ValueError: the root does not have one tensor per rank, or one does not fit ``out``.
     """
-    check_root(comm, root)
+    common.check_root(comm, root)
     where = f"from rank {root}"
-    with collective_in_place(comm, "scatter", out, where, "scatter") as flat:
+    with common.collective_in_place(comm, "scatter", out, where, "scatter") as flat:
         if comm.rank == root:
             shares = tensors or []
-            check_one_per_rank(comm, shares, "tensors to scatter")
+            common.check_one_per_rank(comm, shares, "tensors to scatter")
             for rank, share in enumerate(shares):
-                check_fits(share, out, f"the share of rank {rank}")
+                common.check_fits(share, out, f"the share of rank {rank}")
             for dst, share in enumerate(shares):
                 if dst != root:
                     comm.send(share.reshape(-1), dst)

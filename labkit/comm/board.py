@@ -135,10 +135,7 @@ class Board:
         self.counts[end] += 1
 
     def enter_any(self, rank: int, sources: list[int], what: str, location: str) -> None:
-        """Post that ``rank`` will receive ``what`` from whichever source sends first.
-
-        ``enter`` follows, with the source that was chosen.
-        """
+        """Post a recv_any from ``sources``; ``enter`` follows, with the source that was chosen."""
         slot = self.ranks[rank]
         slot["location"] = location.encode()[:_LOCATION_BYTES]
         slot["any_what"] = what.encode()[:WHAT_BYTES]

@@ -215,11 +215,6 @@ class Comm:
         """Whether ``recv_any`` can leave the messages of some ranks waiting (on one machine)."""
         return self.session.doorbells is not None
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the ranks share memory, and the transport has channels."""
-        return self.transport.shares_memory
-
     def _check_peer(self, peer: int, verb: str) -> None:
         if isinstance(peer, bool) or not isinstance(peer, int):
             raise ValueError(f"rank {self.rank} cannot {verb} {peer!r}: a rank is an integer")

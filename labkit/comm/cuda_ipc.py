@@ -102,9 +102,7 @@ class CudaTransport(SharedTransport):
     # A peer may still have to read this rank's slots: they must outlast its queue.
     ends_together = True
 
-    def __init__(
-        self, arena: Arena, rank: int, device: torch.device, timeout_s: float = float("inf")
-    ):
+    def __init__(self, arena: Arena, rank: int, device: torch.device, timeout_s: float):
         super().__init__(arena, rank, timeout_s)
         self.device = device
         self._new_channel = partial(CudaChannel, device)

@@ -119,13 +119,9 @@ def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -
             # In another container the same path is another file. Sealed memory cannot shrink:
             # that would kill the processes that touch it.
             if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == seals():
-                return _mapped(world_size, opened, status.st_size)
+                arena = Arena(world_size, os.dup(opened))
+                return arena if arena.num_bytes == status.st_size else None
     return None
-
-
-def _mapped(world_size: int, opened: int, num_bytes: int) -> Arena | None:
-    arena = Arena(world_size, os.dup(opened))
-    return arena if arena.num_bytes == num_bytes else None
 
 
 def _is_own_memory(status: os.stat_result) -> bool:

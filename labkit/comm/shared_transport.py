@@ -28,7 +28,7 @@ class SharedTransport(Transport):
 
     shares_memory = True
 
-    def __init__(self, arena: Arena, rank: int, timeout_s: float = float("inf")):
+    def __init__(self, arena: Arena, rank: int, timeout_s: float):
         super().__init__()
         self.arena = arena
         self.rank = rank

@@ -126,7 +126,7 @@ class Doorbells:
         timeout_s: the longest wait for a message.
     """
 
-    def __init__(self, arena: Arena, rank: int, timeout_s: float = float("inf")):
+    def __init__(self, arena: Arena, rank: int, timeout_s: float):
         self._board = arena.board
         self._bells = [arena.doorbell(other) for other in range(arena.world_size)]
         self._rank = rank

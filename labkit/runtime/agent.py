@@ -22,14 +22,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 from torch.distributed.elastic import events, rendezvous
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server import api
 
 from labkit.comm.processes import is_running, kill_group
 from labkit.runtime.forkserver import server_fault, start_method
@@ -46,7 +39,7 @@ _END_PATIENCE_S = 5.0
 _UNKNOWN_CODE = 255
 
 
-class Ranks(SimpleElasticAgent):
+class Ranks(api.SimpleElasticAgent):
     """The ranks of one run: started once, never restarted, and watched in a thread.
 
     Args:
@@ -63,7 +56,7 @@ class Ranks(SimpleElasticAgent):
     def __init__(
         self, target: Callable[..., None], ends: list[tuple[Connection, Connection]], args: tuple
     ):
-        spec = WorkerSpec(
+        spec = api.WorkerSpec(
             role="labkit",
             local_world_size=len(ends),
             entrypoint=target,
@@ -112,13 +105,13 @@ class Ranks(SimpleElasticAgent):
         finally:
             self.finished.set()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+    def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, int]:
         context: Any = multiprocessing.get_context(start_method())
         for worker, ends in zip(worker_group.workers, self._ends):
             if self._stop_asked.is_set():
                 break
             rank = worker.local_rank
-            environment = _environment(worker, worker_group, self._worker_group.spec)
+            environment = _environment(worker, worker_group)
             process = context.Process(
                 target=self._target,
                 args=(rank, environment, *ends, *self._args),
@@ -136,7 +129,7 @@ class Ranks(SimpleElasticAgent):
                 end.close()
         return self.pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
         running = [p for r, p in enumerate(self._processes) if r not in self.exit_codes]
         if any(process.exitcode == _UNKNOWN_CODE for process in running):
             # Their sentinels are of no use then.
@@ -145,10 +138,10 @@ class Ranks(SimpleElasticAgent):
             wait([process.sentinel for process in running], _LOOK_S)
         self._look()
         if self._stop_asked.is_set():
-            return RunResult(state=WorkerState.FAILED)
+            return api.RunResult(state=api.WorkerState.FAILED)
         if len(self.exit_codes) < len(self._processes):
-            return RunResult(state=WorkerState.HEALTHY)
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict(self.exit_codes))
+            return api.RunResult(state=api.WorkerState.HEALTHY)
+        return api.RunResult(state=api.WorkerState.SUCCEEDED, return_values=dict(self.exit_codes))
 
     def _look(self) -> None:
         for rank, process in enumerate(self._processes):
@@ -162,7 +155,7 @@ class Ranks(SimpleElasticAgent):
             # A new object: the caller's thread may be reading the old one.
             self.exit_codes = {**self.exit_codes, rank: known}
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
@@ -234,20 +227,20 @@ def _pid(process: multiprocessing.process.BaseProcess) -> int:
     return process.pid
 
 
-def _environment(worker: Worker, group: WorkerGroup, spec: WorkerSpec) -> dict[str, str]:
+def _environment(worker: api.Worker, group: api.WorkerGroup) -> dict[str, str]:
     """What torchrun sets for a rank, and what must reach it from a server started long ago."""
     passed_on = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return {name: os.environ[name] for name in passed_on if name in os.environ} | {
         "RANK": str(worker.global_rank),
         "LOCAL_RANK": str(worker.local_rank),
         "WORLD_SIZE": str(worker.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
         "GROUP_RANK": str(group.group_rank),
         "GROUP_WORLD_SIZE": str(group.group_world_size),
-        "ROLE_NAME": spec.role,
+        "ROLE_NAME": group.spec.role,
         "ROLE_RANK": str(worker.role_rank),
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
         "MASTER_ADDR": group.master_addr or _LOOPBACK,
         "MASTER_PORT": str(group.master_port),
-        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
     }

@@ -86,8 +86,7 @@ def run(
     """
     _check(world_size, timeout_s, may_lose)
     if under_torchrun():
-        settings = world_size, device, transport, timeout_s
-        return _result(torchrun.run_as_rank(fn, args, *settings))
+        return _result(torchrun.run_as_rank(fn, args, world_size, device, transport, timeout_s))
     placement = plan(world_size, device, transport)
     if placement.note:
         print(placement.note, file=sys.stderr)

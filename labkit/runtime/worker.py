@@ -20,9 +20,8 @@ from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import Arena
 from labkit.comm.source_lines import install_sources
 from labkit.devices import Plan
-from labkit.runtime.connect import connect
+from labkit.runtime.connect import MeetingFile, connect
 from labkit.runtime.failures import report_of_failure
-from labkit.runtime.file_store import MeetingFile
 from labkit.runtime.messages import Report, may_go, send_report
 from labkit.runtime.pickling import dump_value
 
