@@ -11,7 +11,7 @@ Symbols: P ranks, S bytes of one rank's tensor. Source: Thakur, Rabenseifner and
 
 import torch
 
-from labkit.collectives import common
+import labkit.collectives.common as common
 from labkit.collectives.reduction import Reduction
 from labkit.comm.comm import Comm
 from labkit.schedules.tree import binomial_broadcast, binomial_reduce
