@@ -98,11 +98,7 @@ def _can_continue(reasons: list[Waiting], hopeless: set[int]) -> bool:
 
 
 def find_cycle(reasons: dict[int, list[Waiting]]) -> list[int]:
-    """A cycle of ranks in which each waits for the next; empty when there is none.
-
-    Args:
-        reasons: what each stuck rank waits for.
-    """
+    """A cycle of stuck ranks, each waiting for the next, by their reasons; empty for none."""
     for start in reasons:
         path: list[int] = []
         rank = start

@@ -19,11 +19,7 @@ class SharedTransport(Transport):
 
     A send ends only when its receive has begun, as over gloo: a program that deadlocks on one
     transport deadlocks on the other, and the board explains it on both.
-
-    Args:
-        arena: of this machine's ranks.
-        rank: this rank.
-        timeout_s: the longest wait for one segment.
+    ``timeout_s`` is the longest wait for one segment.
     """
 
     shares_memory = True

@@ -27,13 +27,7 @@ _LONGEST_TURN_S = 10e-3
 
 
 class Waiter:
-    """Waits for the semaphores that other ranks post.
-
-    Args:
-        board: of these ranks.
-        rank: the one that waits.
-        timeout_s: the longest wait for one semaphore.
-    """
+    """``rank`` waits for semaphores that other ranks post, for each at most ``timeout_s``."""
 
     def __init__(self, board: Board, rank: int, timeout_s: float):
         self.timeout_s = timeout_s
@@ -85,7 +79,9 @@ class Waiter:
 
     def _came_after_all(self, semaphore: Semaphore, peer: int, waited_s: float) -> bool:
         """False while there is hope; PeerLostError when there is none."""
-        lost = self._why_lost(peer, waited_s)
+        lost = "this rank is at its end" if self._abandoned else why_gone(self._board, peer)
+        if not lost and waited_s > self.timeout_s:
+            lost = f"nothing from rank {peer} in {self.timeout_s:g} s"
         if not lost:
             return False
         # What the peer sent before its end counts.
@@ -93,18 +89,11 @@ class Waiter:
             return True
         raise PeerLostError(lost + uneven_collectives(self._board, self._rank, peer), rank=peer)
 
-    def _why_lost(self, peer: int, waited_s: float) -> str:
-        if self._abandoned:
-            return "this rank is at its end"
-        if lost := self._board.gave_up() or why_gone(self._board, peer):
-            return lost
-        if waited_s > self.timeout_s:
-            return f"nothing from rank {peer} in {self.timeout_s:g} s"
-        return ""
-
 
 def why_gone(board: Board, peer: int) -> str:
     """Why nothing more will come from ``peer``; empty while something may."""
+    if why := board.gave_up():
+        return why
     pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
     if state == LEFT:
         return f"rank {peer} has left: its process group is destroyed, or it is at its end"
@@ -119,11 +108,6 @@ class Doorbells:
     A sender posts its message on the board, then rings; the receiver looks at the board, then
     sleeps until its bell rings. Rings that nobody has waited for add up: at worst a later sleeper
     wakes up and looks in vain.
-
-    Args:
-        arena: of this machine's ranks, with semaphores.
-        rank: the one whose bell ``wait_for_sender`` listens to.
-        timeout_s: the longest wait for a message.
     """
 
     def __init__(self, arena: Arena, rank: int, timeout_s: float):
@@ -156,7 +140,7 @@ class Doorbells:
 
     def _look_for_losses(self, sources: list[int], waited_s: float) -> None:
         for source in sources:
-            lost = self._board.gave_up() or why_gone(self._board, source)
+            lost = why_gone(self._board, source)
             # What it posted before its end counts: then the transfer finds out.
             if lost and self._board.first_sender(self._rank, [source]) is None:
                 raise PeerLostError(lost, rank=source)

@@ -33,10 +33,7 @@ class WorkQueue(threading.Thread):
     the same on every rank, however the ranks' main threads run. Over gloo it is not: there
     PowerSGD with several buckets ends in a timeout.
 
-    Args:
-        name: of the thread.
-        comm: the operations' argument.
-        timeout_s: the process group's: the longest that one operation may take.
+    ``timeout_s`` is the process group's: the longest that one operation may take.
     """
 
     def __init__(self, name: str, comm: Comm, timeout_s: float = math.inf):
