@@ -6,10 +6,7 @@
 
 Ranks of one machine meet in shared memory (``labkit.comm.shared_memory``); on several machines the
 same collectives run over gloo's point-to-point. ``labkit.backend.use(my_ring)`` puts another
-all-reduce below DDP (``labkit.backend.chosen``).
-
-PyTorch calls a method of ``ProcessGroup`` and gets a ``Work``, its handle for an operation under
-way; queues carry the operations out (``labkit.backend.queues``). What is not supported is in
+all-reduce below DDP (``labkit.backend.chosen``). What is not supported is in
 ``labkit.backend.arguments.REFUSED``, with the reason.
 """
 
@@ -47,7 +44,8 @@ class LabkitGroup(ProcessGroup):
     """A process group whose collectives are ``labkit.collectives``, for CPU tensors.
 
     It has a method for each one of PyTorch's ``ProcessGroup`` interface, hence their number, their
-    names and the lists that they take. Each checks its arguments, and queues the collective.
+    names and the lists that they take. Each checks its arguments, queues the collective
+    (``labkit.backend.queues``), and returns its ``Work``.
 
     Raises (from the method): ValueError for what is not supported. (From ``wait`` of the ``Work``
     returned): MismatchError when the ranks call different collectives, PeerLostError when a rank
@@ -114,8 +112,7 @@ class LabkitGroup(ProcessGroup):
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
         timeout = timeout or self._timeout
         group = LabkitGroup(store, ranks.index(self.rank()), len(ranks), timeout)
-        group._set_group_name(group_name or "")
-        group._set_group_desc(group_desc or "")
+        group.group_name, group.group_desc = group_name or "", group_desc or ""
         return group
 
     def _queue(

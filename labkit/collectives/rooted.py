@@ -10,6 +10,7 @@ Symbols: P ranks, S bytes of one rank's tensor. Source: Thakur, Rabenseifner and
 """
 
 import torch
+from torch import Tensor
 
 import labkit.collectives.common as common
 from labkit.collectives.reduction import Reduction
@@ -17,7 +18,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.tree import binomial_broadcast, binomial_reduce
 
 
-def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+def broadcast(comm: Comm, tensor: Tensor, root: int = 0) -> Tensor:
     """Copy the root's ``tensor`` to all ranks, in place.
 
     Args:
@@ -35,7 +36,7 @@ def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     return tensor
 
 
-def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+def reduce(comm: Comm, tensor: Tensor, root: int = 0, op: str = "sum") -> Tensor:
     """Reduce ``tensor`` over all ranks; the root gets the result, in place.
 
     Args:
@@ -62,7 +63,7 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
     return tensor
 
 
-def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
+def gather(comm: Comm, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
     """Give the root every rank's ``tensor``.
 
     Args:
@@ -87,9 +88,7 @@ def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor
         return found
 
 
-def scatter(
-    comm: Comm, tensors: list[torch.Tensor] | None, out: torch.Tensor, root: int = 0
-) -> torch.Tensor:
+def scatter(comm: Comm, tensors: list[Tensor] | None, out: Tensor, root: int = 0) -> Tensor:
     """Give rank r ``tensors[r]`` of the root.
 
     Args:

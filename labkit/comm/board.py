@@ -5,10 +5,6 @@ system call. A transfer is a meeting of two ranks: message number k on the edge 
 and only if both ends have posted their k-th operation on that edge. So who waits for whom is known
 exactly, and a deadlock is found by looking, not by waiting for a timeout.
 
-This file holds the memory alone. Others read it: ``labkit.comm.mismatch`` (do the two ends of an
-operation fit?), ``labkit.comm.deadlock`` (who can never continue?), ``labkit.comm.explain`` (the
-sentences).
-
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 

@@ -22,8 +22,6 @@ class Channel:
     the two calls the slot belongs to the caller.
 
     Args:
-        arena: of this machine's ranks.
-        source, destination: the edge.
         wait: sleep until a semaphore can be taken, or its peer is lost: ``wait(semaphore, peer)``.
         sent: counts what the sender sends; None at the receiving end, which counts nothing.
     """

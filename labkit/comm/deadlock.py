@@ -1,7 +1,6 @@
 """Finding a deadlock on the board: who waits for whom, and who can never continue.
 
-The launcher calls this on a copy of the board. The sentences about what is found are written in
-``labkit.comm.explain``.
+The launcher calls this on a copy of the board. (The sentences: ``labkit.comm.explain``.)
 """
 
 from dataclasses import dataclass

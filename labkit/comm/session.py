@@ -27,10 +27,7 @@ class Session:
     """One rank's place in a run.
 
     Args:
-        rank: this rank.
-        device: where its tensors live, and whose time the trace takes.
-        transport: moves the bytes.
-        board: the status board that these ranks share.
+        device: where the rank's tensors live, and whose time the trace takes.
         doorbells: wake up a rank in recv_any; None where ranks have none.
         keep_spans: how many spans to keep, the latest; None keeps all.
 
@@ -68,11 +65,7 @@ class Session:
             )
 
     def announce(self, what: str) -> None:
-        """Post the next collective, for example ``broadcast float32 [4]``.
-
-        Raises:
-            MismatchError: another rank has called something else; both sequences are shown.
-        """
+        """Post the next collective; MismatchError if another rank has called something else."""
         self.board.announce(self.rank, what, caller_location())
         check_collective(self.board, self.rank)
 

@@ -79,7 +79,7 @@ class SharedTransport(Transport):
         self.waiter.timeout_s = timeout_s
 
     def abandon(self) -> None:
-        self.waiter.abandon()
+        self.waiter.abandoned = True
 
     def _sending(self, flat: Tensor, dst: int) -> Half:
         channel = self.channel_to(dst)

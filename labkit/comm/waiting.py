@@ -33,11 +33,8 @@ class Waiter:
         self.timeout_s = timeout_s
         self._board = board
         self._rank = rank
-        self._abandoned = False
-
-    def abandon(self) -> None:
-        """Every wait, also one in another thread, ends with an error."""
-        self._abandoned = True
+        # Once set, every wait, also one in another thread, ends with an error.
+        self.abandoned = False
 
     def wait(self, semaphore: Semaphore, peer: int) -> None:
         """Take one from a semaphore that ``peer`` posts.
@@ -59,8 +56,7 @@ class Waiter:
     def wait_for_first(self, needs: Sequence[tuple[Semaphore, int]]) -> int:
         """Take one from whichever semaphore is posted first, each by its peer; returns its index.
 
-        Raises:
-            PeerLostError: as ``wait``, for any of the peers.
+        Raises what ``wait`` raises, for any of the peers.
         """
         started_s = looked_s = time.monotonic()
         while True:
@@ -79,7 +75,7 @@ class Waiter:
 
     def _came_after_all(self, semaphore: Semaphore, peer: int, waited_s: float) -> bool:
         """False while there is hope; PeerLostError when there is none."""
-        lost = "this rank is at its end" if self._abandoned else why_gone(self._board, peer)
+        lost = "this rank is at its end" if self.abandoned else why_gone(self._board, peer)
         if not lost and waited_s > self.timeout_s:
             lost = f"nothing from rank {peer} in {self.timeout_s:g} s"
         if not lost:

@@ -29,10 +29,7 @@ _RENDEZVOUS_S = 60.0
 
 
 def connect(
-    plan: Plan,
-    timeout_s: float,
-    arena: Arena | None = None,
-    meeting: "MeetingFile | None" = None,
+    plan: Plan, timeout_s: float, arena: Arena | None = None, meeting: "MeetingFile | None" = None
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
 

@@ -1,9 +1,4 @@
-"""``labkit.run``: call a function on P real processes, and gather what they return.
-
-The engine is PyTorch's elastic agent (``labkit.runtime.agent``); what a rank does stands in
-``labkit.runtime.worker``; ``labkit.runtime.supervisor`` watches the ranks and ends every run
-completely.
-"""
+"""``labkit.run``: call a function on P real processes, and gather what they return."""
 
 import multiprocessing
 import os

@@ -41,12 +41,7 @@ _END_PATIENCE_S = 10.0
 
 
 class Supervisor:
-    """Watches one run from outside and ends it completely.
-
-    Attributes:
-        lost: why each rank in ``job.may_lose`` that ended early did so; known once ``run`` is
-            over.
-    """
+    """Watches one run from outside and ends it completely."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -72,7 +67,7 @@ class Supervisor:
     def run(self) -> list[Report | None]:
         """Start the ranks, wait for all of them, and return their reports in rank order.
 
-        A rank in ``may_lose`` that ended early has None, and ``lost`` says why.
+        A rank in ``job.may_lose`` that ended early has None, and then ``lost`` says why.
 
         Raises:
             WorkerError: or one of its kinds, when the run failed.
