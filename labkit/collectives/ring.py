@@ -119,14 +119,11 @@ def reduce_scatter(comm: Comm, tensors: list[torch.Tensor], op: str = "sum") -> 
     check_one_per_rank(comm, tensors, "tensors to reduce")
     Reduction.of(op, tensors[0])
     with comm.collective("reduce_scatter", tensors[0], op):
-        # Rank c - 1 owns chunk c; index -1 is the last rank's.
-        chunks = [_copy_of(tensors[chunk - 1]) for chunk in range(comm.world_size)]
+        # Rank c - 1 owns chunk c, and the last rank chunk 0.
+        by_chunk = [tensors[-1], *tensors[:-1]]
+        chunks = [new_like(tensor).copy_(tensor.detach()) for tensor in by_chunk]
         share_reduce(comm, chunks, op)
     return chunks[owned_chunk(comm.rank, comm.world_size)]
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    return new_like(tensor).copy_(tensor.detach())
 
 
 def split_chunks(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
