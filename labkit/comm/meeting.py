@@ -113,7 +113,8 @@ def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -
         found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
         stack.callback(os.close, found)
         status = os.fstat(found)
-        if _is_own_memory(status) and status.st_ino == inode:
+        is_memory = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
+        if is_memory and status.st_uid == os.geteuid() and status.st_ino == inode:
             opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
             stack.callback(os.close, opened)
             # In another container the same path is another file. Sealed memory cannot shrink:
@@ -122,11 +123,6 @@ def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -
                 arena = Arena(world_size, os.dup(opened))
                 return arena if arena.num_bytes == status.st_size else None
     return None
-
-
-def _is_own_memory(status: os.stat_result) -> bool:
-    is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
-    return is_file and status.st_uid == os.geteuid()
 
 
 def seals() -> int:

@@ -197,12 +197,8 @@ class Supervisor:
     def _stacks(self, silent: list[int]) -> dict[int, str]:
         """Ask each running rank for its stack, and collect what comes in time."""
         self._output.flush()
-        states = self._seen.board.ranks["state"]
-        asked = [
-            rank
-            for rank in range(self.world_size)
-            if rank not in silent and states[rank] not in (RETURNED, LOST)
-        ]
+        states, over = self._seen.board.ranks["state"], (RETURNED, LOST)
+        asked = [r for r in self._seen.ranks if r not in silent and states[r] not in over]
         for rank in asked:
             self._signal(rank, signal.SIGUSR1)
         until_s = time.monotonic() + _STACKS_S
