@@ -401,9 +401,8 @@ def counted(comm):
             replica(inputs).sum().backward()
         used = comm.messages - before[0], comm.bytes_sent - before[1]
         sizes = [sum(p.numel() for p in b.parameters) for b in replica.buckets]
-        found.append(
-            (sizes, used, {span.lane for span in comm.session.recorder.spans()[started:]})
-        )
+        lanes = {span.lane for span in comm.session.recorder.spans()[started:]}
+        found.append((sizes, used, lanes))
     return found
 
 
