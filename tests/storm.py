@@ -114,7 +114,7 @@ class Strike:
         after_s = draw.uniform(0, draw.choice([0.06, 0.12, 0.3]))
         return cls(draw.choice(FUNCTIONS), draw.randint(1, 4), target, number, after_s)
 
-    def hit(self, agent: supervisor.Agent, draw: random.Random) -> None:
+    def hit(self, agent: supervisor.Ranks, draw: random.Random) -> None:
         pid = server_pid()
         if self.target == "rank":
             alive = {r: p for r, p in agent.pids.items() if r not in agent.exit_codes}
@@ -152,14 +152,14 @@ def strike_run(strike: Strike, draw: random.Random) -> str:
     """
     agents = []
 
-    class Seen(supervisor.Agent):
+    class Seen(supervisor.Ranks):
         def start(self):
             agents.append(self)
             super().start()
 
     before = leftovers()
     timer = threading.Timer(strike.after_s, lambda: agents and strike.hit(agents[-1], draw))
-    supervisor.Agent, keep = Seen, supervisor.Agent
+    supervisor.Ranks, keep = Seen, supervisor.Ranks
     started_s = time.monotonic()
     timer.start()
     try:
@@ -173,7 +173,7 @@ def strike_run(strike: Strike, draw: random.Random) -> str:
         outcome = "named"
     finally:
         took_s = time.monotonic() - started_s
-        supervisor.Agent = keep
+        supervisor.Ranks = keep
         timer.cancel()
         timer.join()
     limit_s = TIMEOUT_S + PATIENCE_S + IMPORT_S * (strike.target == "forkserver")

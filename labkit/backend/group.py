@@ -6,10 +6,7 @@
 
 Ranks of one machine meet in shared memory (``labkit.comm.shared_memory``); on several machines the
 same collectives run over gloo's point-to-point. ``labkit.backend.use(my_ring)`` puts another
-all-reduce below DDP (``labkit.backend.chosen``).
-
-PyTorch calls a method of ``ProcessGroup`` and gets a ``Work``, its handle for an operation under
-way; queues carry the operations out (``labkit.backend.queues``). What is not supported is in
+all-reduce below DDP (``labkit.backend.chosen``). What is not supported is in
 ``labkit.backend.arguments.REFUSED``, with the reason.
 """
 
@@ -17,6 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,15 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit import collectives
-from labkit.backend.arguments import (
-    REFUSED,
-    check_outputs,
-    copy_all,
-    equal_parts,
-    reduction_of,
-    refusal,
-    split_parts,
-)
+from labkit.backend import arguments
 from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
 from labkit.backend.monitored import monitored_barrier
@@ -54,7 +44,8 @@ class LabkitGroup(ProcessGroup):
     """A process group whose collectives are ``labkit.collectives``, for CPU tensors.
 
     It has a method for each one of PyTorch's ``ProcessGroup`` interface, hence their number, their
-    names and the lists that they take. Each checks its arguments, and queues the collective.
+    names and the lists that they take. Each checks its arguments, queues the collective
+    (``labkit.backend.queues``), and returns its ``Work``.
 
     Raises (from the method): ValueError for what is not supported. (From ``wait`` of the ``Work``
     returned): MismatchError when the ranks call different collectives, PeerLostError when a rank
@@ -65,13 +56,16 @@ class LabkitGroup(ProcessGroup):
     supports_splitting = True
     supports_coalescing = False
 
+    # A ProcessGroup of PyTorch's own gets these from the backends that it holds.
+    group_name = group_desc = ""
+    _device_types = (torch.device("cpu"),)
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         try:
             super().__init__(store, rank, size)
         except TypeError:
             # In torch 2.11 a subclass cannot have a store.
             super().__init__(rank, size)
-        self._group_name = self._group_desc = ""
         self._store, self._timeout = store, timeout
         self._queues = Queues(store, rank, size, timeout)
         self._mailbox = Mailbox(rank, size, self._queues.edge, timeout.total_seconds())
@@ -79,28 +73,13 @@ class LabkitGroup(ProcessGroup):
     def getBackendName(self) -> str:
         return "labkit"
 
-    def name(self) -> str:
-        return "labkit"
-
-    # A ProcessGroup of PyTorch's own gets these from the backends that it holds.
+    name = getBackendName
 
     def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    @property
-    def group_name(self) -> str:
-        return self._group_name
+        self.group_name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._group_desc = description
-
-    @property
-    def group_desc(self) -> str:
-        return self._group_desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        self.group_desc = description
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -133,8 +112,7 @@ class LabkitGroup(ProcessGroup):
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
         timeout = timeout or self._timeout
         group = LabkitGroup(store, ranks.index(self.rank()), len(ranks), timeout)
-        group._set_group_name(group_name or "")
-        group._set_group_desc(group_desc or "")
+        group.group_name, group.group_desc = group_name or "", group_desc or ""
         return group
 
     def _queue(
@@ -154,30 +132,27 @@ class LabkitGroup(ProcessGroup):
         return self._queues.collectives().add(name, operation, inputs, result, is_waited_for)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        (tensor,), op = tensors, reduction_of(opts)
-        name = "all_reduce" if tensor.layout == torch.strided else "sparse_all_reduce"
-        return self._queue(name, lambda comm: all_reduce(comm, tensor, op), tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        op = reduction_of(opts)
+        op = arguments.reduction_of(opts)
+        is_dense = all(tensor.layout == torch.strided for tensor in tensors)
+        name = "all_reduce" if is_dense else "sparse_all_reduce"
         return self._queue(
-            "all_reduce", lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
+            name, lambda comm: [all_reduce(comm, t, op) for t in tensors], tensors, opts
         )
+
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        (tensor,), root = tensors, opts.rootRank
-        return self._queue(
-            "broadcast", lambda comm: collectives.broadcast(comm, tensor, root), tensors, opts
-        )
+        (tensor,) = tensors
+        operation = partial(collectives.broadcast, tensor=tensor, root=opts.rootRank)
+        return self._queue("broadcast", operation, tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        (tensor,), root, op = tensors, opts.rootRank, reduction_of(opts)
-        return self._queue(
-            "reduce", lambda comm: collectives.reduce(comm, tensor, root, op), tensors, opts
-        )
+        (tensor,), op = tensors, arguments.reduction_of(opts)
+        operation = partial(collectives.reduce, tensor=tensor, root=opts.rootRank, op=op)
+        return self._queue("reduce", operation, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
-        check_outputs(outputs[0], tensors[0], self.size())
+        arguments.check_outputs(outputs[0], tensors[0], self.size())
         return self._gather_all(outputs, tensors, opts, outputs[0])
 
     def allgather_coalesced(
@@ -186,7 +161,7 @@ class LabkitGroup(ProcessGroup):
         # output_lists[rank][i] takes what that rank has in tensors[i].
         outputs = [[of[i] for of in output_lists] for i in range(len(tensors))]
         for of_all_ranks, tensor in zip(outputs, tensors):
-            check_outputs(of_all_ranks, tensor, self.size())
+            arguments.check_outputs(of_all_ranks, tensor, self.size())
         return self._gather_all(outputs, tensors, opts, [o for of in output_lists for o in of])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
@@ -195,7 +170,7 @@ class LabkitGroup(ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, tensors: Tensors, opts: Any = None
     ) -> Work:
-        parts = [equal_parts(o, self.size(), t) for o, t in zip(outputs, tensors)]
+        parts = [arguments.equal_parts(o, self.size(), t) for o, t in zip(outputs, tensors)]
         return self._gather_all(parts, tensors, opts, outputs)
 
     def _gather_all(
@@ -205,7 +180,7 @@ class LabkitGroup(ProcessGroup):
 
         def operation(comm: Comm) -> None:
             for targets, tensor in zip(outputs, tensors):
-                copy_all(targets, collectives.all_gather(comm, tensor))
+                arguments.copy_all(targets, collectives.all_gather(comm, tensor))
 
         return self._queue("all_gather", operation, tensors, opts, result)
 
@@ -213,30 +188,27 @@ class LabkitGroup(ProcessGroup):
         outputs: Tensors = []
         if self.rank() == opts.rootRank:
             (outputs,) = output_tensors
-            check_outputs(outputs, tensors[0], self.size())
+            arguments.check_outputs(outputs, tensors[0], self.size())
         return self._gather(outputs, tensors[0], opts, outputs)
 
     def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Work:
-        if self.rank() != opts.rootRank:
-            return self._gather([], tensor, opts, [])
-        return self._gather(equal_parts(output, self.size(), tensor), tensor, opts, [output])
+        is_root = self.rank() == opts.rootRank
+        outputs = arguments.equal_parts(output, self.size(), tensor) if is_root else []
+        return self._gather(outputs, tensor, opts, [output] if is_root else [])
 
     def _gather(self, outputs: Tensors, tensor: Tensor, opts: Any, result: Tensors) -> Work:
         root = opts.rootRank
 
         def operation(comm: Comm) -> None:
-            copy_all(outputs, collectives.gather(comm, tensor, root) or [])
+            arguments.copy_all(outputs, collectives.gather(comm, tensor, root) or [])
 
         return self._queue("gather", operation, [tensor], opts, result)
 
     def scatter(self, outputs: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
         (output,), root = outputs, opts.rootRank
-        inputs = input_tensors[0] if self.rank() == root else None
-
-        def operation(comm: Comm) -> None:
-            collectives.scatter(comm, inputs, output, root)
-
-        return self._queue("scatter", operation, inputs or [], opts, outputs)
+        inputs = input_tensors[0] if self.rank() == root else []
+        operation = partial(collectives.scatter, tensors=inputs, out=output, root=root)
+        return self._queue("scatter", operation, inputs, opts, outputs)
 
     def reduce_scatter(self, outputs: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
         return self._scatter_sums(outputs, input_tensors, opts, input_tensors[0])
@@ -247,14 +219,14 @@ class LabkitGroup(ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, tensors: Tensors, opts: Any
     ) -> Work:
-        parts = [equal_parts(t, self.size(), o) for o, t in zip(outputs, tensors)]
+        parts = [arguments.equal_parts(t, self.size(), o) for o, t in zip(outputs, tensors)]
         return self._scatter_sums(outputs, parts, opts, tensors)
 
     def _scatter_sums(
         self, outputs: Tensors, parts: list[Tensors], opts: Any, inputs: Tensors
     ) -> Work:
         """Reduce-scatter: each output gets this rank's share of its P parts, summed."""
-        op = reduction_of(opts)
+        op = arguments.reduction_of(opts)
         for output, shares in zip(outputs, parts):
             # A copy would convert and broadcast.
             check_fits(shares[self.rank()], output, "this rank's share of the inputs")
@@ -266,7 +238,8 @@ class LabkitGroup(ProcessGroup):
         return self._queue("reduce_scatter", operation, inputs, opts, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._exchange_all(outputs, inputs, opts, inputs, outputs)
+        operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
+        return self._queue("all_to_all", operation, inputs, opts, outputs)
 
     def all_to_all_single(
         self,
@@ -276,20 +249,13 @@ class LabkitGroup(ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> Work:
-        outputs = split_parts(output, self.size(), output_splits)
-        inputs = split_parts(tensor, self.size(), input_splits)
-        return self._exchange_all(outputs, inputs, opts, [tensor], [output])
-
-    def _exchange_all(
-        self, outputs: Tensors, inputs: Tensors, opts: Any, given: Tensors, result: Tensors
-    ) -> Work:
-        def operation(comm: Comm) -> None:
-            collectives.all_to_all(comm, inputs, outputs)
-
-        return self._queue("all_to_all", operation, given, opts, result)
+        outputs = arguments.split_parts(output, self.size(), output_splits)
+        inputs = arguments.split_parts(tensor, self.size(), input_splits)
+        operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
+        return self._queue("all_to_all", operation, [tensor], opts, [output])
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._queue("barrier", lambda comm: comm.barrier(), [], opts)
+        return self._queue("barrier", Comm.barrier, [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -303,13 +269,12 @@ class LabkitGroup(ProcessGroup):
         (tensor,) = tensors
         return self._mailbox.send(tensor, dst, tag)
 
-    def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, src: int | None, tag: int) -> Work:
         (tensor,) = tensors
         return self._mailbox.recv(tensor, src, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        (tensor,) = tensors
-        return self._mailbox.recv(tensor, None, tag)
+        return self.recv(tensors, None, tag)
 
     # The names of torch 2.11.
     _allgather_base = all_gather_single
@@ -332,12 +297,12 @@ class LabkitGroup(ProcessGroup):
 
 def _refuse(name: str) -> Callable[..., None]:
     def refuse(self: LabkitGroup, *args: Any, **kwargs: Any) -> None:
-        raise refusal(name)
+        raise arguments.refusal(name)
 
     return refuse
 
 
-for _name in REFUSED:
+for _name in arguments.REFUSED:
     if hasattr(dist.ProcessGroup, _name):
         setattr(LabkitGroup, _name, _refuse(_name))
 

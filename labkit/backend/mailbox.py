@@ -47,13 +47,9 @@ class _Receive:
 
 
 class Mailbox:
-    """The messages of one rank of a process group.
+    """The messages of one rank of a process group, each waited for up to ``timeout_s``.
 
-    Args:
-        rank: this rank.
-        size: P.
-        queue: gives the queue of an edge: ``queue("to", dst)``, ``queue("from", src)``.
-        timeout_s: the longest wait for a message.
+    ``queue("to", dst)`` and ``queue("from", src)`` give the queue of an edge.
     """
 
     def __init__(

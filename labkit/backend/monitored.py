@@ -19,11 +19,7 @@ def monitored_barrier(
 ) -> None:
     """Return when all P ranks have come, up to ``timeout``.
 
-    Args:
-        store: the group's.
-        rank, size: this rank, P.
-        timeout: the longest wait.
-        wait_all_ranks: let rank 0 name all the ranks that did not come, not only the first.
+    With ``wait_all_ranks`` all the ranks that did not come are named, not only the first.
 
     Raises:
         RuntimeError: on every rank that came, when one did not.

@@ -37,10 +37,7 @@ def sent() -> tuple[int, int]:
 class Queues:
     """The work queues of one rank of a process group; each starts with its first operation.
 
-    Args:
-        store: where the ranks of the group find each other.
-        rank, size: this rank, P.
-        timeout: the longest time that one operation may take.
+    One operation may take up to ``timeout``.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):

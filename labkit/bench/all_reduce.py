@@ -115,14 +115,14 @@ def measure(
 
 
 def _transport_name(comm: Comm) -> str:
-    if comm.shares_memory:
+    if comm.transport.shares_memory:
         return "shared"
     return dist.get_backend()
 
 
 def _gloo_comm(comm: Comm) -> Comm | None:
     """The same ranks over gloo; None where the run's Comm is that already, or has no gloo."""
-    if not comm.shares_memory or dist.get_backend() != "gloo":
+    if not comm.transport.shares_memory or dist.get_backend() != "gloo":
         return None
     transport = TorchTransport("gloo", comm.device)
     return Comm(comm.rank, comm.world_size, comm.device, transport, keep_spans=_KEPT_SPANS)

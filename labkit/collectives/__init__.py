@@ -10,8 +10,8 @@ changes a tensor does so in place, and returns it. P ranks, S bytes of one tenso
     fast_ring_all_reduce    fast_ring       2 (P - 1)           2 (P - 1) / P x S
     share_reduce            ring            P - 1               (P - 1) / P x S
     share_only              ring            P - 1               (P - 1) / P x S
-    reduce_scatter          ring_halves     P - 1               (P - 1) S
-    all_gather              ring_halves     P - 1               (P - 1) S
+    reduce_scatter          ring            P - 1               (P - 1) S
+    all_gather              ring            P - 1               (P - 1) S
     all_to_all              pairwise        P - 1               (P - 1) S
     broadcast               rooted          ceil(log2 P)        root ceil(log2 P) S
     reduce                  rooted          ceil(log2 P)        S, the root 0
@@ -29,8 +29,13 @@ from labkit.collectives.fast_ring import fast_ring_all_reduce
 from labkit.collectives.naive import naive_all_reduce
 from labkit.collectives.pairwise import all_to_all
 from labkit.collectives.reduction import Reduction
-from labkit.collectives.ring import ring_all_reduce, share_only, share_reduce
-from labkit.collectives.ring_halves import all_gather, reduce_scatter
+from labkit.collectives.ring import (
+    all_gather,
+    reduce_scatter,
+    ring_all_reduce,
+    share_only,
+    share_reduce,
+)
 from labkit.collectives.rooted import broadcast, gather, reduce, scatter
 from labkit.collectives.sparse import sparse_all_reduce
 from labkit.collectives.tree import tree_all_reduce

@@ -39,6 +39,15 @@ def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         mine.copy_(flat.view(mine.shape))
 
 
+@contextmanager
+def collective_in_place(
+    comm: Comm, name: str, tensor: torch.Tensor, option: str, kind: str = "all_reduce"
+) -> Iterator[torch.Tensor]:
+    """Lend ``tensor`` as ``in_place`` does, in a collective (``Comm.collective``) and its span."""
+    with in_place(tensor) as flat, comm.collective(name, tensor, option), comm.span(kind):
+        yield flat
+
+
 def transfer(comm: Comm, step: Transfer, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
     """Do one step of a timetable: send ``outgoing``, fill ``incoming``, or both at once."""
     if step.dst is not None and step.src is not None:

@@ -40,7 +40,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
         ValueError: ``op`` does not suit the tensor's dtype.
         MismatchError: another rank calls another collective, or with another tensor.
     """
-    if not comm.shares_memory or comm.world_size == 1:
+    if not comm.transport.shares_memory or comm.world_size == 1:
         return ring_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
     ring = Ring(comm, reduction)
@@ -48,7 +48,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
         in_place(tensor) as flat,
         comm.collective("fast_ring_all_reduce", tensor, op),
         comm.span("all_reduce"),
-        comm.streaming("fast_ring_all_reduce", ring.dst),
+        comm.session.streaming("fast_ring_all_reduce", ring.dst),
     ):
         chunks = split_chunks(flat, comm.world_size)
         segments = [chunk.split(ring.segment_elements) for chunk in chunks]

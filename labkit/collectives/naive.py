@@ -5,7 +5,7 @@ Symbols: P ranks, S bytes.
 
 import torch
 
-from labkit.collectives.common import in_place
+from labkit.collectives.common import collective_in_place
 from labkit.collectives.reduction import Reduction
 from labkit.comm.comm import Comm
 
@@ -22,11 +22,7 @@ def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch
     rank. Steps 2 (P - 1); rank 0 sends (P - 1) S bytes, every other rank S.
     """
     reduction = Reduction.of(op, tensor)
-    with (
-        in_place(tensor) as flat,
-        comm.collective("naive_all_reduce", tensor, op),
-        comm.span("all_reduce"),
-    ):
+    with collective_in_place(comm, "naive_all_reduce", tensor, op) as flat:
         if comm.rank == 0:
             total, incoming = flat.to(reduction.wide), torch.empty_like(flat)
             for src in range(1, comm.world_size):

@@ -4,7 +4,7 @@ Symbols: P ranks, S bytes of one tensor. Source: pairwise exchange, Thakur, Rabe
 "Optimization of collective communication operations in MPICH" (2005), section 4.
 """
 
-import torch
+from torch import Tensor
 
 from labkit.collectives.common import check_fits, check_one_per_rank, new_like, transfer
 from labkit.comm.comm import Comm
@@ -12,9 +12,7 @@ from labkit.comm.overlap import check_apart
 from labkit.schedules.tree import pairwise_exchange
 
 
-def all_to_all(
-    comm: Comm, tensors: list[torch.Tensor], out: list[torch.Tensor] | None = None
-) -> list[torch.Tensor]:
+def all_to_all(comm: Comm, tensors: list[Tensor], out: list[Tensor] | None = None) -> list[Tensor]:
     """Send ``tensors[r]`` to rank r, for all r, and receive one tensor from each rank.
 
     Args:

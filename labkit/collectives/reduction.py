@@ -7,6 +7,7 @@ refused in the same words everywhere, before the first message.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 COMBINE = {
     "sum": torch.add,
@@ -47,7 +48,7 @@ class Reduction:
     wide: torch.dtype
 
     @classmethod
-    def of(cls, op: str, tensor: torch.Tensor) -> "Reduction":
+    def of(cls, op: str, tensor: Tensor) -> "Reduction":
         """Check ``op`` against the tensor's layout and dtype.
 
         Raises:
@@ -56,7 +57,7 @@ class Reduction:
         """
         if not isinstance(op, str) or op not in COMBINE:
             raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(COMBINE)}")
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             raise ValueError(f"a tensor is needed to take the {op} of, got {tensor!r:.60}")
         if tensor.layout != torch.strided:
             raise ValueError(
@@ -69,16 +70,14 @@ class Reduction:
         wide = WIDE.get(tensor.dtype, tensor.dtype) if op in ROUNDED else tensor.dtype
         return cls(op, wide)
 
-    def combine(
-        self, mine: torch.Tensor, incoming: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
+    def combine(self, mine: Tensor, incoming: Tensor, out: Tensor) -> Tensor:
         """Write ``mine`` op ``incoming`` to ``out``, which may be either of them.
 
         NaN, overflow and wrap-around are PyTorch's own.
         """
         return COMBINE[self.op](mine, incoming, out=out)
 
-    def finish(self, total: torch.Tensor, world_size: int) -> torch.Tensor:
+    def finish(self, total: Tensor, world_size: int) -> Tensor:
         """Turn ``total`` into the result, in place: the mean divides by P."""
         return total.div_(world_size) if self.op == "mean" else total
 

@@ -7,6 +7,8 @@
 1. Cut the tensor into P chunks. 2. ``share_reduce``: in P - 1 steps each chunk travels once around
 the ring, and every rank adds its own values to it; at the end each rank owns one complete chunk.
 3. ``share_only``: in P - 1 more steps the complete chunks travel around, and all ranks copy them.
+By themselves the two halves are ``reduce_scatter`` and ``all_gather``, where rank r's tensor takes
+the place of the chunk that it owns.
 
 Each rank sends 2 (P - 1) / P x S bytes in 2 (P - 1) messages: with many ranks hardly more than
 twice S. Which chunk goes where in which step: ``labkit.schedules.ring``.
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 
 import torch
 
-from labkit.collectives.common import check_one_per_rank, in_place
+from labkit.collectives.common import check_one_per_rank, in_place, new_like
 from labkit.collectives.reduction import Reduction
 from labkit.comm.comm import Comm
 from labkit.comm.overlap import check_apart
@@ -80,6 +82,48 @@ def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
     with phase(comm, "share_only", chunks):
         for step in ring_share_only(comm.rank, comm.world_size):
             comm.exchange(chunks[step.send_chunk], step.dst, chunks[step.recv_chunk], step.src)
+
+
+def all_gather(comm: Comm, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Give all ranks every rank's ``tensor``.
+
+    Args:
+        tensor: any shape and dtype, the same on every rank; not changed.
+
+    Returns:
+        P new tensors, in the order of the ranks.
+
+    Steps and messages P - 1, bytes (P - 1) S on every rank.
+    """
+    ranks = range(comm.world_size)
+    with comm.collective("all_gather", tensor):
+        chunks = [new_like(tensor) for _ in ranks]
+        chunks[owned_chunk(comm.rank, comm.world_size)].copy_(tensor.detach())
+        share_only(comm, chunks)
+    return [chunks[owned_chunk(rank, comm.world_size)] for rank in ranks]
+
+
+def reduce_scatter(comm: Comm, tensors: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
+    """Reduce P tensors over all ranks; rank r gets the result of ``tensors[r]``.
+
+    Args:
+        tensors: P tensors of one dtype, the same shapes on every rank; not changed.
+        op: an operation of ``Reduction``: "sum", "mean", "max", ....
+
+    Returns:
+        A new tensor of the shape of ``tensors[rank]``.
+
+    Steps and messages P - 1, bytes (P - 1) S on every rank if the shapes are equal (twice that
+    for 16-bit floats, whose partial sums travel as float32).
+    """
+    check_one_per_rank(comm, tensors, "tensors to reduce")
+    Reduction.of(op, tensors[0])
+    with comm.collective("reduce_scatter", tensors[0], op):
+        # Rank c - 1 owns chunk c, and the last rank chunk 0.
+        by_chunk = [tensors[-1], *tensors[:-1]]
+        chunks = [new_like(tensor).copy_(tensor.detach()) for tensor in by_chunk]
+        share_reduce(comm, chunks, op)
+    return chunks[owned_chunk(comm.rank, comm.world_size)]
 
 
 def split_chunks(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:

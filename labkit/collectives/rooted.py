@@ -10,21 +10,15 @@ Symbols: P ranks, S bytes of one rank's tensor. Source: Thakur, Rabenseifner and
 """
 
 import torch
+from torch import Tensor
 
-from labkit.collectives.common import (
-    check_fits,
-    check_one_per_rank,
-    check_root,
-    in_place,
-    new_like,
-    transfer,
-)
+import labkit.collectives.common as common
 from labkit.collectives.reduction import Reduction
 from labkit.comm.comm import Comm
 from labkit.schedules.tree import binomial_broadcast, binomial_reduce
 
 
-def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+def broadcast(comm: Comm, tensor: Tensor, root: int = 0) -> Tensor:
     """Copy the root's ``tensor`` to all ranks, in place.
 
     Args:
@@ -34,18 +28,15 @@ def broadcast(comm: Comm, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     Steps ceil(log2 P). All ranks together send P - 1 messages of S bytes; the root sends
     ceil(log2 P) of them.
     """
-    check_root(comm, root)
-    with (
-        in_place(tensor) as flat,
-        comm.collective("broadcast", tensor, f"from rank {root}"),
-        comm.span("broadcast"),
-    ):
+    common.check_root(comm, root)
+    where = f"from rank {root}"
+    with common.collective_in_place(comm, "broadcast", tensor, where, "broadcast") as flat:
         for step in binomial_broadcast(comm.rank, comm.world_size, root):
-            transfer(comm, step, flat, flat)
+            common.transfer(comm, step, flat, flat)
     return tensor
 
 
-def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+def reduce(comm: Comm, tensor: Tensor, root: int = 0, op: str = "sum") -> Tensor:
     """Reduce ``tensor`` over all ranks; the root gets the result, in place.
 
     Args:
@@ -57,17 +48,14 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
     Steps ceil(log2 P). Every rank but the root sends one message of S bytes (twice that for
     16-bit floats, whose partial sums travel as float32).
     """
-    check_root(comm, root)
+    common.check_root(comm, root)
     reduction = Reduction.of(op, tensor)
-    with (
-        in_place(tensor) as flat,
-        comm.collective("reduce", tensor, f"{op} to rank {root}"),
-        comm.span("reduce"),
-    ):
+    where = f"{op} to rank {root}"
+    with common.collective_in_place(comm, "reduce", tensor, where, "reduce") as flat:
         partial = flat.to(reduction.wide, copy=True)
         incoming = torch.empty_like(partial)
         for step in binomial_reduce(comm.rank, comm.world_size, root):
-            transfer(comm, step, partial, incoming)
+            common.transfer(comm, step, partial, incoming)
             if step.src is not None:
                 reduction.combine(partial, incoming, out=partial)
         if comm.rank == root:
@@ -75,7 +63,7 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
     return tensor
 
 
-def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
+def gather(comm: Comm, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
     """Give the root every rank's ``tensor``.
 
     Args:
@@ -87,12 +75,12 @@ def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor
 
     Steps P - 1 on the root, which sends nothing; every other rank sends one message of S bytes.
     """
-    check_root(comm, root)
+    common.check_root(comm, root)
     with comm.collective("gather", tensor, f"to rank {root}"), comm.span("gather"):
         if comm.rank != root:
             comm.send(tensor, root)
             return None
-        found = [new_like(tensor) for _ in range(comm.world_size)]
+        found = [common.new_like(tensor) for _ in range(comm.world_size)]
         found[root].copy_(tensor.detach())
         for src in range(comm.world_size):
             if src != root:
@@ -100,9 +88,7 @@ def gather(comm: Comm, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor
         return found
 
 
-def scatter(
-    comm: Comm, tensors: list[torch.Tensor] | None, out: torch.Tensor, root: int = 0
-) -> torch.Tensor:
+def scatter(comm: Comm, tensors: list[Tensor] | None, out: Tensor, root: int = 0) -> Tensor:
     """Give rank r ``tensors[r]`` of the root.
 
     Args:
@@ -116,17 +102,14 @@ def scatter(
     Raises:
         ValueError: the root does not have one tensor per rank, or one does not fit ``out``.
     """
-    check_root(comm, root)
-    with (
-        in_place(out) as flat,
-        comm.collective("scatter", out, f"from rank {root}"),
-        comm.span("scatter"),
-    ):
+    common.check_root(comm, root)
+    where = f"from rank {root}"
+    with common.collective_in_place(comm, "scatter", out, where, "scatter") as flat:
         if comm.rank == root:
             shares = tensors or []
-            check_one_per_rank(comm, shares, "tensors to scatter")
+            common.check_one_per_rank(comm, shares, "tensors to scatter")
             for rank, share in enumerate(shares):
-                check_fits(share, out, f"the share of rank {rank}")
+                common.check_fits(share, out, f"the share of rank {rank}")
             for dst, share in enumerate(shares):
                 if dst != root:
                     comm.send(share.reshape(-1), dst)

@@ -6,7 +6,7 @@ Symbols: P ranks, E the most entries of any rank (an entry is an index and its v
 import torch
 
 from labkit.collectives.reduction import Reduction
-from labkit.collectives.ring_halves import all_gather
+from labkit.collectives.ring import all_gather
 from labkit.comm.comm import Comm
 
 

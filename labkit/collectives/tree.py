@@ -6,7 +6,7 @@ Symbols: P ranks, S bytes. Source: recursive doubling, Thakur, Rabenseifner and 
 
 import torch
 
-from labkit.collectives.common import in_place, transfer
+from labkit.collectives.common import collective_in_place, transfer
 from labkit.collectives.reduction import Reduction
 from labkit.comm.comm import Comm
 from labkit.schedules.tree import recursive_doubling, recursive_doubling_return
@@ -28,11 +28,7 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
     same bits.
     """
     reduction = Reduction.of(op, tensor)
-    with (
-        in_place(tensor) as flat,
-        comm.collective("tree_all_reduce", tensor, op),
-        comm.span("all_reduce"),
-    ):
+    with collective_in_place(comm, "tree_all_reduce", tensor, op) as flat:
         partial = flat.to(reduction.wide)
         incoming = torch.empty_like(partial)
         for step in recursive_doubling(comm.rank, comm.world_size):

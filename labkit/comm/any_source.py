@@ -1,16 +1,16 @@
 """``recv_any``: receiving from whichever of several ranks sends first.
 
 Ranks of one machine see on the status board who has something to send, and sleep on a doorbell
-while nobody has (``labkit.comm.doorbells``). Between machines gloo chooses, from all ranks.
+while nobody has (``labkit.comm.waiting``). Between machines gloo chooses, from all ranks.
 """
 
 from torch import Tensor
 
 from labkit.comm.board import RECV_ANY
-from labkit.comm.doorbells import Doorbells
 from labkit.comm.session import Session
 from labkit.comm.source_lines import caller_location
 from labkit.comm.tensors import describe
+from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
 
 

@@ -5,10 +5,6 @@ system call. A transfer is a meeting of two ranks: message number k on the edge 
 and only if both ends have posted their k-th operation on that edge. So who waits for whom is known
 exactly, and a deadlock is found by looking, not by waiting for a timeout.
 
-This file holds the memory alone. Others read it: ``labkit.comm.mismatch`` (do the two ends of an
-operation fit?), ``labkit.comm.deadlock`` (who can never continue?), ``labkit.comm.explain`` (the
-sentences).
-
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
@@ -31,34 +27,30 @@ DEPTH = 3
 HISTORY = 8
 
 # One description, for example "float32 [3, 4]" or "broadcast float32 [4] from rank 0".
-WHAT_BYTES = 96
+# (Like all texts here, numpy cuts it off at the end of its field.)
+_WHAT = "S96"
 
-_OP_BYTES = 32
-_LOCATION_BYTES = 256
-_LABEL_BYTES = 128
-_WHY_BYTES = 1024
-
-_EDGE = np.dtype([("count", "i8"), ("posted_s", "f8", DEPTH), ("what", f"S{WHAT_BYTES}", DEPTH)])
+_EDGE = np.dtype([("count", "i8"), ("posted_s", "f8", DEPTH), ("what", _WHAT, DEPTH)])
 
 _RANK = np.dtype(
     [
         ("state", "i8"),
         ("pid", "i8"),
         ("ticks", "i8"),
-        ("op", f"S{_OP_BYTES}"),
+        ("op", "S32"),
         ("dst", "i8"),
         ("src", "i8"),
-        ("any_what", f"S{WHAT_BYTES}"),
+        ("any_what", _WHAT),
         ("meetings", "i8"),
         ("meeting_s", "f8", DEPTH),
         ("collectives", "i8"),
-        ("announced", f"S{WHAT_BYTES}", HISTORY),
+        ("announced", _WHAT, HISTORY),
         ("origin_s", "f8"),
-        ("location", f"S{_LOCATION_BYTES}"),
+        ("location", "S256"),
         ("done", "i8"),
         ("total", "i8"),
-        ("label", f"S{_LABEL_BYTES}"),
-        ("gave_up", f"S{_WHY_BYTES}"),
+        ("label", "S128"),
+        ("gave_up", "S1024"),
     ]
 )
 
@@ -117,7 +109,7 @@ class Board:
     ) -> None:
         """Post an operation: ``sent`` is (destination, what), ``expected`` is (source, what)."""
         slot = self.ranks[rank]
-        slot["location"] = location.encode()[:_LOCATION_BYTES]
+        slot["location"] = location.encode()
         slot["dst"] = sent[0] if sent else -1
         slot["src"] = expected[0] if expected else -1
         slot["op"] = op.encode()
@@ -129,19 +121,16 @@ class Board:
 
     def _post(self, end: tuple[int, int, int], what: str, now_s: float) -> None:
         index = self.counts[end] % DEPTH
-        self.what[end][index] = what.encode()[:WHAT_BYTES]
+        self.what[end][index] = what.encode()
         self.posted_s[end][index] = now_s
         # Last, so that whoever sees the new count sees the rest as well.
         self.counts[end] += 1
 
     def enter_any(self, rank: int, sources: list[int], what: str, location: str) -> None:
-        """Post that ``rank`` will receive ``what`` from whichever source sends first.
-
-        ``enter`` follows, with the source that was chosen.
-        """
+        """Post a recv_any from ``sources``; ``enter`` follows, with the source that was chosen."""
         slot = self.ranks[rank]
-        slot["location"] = location.encode()[:_LOCATION_BYTES]
-        slot["any_what"] = what.encode()[:WHAT_BYTES]
+        slot["location"] = location.encode()
+        slot["any_what"] = what.encode()
         self.wanted[rank] = False
         self.wanted[rank, sources] = True
         slot["dst"] = slot["src"] = -1
@@ -152,7 +141,7 @@ class Board:
         """Post an operation that ends only when every rank has come to it."""
         slot = self.ranks[rank]
         slot["dst"] = slot["src"] = -1
-        slot["op"] = op.encode()[:_OP_BYTES]
+        slot["op"] = op.encode()
         slot["meeting_s"][slot["meetings"] % DEPTH] = now_s
         slot["meetings"] += 1
         slot["ticks"] += 1
@@ -160,8 +149,8 @@ class Board:
     def announce(self, rank: int, what: str, location: str) -> None:
         """Post the next collective of this rank, for example ``broadcast float32 [4]``."""
         slot = self.ranks[rank]
-        slot["location"] = location.encode()[:_LOCATION_BYTES]
-        slot["announced"][self.collectives[rank] % HISTORY] = what.encode()[:WHAT_BYTES]
+        slot["location"] = location.encode()
+        slot["announced"][self.collectives[rank] % HISTORY] = what.encode()
         self.collectives[rank] += 1
 
     def leave(self, rank: int) -> None:
@@ -173,11 +162,11 @@ class Board:
     def give_up(self, rank: int, why: str) -> None:
         """Post that this rank will not continue; only the first rank to do so says why."""
         if not self.gave_up():
-            self.ranks[rank]["gave_up"] = why.encode()[:_WHY_BYTES]
+            self.ranks[rank]["gave_up"] = why.encode()
 
     def progress(self, rank: int, done: int, total: int, label: str) -> None:
         slot = self.ranks[rank]
-        slot["label"] = label.encode()[:_LABEL_BYTES]
+        slot["label"] = label.encode()
         slot["done"], slot["total"] = done, total
 
     # Read by the ranks

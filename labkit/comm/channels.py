@@ -22,8 +22,6 @@ class Channel:
     the two calls the slot belongs to the caller.
 
     Args:
-        arena: of this machine's ranks.
-        source, destination: the edge.
         wait: sleep until a semaphore can be taken, or its peer is lost: ``wait(semaphore, peer)``.
         sent: counts what the sender sends; None at the receiving end, which counts nothing.
     """
@@ -39,7 +37,8 @@ class Channel:
         sent: Sent | None,
     ):
         self.ready, self.filled, self.free, _ = arena.semaphores(source, destination)
-        self._peer = source if sent is None else destination
+        self.is_sender = sent is not None
+        self._peer = destination if self.is_sender else source
         self._wait = wait
         self._slots = arena.slots(source, destination)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -72,14 +71,6 @@ class Channel:
         """What the receiver has to wait for before its first segment: nothing, here."""
         return iter(())
 
-    def writable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The slot, for a sender who has taken ``free``."""
-        return self.slot(num_elements, dtype)
-
-    def readable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The slot, for a receiver who has taken ``filled``."""
-        return self.slot(num_elements, dtype)
-
     def slot(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         self._slot_bytes = num_elements * dtype.itemsize
         key = self._next, num_elements, dtype
@@ -88,3 +79,6 @@ class Channel:
                 self._views.clear()
             self._views[key] = self._slots[self._next].view(dtype)[:num_elements]
         return self._views[key]
+
+    # For a sender who has taken ``free``, and for a receiver who has taken ``filled``.
+    writable = readable = slot

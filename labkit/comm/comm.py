@@ -15,11 +15,11 @@ from torch import Tensor
 
 from labkit.comm.any_source import AnySource
 from labkit.comm.board import Board
-from labkit.comm.doorbells import Doorbells
 from labkit.comm.overlap import overlap
 from labkit.comm.session import Session
 from labkit.comm.tensors import check_tensor, deliver, describe, to_receive, to_send
 from labkit.comm.transport import Transport
+from labkit.comm.waiting import Doorbells
 
 
 class Comm:
@@ -199,14 +199,6 @@ class Comm:
         finally:
             self._inside_collective = False
 
-    def streaming(self, name: str, dst: int) -> AbstractContextManager[None]:
-        """Around a collective that moves its segments to ``dst`` by itself, through a channel.
-
-        Records one span, and tells the board that every rank has to come. Each message that the
-        channel counts is an operation. The channels: ``transport.channel_to``, ``channel_from``.
-        """
-        return self.session.streaming(name, dst)
-
     def span(self, kind: str) -> AbstractContextManager[None]:
         """Record a region: ``compute``, ``update``, ``data`` or the name of a communication phase.
 
@@ -222,11 +214,6 @@ class Comm:
     def can_choose(self) -> bool:
         """Whether ``recv_any`` can leave the messages of some ranks waiting (on one machine)."""
         return self.session.doorbells is not None
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the ranks share memory, and the transport has channels."""
-        return self.transport.shares_memory
 
     def _check_peer(self, peer: int, verb: str) -> None:
         if isinstance(peer, bool) or not isinstance(peer, int):

@@ -11,13 +11,15 @@ recorded and waited for in either process).
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from labkit.comm.channels import Channel
-from labkit.comm.sent import Sent
 from labkit.comm.shared_memory import NUM_SLOTS, Arena, Semaphore
 from labkit.comm.shared_transport import SharedTransport
 
@@ -34,20 +36,11 @@ class CudaChannel(Channel):
 
     segment_bytes = CUDA_SEGMENT_BYTES
 
-    def __init__(
-        self,
-        device: torch.device,
-        arena: Arena,
-        source: int,
-        destination: int,
-        wait: Callable[[Semaphore, int], None],
-        sent: Sent | None,
-    ):
-        super().__init__(arena, source, destination, wait, sent)
+    def __init__(self, device: torch.device, *edge: Any):
+        super().__init__(*edge)
         self._device = device
         self._letter = self._slots[0]
-        # Only the receiving end has a source as its peer.
-        self._is_open = self._peer == destination
+        self._is_open = self.is_sender
         if self._is_open:
             self._make()
 
@@ -109,15 +102,10 @@ class CudaTransport(SharedTransport):
     # A peer may still have to read this rank's slots: they must outlast its queue.
     ends_together = True
 
-    def __init__(
-        self, arena: Arena, rank: int, device: torch.device, timeout_s: float = float("inf")
-    ):
+    def __init__(self, arena: Arena, rank: int, device: torch.device, timeout_s: float):
         super().__init__(arena, rank, timeout_s)
         self.device = device
-
-    def _new_channel(self, source: int, destination: int, sent: Sent | None) -> Channel:
-        wait = self.waiter.wait
-        return CudaChannel(self.device, self.arena, source, destination, wait, sent)
+        self._new_channel = partial(CudaChannel, device)
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -131,19 +119,15 @@ FIRST_HANDLE = 6
 
 def export(tensor: Tensor) -> list:
     """What another process needs to open ``tensor``'s memory: numbers, and handles in bytes."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    _, arguments = reduce_tensor(tensor)
+    _, arguments = reductions.reduce_tensor(tensor)
     return list(arguments[FIRST_HANDLE:])
 
 
 def imported(handles: list, shape: tuple[int, int]) -> Tensor:
     """The exported memory, as uint8 of ``shape``."""
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
     storage_type = torch.storage.TypedStorage
     known = Tensor, torch.Size(shape), (shape[1], 1), 0, storage_type, torch.uint8
-    return rebuild_cuda_tensor(*known, *handles)
+    return reductions.rebuild_cuda_tensor(*known, *handles)
 
 
 def write_letter(slot: Tensor, letter: list[list]) -> None:

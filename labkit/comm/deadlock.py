@@ -1,7 +1,6 @@
 """Finding a deadlock on the board: who waits for whom, and who can never continue.
 
-The launcher calls this on a copy of the board. The sentences about what is found are written in
-``labkit.comm.explain``.
+The launcher calls this on a copy of the board. (The sentences: ``labkit.comm.explain``.)
 """
 
 from dataclasses import dataclass
@@ -39,10 +38,10 @@ def waits(board: Board, rank: int) -> list[Waiting]:
         missing = (peer for peer in range(board.world_size) if came[peer] < number)
         return [Waiting(rank, peer, op, f"at {op} number {number}") for peer in missing]
     found = []
-    if dst >= 0 and _is_ahead(board, SEND, rank, dst):
-        found.append(Waiting(rank, dst, op, f"to receive {_latest(board, SEND, rank, dst)}"))
-    if src >= 0 and _is_ahead(board, RECV, src, rank):
-        found.append(Waiting(rank, src, op, f"to send {_latest(board, RECV, src, rank)}"))
+    if dst >= 0 and (what := _unmatched(board, SEND, rank, dst)):
+        found.append(Waiting(rank, dst, op, f"to receive {what}"))
+    if src >= 0 and (what := _unmatched(board, RECV, src, rank)):
+        found.append(Waiting(rank, src, op, f"to send {what}"))
     return found
 
 
@@ -54,15 +53,11 @@ def _waits_for_any(board: Board, rank: int) -> list[Waiting]:
     return [Waiting(rank, source, RECV_ANY, what, any_of=True) for source in sources]
 
 
-def _is_ahead(board: Board, side: int, source: int, destination: int) -> bool:
-    """Whether this end of the edge has posted an operation that the other has not."""
+def _unmatched(board: Board, side: int, source: int, destination: int) -> str:
+    """What this end of the edge has posted and the other has not; empty if there is nothing."""
     counts = board.counts[:, source, destination]
-    return bool(counts[side] > counts[1 - side])
-
-
-def _latest(board: Board, side: int, source: int, destination: int) -> str:
-    end = (side, source, destination)
-    return board.what[end][(int(board.counts[end]) - 1) % DEPTH].decode()
+    latest = board.what[side, source, destination][(int(counts[side]) - 1) % DEPTH]
+    return latest.decode() if counts[side] > counts[1 - side] else ""
 
 
 def takes_part(board: Board, rank: int, peer: int) -> bool:
@@ -102,11 +97,7 @@ def _can_continue(reasons: list[Waiting], hopeless: set[int]) -> bool:
 
 
 def find_cycle(reasons: dict[int, list[Waiting]]) -> list[int]:
-    """A cycle of ranks in which each waits for the next; empty when there is none.
-
-    Args:
-        reasons: what each stuck rank waits for.
-    """
+    """A cycle of stuck ranks, each waiting for the next, by their reasons; empty for none."""
     for start in reasons:
         path: list[int] = []
         rank = start

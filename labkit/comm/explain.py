@@ -8,9 +8,7 @@ from labkit.comm.mismatch import uneven_collectives
 def explain_deadlock(board: Board, stuck: list[int]) -> str:
     """Sentences a learner can act on: who waits for whom, where, the cycle or the missing rank.
 
-    Args:
-        board: a copy of the board, taken while nothing moved.
-        stuck: the ranks that can never continue (``labkit.comm.deadlock.stuck_ranks``).
+    ``board`` is a copy, taken while nothing moved; ``stuck`` is what ``stuck_ranks`` found in it.
     """
     reasons = {rank: waits(board, rank) for rank in stuck}
     cycle = find_cycle(reasons)

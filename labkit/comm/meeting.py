@@ -113,24 +113,16 @@ def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -
         found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
         stack.callback(os.close, found)
         status = os.fstat(found)
-        if _is_own_memory(status) and status.st_ino == inode:
+        is_memory = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
+        if is_memory and status.st_uid == os.geteuid() and status.st_ino == inode:
             opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
             stack.callback(os.close, opened)
             # In another container the same path is another file. Sealed memory cannot shrink:
             # that would kill the processes that touch it.
             if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == seals():
-                return _mapped(world_size, opened, status.st_size)
+                arena = Arena(world_size, os.dup(opened))
+                return arena if arena.num_bytes == status.st_size else None
     return None
-
-
-def _mapped(world_size: int, opened: int, num_bytes: int) -> Arena | None:
-    arena = Arena(world_size, os.dup(opened))
-    return arena if arena.num_bytes == num_bytes else None
-
-
-def _is_own_memory(status: os.stat_result) -> bool:
-    is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 0
-    return is_file and status.st_uid == os.geteuid()
 
 
 def seals() -> int:

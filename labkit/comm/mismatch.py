@@ -10,11 +10,7 @@ from labkit.errors import MismatchError
 
 
 def check_message(board: Board, side: int, source: int, destination: int) -> None:
-    """Compare the latest message that one end of an edge has posted with the other end's.
-
-    Args:
-        side: SEND or RECV, the end that asks.
-        source, destination: the edge.
+    """Compare the latest message that one end of an edge (``side``) has posted with the other's.
 
     Raises:
         MismatchError: the other end has posted its part, with another shape or dtype.

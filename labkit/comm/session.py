@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from labkit.comm.board import LEFT, RECV, SEND, Board
-from labkit.comm.doorbells import Doorbells
 from labkit.comm.mismatch import check_collective, check_message
 from labkit.comm.source_lines import caller_location
 from labkit.comm.transport import Transport
+from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
-from labkit.trace import ClockTimer, CudaTimer, Recorder, Span
+from labkit.trace import ClockTimer, CudaTimer, Recorder
 
 # One end of a message: the peer, and what is sent to it or expected from it.
 End = tuple[int, str]
@@ -27,10 +27,7 @@ class Session:
     """One rank's place in a run.
 
     Args:
-        rank: this rank.
-        device: where its tensors live, and whose time the trace takes.
-        transport: moves the bytes.
-        board: the status board that these ranks share.
+        device: where the rank's tensors live, and whose time the trace takes.
         doorbells: wake up a rank in recv_any; None where ranks have none.
         keep_spans: how many spans to keep, the latest; None keeps all.
 
@@ -68,11 +65,7 @@ class Session:
             )
 
     def announce(self, what: str) -> None:
-        """Post the next collective, for example ``broadcast float32 [4]``.
-
-        Raises:
-            MismatchError: another rank has called something else; both sequences are shown.
-        """
+        """Post the next collective; MismatchError if another rank has called something else."""
         self.board.announce(self.rank, what, caller_location())
         check_collective(self.board, self.rank)
 
@@ -140,7 +133,11 @@ class Session:
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:
-        """Inside a collective that moves its segments to ``dst`` through a channel by itself."""
+        """Inside a collective that moves its segments to ``dst`` through a channel by itself.
+
+        It is one span, to which every rank has to come; each message that the channel counts is
+        an operation.
+        """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
         start = self.recorder.timer.mark()
@@ -159,19 +156,6 @@ class Session:
         # One clock serves all ranks of a machine: the last arrival is the same number for all.
         origin = None if self._on_gpu else float(self.board.ranks["origin_s"].max())
         self.recorder = Recorder(self.rank, self.recorder.timer, origin)
-
-    def spans(self) -> list[Span]:
-        """This rank's spans so far."""
-        return self.recorder.spans()
-
-    @property
-    def posted(self) -> int:
-        """Grows with everything that other ranks may wait for this one to finish."""
-        return self.board.posted(self.rank)
-
-    def give_up(self, why: str) -> None:
-        """Tell ranks that wait for this one, in shared memory, that it will not come."""
-        self.board.give_up(self.rank, why)
 
     def leave(self) -> None:
         """Close, and tell ranks that wait for this one that it has left for good."""

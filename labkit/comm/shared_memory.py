@@ -5,8 +5,6 @@ destination) a few slots for segments of a message. Counting semaphores, a few p
 turn it is.
 
 The arena has no name in any file system, so nothing is left behind however its processes end.
-
-Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
 import contextlib
@@ -48,8 +46,8 @@ class Arena:
         board_bytes = Board.num_bytes(world_size)
         # Those of the edges, then one doorbell per rank.
         self.has_semaphores = sys.platform.startswith("linux")
-        num_edge_semaphores = len(_KINDS) * world_size**2 if self.has_semaphores else 0
-        num_semaphores = num_edge_semaphores + (world_size if self.has_semaphores else 0)
+        num_edge_semaphores = len(_KINDS) * world_size**2
+        num_semaphores = (num_edge_semaphores + world_size) if self.has_semaphores else 0
         self._semaphores_at = _round_up(board_bytes, _SEMAPHORE_BYTES)
         self._slots_at = _round_up(
             self._semaphores_at + num_semaphores * _SEMAPHORE_BYTES, _PAGE_BYTES

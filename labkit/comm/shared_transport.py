@@ -1,34 +1,17 @@
 """Point-to-point messages through shared memory: the fast way between ranks of one machine."""
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from labkit.comm.channels import Channel
-from labkit.comm.sent import Sent
 from labkit.comm.shared_memory import Arena, Semaphore
 from labkit.comm.transport import Transport, as_bytes
 from labkit.comm.waiting import Waiter
 
-
-@dataclass(eq=False)
-class _Half:
-    """One half of an exchange under way: ``steps`` yields each semaphore that it needs next."""
-
-    peer: int
-    steps: Iterator[Semaphore]
-    needs: Semaphore = field(init=False)
-
-    def advance(self) -> bool:
-        """Run to the next semaphore; False at the end."""
-        needs = next(self.steps, None)
-        if needs is None:
-            return False
-        self.needs = needs
-        return True
+# A half of an exchange yields each semaphore that it needs next, with the peer that posts it.
+Half = Iterator[tuple[Semaphore, int]]
 
 
 class SharedTransport(Transport):
@@ -36,35 +19,32 @@ class SharedTransport(Transport):
 
     A send ends only when its receive has begun, as over gloo: a program that deadlocks on one
     transport deadlocks on the other, and the board explains it on both.
-
-    Args:
-        arena: of this machine's ranks.
-        rank: this rank.
-        timeout_s: the longest wait for one segment.
+    ``timeout_s`` is the longest wait for one segment.
     """
 
     shares_memory = True
 
-    def __init__(self, arena: Arena, rank: int, timeout_s: float = float("inf")):
+    def __init__(self, arena: Arena, rank: int, timeout_s: float):
         super().__init__()
         self.arena = arena
         self.rank = rank
         self.waiter = Waiter(arena.board, rank, timeout_s)
         self._channels: dict[tuple[int, int], Channel] = {}
+        self._new_channel: Callable[..., Channel] = Channel
         arena.board.ranks[rank]["pid"] = os.getpid()
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        self._drive([_Half(dst, self._sending(tensor, dst))])
+        self._drive(self._sending(as_bytes(tensor), dst))
 
     def recv(self, tensor: Tensor, src: int) -> None:
-        self._drive([_Half(src, self._receiving(tensor, src))])
+        self._drive(self._receiving(as_bytes(tensor), src, Tensor.copy_))
 
     def recv_add(self, tensor: Tensor, src: int) -> None:
-        self._drive([_Half(src, self._adding(tensor, src))])
+        self._drive(self._receiving(tensor.view(-1), src, Tensor.add_))
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        outgoing, incoming = self._sending(send, dst), self._receiving(recv, src)
-        self._drive([_Half(dst, outgoing), _Half(src, incoming)])
+        incoming = self._receiving(as_bytes(recv), src, Tensor.copy_)
+        self._drive(self._sending(as_bytes(send), dst), incoming)
 
     def barrier(self) -> None:
         """Dissemination, ceil(log2 P) rounds: in round k a rank meets those 2^k to either side."""
@@ -89,11 +69,8 @@ class SharedTransport(Transport):
         edge = source, destination
         if edge not in self._channels:
             sent = self.sent.to[destination] if self.rank == source else None
-            self._channels[edge] = self._new_channel(source, destination, sent)
+            self._channels[edge] = self._new_channel(self.arena, *edge, self.waiter.wait, sent)
         return self._channels[edge]
-
-    def _new_channel(self, source: int, destination: int, sent: Sent | None) -> Channel:
-        return Channel(self.arena, source, destination, self.waiter.wait, sent)
 
     def close(self) -> None:
         self._channels.clear()
@@ -102,51 +79,45 @@ class SharedTransport(Transport):
         self.waiter.timeout_s = timeout_s
 
     def abandon(self) -> None:
-        self.waiter.abandon()
+        self.waiter.abandoned = True
 
-    def _sending(self, tensor: Tensor, dst: int) -> Iterator[Semaphore]:
+    def _sending(self, flat: Tensor, dst: int) -> Half:
         channel = self.channel_to(dst)
-        yield channel.ready
+        yield channel.ready, dst
         begins_message = True
-        for segment in split_segments(as_bytes(tensor), channel.segment_bytes):
-            yield channel.free
-            channel.writable(segment.numel(), torch.uint8).copy_(segment)
+        for segment in split_segments(flat, channel.segment_bytes):
+            yield channel.free, dst
+            channel.writable(segment.numel(), flat.dtype).copy_(segment)
             channel.commit(begins_message)
             begins_message = False
 
-    def _receiving(self, tensor: Tensor, src: int) -> Iterator[Semaphore]:
+    def _receiving(self, flat: Tensor, src: int, take: Callable[[Tensor, Tensor], object]) -> Half:
+        """``take(segment, slot)`` copies or adds what is in the slot."""
         channel = self.channel_from(src)
         channel.ready.post()
-        yield from channel.opening()
-        for segment in split_segments(as_bytes(tensor), channel.segment_bytes):
-            yield channel.filled
-            segment.copy_(channel.readable(segment.numel(), torch.uint8))
+        for semaphore in channel.opening():
+            yield semaphore, src
+        for segment in split_segments(flat, channel.segment_bytes // flat.itemsize):
+            yield channel.filled, src
+            take(segment, channel.readable(segment.numel(), flat.dtype))
             channel.release()
 
-    def _adding(self, tensor: Tensor, src: int) -> Iterator[Semaphore]:
-        channel = self.channel_from(src)
-        channel.ready.post()
-        yield from channel.opening()
-        for segment in split_segments(tensor.view(-1), channel.segment_bytes // tensor.itemsize):
-            yield channel.filled
-            segment += channel.readable(segment.numel(), segment.dtype)
-            channel.release()
-
-    def _drive(self, halves: list[_Half]) -> None:
+    def _drive(self, *halves: Half) -> None:
         """Let each half continue whenever it can, until all have ended."""
-        halves = [half for half in halves if half.advance()]
-        while len(halves) > 1:
-            able = [half for half in halves if half.needs.try_wait()]
+        needs = {half: next(half) for half in halves}
+        while len(needs) > 1:
+            able = [half for half, (semaphore, _) in needs.items() if semaphore.try_wait()]
             if not able:
-                first = self.waiter.wait_for_first([(half.needs, half.peer) for half in halves])
-                able = [halves[first]]
+                able = [list(needs)[self.waiter.wait_for_first(list(needs.values()))]]
             for half in able:
-                if not half.advance():
-                    halves.remove(half)
-        while halves:
-            self.waiter.wait(halves[0].needs, halves[0].peer)
-            if not halves[0].advance():
-                halves.clear()
+                if need := next(half, None):
+                    needs[half] = need
+                else:
+                    del needs[half]
+        for half, need in needs.items():
+            self.waiter.wait(*need)
+            for need in half:
+                self.waiter.wait(*need)
 
 
 def split_segments(flat: Tensor, most: int) -> Sequence[Tensor]:

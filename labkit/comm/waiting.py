@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from labkit.comm.board import LEFT, LOST, Board
 from labkit.comm.mismatch import uneven_collectives
 from labkit.comm.processes import is_running
-from labkit.comm.shared_memory import Semaphore
+from labkit.comm.shared_memory import Arena, Semaphore
 from labkit.errors import PeerLostError
 
 # How often a sleeping rank looks whether its peer is still alive.
@@ -27,23 +27,14 @@ _LONGEST_TURN_S = 10e-3
 
 
 class Waiter:
-    """Waits for the semaphores that other ranks post.
-
-    Args:
-        board: of these ranks.
-        rank: the one that waits.
-        timeout_s: the longest wait for one semaphore.
-    """
+    """``rank`` waits for semaphores that other ranks post, for each at most ``timeout_s``."""
 
     def __init__(self, board: Board, rank: int, timeout_s: float):
         self.timeout_s = timeout_s
         self._board = board
         self._rank = rank
-        self._abandoned = False
-
-    def abandon(self) -> None:
-        """Every wait, also one in another thread, ends with an error."""
-        self._abandoned = True
+        # Once set, every wait, also one in another thread, ends with an error.
+        self.abandoned = False
 
     def wait(self, semaphore: Semaphore, peer: int) -> None:
         """Take one from a semaphore that ``peer`` posts.
@@ -65,8 +56,7 @@ class Waiter:
     def wait_for_first(self, needs: Sequence[tuple[Semaphore, int]]) -> int:
         """Take one from whichever semaphore is posted first, each by its peer; returns its index.
 
-        Raises:
-            PeerLostError: as ``wait``, for any of the peers.
+        Raises what ``wait`` raises, for any of the peers.
         """
         started_s = looked_s = time.monotonic()
         while True:
@@ -85,7 +75,9 @@ class Waiter:
 
     def _came_after_all(self, semaphore: Semaphore, peer: int, waited_s: float) -> bool:
         """False while there is hope; PeerLostError when there is none."""
-        lost = self._why_lost(peer, waited_s)
+        lost = "this rank is at its end" if self.abandoned else why_gone(self._board, peer)
+        if not lost and waited_s > self.timeout_s:
+            lost = f"nothing from rank {peer} in {self.timeout_s:g} s"
         if not lost:
             return False
         # What the peer sent before its end counts.
@@ -93,21 +85,60 @@ class Waiter:
             return True
         raise PeerLostError(lost + uneven_collectives(self._board, self._rank, peer), rank=peer)
 
-    def _why_lost(self, peer: int, waited_s: float) -> str:
-        if self._abandoned:
-            return "this rank is at its end"
-        if lost := self._board.gave_up() or why_gone(self._board, peer):
-            return lost
-        if waited_s > self.timeout_s:
-            return f"nothing from rank {peer} in {self.timeout_s:g} s"
-        return ""
-
 
 def why_gone(board: Board, peer: int) -> str:
     """Why nothing more will come from ``peer``; empty while something may."""
+    if why := board.gave_up():
+        return why
     pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
     if state == LEFT:
         return f"rank {peer} has left: its process group is destroyed, or it is at its end"
     if state == LOST or (pid and not is_running(pid)):
         return f"the process of rank {peer} (pid {pid}) has ended"
     return ""
+
+
+class Doorbells:
+    """One bell per rank of a machine, and the wait for this rank's.
+
+    A sender posts its message on the board, then rings; the receiver looks at the board, then
+    sleeps until its bell rings. Rings that nobody has waited for add up: at worst a later sleeper
+    wakes up and looks in vain.
+    """
+
+    def __init__(self, arena: Arena, rank: int, timeout_s: float):
+        self._board = arena.board
+        self._bells = [arena.doorbell(other) for other in range(arena.world_size)]
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._looked_s = time.monotonic()
+
+    def ring(self, rank: int) -> None:
+        self._bells[rank].post()
+
+    def wait_for_sender(self, sources: list[int]) -> int:
+        """The source whose message has waited longest; sleeps until there is one.
+
+        Raises:
+            PeerLostError: a source has ended without one, or none came in ``timeout_s``.
+        """
+        started_s = time.monotonic()
+        while True:
+            source = self._board.first_sender(self._rank, sources)
+            now_s = time.monotonic()
+            # Even while others keep coming: a source that has ended must not go unnoticed.
+            if now_s - self._looked_s > LOOK_S:
+                self._looked_s = now_s
+                self._look_for_losses(sources, now_s - started_s)
+            if source is not None:
+                return source
+            self._bells[self._rank].wait(LOOK_S)
+
+    def _look_for_losses(self, sources: list[int], waited_s: float) -> None:
+        for source in sources:
+            lost = why_gone(self._board, source)
+            # What it posted before its end counts: then the transfer finds out.
+            if lost and self._board.first_sender(self._rank, [source]) is None:
+                raise PeerLostError(lost, rank=source)
+        if waited_s > self._timeout_s:
+            raise PeerLostError(f"nothing from ranks {sources} in {self._timeout_s:g} s")

@@ -1,8 +1,4 @@
-"""``Work``: the handle that ``torch.distributed`` returns for an operation under way.
-
-A backend written in Python has to make its own, and PyTorch's C++ side has rules on how one may
-fail.
-"""
+"""``Work``: the handle that ``torch.distributed`` returns for an operation under way."""
 
 import collections
 import contextlib

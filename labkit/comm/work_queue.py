@@ -33,10 +33,7 @@ class WorkQueue(threading.Thread):
     the same on every rank, however the ranks' main threads run. Over gloo it is not: there
     PowerSGD with several buckets ends in a timeout.
 
-    Args:
-        name: of the thread.
-        comm: the operations' argument.
-        timeout_s: the process group's: the longest that one operation may take.
+    ``timeout_s`` is the process group's: the longest that one operation may take.
     """
 
     def __init__(self, name: str, comm: Comm, timeout_s: float = math.inf):
@@ -99,8 +96,8 @@ class WorkQueue(threading.Thread):
             del queued
 
     def _carry_out(self, work: Work, operation: Operation) -> None:
-        session, error = self._comm.session, None
-        posted = session.posted
+        board, rank, error = self._comm.session.board, self._comm.rank, None
+        posted = board.posted(rank)
         self._worker, self._under_way = threading.current_thread(), work
         credit_to(work.location)
         work.started_s = time.monotonic()
@@ -112,8 +109,8 @@ class WorkQueue(threading.Thread):
             # ended this thread, nothing that is queued would ever be done.
             error = raised
             # Let the other ranks fail at once, unless this one was refused before it began.
-            if session.posted != posted:
-                session.give_up(f"{type(error).__name__}: {error}")
+            if board.posted(rank) != posted:
+                board.give_up(rank, f"{type(error).__name__}: {error}")
         self._worker = self._under_way = None
         work.finish(error)
 

@@ -22,14 +22,8 @@ from typing import Any
 
 from torch.distributed import HashStore
 from torch.distributed.elastic import events, rendezvous
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from labkit.comm.processes import is_running, kill_group
 from labkit.runtime.forkserver import server_fault, start_method
@@ -46,24 +40,24 @@ _END_PATIENCE_S = 5.0
 _UNKNOWN_CODE = 255
 
 
-class Ranks(SimpleElasticAgent):
-    """The ranks of one run: started once, never restarted.
+class Ranks(api.SimpleElasticAgent):
+    """The ranks of one run: started once, never restarted, and watched in a thread.
 
     Args:
         target: a rank's body, ``target(rank, environment, control, output, *args)``.
         ends: ``(control, output)``, a rank's ends of its two pipes to the launcher, by rank.
         args: further arguments, the same for all ranks.
-        stop_asked: set when the ranks are to be ended.
+
+    Attributes:
+        exit_codes: of the ranks that have ended, the first to end first; None if unknown.
+        error: why the ranks could not be started; None while they could.
+        finished: set once no rank is left and none will be started.
     """
 
     def __init__(
-        self,
-        target: Callable[..., None],
-        ends: list[tuple[Connection, Connection]],
-        args: tuple,
-        stop_asked: threading.Event,
+        self, target: Callable[..., None], ends: list[tuple[Connection, Connection]], args: tuple
     ):
-        spec = WorkerSpec(
+        spec = api.WorkerSpec(
             role="labkit",
             local_world_size=len(ends),
             entrypoint=target,
@@ -72,20 +66,53 @@ class Ranks(SimpleElasticAgent):
             monitor_interval=_PAUSE_S,
         )
         super().__init__(spec)
-        self.processes: list[multiprocessing.process.BaseProcess] = []
-        # By rank, the first to be seen first; None where the code is lost.
         self.exit_codes: dict[int, int | None] = {}
-        self.start_error: BaseException | None = None
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+        self._processes: list[multiprocessing.process.BaseProcess] = []
         self._target, self._ends, self._args = target, ends, args
-        self._stop_asked = stop_asked
+        self._thread = threading.Thread(target=self._watch, name="labkit-agent", daemon=True)
+        self._asked_s: float | None = None
+        self._stop_asked = threading.Event()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start(self) -> None:
+        """Start the ranks, in the thread."""
+        self._asked_s = time.monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop_asked.set()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the ranks that were started, by rank."""
+        return dict(enumerate(map(_pid, list(self._processes))))
+
+    def may_start_ranks(self) -> bool:
+        """Whether ranks are running or may still be started.
+
+        ``Thread.is_alive`` does not tell: an interrupt of ``start`` can leave a thread that runs,
+        or is about to, and is not yet marked as alive.
+        """
+        if self._asked_s is None or self.finished.is_set():
+            return False
+        return self._thread.ident is not None or time.monotonic() - self._asked_s < _THREAD_START_S
+
+    def _watch(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            self.finished.set()
+
+    def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, int]:
         context: Any = multiprocessing.get_context(start_method())
         for worker, ends in zip(worker_group.workers, self._ends):
             if self._stop_asked.is_set():
                 break
             rank = worker.local_rank
-            environment = _environment(worker, worker_group, self._worker_group.spec)
+            environment = _environment(worker, worker_group)
             process = context.Process(
                 target=self._target,
                 args=(rank, environment, *ends, *self._args),
@@ -95,16 +122,16 @@ class Ranks(SimpleElasticAgent):
                 process.start()
             except BaseException as error:
                 # Recorded before the ranks that have started are ended for it.
-                self.start_error = error
+                self.error = error
                 raise
-            self.processes.append(process)
+            self._processes.append(process)
             # The rank's pipes must end with it: nobody else may hold them open.
             for end in ends:
                 end.close()
-        return dict(enumerate(map(_pid, self.processes)))
+        return self.pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        running = [p for r, p in enumerate(self.processes) if r not in self.exit_codes]
+    def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
+        running = [p for r, p in enumerate(self._processes) if r not in self.exit_codes]
         if any(process.exitcode == _UNKNOWN_CODE for process in running):
             # Their sentinels are of no use then.
             time.sleep(_LOOK_S / 5)
@@ -112,33 +139,35 @@ class Ranks(SimpleElasticAgent):
             wait([process.sentinel for process in running], _LOOK_S)
         self._look()
         if self._stop_asked.is_set():
-            return RunResult(state=WorkerState.FAILED)
-        if len(self.exit_codes) < len(self.processes):
-            return RunResult(state=WorkerState.HEALTHY)
-        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict(self.exit_codes))
+            return api.RunResult(state=api.WorkerState.FAILED)
+        if len(self.exit_codes) < len(self._processes):
+            return api.RunResult(state=api.WorkerState.HEALTHY)
+        return api.RunResult(state=api.WorkerState.SUCCEEDED, return_values=dict(self.exit_codes))
 
     def _look(self) -> None:
-        for rank, process in enumerate(self.processes):
+        for rank, process in enumerate(self._processes):
             code = process.exitcode
             if rank in self.exit_codes or code is None:
                 continue
             if code == _UNKNOWN_CODE and is_running(_pid(process)):
                 # Without its server a rank lives on, and only the system knows when it ends.
                 continue
-            self.exit_codes[rank] = None if code == _UNKNOWN_CODE and server_fault() else code
+            known = None if code == _UNKNOWN_CODE and server_fault() else code
+            # A new object: the caller's thread may be reading the old one.
+            self.exit_codes = {**self.exit_codes, rank: known}
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
         """Kill the ranks that are left: they have returned, or are to end at once."""
         until_s = time.monotonic() + _END_PATIENCE_S
-        for rank, process in enumerate(self.processes):
+        for rank, process in enumerate(self._processes):
             # By its number: a rank that has lost its server is not a child any more. What it has
             # started ends with it, even when the rank itself has ended.
             if rank not in self.exit_codes or self._has_left_a_group(_pid(process)):
                 kill_group(_pid(process))
-        for process in self.processes:
+        for process in self._processes:
             process.join(max(0.0, until_s - time.monotonic()))
             while is_running(_pid(process)) and time.monotonic() < until_s:
                 time.sleep(_PAUSE_S)
@@ -157,16 +186,17 @@ class Ranks(SimpleElasticAgent):
         return events.Event(state, source)
 
 
-class OneMachine(rendezvous.RendezvousHandler):
+class OneMachine(StaticTCPRendezvous):
     """A rendezvous of one agent with itself: no other machine, and no listening socket.
 
-    PyTorch's own (``c10d``) waits and polls for other machines: 0.1 to 0.3 s per launch.
+    PyTorch's own make a store that listens, and ``c10d`` also waits and polls for other machines:
+    0.1 to 0.3 s per launch.
     """
 
     use_agent_store = False
 
     def __init__(self):
-        self.run_id = uuid.uuid4().hex
+        super().__init__(_LOOPBACK, 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         # For programs that read MASTER_PORT; the ranks themselves meet elsewhere.
@@ -175,100 +205,26 @@ class OneMachine(rendezvous.RendezvousHandler):
             where = rendezvous.RendezvousStoreInfo(_LOOPBACK, probe.getsockname()[1])
         return rendezvous.RendezvousInfo(HashStore(), 0, 1, where)
 
-    def get_backend(self) -> str:
-        return "one-machine"
-
-    def get_run_id(self) -> str:
-        return self.run_id
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
-
 
 def _pid(process: multiprocessing.process.BaseProcess) -> int:
     assert process.pid is not None, "it has been started"
     return process.pid
 
 
-def _environment(worker: Worker, group: WorkerGroup, spec: WorkerSpec) -> dict[str, str]:
+def _environment(worker: api.Worker, group: api.WorkerGroup) -> dict[str, str]:
     """What torchrun sets for a rank, and what must reach it from a server started long ago."""
     passed_on = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return {name: os.environ[name] for name in passed_on if name in os.environ} | {
         "RANK": str(worker.global_rank),
         "LOCAL_RANK": str(worker.local_rank),
         "WORLD_SIZE": str(worker.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
         "GROUP_RANK": str(group.group_rank),
         "GROUP_WORLD_SIZE": str(group.group_world_size),
-        "ROLE_NAME": spec.role,
+        "ROLE_NAME": group.spec.role,
         "ROLE_RANK": str(worker.role_rank),
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
         "MASTER_ADDR": group.master_addr or _LOOPBACK,
         "MASTER_PORT": str(group.master_port),
-        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
     }
-
-
-class Agent(threading.Thread):
-    """The agent in a thread, which can be told to stop.
-
-    Attributes:
-        error: why the ranks could not be started; None while they could.
-        finished: set once no rank is left and none will be started.
-    """
-
-    def __init__(self, target: Callable[..., None], ends: list, args: tuple):
-        super().__init__(name="labkit-agent", daemon=True)
-        self._error: BaseException | None = None
-        self.finished = threading.Event()
-        self._asked_s: float | None = None
-        self._stop_asked = threading.Event()
-        self._ranks = Ranks(target, ends, args, self._stop_asked)
-
-    def start(self) -> None:
-        self._asked_s = time.monotonic()
-        super().start()
-
-    def stop(self) -> None:
-        self._stop_asked.set()
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._ranks.start_error or self._error
-
-    @property
-    def exit_codes(self) -> dict[int, int | None]:
-        """Exit codes of the ranks that have ended, the first to end first; None if unknown."""
-        return dict(self._ranks.exit_codes)
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids of the ranks that were started, by rank."""
-        return dict(enumerate(map(_pid, list(self._ranks.processes))))
-
-    def may_start_ranks(self) -> bool:
-        """Whether ranks are running or may still be started.
-
-        ``is_alive`` does not tell: an interrupt of ``start`` can leave a thread that runs, or is
-        about to, and is not yet marked as alive.
-        """
-        if self._asked_s is None or self.finished.is_set():
-            return False
-        return self.ident is not None or time.monotonic() - self._asked_s < _THREAD_START_S
-
-    def run(self) -> None:
-        try:
-            self._ranks.run()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.finished.set()

@@ -2,23 +2,26 @@
 
 import atexit
 import os
+import tempfile
 import time
 from datetime import timedelta
+from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
-from labkit.comm.doorbells import Doorbells
 from labkit.comm.meeting import meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
-from labkit.runtime.file_store import MeetingFile
 
 # A rank waits longer than its launcher, whose explanation says more than a timeout.
 PATIENCE_S = 30.0
@@ -26,10 +29,7 @@ _RENDEZVOUS_S = 60.0
 
 
 def connect(
-    plan: Plan,
-    timeout_s: float,
-    arena: Arena | None = None,
-    meeting: MeetingFile | None = None,
+    plan: Plan, timeout_s: float, arena: Arena | None = None, meeting: "MeetingFile | None" = None
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
 
@@ -116,3 +116,46 @@ def _not_connected(error: RuntimeError) -> PeerLostError:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class MeetingFile:
+    """Where the ranks that one launcher starts find each other: a file in memory, and no socket.
+
+    PyTorch's TCPStore listens on every address of the machine, accepts what anybody sends, and
+    looks up callers' names. This is the file below a FileStore, which no folder lists: it travels
+    to the ranks as an open file, only processes of the same user can open it, and it is gone with
+    the last of them, however they end.
+    """
+
+    def __init__(self, descriptor: int | None = None, path: str | None = None):
+        self._folder: tempfile.TemporaryDirectory | None = None
+        if descriptor is None and path is None:
+            if hasattr(os, "memfd_create"):
+                descriptor = os.memfd_create("labkit-store")
+                os.fchmod(descriptor, 0o600)
+            else:
+                # Only Linux gives an open file a path.
+                self._folder = tempfile.TemporaryDirectory(prefix="labkit-")
+                path = str(Path(self._folder.name) / "store")
+        self._descriptor, self._path = descriptor, path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._descriptor is None:
+            return MeetingFile, (None, self._path)
+        return _from_duplicate, (DupFd(self._descriptor),)
+
+    def store(self, world_size: int) -> dist.FileStore:
+        """The store, as this rank opens it; call it once per rank."""
+        return dist.FileStore(self._path or f"/proc/self/fd/{self._descriptor}", world_size)
+
+    def close(self) -> None:
+        """Close the file, in the launcher at the end of the run."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self._folder:
+            self._folder.cleanup()
+
+
+def _from_duplicate(duplicate: Any) -> MeetingFile:
+    return MeetingFile(duplicate.detach())

@@ -28,9 +28,7 @@ _SHORT_FOLDER = "/tmp"
 
 def start_method() -> str:
     """``forkserver`` (0.1 s per start); ``spawn`` where the system has none."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    return "forkserver"
+    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def start_server(preload: list[str]) -> None:

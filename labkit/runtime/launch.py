@@ -1,9 +1,4 @@
-"""``labkit.run``: call a function on P real processes, and gather what they return.
-
-The engine is PyTorch's elastic agent (``labkit.runtime.agent``); what a rank does stands in
-``labkit.runtime.worker``; ``labkit.runtime.supervisor`` watches the ranks and ends every run
-completely.
-"""
+"""``labkit.run``: call a function on P real processes, and gather what they return."""
 
 import multiprocessing
 import os
@@ -86,8 +81,7 @@ def run(
     """
     _check(world_size, timeout_s, may_lose)
     if under_torchrun():
-        settings = world_size, device, transport, timeout_s
-        return _result(torchrun.run_as_rank(fn, args, *settings))
+        return _result(torchrun.run_as_rank(fn, args, world_size, device, transport, timeout_s))
     placement = plan(world_size, device, transport)
     if placement.note:
         print(placement.note, file=sys.stderr)

@@ -1,15 +1,21 @@
-"""What the ranks print, shown by the calling process during the run."""
+"""What the calling process shows during a run: what the ranks print, and how far they are."""
 
 import os
 import time
-from collections import deque
 from collections.abc import Collection
 from multiprocessing.connection import Connection
+from typing import Any
+
+from labkit.comm.board import Board
 
 MAX_CHARS = 200_000
 # Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
 # terminal and under test. A rank's lines wait for the ranks below it, but only this long.
 _HOLD_S = 2.0
+
+# A run that is over sooner shows no bar.
+_BAR_AFTER_S = 0.5
+_BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 
 
 def is_live() -> bool:
@@ -23,7 +29,7 @@ class Output:
     def __init__(self, connections: list[Connection]):
         self._open = {connection: rank for rank, connection in enumerate(connections)}
         self._pending = [b""] * len(connections)
-        self._lines: list[deque[str]] = [deque() for _ in connections]
+        self._lines: list[list[str]] = [[] for _ in connections]
         self._kept = [0] * len(connections)
         self._cut = [0] * len(connections)
         self._held_since_s: float | None = None
@@ -114,3 +120,41 @@ class Output:
         for connection in self._open:
             connection.close()
         self._open.clear()
+
+
+class ProgressBar:
+    """The progress of a run's slowest rank, as it stands on the board, in one bar.
+
+    It is a widget in a notebook, text in a terminal, and nothing in a file.
+    """
+
+    def __init__(self, board: Board):
+        self._board = board
+        self._started_s = time.monotonic()
+        self._bar: Any = None
+
+    def update(self) -> None:
+        """Show how far the slowest rank is, if any rank reports progress."""
+        if not is_live() or time.monotonic() - self._started_s < _BAR_AFTER_S:
+            return
+        rows = self._board.ranks[self._board.ranks["total"] > 0]
+        if not len(rows):
+            return
+        slowest = rows[int((rows["done"] / rows["total"]).argmin())]
+        done, total = int(slowest["done"]), int(slowest["total"])
+        label = slowest["label"].decode()
+        if self._bar is None:
+            # Not before it is needed: in a notebook it imports ipywidgets.
+            from tqdm.auto import tqdm
+
+            now = {"initial": done, "total": total, "desc": label}
+            self._bar = tqdm(**now, disable=None, bar_format=_BAR_FORMAT)
+        self._bar.total = total
+        self._bar.set_description(label, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        self.update()
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()

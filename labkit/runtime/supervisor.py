@@ -17,14 +17,13 @@ from labkit.comm.deadlock import stuck_ranks
 from labkit.comm.processes import is_running, is_stopped, kill_group
 from labkit.comm.shared_memory import Arena
 from labkit.errors import WorkerError
-from labkit.runtime.agent import Agent
+from labkit.runtime.agent import Ranks
+from labkit.runtime.connect import MeetingFile
 from labkit.runtime.failures import Evidence, deadline_error, deadlock_error, failure_error
-from labkit.runtime.file_store import MeetingFile
 from labkit.runtime.forkserver import end_stopped_server, server_fault
 from labkit.runtime.messages import Inbox, Report, let_go
-from labkit.runtime.output import Output
+from labkit.runtime.output import Output, ProgressBar
 from labkit.runtime.preload import warm_up
-from labkit.runtime.progress import ProgressBar
 from labkit.runtime.worker import Job, run_rank
 
 _POLL_S = 0.05
@@ -42,12 +41,7 @@ _END_PATIENCE_S = 10.0
 
 
 class Supervisor:
-    """Watches one run from outside and ends it completely.
-
-    Attributes:
-        lost: why each rank in ``job.may_lose`` that ended early did so; known once ``run`` is
-            over.
-    """
+    """Watches one run from outside and ends it completely."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -61,7 +55,7 @@ class Supervisor:
         self._output = Output([receiver for receiver, _ in outputs])
         self._bar = ProgressBar(self._arena.board)
         self._rank_ends = [(control, out) for (_, control), (_, out) in zip(controls, outputs)]
-        self.agent = Agent(run_rank, self._rank_ends, (job, self._arena, self._meeting))
+        self.agent = Ranks(run_rank, self._rank_ends, (job, self._arena, self._meeting))
         self._seen = Evidence(self._arena.board, job.may_lose)
         self._launched_s = time.monotonic()
         self._started_s: float | None = None
@@ -73,7 +67,7 @@ class Supervisor:
     def run(self) -> list[Report | None]:
         """Start the ranks, wait for all of them, and return their reports in rank order.
 
-        A rank in ``may_lose`` that ended early has None, and ``lost`` says why.
+        A rank in ``job.may_lose`` that ended early has None, and then ``lost`` says why.
 
         Raises:
             WorkerError: or one of its kinds, when the run failed.
@@ -203,12 +197,8 @@ class Supervisor:
     def _stacks(self, silent: list[int]) -> dict[int, str]:
         """Ask each running rank for its stack, and collect what comes in time."""
         self._output.flush()
-        states = self._seen.board.ranks["state"]
-        asked = [
-            rank
-            for rank in range(self.world_size)
-            if rank not in silent and states[rank] not in (RETURNED, LOST)
-        ]
+        states, over = self._seen.board.ranks["state"], (RETURNED, LOST)
+        asked = [r for r in self._seen.ranks if r not in silent and states[r] not in over]
         for rank in asked:
             self._signal(rank, signal.SIGUSR1)
         until_s = time.monotonic() + _STACKS_S

@@ -20,9 +20,8 @@ from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import Arena
 from labkit.comm.source_lines import install_sources
 from labkit.devices import Plan
-from labkit.runtime.connect import connect
+from labkit.runtime.connect import MeetingFile, connect
 from labkit.runtime.failures import report_of_failure
-from labkit.runtime.file_store import MeetingFile
 from labkit.runtime.messages import Report, may_go, send_report
 from labkit.runtime.pickling import dump_value
 
@@ -106,7 +105,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
         comm.rank,
         "value",
         payload,
-        spans=tuple(comm.session.spans()),
+        spans=tuple(comm.session.recorder.spans()),
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
         duration_s=duration_s,

@@ -49,12 +49,12 @@ def seen(monkeypatch):
     """The agents of the runs that a test starts."""
     agents = []
 
-    class Seen(agent.Agent):
+    class Seen(agent.Ranks):
         def start(self):
             agents.append(self)
             super().start()
 
-    monkeypatch.setattr(supervisor, "Agent", Seen)
+    monkeypatch.setattr(supervisor, "Ranks", Seen)
     return agents
 
 
@@ -179,12 +179,12 @@ class TestEndsOfRanks:
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
 
-        class Stays(agent.Agent):
+        class Stays(agent.Ranks):
             def __init__(self, *args):
                 super().__init__(*args)
                 self.finished.wait = interrupts.__get__(self.finished)
 
-        monkeypatch.setattr(supervisor, "Agent", Stays)
+        monkeypatch.setattr(supervisor, "Ranks", Stays)
         with pytest.raises(KeyboardInterrupt):
             run(lambda comm: time.sleep(60), world_size=2)
         assert len(waited) == 2

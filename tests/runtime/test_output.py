@@ -9,8 +9,7 @@ from multiprocessing import Pipe
 import pytest
 
 from labkit.comm.board import Board
-from labkit.runtime.output import Output
-from labkit.runtime.progress import ProgressBar
+from labkit.runtime.output import Output, ProgressBar
 
 
 @pytest.fixture

@@ -395,13 +395,14 @@ def counted(comm):
     found = []
     for bucket_mb in (25, TINY_MB):
         replica = BucketedDDP(comm, seeded(with_batch_norm), bucket_mb=bucket_mb)
-        before, started = (comm.messages, comm.bytes_sent), len(comm.session.spans())
+        before, started = (comm.messages, comm.bytes_sent), len(comm.session.recorder.spans())
         for inputs, _ in some_batches((4, 4, 4)):
             replica.zero_grad()
             replica(inputs).sum().backward()
         used = comm.messages - before[0], comm.bytes_sent - before[1]
         sizes = [sum(p.numel() for p in b.parameters) for b in replica.buckets]
-        found.append((sizes, used, {span.lane for span in comm.session.spans()[started:]}))
+        lanes = {span.lane for span in comm.session.recorder.spans()[started:]}
+        found.append((sizes, used, lanes))
     return found
 
 
