@@ -15,9 +15,9 @@ from labkit import devices
 from labkit.bench.all_reduce_result import AllReduceResult
 from labkit.bench.machine import measure_memory, measure_messages
 from labkit.bench.turns import (
-    TIMEOUT_S,
     Turn,
     check_settings,
+    on_ranks,
     process_groups,
     slowest,
     take_turns,
@@ -31,7 +31,6 @@ from labkit.collectives import (
 )
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
-from labkit.runtime.launch import run
 from labkit.units import MOST_BYTES, check_integer, format_bytes
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
@@ -78,8 +77,8 @@ def bench_all_reduce(
 
 
 def _result(arguments: tuple, world_size: int, device: str, kind: str) -> AllReduceResult:
-    result = run(measure, *arguments, world_size=world_size, device=device, timeout_s=TIMEOUT_S)
-    return AllReduceResult.of(slowest(result.values), world_size, kind)
+    by_rank = on_ranks(measure, *arguments, world_size=world_size, device=device)
+    return AllReduceResult.of(slowest(by_rank), world_size, kind)
 
 
 def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
@@ -95,7 +94,7 @@ def measure(
 ) -> dict[str, dict]:
     """On each rank: everything that one result needs, as this rank's seconds."""
     over_gloo = _gloo_comm(comm)
-    transports = {_transport_name(comm): comm}
+    transports = {"shared" if comm.shares_memory else dist.get_backend(): comm}
     if over_gloo:
         transports["gloo"] = over_gloo
     found: dict[str, dict] = {
@@ -108,16 +107,13 @@ def measure(
         entered = {name: stack.enter_context(guest(comm)) for name, guest in guests.items()}
         for number, size in enumerate(sizes_bytes):
             comm.progress(number, len(sizes_bytes), format_bytes(size))
-            turns = turns_of(comm, size, algorithms)
+            tensors = Tensors(comm, size)
+            turns: dict[str, Turn] = {
+                name: partial(tensors.turn, name, one) for name, one in algorithms.items()
+            }
             turns |= {name: partial(guest, size) for name, guest in entered.items()}
             found["all_reduce"][size] = take_turns(comm, turns, repeats, _BUDGET_S)
     return found
-
-
-def _transport_name(comm: Comm) -> str:
-    if comm.shares_memory:
-        return "shared"
-    return dist.get_backend()
 
 
 def _gloo_comm(comm: Comm) -> Comm | None:
@@ -144,12 +140,6 @@ def contenders(
         name = "labkit backend" if backend == "labkit" else backend
         found[name] = partial(dist.all_reduce, group=group)
     return found
-
-
-def turns_of(comm: Comm, num_bytes: int, algorithms: dict[str, AllReduce]) -> dict[str, Turn]:
-    """Each contender on the same three tensors of ``num_bytes``."""
-    tensors = Tensors(comm, num_bytes)
-    return {name: partial(tensors.turn, name, one) for name, one in algorithms.items()}
 
 
 class Tensors:

@@ -21,13 +21,12 @@ from labkit.bench.model_step import SHAPE
 from labkit.bench.record import Result
 from labkit.bench.single_cuts import measure_cuts
 from labkit.bench.spread import Spread, ratios, rounded, table
-from labkit.bench.turns import slowest, take_turns, timed
+from labkit.bench.turns import on_ranks, slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
 from labkit.placement.planner import predict_split
 from labkit.placement.vgg16_splits import VGG16_SPLITS
-from labkit.runtime.launch import run
 from labkit.training.split_run import measure_profile, measure_split, stage_link
 from labkit.units import check_integer, format_bytes, format_number, format_seconds
 
@@ -142,8 +141,7 @@ def _results(repeats: int) -> Iterator[Result]:
 
 def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> HopTimes:
     """For each size in bytes: a hop in shared memory, one over gloo and a plain copy, in turns."""
-    options = {"world_size": 2, "device": "cpu", "timeout_s": 600}
-    return HopTimes(slowest(run(_hop_both_ways, repeats, sizes, **options).values))
+    return HopTimes(slowest(on_ranks(_hop_both_ways, repeats, sizes, world_size=2)))
 
 
 def _hop_both_ways(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int, dict]:

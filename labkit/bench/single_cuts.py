@@ -21,13 +21,12 @@ import torch
 from labkit.bench.model_step import ModelStep
 from labkit.bench.record import Result
 from labkit.bench.spread import Spread, ratios, rounded, table
-from labkit.bench.turns import TIMEOUT_S, repeat_turns, slowest, take_turns, timed
+from labkit.bench.turns import on_ranks, repeat_turns, slowest, take_turns, timed
 from labkit.collectives import tree_all_reduce
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link
 from labkit.placement.planner import predict_split
 from labkit.placement.stage_costs import Profile
-from labkit.runtime.launch import run
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.units import format_count, format_seconds
@@ -137,24 +136,19 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
         for cut in range(1, len(profile.layers))
     }
     planned = min(predicted, key=predicted.__getitem__)
-    result = run(
-        _measure,
-        (profile.model, profile.batch_size, micro_batches, planned, repeats),
-        world_size=2,
-        device="cpu",
-        timeout_s=TIMEOUT_S,
-    )
-    seconds = slowest(result.values)
+    settings = profile.model, profile.batch_size, micro_batches
+    seconds = slowest(on_ranks(_measure, *settings, planned, repeats, world_size=2))
     points = [
         {"split_points": [cut], "predicted_s": predicted[cut], "measured_s": measured}
         for cut, measured in seconds["sweep"].items()
     ]
-    return Cuts(profile.model, profile.batch_size, micro_batches, points, seconds["play_off"])
+    return Cuts(*settings, points, seconds["play_off"])
 
 
-def _measure(comm: Comm, settings: tuple) -> dict[str, dict[int, list[float]]]:
+def _measure(
+    comm: Comm, model: str, batch_size: int, micro_batches: int, planned: int, repeats: int
+) -> dict[str, dict[int, list[float]]]:
     """On each rank: by cut, seconds of the sweep and of the play-off."""
-    model, batch_size, micro_batches, planned, repeats = settings
     model_step = ModelStep(model, batch_size)
 
     def warmed_up(cut: int) -> Callable[[], object]:

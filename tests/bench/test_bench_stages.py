@@ -8,7 +8,7 @@ import torch
 
 from labkit.__main__ import main
 from labkit.bench import placement, single_cuts
-from labkit.bench.pipeline_result import DUELS, ONE_DEVICE, OURS, PipelineResult
+from labkit.bench.pipeline import DUELS, ONE_DEVICE, OURS, PipelineResult
 from labkit.bench.single_cuts import Cuts, fastest_others, measure_cuts
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile

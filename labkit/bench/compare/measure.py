@@ -8,21 +8,26 @@ repeat is what counts. Repeat r of every contender uses seed K + r.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from labkit import devices
-from labkit.bench.compare.contenders import SINGLE, Contender, find_contenders
+from labkit.bench.compare.contenders import (
+    SINGLE,
+    Contender,
+    Setting,
+    find_contenders,
+    settings_of,
+)
 from labkit.bench.compare.phases import phases_by_role, short
-from labkit.bench.compare.settings import Setting, settings_of
 from labkit.bench.record import machine
 from labkit.config import RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
+from labkit.training.settings import make_strategy
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer
-from labkit.workload.datasets import DATASETS, load_dataset
-from labkit.workload.models import MODELS
+from labkit.workload.datasets import load_dataset
 
 # Leaves room below ten minutes for a setting that takes longer than the last time.
 BUDGET_S = 480.0
@@ -63,8 +68,9 @@ def compare(
         ValueError: unknown names, impossible numbers.
         FileNotFoundError: the data set is not there.
     """
-    _check_names(model, dataset)
-    _check_numbers(world_sizes, train_sizes, batch_sizes, repeats, epochs, target, budget_s)
+    check_above_zero("the target, an accuracy,", target, 1)
+    check_above_zero("budget_s", budget_s, MOST_SECONDS)
+    _check_counts(world_sizes, train_sizes, batch_sizes, repeats, epochs)
     contenders = find_contenders(strategies, device)
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
     sizes = train_sizes or _parts_of(dataset)
@@ -78,23 +84,14 @@ def compare(
     return comparison.record({"target": target, "repeats": repeats, "gpus_used": gpus})
 
 
-def _check_names(model: str, dataset: str) -> None:
-    for kind, name, known in (("model", model, MODELS), ("data set", dataset, DATASETS)):
-        if name not in known:
-            raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
-
-
-def _check_numbers(
+def _check_counts(
     world_sizes: tuple[int, ...],
     train_sizes: tuple[int, ...],
     batch_sizes: tuple[int, ...],
     repeats: int | None,
     epochs: int,
-    target: float,
-    budget_s: float,
 ) -> None:
     """What ``RunConfig`` would find too late: the settings are made from these."""
-    check_above_zero("the target, an accuracy,", target, 1)
     for world_size in world_sizes:
         devices.check_world_size(world_size)
     for name, sizes in (("train_size", train_sizes), ("batch_size", batch_sizes)):
@@ -106,7 +103,6 @@ def _check_numbers(
     check_integer("epochs", epochs)
     if repeats is not None:
         check_integer("repeats", repeats)
-    check_above_zero("budget_s", budget_s, MOST_SECONDS)
 
 
 def _parts_of(dataset: str) -> tuple[int, ...]:
@@ -115,31 +111,28 @@ def _parts_of(dataset: str) -> tuple[int, ...]:
     return tuple(sorted({max(1, count // 4), max(1, count // 2), count}))
 
 
+@dataclass
 class Comparison:
     """All runs, as they come in.
 
     Attributes:
+        common: what ``RunConfig`` takes, of all runs.
+        say: takes a line of progress.
         runs: a row for each run, see ``_row``.
         skipped: what was not run, and why; ``failed`` where it started and failed.
     """
 
-    def __init__(
-        self,
-        contenders: list[Contender],
-        settings: list[Setting],
-        common: dict[str, Any],
-        say: Callable[[str], None],
-    ):
-        self.contenders = contenders
-        self.settings = settings
-        self.common = common
-        self.say = say
-        self.runs: list[dict[str, Any]] = []
-        self.skipped: list[dict[str, Any]] = []
-        self._left_out: set[tuple[str, int]] = set()
+    contenders: list[Contender]
+    settings: list[Setting]
+    common: dict[str, Any]
+    say: Callable[[str], None]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    _left_out: set[tuple[str, int]] = field(default_factory=set)
 
     def check(self) -> None:
         """Raise ValueError, before anything runs, for settings with which no run could start."""
+        make_strategy(RunConfig(**self.common))
         most = max(setting.train_size for setting in self.settings)
         load_dataset(self.common["dataset"], train_size=most)
         for setting in self.settings:

@@ -61,6 +61,11 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
     return found if found and len(found) == len(runs) else None
 
 
+def varies(record: Record, field: str) -> bool:
+    """Whether the record has settings that differ in ``field``."""
+    return len({setting[field] for setting in record["settings"]}) > 1
+
+
 def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
     """Epoch times by ``world_size``, ``train_size`` or ``batch_size``, all else as in the main
     setting. One device has no number of ranks, so by world size it has one value, at 1."""
@@ -144,17 +149,13 @@ def _filled(row: dict[str, float], whole: float) -> dict[str, float]:
 def report(record: Record) -> str:
     """The tables that the command prints."""
     parts = [_headline(record), _main_table(record)]
-    if len({setting["world_size"] for setting in record["settings"]}) > 1:
-        parts.append(_by(record, "world_size", "P = {}", efficiency))
-    for field, head in (("train_size", "{} samples"), ("batch_size", "batches of {}")):
-        if len({setting[field] for setting in record["settings"]}) > 1:
-            parts.append(_by(record, field, head))
+    heads = {"world_size": "P = {}", "train_size": "{} samples", "batch_size": "batches of {}"}
+    parts += [_by(record, field, head) for field, head in heads.items() if varies(record, field)]
     return "\n\n".join([*parts, *_remarks(record)])
 
 
 def _headline(record: Record) -> str:
-    config, main = record["config"], record["settings"][0]
-    hardware = record["hardware"]
+    config, main, hardware = record["config"], record["settings"][0], record["hardware"]
     cores = format_count(hardware["cores"], "core")
     machine = ", ".join(hardware["gpus"]) or f"{cores} of {hardware['cpu']}"
     return (
@@ -176,15 +177,13 @@ def _main_table(record: Record) -> str:
 
 def _main_row(record: Record, contender: dict) -> list[str]:
     name = contender["name"]
-    runs = runs_of(record, name)
-    paired = against_pytorch(record, contender)
-    times = reached(record, name)
+    runs, times = runs_of(record, name), reached(record, name)
     far = [run["difference_from_single"] for run in runs if "difference_from_single" in run]
     accuracy = statistics.median(run["epochs"][-1]["test_accuracy"] for run in runs)
     return [
         name,
         _spread(epoch_times(record, name), format_seconds),
-        _spread(paired, format_number),
+        _spread(against_pytorch(record, contender), format_number),
         _middle(times, 0, format_number),
         _middle(times, 1, format_seconds),
         f"{accuracy:.1%}",
@@ -219,13 +218,13 @@ def _middle(times: list[tuple] | None, place: int, text: Callable[[float], str])
     return text(statistics.median(pair[place] for pair in times))
 
 
-def _by(record: Record, field: str, head: str, second: Callable | None = None) -> str:
+def _by(record: Record, field: str, head: str) -> str:
     times = {name: series(record, name, field) for name in present(record)}
     values = sorted({value for by_value in times.values() for value in by_value})
     rows = []
     for name, by_value in times.items():
-        extra = second(record, name) if second else {}
-        rows.append([name, *(_cell(by_value.get(value), extra.get(value)) for value in values)])
+        parts = efficiency(record, name) if field == "world_size" else {}
+        rows.append([name, *(_cell(by_value.get(value), parts.get(value)) for value in values)])
     return table([f"epoch by {field}", *map(head.format, values)], rows)
 
 
@@ -253,16 +252,14 @@ def ranks_rule(record: Record) -> str:
     roles: dict[str, set[str]] = {}
     for run in record["runs"]:
         roles.setdefault(run["contender"], set()).update(run["phases_s"])
-    serving = [name for name, its in roles.items() if {"worker", "server"} <= its]
-    staged = [name for name, its in roles.items() if "stage" in its]
+    serving = ", ".join(name for name, its in roles.items() if {"worker", "server"} <= its)
+    staged = ", ".join(name for name, its in roles.items() if "stage" in its)
     parts = []
     if serving:
-        names = ", ".join(serving)
-        parts.append(f"Of the ranks of {names} one only serves: N ranks are N - 1 workers.")
+        parts.append(f"Of the ranks of {serving} one only serves: N ranks are N - 1 workers.")
     if staged:
-        names = ", ".join(staged)
         parts.append(
-            f"The ranks of {names} share the layers, not the batch: N ranks are N stages."
+            f"The ranks of {staged} share the layers, not the batch: N ranks are N stages."
         )
     return " ".join(parts)
 
