@@ -99,7 +99,7 @@ def measure(
         transports["gloo"] = over_gloo
     found: dict[str, dict] = {
         "memory": measure_memory(comm, repeats),
-        "messages": measure_messages(comm, transports, repeats=repeats),
+        "messages": measure_messages(comm, transports, repeats),
         "all_reduce": {},
     }
     with process_groups(comm) as groups, contextlib.ExitStack() as stack:

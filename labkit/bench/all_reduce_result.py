@@ -30,7 +30,7 @@ class Row:
 
     Attributes:
         seconds: of each repeat, from the last rank's start to the last rank's end.
-        against: by reference (gloo, MPI, NCCL, as far as they took part), its seconds / these
+        ratio_to: by reference (gloo, MPI, NCCL, as far as they took part), its seconds / these
             within each repeat: above 1, this contender is the faster one.
         limit_s: what the memory alone would take, see ``labkit.bench.machine.Memory``.
     """
@@ -39,16 +39,12 @@ class Row:
     size_bytes: int
     contender: str
     seconds: list[float]
-    against: dict[str, list[float]]
+    ratio_to: dict[str, Spread]
     limit_s: float
 
     @property
     def time(self) -> Spread:
         return Spread.of(self.seconds)
-
-    @property
-    def ratios(self) -> dict[str, Spread]:
-        return {name: Spread.of(values) for name, values in self.against.items()}
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -65,20 +61,15 @@ class Row:
             self.contender,
             self.time.text(format_seconds),
             format_number(self.bus_bytes_per_s / 1e9),
-            *(ratio.text(format_number) for ratio in self.ratios.values()),
+            *(ratio.text(format_number) for ratio in self.ratio_to.values()),
             f"{self.share_of_limit:.1%}",
         ]
 
     def record(self) -> dict[str, Any]:
-        return {
-            "world_size": self.world_size,
-            "size_bytes": self.size_bytes,
-            "contender": self.contender,
+        return asdict(self) | {
             "seconds": rounded(self.seconds),
             "time_s": asdict(self.time),
-            "ratio_to": {name: asdict(ratio) for name, ratio in self.ratios.items()},
             "bus_bytes_per_s": self.bus_bytes_per_s,
-            "limit_s": self.limit_s,
             "share_of_limit": self.share_of_limit,
         }
 
@@ -120,7 +111,7 @@ class AllReduceResult(Result):
                 size,
                 name,
                 seconds,
-                {other: ratios(by_name[other], seconds) for other in self.references},
+                {one: Spread.of(ratios(by_name[one], seconds)) for one in self.references},
                 self.memory.seconds(size),
             )
             for size, by_name in self.seconds.items()
@@ -147,8 +138,8 @@ class AllReduceResult(Result):
     def record(self) -> dict[str, list[dict]]:
         """Plain numbers; None for a crossover that the model does not have."""
         model_bytes = self.model_crossover_bytes()
-        size = {"world_size": self.world_size}
-        crossover = size | {
+        ranks = {"world_size": self.world_size}
+        crossover = ranks | {
             "transport": self.transport,
             "between": ["tree", "ring"],
             "model_bytes": model_bytes if math.isfinite(model_bytes) else None,
@@ -157,22 +148,17 @@ class AllReduceResult(Result):
         return {
             "rows": [row.record() for row in self.rows()],
             "memory": [asdict(self.memory)],
-            "links": [size | {"transport": t} | asdict(link) for t, link in self.links.items()],
-            "predictions": list(self._predictions()),
+            "links": [ranks | {"transport": t} | asdict(link) for t, link in self.links.items()],
+            "predictions": [
+                ranks
+                | {"transport": transport, "algorithm": algorithm, "size_bytes": size}
+                | {"seconds": self.model_seconds(algorithm, size, transport)}
+                for transport in self.links
+                for size in self.seconds
+                for algorithm in ALGORITHMS
+            ],
             "crossovers": [crossover],
         }
-
-    def _predictions(self) -> Iterable[dict[str, Any]]:
-        for transport in self.links:
-            for size in self.seconds:
-                for algorithm in ALGORITHMS:
-                    yield {
-                        "world_size": self.world_size,
-                        "transport": transport,
-                        "algorithm": algorithm,
-                        "size_bytes": size,
-                        "seconds": self.model_seconds(algorithm, size, transport),
-                    }
 
     def __str__(self) -> str:
         parts = [self._title(), self._table(), self._limit_text(), *self._model_text()]

@@ -3,17 +3,19 @@
 import glob
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from labkit.bench.all_reduce import bench_all_reduce
 from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import bench_launch
 from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.placement import bench_placement
-from labkit.bench.record import Result, command_line, dumped, flag, machine, merged
-from labkit.files import check_writable, write_atomically, write_each
+from labkit.bench.record import Result, command_line, flag, machine, merged, write
+from labkit.files import check_writable
+
+if TYPE_CHECKING:
+    from labkit.plots.figure import CaptionedFigure
 
 BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "launch": bench_launch,
@@ -31,7 +33,7 @@ def main(
     json_path: str | None = None,
     figure_path: str | None = None,
     words: Sequence[str] = (),
-    **options: Any,
+    **settings: Any,
 ) -> int:
     """Run the benches of these names (all of them if none is given); print and record them.
 
@@ -40,13 +42,12 @@ def main(
         json_path: where to write one bench's results, with hardware and versions.
         figure_path: where to write its figures.
         words: the command line, for the record.
-        options: arguments of the benches; None was not given.
+        settings: the arguments of the benches that were given.
 
     Raises:
         ValueError: before anything runs, for options that are wrong or belong to another bench.
     """
     chosen = names or list(BENCHES)
-    settings = {name: value for name, value in options.items() if value is not None}
     _check(chosen, settings, json_path, figure_path)
     # Each checks its settings when it is called, and runs when its results are asked for.
     runs = {name: BENCHES[name](**settings) for name in chosen}
@@ -71,21 +72,17 @@ def show(
     for result in results:
         print(result, flush=True)
         found.append(result)
-    writes: list[Callable[[], object]] = []
-    if json_path is not None:
-        record = how | merged(found) | machine()
-        writes.append(partial(write_atomically, json_path, dumped(record)))
-    if figure_path is not None:
-        writes.append(partial(_draw, found, Path(figure_path)))
-    write_each(*writes)
+    record = {} if json_path is None else how | merged(found) | machine()
+    write(record, json_path, {} if figure_path is None else _figures(found, Path(figure_path)))
 
 
-def _draw(found: list[Result], path: Path) -> None:
+def _figures(found: list[Result], path: Path) -> "dict[Path, CaptionedFigure]":
     """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
     figures = {name: figure for result in found for name, figure in result.figures().items()}
-    for name, figure in figures.items():
-        where = path if len(figures) == 1 else path.with_stem(f"{path.stem}_{name}")
-        print(f"figure: {figure.save(where)}")
+    return {
+        path if len(figures) == 1 else path.with_stem(f"{path.stem}_{name}"): figure
+        for name, figure in figures.items()
+    }
 
 
 def _check(

@@ -1,11 +1,14 @@
 """How a recorded result was taken: the command, the settings, the hardware and the versions."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.devices import hardware, versions
+from labkit.files import write_atomically, write_each
 
 if TYPE_CHECKING:
     from labkit.plots.figure import CaptionedFigure
@@ -58,6 +61,25 @@ def merged(results: Iterable[Result]) -> dict[str, Any]:
         for name, part in result.record().items():
             found[name] = found[name] + part if name in found else part
     return found
+
+
+def write(
+    record: dict[str, Any], json_path: str | None, figures: "dict[Path, CaptionedFigure]"
+) -> None:
+    """Write the record, if it has a path, and each figure, even where another one fails.
+
+    Raises:
+        OutputError: one or more have failed; the message names all of them.
+    """
+    writes: list[Callable[[], object]] = []
+    if json_path is not None:
+        writes.append(partial(write_atomically, json_path, dumped(record)))
+    writes += [partial(_save, figure, path) for path, figure in figures.items()]
+    write_each(*writes)
+
+
+def _save(figure: "CaptionedFigure", path: Path) -> None:
+    print(f"figure: {figure.save(path)}")
 
 
 def dumped(record: dict[str, Any]) -> str:

@@ -150,7 +150,7 @@ def test_ratios_are_to_those_that_took_part():
     for by_name in result.seconds.values():
         by_name["MPI"] = [5e-4] * 3
     row = next(row for row in result.rows() if row.contender == "fast ring")
-    assert {name: ratio.median for name, ratio in row.ratios.items()} == {"gloo": 2, "MPI": 0.5}
+    assert {name: ratio.median for name, ratio in row.ratio_to.items()} == {"gloo": 2, "MPI": 0.5}
 
 
 def test_the_record_of_several_world_sizes_has_the_rows_of_all():

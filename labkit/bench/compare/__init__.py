@@ -10,17 +10,7 @@ from which all tables and figures are drawn, now or later.
 
 from labkit.bench.compare import figures, summary
 from labkit.bench.compare.command import main
-from labkit.bench.compare.contenders import Contender, Setting, find_contenders
 from labkit.bench.compare.measure import compare
 from labkit.bench.compare.schema import load
 
-__all__ = [
-    "Contender",
-    "Setting",
-    "compare",
-    "figures",
-    "find_contenders",
-    "load",
-    "main",
-    "summary",
-]
+__all__ = ["compare", "figures", "load", "main", "summary"]
