@@ -60,12 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     _add_train(commands)
-    doctor = commands.add_parser("doctor", help="check what this machine has and can do")
-    doctor.set_defaults(call=_doctor)
+    commands.add_parser("doctor", help="check what this machine has and can do")
     _add_bench(commands)
     _add_compare(commands)
-    lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
-    lab.set_defaults(call=_lab)
+    commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     return parser
 
 
@@ -79,7 +77,6 @@ def _add_train(commands) -> None:
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")
     add("--save", metavar="FILE", help="write the parameters as a safetensors file")
-    train.set_defaults(call=_train)
 
 
 def _add_setting(parser: argparse.ArgumentParser, setting: Field) -> None:
@@ -115,7 +112,6 @@ def _add_bench(commands) -> None:
     add("--json", dest="json_path", metavar="FILE", help=record)
     draw = "all-reduce, placement: draw the times"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
-    bench.set_defaults(call=_bench)
 
 
 def _add_compare(commands) -> None:
@@ -138,7 +134,6 @@ def _add_compare(commands) -> None:
     add("--json", dest="json_path", metavar="FILE", help="record all runs with the hardware")
     add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png there")
     add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
-    compare.set_defaults(call=_compare)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -213,15 +208,17 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, and the command line's words for the record."""
-    of_parser = ("command", "call", "rest")
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    return {name: value for name, value in given.items() if name not in of_parser}
+    options = {name: value for name, value in vars(arguments).items() if value is not None}
+    return {name: value for name, value in options.items() if name not in ("command", "rest")}
 
 
 def _lab(arguments: argparse.Namespace) -> int:
     from labkit.lab import main as lab
 
     return lab(arguments.rest)
+
+
+_COMMANDS = dict(train=_train, bench=_bench, compare=_compare, doctor=_doctor, lab=_lab)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
     try:
         arguments.words = words
-        return arguments.call(arguments)
+        return _COMMANDS[arguments.command](arguments)
     except (WorkerError, OutputError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1

@@ -72,13 +72,8 @@ def bench_all_reduce(
     check_settings("an all-reduce", world_sizes, repeats)
     check_sizes(sizes_bytes)
     kind = devices.plan(1, device).devices[0].partition(":")[0]
-    arguments = sizes_bytes, repeats, dict(guests or {})
-    return (_result(arguments, world_size, device, kind) for world_size in world_sizes)
-
-
-def _result(arguments: tuple, world_size: int, device: str, kind: str) -> AllReduceResult:
-    by_rank = on_ranks(measure, *arguments, world_size=world_size, device=device)
-    return AllReduceResult.of(slowest(by_rank), world_size, kind)
+    run = partial(on_ranks, measure, sizes_bytes, repeats, dict(guests or {}), device=device)
+    return (AllReduceResult.of(slowest(run(world_size=n)), n, kind) for n in world_sizes)
 
 
 def check_sizes(sizes_bytes: tuple[int, ...]) -> None:

@@ -6,17 +6,14 @@ Symbols: P ranks, S bytes of one rank's tensor.
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labkit.bench.machine import Memory, fit_links
-from labkit.bench.record import Result
+from labkit.bench.record import Figures, Result
 from labkit.bench.spread import Spread, ratios, rounded, table
 from labkit.costs.link import Link
 from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
 from labkit.units import format_bytes, format_number, format_seconds
-
-if TYPE_CHECKING:
-    from labkit.plots.figure import CaptionedFigure
 
 ALGORITHMS = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
@@ -222,7 +219,7 @@ class AllReduceResult(Result):
         numbers = format_seconds(model_s), format_seconds(measured_s)
         return f"{', '.join(numbers)}, {format_number(measured_s / model_s)}"
 
-    def figures(self) -> "dict[str, CaptionedFigure]":
+    def figures(self) -> Figures:
         """The times by size, beside the models of tree and ring."""
         from labkit.plots import size_curves
 

@@ -4,18 +4,15 @@ import glob
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labkit.bench.all_reduce import bench_all_reduce
 from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import bench_launch
 from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.placement import bench_placement
-from labkit.bench.record import Result, command_line, flag, machine, merged, write
+from labkit.bench.record import Figures, Result, command_line, flag, machine, merged, write
 from labkit.files import check_writable
-
-if TYPE_CHECKING:
-    from labkit.plots.figure import CaptionedFigure
 
 BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "launch": bench_launch,
@@ -76,11 +73,12 @@ def show(
     write(record, json_path, {} if figure_path is None else _figures(found, Path(figure_path)))
 
 
-def _figures(found: list[Result], path: Path) -> "dict[Path, CaptionedFigure]":
+def _figures(found: list[Result], path: Path) -> Figures:
     """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
     figures = {name: figure for result in found for name, figure in result.figures().items()}
+    several = len(figures) > 1
     return {
-        path if len(figures) == 1 else path.with_stem(f"{path.stem}_{name}"): figure
+        str(path.with_stem(f"{path.stem}_{name}") if several else path): figure
         for name, figure in figures.items()
     }
 

@@ -8,6 +8,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,11 +92,7 @@ class DdpResult(Result):
         """``rows``, one per backend."""
         rows = [
             {
-                "model": self.model,
-                "num_parameters": self.num_parameters,
-                "world_size": self.world_size,
-                "device": self.device,
-                "batch_size": self.batch_size,
+                **self.plain(),
                 "backend": name,
                 **step_record(seconds, {"gloo": self.times_gloo(name)}),
                 "gradient_error": self.gradient_error[name],
@@ -131,13 +128,11 @@ def bench_ddp(
         if model not in BATCH_SIZES:
             raise ValueError(f"unknown model {model!r}: choose some of {', '.join(BATCH_SIZES)}")
     kind = devices.plan(1, device).devices[0].partition(":")[0]
-    runs = itertools.product(world_sizes, models)
-    return (_result(model, world_size, repeats, device, kind) for world_size, model in runs)
-
-
-def _result(model: str, world_size: int, repeats: int, device: str, kind: str) -> DdpResult:
-    by_rank = on_ranks(measure, model, repeats, world_size=world_size, device=device)
-    return put_together(by_rank, model, kind)
+    run = partial(on_ranks, measure, device=device)
+    return (
+        put_together(run(model, repeats, world_size=ranks), model, kind)
+        for ranks, model in itertools.product(world_sizes, models)
+    )
 
 
 def put_together(by_rank: list[dict[str, Any]], model: str, device: str) -> DdpResult:

@@ -8,7 +8,7 @@ a difference of a few percent shows only in many pairs.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from labkit import devices
 from labkit.bench.model_step import SHAPE, ModelStep, build
 from labkit.bench.record import Result
 from labkit.bench.spread import Spread, ratios, rounded, step_record, table
-from labkit.bench.turns import check_settings, on_ranks, slowest, take_turns, timed
+from labkit.bench.turns import Turn, check_settings, on_ranks, slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.placement.even_split import even_split
@@ -106,13 +106,8 @@ class PipelineResult(Result):
 
     def record(self) -> dict[str, list[dict]]:
         """``rows``, one per contender, and ``duels``, one per schedule."""
-        common = {
-            "model": self.model,
-            "world_size": self.world_size,
-            "split_points": list(self.split_points),
-            "batch_size": self.batch_size,
-            "micro_batches": MICRO_BATCHES,
-        }
+        common = self.plain() | {"micro_batches": MICRO_BATCHES}
+        common["split_points"] = list(self.split_points)
         rows = [
             {
                 **common,
@@ -192,7 +187,7 @@ def measure(
             steps[name]()
         states[name] = strategy.full_state()
     turns = {name: partial(timed, comm, step) for name, step in steps.items()}
-    turns[ONE_DEVICE] = partial(_timed_alone, comm, _on_one_device(comm, model_step))
+    turns[ONE_DEVICE] = _turn_alone(comm, model_step)
     difference = {name: largest_difference(s, states[OURS]) for name, s in states.items()}
     duels = {schedule: {name: turns[name] for name in pair} for schedule, pair in DUELS.items()}
     return {
@@ -219,7 +214,7 @@ def _contenders(comm: Comm, points: tuple[int, ...]) -> dict[str, tuple[Strategy
     return found
 
 
-def _on_one_device(comm: Comm, model_step: ModelStep) -> Callable[[], None]:
+def _turn_alone(comm: Comm, model_step: ModelStep) -> Turn:
     """Rank 0 trains the whole model with all cores; the others wait for it."""
     alone = Comm(0, 1, comm.device, TorchTransport("gloo", comm.device))
     train, threads = model_step.of(Single(), alone), torch.get_num_threads()
@@ -230,11 +225,10 @@ def _on_one_device(comm: Comm, model_step: ModelStep) -> Callable[[], None]:
             train()
             torch.set_num_threads(threads)
 
-    return step
+    def turn() -> float:
+        seconds = timed(comm, step)
+        # Until the threads that the step has used no longer spin: the next turn needs the cores.
+        time.sleep(_SPIN_S)
+        return seconds
 
-
-def _timed_alone(comm: Comm, step: Callable[[], None]) -> float:
-    """Return only when the threads that the step has used no longer spin: others need a core."""
-    seconds = timed(comm, step)
-    time.sleep(_SPIN_S)
-    return seconds
+    return turn

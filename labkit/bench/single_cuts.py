@@ -1,25 +1,23 @@
 """Every single cut of a model into two stages, measured: does the planner know the best one?
 
 All of it is one run. First a sweep: the cuts take turns, a few steps each. The smallest of so many
-medians is small partly by luck, so no other cut can be compared with it. Therefore the planner's
-cut and those that did best meet again, in a play-off of many repeats, and the ratio within a
-repeat is what counts.
+medians is small partly by luck. Therefore the planner's cut and those that did best meet again, in
+a play-off of many repeats, and the ratio within a repeat is what counts.
 
 Without a pipeline, the model predicts steps within 0.1 % of each other for all cuts of VGG16,
-since a hop is short beside a step: the planner then takes the first of them, and its choice says
-little.
+since a hop is short beside a step: the planner then takes the first, and its choice says little.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from labkit.bench.model_step import ModelStep
-from labkit.bench.record import Result
+from labkit.bench.record import Figures, Result
 from labkit.bench.spread import Spread, ratios, rounded, table
 from labkit.bench.turns import on_ranks, repeat_turns, slowest, take_turns, timed
 from labkit.collectives import tree_all_reduce
@@ -31,9 +29,6 @@ from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.units import format_count, format_seconds
 from labkit.workload.layers import layers_of
-
-if TYPE_CHECKING:
-    from labkit.plots.figure import CaptionedFigure
 
 RIVALS = 3
 # Repeats of the play-off for each one of the sweep.
@@ -111,7 +106,7 @@ class Cuts(Result):
         ]
         return {self.name: {"points": points, "play_off": play_off, "verdict": self.verdict()}}
 
-    def figures(self) -> "dict[str, CaptionedFigure]":
+    def figures(self) -> Figures:
         from labkit.plots.split_scatter import split_scatter
 
         return {self.name: split_scatter(self.points, title=self.title)}

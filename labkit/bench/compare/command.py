@@ -50,7 +50,7 @@ def main(
         record = load(from_path)
     print(report(record))
     figures = {} if figures_dir is None else draw(record)
-    paths = {Path(f"{figures_dir}/compare_{name}.png"): one for name, one in figures.items()}
+    paths = {f"{figures_dir}/compare_{name}.png": figure for name, figure in figures.items()}
     write(record, json_path, paths)
     return int(any(row["failed"] for row in record["skipped"]))
 

@@ -207,34 +207,30 @@ def _fastest(record: Record) -> str:
 def _slowed(record: Record) -> str:
     """What the most ranks cost against those of the main setting."""
     main = record["settings"][0]["world_size"]
-    ratios = {}
-    for name in _ours(record):
-        points = series(record, name, "world_size")
-        most = max(points, default=main)
-        if most > main and main in points:
-            ratios[name] = statistics.median(points[most]) / statistics.median(points[main])
-    if not ratios:
-        return ""
     most = max(setting["world_size"] for setting in record["settings"])
-    parts = ", ".join(f"{name} {format_number(ratio)}" for name, ratio in ratios.items())
-    return f"Epoch on {most} ranks / epoch on {main}: {parts}."
+    ratios = _ratios(record, "world_size", most, main)
+    return f"Epoch on {most} ranks / epoch on {main}: {ratios}." if ratios and most > main else ""
+
+
+def _ratios(record: Record, field: str, value: int, base: int) -> str:
+    """The epoch at a value of ``field`` / that at ``base``, for those of ours that have both."""
+    points = {name: series(record, name, field) for name in _ours(record)}
+    return ", ".join(
+        f"{name} {format_number(statistics.median(p[value]) / statistics.median(p[base]))}"
+        for name, p in points.items()
+        if value in p and base in p
+    )
 
 
 def _growth(record: Record, field: str, unit: str) -> str:
     """How the epoch changes from the least to the most, for ours."""
-    by_name = {name: series(record, name, field) for name in _ours(record)}
-    values = [x for points in by_name.values() for x in points]
+    values = [x for name in _ours(record) for x in series(record, name, field)]
     least, most = min(values), max(values)
     if least == most:
         return f"Only {most:,} {unit} have times: nothing else ran."
-    parts = [
-        f"{name} {format_number(statistics.median(p[most]) / statistics.median(p[least]))}"
-        for name, p in by_name.items()
-        if least in p and most in p
-    ]
     return (
         f"Epoch at {most:,} {unit} / epoch at {least:,}, which is {format_number(most / least)} "
-        f"times as many: {', '.join(parts)}."
+        f"times as many: {_ratios(record, field, most, least)}."
     )
 
 

@@ -24,11 +24,8 @@ def epoch_seconds(run: dict) -> float:
 
 def runs_of(record: Record, contender: str, setting: int = 0) -> list[dict]:
     """The runs of a contender in a setting, by repeat; setting 0 is the main one."""
-    found = [
-        run
-        for run in record["runs"]
-        if run["contender"] == contender and run["setting"] == setting
-    ]
+    wanted = (contender, setting)
+    found = [run for run in record["runs"] if (run["contender"], run["setting"]) == wanted]
     return sorted(found, key=lambda run: run["repeat"])
 
 
@@ -37,9 +34,9 @@ def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]
     return [epoch_seconds(run) for run in runs_of(record, contender, setting)]
 
 
-def present(record: Record, setting: int = 0) -> list[str]:
-    """The names of the contenders that ran in a setting, in the record's order."""
-    ran = {run["contender"] for run in record["runs"] if run["setting"] == setting}
+def present(record: Record) -> list[str]:
+    """The names of the contenders that ran in the main setting, in the record's order."""
+    ran = {run["contender"] for run in record["runs"] if run["setting"] == 0}
     return [one["name"] for one in record["contenders"] if one["name"] in ran]
 
 
@@ -109,12 +106,12 @@ def efficiency(record: Record, contender: str) -> dict[int, list[float]]:
     return {world_size: values for world_size, values in found.items() if values}
 
 
-def against_pytorch(record: Record, contender: dict, setting: int = 0) -> list[float]:
+def against_pytorch(record: Record, contender: dict) -> list[float]:
     """PyTorch's epoch / ours, repeat by repeat: above 1 ours is faster."""
     if contender["counterpart"] is None:
         return []
-    ours = {r["repeat"]: epoch_seconds(r) for r in runs_of(record, contender["name"], setting)}
-    theirs = runs_of(record, contender["counterpart"], setting)
+    ours = {r["repeat"]: epoch_seconds(r) for r in runs_of(record, contender["name"])}
+    theirs = runs_of(record, contender["counterpart"])
     pairs = [(epoch_seconds(r), ours[r["repeat"]]) for r in theirs if r["repeat"] in ours]
     return ratios(*zip(*pairs)) if pairs else []
 
@@ -177,15 +174,17 @@ def _main_table(record: Record) -> str:
 
 def _main_row(record: Record, contender: dict) -> list[str]:
     name = contender["name"]
-    runs, times = runs_of(record, name), reached(record, name)
+    runs, to_reach = runs_of(record, name), ["not reached"] * 2
+    if times := reached(record, name):
+        epochs, seconds = map(statistics.median, zip(*times))
+        to_reach = [format_number(epochs), format_seconds(seconds)]
     far = [run["difference_from_single"] for run in runs if "difference_from_single" in run]
     accuracy = statistics.median(run["epochs"][-1]["test_accuracy"] for run in runs)
     return [
         name,
         _spread(epoch_times(record, name), format_seconds),
         _spread(against_pytorch(record, contender), format_number),
-        _middle(times, 0, format_number),
-        _middle(times, 1, format_seconds),
+        *to_reach,
         f"{accuracy:.1%}",
         "own pace" if contender["own_pace"] else _farthest(far),
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
@@ -210,12 +209,6 @@ def _spread(repeats: list[float], text: Callable[[float], str]) -> str:
     if not repeats:
         return "-"
     return Spread.of(repeats).text(text) if len(repeats) > 1 else text(repeats[0])
-
-
-def _middle(times: list[tuple] | None, place: int, text: Callable[[float], str]) -> str:
-    if times is None:
-        return "not reached"
-    return text(statistics.median(pair[place] for pair in times))
 
 
 def _by(record: Record, field: str, head: str) -> str:
