@@ -3,6 +3,7 @@
 Symbols: P ranks, S bytes of one rank's tensor.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from labkit.bench.machine import Memory, fit_links
 from labkit.bench.record import Figures, Result
-from labkit.bench.spread import Spread, ratios, rounded, table
+from labkit.bench.spread import Spread, ratios, step_record, table
 from labkit.costs.link import Link
 from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
 from labkit.units import format_bytes, format_number, format_seconds
@@ -19,56 +20,6 @@ ALGORITHMS = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
 # More curves than these hide each other.
 _DRAWN = ("fast ring", "ring", "tree", "gloo", "MPI", "NCCL")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contender at one size.
-
-    Attributes:
-        seconds: of each repeat, from the last rank's start to the last rank's end.
-        ratio_to: by reference (gloo, MPI, NCCL, as far as they took part), its seconds / these
-            within each repeat: above 1, this contender is the faster one.
-        limit_s: what the memory alone would take, see ``labkit.bench.machine.Memory``.
-    """
-
-    world_size: int
-    size_bytes: int
-    contender: str
-    seconds: list[float]
-    ratio_to: dict[str, Spread]
-    limit_s: float
-
-    @property
-    def time(self) -> Spread:
-        return Spread.of(self.seconds)
-
-    @property
-    def bus_bytes_per_s(self) -> float:
-        """2 (P - 1) / P x S / t, what each link has to carry: comparable whatever P is."""
-        share = 2 * (self.world_size - 1) / self.world_size
-        return share * self.size_bytes / self.time.median
-
-    @property
-    def share_of_limit(self) -> float:
-        return self.limit_s / self.time.median
-
-    def cells(self) -> list[str]:
-        return [
-            self.contender,
-            self.time.text(format_seconds),
-            format_number(self.bus_bytes_per_s / 1e9),
-            *(ratio.text(format_number) for ratio in self.ratio_to.values()),
-            f"{self.share_of_limit:.1%}",
-        ]
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "seconds": rounded(self.seconds),
-            "time_s": asdict(self.time),
-            "bus_bytes_per_s": self.bus_bytes_per_s,
-            "share_of_limit": self.share_of_limit,
-        }
 
 
 @dataclass(frozen=True)
@@ -101,19 +52,24 @@ class AllReduceResult(Result):
         present = next(iter(self.seconds.values()))
         return [name for name in _REFERENCES if name in present]
 
-    def rows(self) -> list[Row]:
-        return [
-            Row(
-                self.world_size,
-                size,
-                name,
-                seconds,
-                {one: Spread.of(ratios(by_name[one], seconds)) for one in self.references},
-                self.memory.seconds(size),
-            )
-            for size, by_name in self.seconds.items()
-            for name, seconds in by_name.items()
-        ]
+    def rows(self) -> list[dict[str, Any]]:
+        """Each contender at each size, as the record keeps it.
+
+        ``bus_bytes_per_s`` is 2 (P - 1) / P x S / t, what each link has to carry: comparable
+        whatever P is. ``limit_s`` is what the memory alone would take, see ``Memory``.
+        """
+        rows = []
+        for size, by_name in self.seconds.items():
+            limit_s = self.memory.seconds(size)
+            carried = 2 * (self.world_size - 1) / self.world_size * size
+            for name, seconds in by_name.items():
+                row = {"world_size": self.world_size, "size_bytes": size, "contender": name}
+                against = {one: ratios(by_name[one], seconds) for one in self.references}
+                row |= step_record(seconds, against, time="time_s")
+                median_s = row["time_s"]["median"]
+                row |= {"bus_bytes_per_s": carried / median_s, "limit_s": limit_s}
+                rows.append(row | {"share_of_limit": limit_s / median_s})
+        return rows
 
     def model_seconds(self, algorithm: str, num_bytes: int, transport: str = "") -> float:
         link = self.links[transport or self.transport]
@@ -143,7 +99,7 @@ class AllReduceResult(Result):
             "measured_bytes": self.measured_crossovers_bytes(),
         }
         return {
-            "rows": [row.record() for row in self.rows()],
+            "rows": self.rows(),
             "memory": [asdict(self.memory)],
             "links": [ranks | {"transport": t} | asdict(link) for t, link in self.links.items()],
             "predictions": [
@@ -162,7 +118,7 @@ class AllReduceResult(Result):
         return "\n\n".join(parts) + "\n"
 
     def _title(self) -> str:
-        counts = sorted({len(row.seconds) for row in self.rows()})
+        counts = sorted({len(row["seconds"]) for row in self.rows()})
         repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
         return (
             f"All-reduce of float32 in place, {self.world_size} ranks on {self.device}, in turns."
@@ -175,12 +131,10 @@ class AllReduceResult(Result):
         header = ["size", "contender", "time", "bus GB/s"]
         header += [*(f"against {name}" for name in self.references), "of the limit"]
         body: list[list[str]] = []
-        size = None
-        for row in self.rows():
-            first = "" if row.size_bytes == size else format_bytes(row.size_bytes)
-            body += [[]] if first and body else []
-            body.append([first, *row.cells()])
-            size = row.size_bytes
+        for size, rows in itertools.groupby(self.rows(), lambda row: row["size_bytes"]):
+            lines = [["", *_cells(row)] for row in rows]
+            lines[0][0] = format_bytes(size)
+            body += [[], *lines] if body else lines
         return table(header, body)
 
     def _limit_text(self) -> str:
@@ -236,3 +190,13 @@ class AllReduceResult(Result):
             title=f"All-reduce on {self.world_size} ranks ({self.device})",
         )
         return {f"{self.world_size}_ranks": figure}
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["contender"],
+        Spread(**row["time_s"]).text(format_seconds),
+        format_number(row["bus_bytes_per_s"] / 1e9),
+        *(Spread(**ratio).text(format_number) for ratio in row["ratio_to"].values()),
+        f"{row['share_of_limit']:.1%}",
+    ]

@@ -82,13 +82,10 @@ class PlacementHops(Result):
 
     def __str__(self) -> str:
         header = ["placement", "trained", "cut", "direction", "batch", "bytes", "time", "model"]
+        as_they_are = ("placement", "trained", "cut", "direction", "batch_size")
         cells = [
             [
-                row["placement"],
-                row["trained"],
-                str(row["cut"]),
-                row["direction"],
-                str(row["batch_size"]),
+                *(str(row[name]) for name in as_they_are),
                 format_bytes(row["num_bytes"]),
                 Spread.of(row["seconds"]).text(format_seconds),
                 format_seconds(row["model_s"]),
