@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit import devices
+from labkit import collectives, devices
 from labkit.bench.all_reduce_result import AllReduceResult
 from labkit.bench.machine import measure_memory, measure_messages
 from labkit.bench.turns import (
@@ -22,12 +22,6 @@ from labkit.bench.turns import (
     slowest,
     take_turns,
     timed,
-)
-from labkit.collectives import (
-    fast_ring_all_reduce,
-    naive_all_reduce,
-    ring_all_reduce,
-    tree_all_reduce,
 )
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
@@ -70,18 +64,13 @@ def bench_all_reduce(
         WorkerError: a contender failed, or its result was wrong.
     """
     check_settings("an all-reduce", world_sizes, repeats)
-    check_sizes(sizes_bytes)
-    kind = devices.plan(1, device).devices[0].partition(":")[0]
-    run = partial(on_ranks, measure, sizes_bytes, repeats, dict(guests or {}), device=device)
-    return (AllReduceResult.of(slowest(run(world_size=n)), n, kind) for n in world_sizes)
-
-
-def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
-    """ValueError unless these are sizes of float32 tensors."""
     for size in sizes_bytes:
         check_integer("a size in bytes", size, least=0, most=MOST_BYTES)
         if size < 4 or size % 4:
             raise ValueError(f"{size} bytes are not full float32 elements: give multiples of 4")
+    kind = devices.plan(1, device).devices[0].partition(":")[0]
+    run = partial(on_ranks, measure, sizes_bytes, repeats, dict(guests or {}), device=device)
+    return (AllReduceResult.of(slowest(run(world_size=n)), n, kind) for n in world_sizes)
 
 
 def measure(
@@ -124,13 +113,13 @@ def contenders(
 ) -> dict[str, AllReduce]:
     """By name, what reduces a tensor in place."""
     found: dict[str, AllReduce] = {
-        "fast ring": partial(fast_ring_all_reduce, comm),
-        "ring": partial(ring_all_reduce, comm),
-        "tree": partial(tree_all_reduce, comm),
-        "naive": partial(naive_all_reduce, comm),
+        "fast ring": partial(collectives.fast_ring_all_reduce, comm),
+        "ring": partial(collectives.ring_all_reduce, comm),
+        "tree": partial(collectives.tree_all_reduce, comm),
+        "naive": partial(collectives.naive_all_reduce, comm),
     }
     if over_gloo:
-        found["ring over gloo"] = partial(ring_all_reduce, over_gloo)
+        found["ring over gloo"] = partial(collectives.ring_all_reduce, over_gloo)
     for backend, group in groups.items():
         name = "labkit backend" if backend == "labkit" else backend
         found[name] = partial(dist.all_reduce, group=group)

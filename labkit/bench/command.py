@@ -62,8 +62,7 @@ def show(
 ) -> None:
     """Print each result when it is there; then write all of them, and their figures.
 
-    Args:
-        how: the record's first part: at least ``command`` and ``config``.
+    ``how`` is the record's first part: at least ``command`` and ``config``.
     """
     found = []
     for result in results:

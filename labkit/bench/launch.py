@@ -60,7 +60,7 @@ def bench_launch(
     Raises:
         ValueError: an impossible world size or number of repeats, before anything runs.
     """
-    check_settings("a launch", world_sizes, repeats, fewest_ranks=1)
+    check_settings("a launch", world_sizes, repeats, least=1)
     return _compare(world_sizes, repeats)
 
 

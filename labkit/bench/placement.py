@@ -36,11 +36,7 @@ SHARED, GLOO, COPY = "shared memory", "gloo", "a plain copy"
 
 @dataclass(frozen=True)
 class HopTimes(Result):
-    """A tensor's way from one stage to the next, by its size.
-
-    Attributes:
-        seconds: by bytes, by way (``SHARED``, ``GLOO``, ``COPY``): of each repeat.
-    """
+    """A tensor's way from one stage to the next: by bytes, by way, the seconds of each repeat."""
 
     seconds: dict[int, dict[str, list[float]]]
 

@@ -29,21 +29,17 @@ Turn = Callable[[], float]
 Name = TypeVar("Name")
 
 
-def check_settings(
-    what: str, world_sizes: tuple[int, ...], repeats: int, fewest_ranks: int = 2
-) -> None:
+def check_settings(what: str, world_sizes: tuple[int, ...], repeats: int, least: int = 2) -> None:
     """Refuse settings with which ``what`` ("a pipeline") cannot be timed.
 
     Raises:
-        ValueError: a world size below ``fewest_ranks`` or beyond the limits, or no repeats.
+        ValueError: a world size below ``least`` or beyond the limits, or no repeats.
     """
     check_integer("repeats", repeats)
     for world_size in world_sizes:
         check_world_size(world_size)
-        if world_size < fewest_ranks:
-            raise ValueError(
-                f"{what} takes {fewest_ranks} ranks or more, got world size {world_size}"
-            )
+        if world_size < least:
+            raise ValueError(f"{what} takes {least} ranks or more, got world size {world_size}")
 
 
 def on_ranks(

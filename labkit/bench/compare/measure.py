@@ -70,7 +70,8 @@ def compare(
     """
     check_above_zero("the target, an accuracy,", target, 1)
     check_above_zero("budget_s", budget_s, MOST_SECONDS)
-    _check_counts(world_sizes, train_sizes, batch_sizes, repeats, epochs)
+    counts = {"train_size": train_sizes, "batch_size": batch_sizes, "epochs": (epochs,)}
+    _check_counts(world_sizes, counts | ({} if repeats is None else {"repeats": (repeats,)}))
     contenders = find_contenders(strategies, device)
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
     sizes = train_sizes or _parts_of(dataset)
@@ -84,25 +85,16 @@ def compare(
     return comparison.record({"target": target, "repeats": repeats, "gpus_used": gpus})
 
 
-def _check_counts(
-    world_sizes: tuple[int, ...],
-    train_sizes: tuple[int, ...],
-    batch_sizes: tuple[int, ...],
-    repeats: int | None,
-    epochs: int,
-) -> None:
+def _check_counts(world_sizes: tuple[int, ...], counts: dict[str, tuple[int, ...]]) -> None:
     """What ``RunConfig`` would find too late: the settings are made from these."""
-    for world_size in world_sizes:
-        devices.check_world_size(world_size)
-    for name, sizes in (("train_size", train_sizes), ("batch_size", batch_sizes)):
-        for size in sizes:
-            check_integer(name, size)
-    for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", batch_sizes)):
+    for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", counts["batch_size"])):
         if not sizes:
             raise ValueError(f"{name} is empty: name at least one")
-    check_integer("epochs", epochs)
-    if repeats is not None:
-        check_integer("repeats", repeats)
+    for world_size in world_sizes:
+        devices.check_world_size(world_size)
+    for name, values in counts.items():
+        for value in values:
+            check_integer(name, value)
 
 
 def _parts_of(dataset: str) -> tuple[int, ...]:
@@ -128,7 +120,6 @@ class Comparison:
     say: Callable[[str], None]
     runs: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    _left_out: set[tuple[str, int]] = field(default_factory=set)
 
     def check(self) -> None:
         """Raise ValueError, before anything runs, for settings with which no run could start."""
@@ -191,7 +182,8 @@ class Comparison:
         main = self.settings[0]
         if contender.name == SINGLE:
             return setting == main or setting.world_size == main.world_size
-        return (contender.name, setting.world_size) not in self._left_out
+        left_out = {(row["contender"], row["world_size"]) for row in self.skipped}
+        return (contender.name, setting.world_size) not in left_out
 
     def _run(self, contender: Contender, setting: Setting, repeat: int) -> TrainResult | None:
         common = self.common | asdict(setting)
@@ -200,7 +192,6 @@ class Comparison:
             return train_run(contender.config(**common), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
             # What a technique cannot do it refuses before a rank starts, by ValueError.
-            self._left_out.add((contender.name, setting.world_size))
             reason = str(error).strip().splitlines()[0]
             self._skip(contender.name, setting, reason, failed=isinstance(error, WorkerError))
         return None
