@@ -83,15 +83,15 @@ def main() -> int:
 
         # The process that ranks are forked from imports torch during the checks here.
         warm_up(training=False)
-    findings = []
+    stops = []
     try:
         for name, check in CHECKS.items():
-            findings.append(examine(name, check))
-            print(render(findings[-1]), flush=True)
+            finding = examine(name, check)
+            print(render(finding), flush=True)
+            stops += [name] if finding.status == "stop" else []
     except KeyboardInterrupt:
         print("labkit: stopped", file=sys.stderr)
         return 130
-    stops = [finding.name for finding in findings if finding.status == "stop"]
     if stops:
         print(f"\nThe course does not run here yet. First fix: {', '.join(stops)}.")
     else:

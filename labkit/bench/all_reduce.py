@@ -14,15 +14,7 @@ from torch import Tensor
 from labkit import collectives, devices
 from labkit.bench.all_reduce_result import AllReduceResult
 from labkit.bench.machine import measure_memory, measure_messages
-from labkit.bench.turns import (
-    Turn,
-    check_settings,
-    on_ranks,
-    process_groups,
-    slowest,
-    take_turns,
-    timed,
-)
+from labkit.bench.turns import check_settings, on_ranks, process_groups, slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.units import MOST_BYTES, check_integer, format_bytes
@@ -92,7 +84,7 @@ def measure(
         for number, size in enumerate(sizes_bytes):
             comm.progress(number, len(sizes_bytes), format_bytes(size))
             tensors = Tensors(comm, size)
-            turns: dict[str, Turn] = {
+            turns: dict[str, Callable[[], float]] = {
                 name: partial(tensors.turn, name, one) for name, one in algorithms.items()
             }
             turns |= {name: partial(guest, size) for name, guest in entered.items()}

@@ -65,10 +65,10 @@ class AllReduceResult(Result):
             for name, seconds in by_name.items():
                 row = {"world_size": self.world_size, "size_bytes": size, "contender": name}
                 against = {one: ratios(by_name[one], seconds) for one in self.references}
-                row |= step_record(seconds, against, time="time_s")
-                median_s = row["time_s"]["median"]
-                row |= {"bus_bytes_per_s": carried / median_s, "limit_s": limit_s}
-                rows.append(row | {"share_of_limit": limit_s / median_s})
+                timing = step_record(seconds, against, time="time_s")
+                median_s = timing["time_s"]["median"]
+                limit = {"limit_s": limit_s, "share_of_limit": limit_s / median_s}
+                rows.append(row | timing | {"bus_bytes_per_s": carried / median_s} | limit)
         return rows
 
     def model_seconds(self, algorithm: str, num_bytes: int, transport: str = "") -> float:

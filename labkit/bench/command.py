@@ -75,18 +75,14 @@ def show(
 def _figures(found: list[Result], path: Path) -> Figures:
     """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
     figures = {name: figure for result in found for name, figure in result.figures().items()}
-    several = len(figures) > 1
     return {
-        str(path.with_stem(f"{path.stem}_{name}") if several else path): figure
+        str(path.with_stem(f"{path.stem}_{name}") if len(figures) > 1 else path): figure
         for name, figure in figures.items()
     }
 
 
 def _check(
-    chosen: Sequence[str],
-    settings: dict[str, Any],
-    json_path: str | None,
-    figure_path: str | None,
+    chosen: Sequence[str], settings: dict[str, Any], json_path: str | None, figure_path: str | None
 ) -> None:
     """Raise ValueError for what does not go together."""
     for name in chosen:

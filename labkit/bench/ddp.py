@@ -16,17 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import devices
-from labkit.bench.model_step import NUM_CLASSES, SHAPE, build
+from labkit.bench.model_step import LEARNING_RATE, NUM_CLASSES, SHAPE, build
 from labkit.bench.record import Result
 from labkit.bench.spread import Spread, ratios, step_record, table
-from labkit.bench.turns import (
-    check_settings,
-    on_ranks,
-    process_groups,
-    slowest,
-    take_turns,
-    timed,
-)
+from labkit.bench.turns import check_settings, on_ranks, process_groups, slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.training.state import checksum, largest_difference
@@ -35,7 +28,6 @@ from labkit.workload.models import import_torchvision
 
 # Steps in which the gradients are compared, before any step is timed.
 _COMPARED_STEPS = 2
-_LEARNING_RATE = 1e-3
 _BUDGET_S = 30.0
 # Beside the backends of PyTorch's DDP: the contender that has no backend.
 OURS = "labkit ddp"
@@ -192,7 +184,7 @@ class Replica:
         self.comm = comm
         self.batch_size = batch_size
         self.model = model
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator().manual_seed(comm.rank)
 
     def draw(self) -> tuple[Tensor, Tensor]:

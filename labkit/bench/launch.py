@@ -55,7 +55,7 @@ def bench_launch(
     """From a function to its result: ``labkit.run`` against ``torch.multiprocessing.spawn``.
 
     Both start the ranks, join them to a gloo group, sum one number over them, and end them. Ours
-    is warm: a notebook's first run pays once for starting the fork server, which is left out here.
+    is warm: a notebook's first run pays once for starting the fork server, which is left out.
 
     Raises:
         ValueError: an impossible world size or number of repeats, before anything runs.

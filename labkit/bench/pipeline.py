@@ -73,9 +73,9 @@ class PipelineResult(Result):
         """Our step / PyTorch's on the same transport, pair by pair: above 1 PyTorch is faster."""
         return ratios(*(self.duels[schedule][name] for name in DUELS[schedule]))
 
-    def against(self, other: str, ours: str) -> list[float]:
-        """The other's step / ours, repeat by repeat: above 1 ours is faster."""
-        return ratios(self.seconds[other], self.seconds[ours])
+    def against_ours(self, other: str) -> list[float]:
+        """The other's step / our GPipe's, repeat by repeat: above 1 ours is faster."""
+        return ratios(self.seconds[other], self.seconds[OURS])
 
     def __str__(self) -> str:
         steps = format_count(len(self.seconds[OURS]), "step")
@@ -88,7 +88,7 @@ class PipelineResult(Result):
             [
                 name,
                 Spread.of(seconds).text(format_seconds),
-                Spread.of(self.against(name, OURS)).text(format_number),
+                Spread.of(self.against_ours(name)).text(format_number),
                 "" if (difference := self.difference[name]) is None else f"{difference:.1g}",
             ]
             for name, seconds in self.seconds.items()
@@ -112,7 +112,7 @@ class PipelineResult(Result):
             {
                 **common,
                 "contender": name,
-                **step_record(seconds, {OURS: self.against(name, OURS)}),
+                **step_record(seconds, {OURS: self.against_ours(name)}),
                 "difference": self.difference[name],
             }
             for name, seconds in self.seconds.items()
@@ -130,9 +130,7 @@ class PipelineResult(Result):
 
 
 def bench_pipeline(
-    world_sizes: tuple[int, ...] = (2,),
-    models: tuple[str, ...] = MODELS,
-    repeats: int = 10,
+    world_sizes: tuple[int, ...] = (2,), models: tuple[str, ...] = MODELS, repeats: int = 10
 ) -> Iterator[PipelineResult]:
     """Time steps on the CPU, one result for each model and number of stages.
 

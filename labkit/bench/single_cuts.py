@@ -116,12 +116,11 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
     """The steps of all splits into two stages, on the CPU.
 
     Args:
-        profile: of one of ``labkit.workload.models`` with three layers or more, on images of
-            3x32x32.
+        profile: of a model with three layers or more, on images of 3x32x32.
         link: between the stages.
         micro_batches: M; 1 is the split without a pipeline.
-        repeats: turns of each cut in the sweep; the play-off has ``PLAY_OFF_SHARE`` times as
-            many, as far as they fit into a minute.
+        repeats: turns of each cut in the sweep; ``PLAY_OFF_SHARE`` times as many in the
+            play-off, as far as they fit into a minute.
 
     Raises:
         WorkerError: a stage failed.
@@ -168,8 +167,7 @@ def _measure(
 def fastest_others(comm: Comm, sweep: dict[int, list[float]], planned: int) -> list[int]:
     """The cuts other than the planner's that did best, fastest first, the same on every rank.
 
-    Args:
-        sweep: by cut, this rank's seconds of each turn; the last rank's seconds count.
+    ``sweep`` holds this rank's seconds, by cut; the last rank's count.
     """
     seconds = torch.tensor(list(sweep.values()), dtype=torch.float64, device=comm.device)
     tree_all_reduce(comm, seconds, "max")

@@ -56,10 +56,8 @@ class PredictionRow:
         quantity, prediction, model, measured, ratio, model_ratio = self.cells().values()
         ratios = [f"{ratio} the prediction"] if self.ratio is not None else []
         ratios += [f"{model_ratio} the model"] if self.model_ratio is not None else []
-        if self.prediction is not None:
-            prediction = f"prediction {prediction}"
-        if self.model is not None:
-            model = f"model {model}"
+        prediction = prediction if self.prediction is None else f"prediction {prediction}"
+        model = model if self.model is None else f"model {model}"
         text = f"{quantity}: {prediction}, {model}, measured {measured}"
         return f"{text} ({', '.join(ratios)})" if ratios else text
 

@@ -30,8 +30,7 @@ def main(
         words: the command line, for the record.
         settings: the arguments of ``compare`` that were given.
 
-    Returns:
-        1 if a contender started and failed, else 0.
+    Returns 1 if a contender started and failed, else 0.
 
     Raises:
         ValueError, OSError: before anything runs, what is impossible.
@@ -40,9 +39,9 @@ def main(
         _check_figures(figures_dir)
     if json_path is not None and Path(json_path).suffix == ".png":
         raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
+    record: dict[str, Any] = {"command": command_line(words)}
     if from_path is None:
-        found = compare(**settings, say=partial(print, flush=True))
-        record = {"command": command_line(words)} | found
+        record |= compare(**settings, say=partial(print, flush=True))
     elif settings:
         drop = ", ".join(map(flag, settings))
         raise ValueError(f"--from draws what was recorded, and cannot change it: drop {drop}")

@@ -22,8 +22,7 @@ class Contender:
     """One technique in one implementation.
 
     Attributes:
-        name: of our own, the strategy's; of PyTorch's, its class, with the backend where there are
-            two.
+        name: of our own, the strategy's; of PyTorch's, its class, and the backend if it has two.
         strategy, builtin, backend: as in ``RunConfig``.
         counterpart: the name of PyTorch's own, for ours.
         own_pace: its ranks do not keep step, so it need not end where one device does.

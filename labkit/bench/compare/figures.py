@@ -4,14 +4,7 @@ import statistics
 from collections.abc import Callable
 
 from labkit.bench.compare.contenders import SINGLE
-from labkit.bench.compare.panels import (
-    ONE,
-    OURS,
-    THEIRS,
-    THEIRS_ON_OURS,
-    draw_panels,
-    draw_rows,
-)
+from labkit.bench.compare.panels import ONE, OURS, THEIRS, THEIRS_ON_OURS, draw_panels, draw_rows
 from labkit.bench.compare.summary import (
     Record,
     efficiency,

@@ -13,16 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from labkit.bench.spread import Spread
-from labkit.plots.figure import (
-    DARK,
-    SERIES,
-    WIDTH_IN,
-    Style,
-    add_legend,
-    add_title,
-    fill,
-    swatch,
-)
+from labkit.plots.figure import DARK, SERIES, WIDTH_IN, Style, add_legend, add_title, fill, swatch
 
 OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
 LOOKS: dict[str, tuple[Style, str, Any]] = dict(
@@ -62,21 +53,25 @@ def draw_panels(
     figure.supylabel(y, fontsize=11)
     add_title(figure, title)
     present = [look for look in LOOKS if any(look in lines for lines in panels.values())]
-    add_legend(figure, [_entry(look) for look in present])
+    add_legend(figure, [Line2D([], [], label=look, **_line(look)) for look in present])
     return figure
 
 
-def _draw_line(axes: Axes, look: str, points: Mapping[int, list[float]]) -> None:
+def _line(look: str) -> dict[str, Any]:
     style, marker, line = LOOKS[look]
+    return {"color": style.color, "marker": marker, "linestyle": line}
+
+
+def _draw_line(axes: Axes, look: str, points: Mapping[int, list[float]]) -> None:
     spreads = [Spread.of(repeats) for repeats in points.values()]
     if look == ONE and len(points) == 1:
         # One device does not vary with x: a line across the panel.
-        axes.axhline(spreads[0].median, color=style.color, linestyle=line, linewidth=1.4)
+        axes.axhline(spreads[0].median, linewidth=1.4, **_line(look))
         return
     middle = [spread.median for spread in spreads]
     whiskers = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
-    look = {"color": style.color, "marker": marker, "linestyle": line, "linewidth": 1.4}
-    axes.errorbar(list(points), middle, whiskers, markersize=5, capsize=3, **look)
+    sizes: dict[str, Any] = {"linewidth": 1.4, "markersize": 5, "capsize": 3}
+    axes.errorbar(list(points), middle, whiskers, **sizes, **_line(look))
 
 
 def _finish(axes: Axes, ticks: list[int], doubling: bool) -> None:
@@ -87,11 +82,6 @@ def _finish(axes: Axes, ticks: list[int], doubling: bool) -> None:
     axes.margins(x=0.08)
     axes.set_ylim(bottom=0)
     axes.grid()
-
-
-def _entry(look: str) -> Line2D:
-    style, marker, line = LOOKS[look]
-    return Line2D([], [], color=style.color, marker=marker, linestyle=line, label=look)
 
 
 def draw_rows(

@@ -168,8 +168,7 @@ def _main_table(record: Record) -> str:
     header = ["contender", "epoch", "PyTorch's / ours", f"epochs to {target}", f"time to {target}"]
     header += ["accuracy", "from one device", "replicas", "sent per rank"]
     by_name = {one["name"]: one for one in record["contenders"]}
-    rows = [_main_row(record, by_name[name]) for name in present(record)]
-    return table(header, rows)
+    return table(header, [_main_row(record, by_name[name]) for name in present(record)])
 
 
 def _main_row(record: Record, contender: dict) -> list[str]:
