@@ -16,10 +16,6 @@ from labkit.files import check_outputs, write_each
 if TYPE_CHECKING:
     from labkit.training.train_run import TrainResult
 
-# What the parser sets beside the arguments of ``bench`` and ``compare``.
-_NO_SETTINGS = {"command", "call", "rest", "words"}
-_NO_SETTINGS |= {"names", "json", "figure", "figures", "from_path"}
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -64,12 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     _add_train(commands)
-    doctor = commands.add_parser("doctor", help="check what this machine has and can do")
-    doctor.set_defaults(call=_doctor)
+    commands.add_parser("doctor", help="check what this machine has and can do")
     _add_bench(commands)
     _add_compare(commands)
-    lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
-    lab.set_defaults(call=_lab)
+    commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     return parser
 
 
@@ -83,7 +77,6 @@ def _add_train(commands) -> None:
     add("--download", action="store_true", help="fetch the data set if it is absent")
     add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")
     add("--save", metavar="FILE", help="write the parameters as a safetensors file")
-    train.set_defaults(call=_train)
 
 
 def _add_setting(parser: argparse.ArgumentParser, setting: Field) -> None:
@@ -104,8 +97,7 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Field) -> None:
 
 
 def _add_bench(commands) -> None:
-    about = "measure labkit against PyTorch on this machine"
-    bench = commands.add_parser("bench", help=about)
+    bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     add = bench.add_argument
     names = "launch, all-reduce, ddp, placement, pipeline; all of them if left out"
     add("names", nargs="*", metavar="NAME", help=names)
@@ -116,14 +108,14 @@ def _add_bench(commands) -> None:
     add("--models", type=_list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
     add("--repeats", type=_integer, metavar="N", help="at most; what takes long gets fewer")
     add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
-    add("--json", metavar="FILE", help="record one bench's figures with the hardware")
-    add("--figure", metavar="FILE.png", help="all-reduce, placement: draw the times")
-    bench.set_defaults(call=_bench)
+    record = "record one bench's figures with the hardware"
+    add("--json", dest="json_path", metavar="FILE", help=record)
+    draw = "all-reduce, placement: draw the times"
+    add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 
 def _add_compare(commands) -> None:
-    about = "all techniques and PyTorch's, like for like"
-    compare = commands.add_parser("compare", help=about)
+    compare = commands.add_parser("compare", help="all techniques and PyTorch's, like for like")
     add = compare.add_argument
     add_list = partial(add, type=_integers)
     some = "some of them; PyTorch's counterparts take part as well"
@@ -139,10 +131,9 @@ def _add_compare(commands) -> None:
     add("--model", metavar="M")
     add("--dataset", metavar="D")
     add("--device", metavar="auto|cpu|cuda")
-    add("--json", metavar="FILE", help="record all runs with the hardware")
-    add("--figures", metavar="DIR", help="draw compare_*.png there")
-    add("--from", metavar="FILE", dest="from_path", help="print and draw a record, run nothing")
-    compare.set_defaults(call=_compare)
+    add("--json", dest="json_path", metavar="FILE", help="record all runs with the hardware")
+    add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png there")
+    add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -202,30 +193,32 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    check_outputs({"--json": arguments.json, "--figure": arguments.figure}, {})
+    check_outputs({"--json": arguments.json_path, "--figure": arguments.figure_path}, {})
     from labkit import bench
 
-    outputs = arguments.json, arguments.figure
-    return bench.main(arguments.names, *outputs, arguments.words, **_settings(arguments))
+    return bench.main(**_given(arguments))
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    check_outputs({"--json": arguments.json}, {"--from": arguments.from_path})
+    check_outputs({"--json": arguments.json_path}, {"--from": arguments.from_path})
     from labkit.bench import compare
 
-    paths = arguments.json, arguments.figures, arguments.from_path
-    return compare.main(*paths, arguments.words, **_settings(arguments))
+    return compare.main(**_given(arguments))
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    return {name: value for name, value in given.items() if name not in _NO_SETTINGS}
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, and the command line's words for the record."""
+    options = {name: value for name, value in vars(arguments).items() if value is not None}
+    return {name: value for name, value in options.items() if name not in ("command", "rest")}
 
 
 def _lab(arguments: argparse.Namespace) -> int:
     from labkit.lab import main as lab
 
     return lab(arguments.rest)
+
+
+_COMMANDS = dict(train=_train, bench=_bench, compare=_compare, doctor=_doctor, lab=_lab)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -236,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
     try:
         arguments.words = words
-        return arguments.call(arguments)
+        return _COMMANDS[arguments.command](arguments)
     except (WorkerError, OutputError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1

@@ -47,12 +47,20 @@ _REINSTALL = (
     "torch and torchvision must be a pair, both CUDA builds or both CPU builds; in the workbook's "
     "folder: python -m pip install --force-reinstall -c requirements.txt torch torchvision"
 )
+_TMPDIR = "free some space, or set TMPDIR to a folder that you may write to"
 _RANKS_ADVICE = (
     "first fix what is above. Ranks talk over 127.0.0.1: a firewall or a sandbox may forbid "
     "it. If the path is too long, set TMPDIR=/tmp; if the GPUs are at fault, set "
     "CUDA_VISIBLE_DEVICES=-1 to work without them. This prints the whole error: "
     "python -m labkit train --strategy ring_all_reduce --world-size 2"
 )
+# What an exception in a check means, and what to do; in any other it is a note.
+_IF_RAISED = {
+    "torch loads": ("stop", _REINSTALL),
+    "torchvision loads": ("note", _REINSTALL),
+    "temporary folder": ("stop", _TMPDIR),
+    "ranks talk": ("stop", _RANKS_ADVICE),
+}
 
 
 @dataclass(frozen=True)
@@ -75,15 +83,15 @@ def main() -> int:
 
         # The process that ranks are forked from imports torch during the checks here.
         warm_up(training=False)
-    findings = []
+    stops = []
     try:
         for name, check in CHECKS.items():
-            findings.append(examine(name, check))
-            print(render(findings[-1]), flush=True)
+            finding = examine(name, check)
+            print(render(finding), flush=True)
+            stops += [name] if finding.status == "stop" else []
     except KeyboardInterrupt:
         print("labkit: stopped", file=sys.stderr)
         return 130
-    stops = [finding.name for finding in findings if finding.status == "stop"]
     if stops:
         print(f"\nThe course does not run here yet. First fix: {', '.join(stops)}.")
     else:
@@ -97,8 +105,9 @@ def examine(name: str, check: Callable[[str], Finding]) -> Finding:
         with contextlib.redirect_stdout(io.StringIO()):
             return check(name)
     except Exception as error:
-        advice = f"could not be checked; if the installation is at fault, {_INSTALL}"
-        return Finding(name, "note", _one_line(error), advice)
+        broken = f"could not be checked; if the installation is at fault, {_INSTALL}"
+        status, advice = _IF_RAISED.get(name, ("note", broken))
+        return Finding(name, status, _one_line(error), advice)
 
 
 def render(finding: Finding) -> str:
@@ -143,10 +152,8 @@ def check_package(name: str) -> Finding:
 
 
 def check_torch_loads(name: str) -> Finding:
-    try:
-        import torch
-    except Exception as error:
-        return Finding(name, "stop", _one_line(error), _REINSTALL)
+    import torch
+
     cuda = torch.version.cuda
     return Finding(name, "ok", f"built for CUDA {cuda}" if cuda else "built without CUDA")
 
@@ -155,15 +162,12 @@ def check_torchvision_loads(name: str) -> Finding:
     import torch
 
     spec = find_spec("torchvision")
-    try:
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError("No module named 'torchvision'")
-        # Only its compiled part: to import all of torchvision takes seconds.
-        for library in Path(spec.origin).parent.glob("_C*.so"):
-            torch.ops.load_library(library)
-        torch.ops.torchvision.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
-    except Exception as error:
-        return Finding(name, "note", _one_line(error), _REINSTALL)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'torchvision'")
+    # Only its compiled part: to import all of torchvision takes seconds.
+    for library in Path(spec.origin).parent.glob("_C*.so"):
+        torch.ops.load_library(library)
+    torch.ops.torchvision.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
     return Finding(name, "ok", "with its compiled operators")
 
 
@@ -288,25 +292,18 @@ def check_notebooks(name: str) -> Finding:
 
 
 def check_temporary_folder(name: str) -> Finding:
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.write(bytes(2**20))
-    except OSError as error:
-        advice = "free some space, or set TMPDIR to a folder that you may write to"
-        return Finding(name, "stop", _one_line(error), advice)
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(2**20))
     return Finding(name, "ok", f"{tempfile.gettempdir()} takes files")
 
 
 def check_ranks(name: str) -> Finding:
-    started_s = time.perf_counter()
-    try:
-        from labkit.runtime.launch import run
+    from labkit.runtime.launch import run
 
-        values = run(swap_numbers, world_size=2, timeout_s=RANKS_TIMEOUT_S).values
-        if values != [1.0, 0.0]:
-            raise ArithmeticError(f"ranks 0 and 1 received {values}, not [1.0, 0.0]")
-    except Exception as error:
-        return Finding(name, "stop", _one_line(error), _RANKS_ADVICE)
+    started_s = time.perf_counter()
+    values = run(swap_numbers, world_size=2, timeout_s=RANKS_TIMEOUT_S).values
+    if values != [1.0, 0.0]:
+        raise ArithmeticError(f"ranks 0 and 1 received {values}, not [1.0, 0.0]")
     took, placement = format_seconds(time.perf_counter() - started_s), plan(2)
     devices = " and ".join(dict.fromkeys(placement.devices))
     way = "shared memory" if placement.transport == "shared" else placement.backend

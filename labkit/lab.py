@@ -84,8 +84,8 @@ def no_browser_reason() -> str:
 def _prepare_environment(folder: Path) -> None:
     (folder / "labconfig").mkdir()
     (folder / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
-    own = [part for part in [os.environ.get("JUPYTER_CONFIG_PATH")] if part]
-    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join([*own, str(folder)])
+    paths = [os.environ.get("JUPYTER_CONFIG_PATH"), str(folder)]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
     # A kernel named python3 in the user's folders must not win over this environment's.
     os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
     # A separate layout: otherwise the tabs of another project open here, and ours there.
@@ -114,13 +114,8 @@ def _stop(server) -> None:
 def _announcement(server, root: Path) -> str:
     token = server.identity_provider.token
     query = f"?token={token}" if token else ""
-    lines = [
-        "",
-        "  The workbook is open at",
-        "",
-        f"      {server.connection_url}{first_page(root)}{query}",
-        "",
-    ]
+    address = f"{server.connection_url}{first_page(root)}{query}"
+    lines = [f"\n  The workbook is open at\n\n      {address}\n"]
     reason = no_browser_reason() if not server.open_browser else ""
     if reason:
         lines.append(f"  Open that address in a browser yourself: {reason}.")

@@ -11,19 +11,6 @@
 bench with MPI as a further contender.
 """
 
-from labkit.bench.all_reduce import bench_all_reduce
 from labkit.bench.command import BENCHES, main
-from labkit.bench.ddp import bench_ddp
-from labkit.bench.launch import bench_launch
-from labkit.bench.pipeline import bench_pipeline
-from labkit.bench.placement import bench_placement
 
-__all__ = [
-    "BENCHES",
-    "bench_all_reduce",
-    "bench_ddp",
-    "bench_launch",
-    "bench_pipeline",
-    "bench_placement",
-    "main",
-]
+__all__ = ["BENCHES", "main"]

@@ -11,27 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit import devices
+from labkit import collectives, devices
 from labkit.bench.all_reduce_result import AllReduceResult
 from labkit.bench.machine import measure_memory, measure_messages
-from labkit.bench.turns import (
-    TIMEOUT_S,
-    Turn,
-    check_settings,
-    process_groups,
-    slowest,
-    take_turns,
-    timed,
-)
-from labkit.collectives import (
-    fast_ring_all_reduce,
-    naive_all_reduce,
-    ring_all_reduce,
-    tree_all_reduce,
-)
+from labkit.bench.turns import check_settings, on_ranks, process_groups, slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
-from labkit.runtime.launch import run
 from labkit.units import MOST_BYTES, check_integer, format_bytes
 
 SIZES_BYTES = tuple(2**power for power in (10, 12, 16, 20, 22, 24, 26))
@@ -71,23 +56,13 @@ def bench_all_reduce(
         WorkerError: a contender failed, or its result was wrong.
     """
     check_settings("an all-reduce", world_sizes, repeats)
-    check_sizes(sizes_bytes)
-    kind = devices.plan(1, device).devices[0].partition(":")[0]
-    arguments = sizes_bytes, repeats, dict(guests or {})
-    return (_result(arguments, world_size, device, kind) for world_size in world_sizes)
-
-
-def _result(arguments: tuple, world_size: int, device: str, kind: str) -> AllReduceResult:
-    result = run(measure, *arguments, world_size=world_size, device=device, timeout_s=TIMEOUT_S)
-    return AllReduceResult.of(slowest(result.values), world_size, kind)
-
-
-def check_sizes(sizes_bytes: tuple[int, ...]) -> None:
-    """ValueError unless these are sizes of float32 tensors."""
     for size in sizes_bytes:
         check_integer("a size in bytes", size, least=0, most=MOST_BYTES)
         if size < 4 or size % 4:
             raise ValueError(f"{size} bytes are not full float32 elements: give multiples of 4")
+    kind = devices.plan(1, device).devices[0].partition(":")[0]
+    run = partial(on_ranks, measure, sizes_bytes, repeats, dict(guests or {}), device=device)
+    return (AllReduceResult.of(slowest(run(world_size=n)), n, kind) for n in world_sizes)
 
 
 def measure(
@@ -95,12 +70,12 @@ def measure(
 ) -> dict[str, dict]:
     """On each rank: everything that one result needs, as this rank's seconds."""
     over_gloo = _gloo_comm(comm)
-    transports = {_transport_name(comm): comm}
+    transports = {"shared" if comm.shares_memory else dist.get_backend(): comm}
     if over_gloo:
         transports["gloo"] = over_gloo
     found: dict[str, dict] = {
         "memory": measure_memory(comm, repeats),
-        "messages": measure_messages(comm, transports, repeats=repeats),
+        "messages": measure_messages(comm, transports, repeats),
         "all_reduce": {},
     }
     with process_groups(comm) as groups, contextlib.ExitStack() as stack:
@@ -108,16 +83,13 @@ def measure(
         entered = {name: stack.enter_context(guest(comm)) for name, guest in guests.items()}
         for number, size in enumerate(sizes_bytes):
             comm.progress(number, len(sizes_bytes), format_bytes(size))
-            turns = turns_of(comm, size, algorithms)
+            tensors = Tensors(comm, size)
+            turns: dict[str, Callable[[], float]] = {
+                name: partial(tensors.turn, name, one) for name, one in algorithms.items()
+            }
             turns |= {name: partial(guest, size) for name, guest in entered.items()}
             found["all_reduce"][size] = take_turns(comm, turns, repeats, _BUDGET_S)
     return found
-
-
-def _transport_name(comm: Comm) -> str:
-    if comm.transport.shares_memory:
-        return "shared"
-    return dist.get_backend()
 
 
 def _gloo_comm(comm: Comm) -> Comm | None:
@@ -133,23 +105,17 @@ def contenders(
 ) -> dict[str, AllReduce]:
     """By name, what reduces a tensor in place."""
     found: dict[str, AllReduce] = {
-        "fast ring": partial(fast_ring_all_reduce, comm),
-        "ring": partial(ring_all_reduce, comm),
-        "tree": partial(tree_all_reduce, comm),
-        "naive": partial(naive_all_reduce, comm),
+        "fast ring": partial(collectives.fast_ring_all_reduce, comm),
+        "ring": partial(collectives.ring_all_reduce, comm),
+        "tree": partial(collectives.tree_all_reduce, comm),
+        "naive": partial(collectives.naive_all_reduce, comm),
     }
     if over_gloo:
-        found["ring over gloo"] = partial(ring_all_reduce, over_gloo)
+        found["ring over gloo"] = partial(collectives.ring_all_reduce, over_gloo)
     for backend, group in groups.items():
         name = "labkit backend" if backend == "labkit" else backend
         found[name] = partial(dist.all_reduce, group=group)
     return found
-
-
-def turns_of(comm: Comm, num_bytes: int, algorithms: dict[str, AllReduce]) -> dict[str, Turn]:
-    """Each contender on the same three tensors of ``num_bytes``."""
-    tensors = Tensors(comm, num_bytes)
-    return {name: partial(tensors.turn, name, one) for name, one in algorithms.items()}
 
 
 class Tensors:

@@ -3,84 +3,23 @@
 Symbols: P ranks, S bytes of one rank's tensor.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labkit.bench.machine import Memory, fit_links
-from labkit.bench.record import Result
-from labkit.bench.spread import Spread, ratios, rounded, table
+from labkit.bench.record import Figures, Result
+from labkit.bench.spread import Spread, ratios, step_record, table
 from labkit.costs.link import Link
 from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
 from labkit.units import format_bytes, format_number, format_seconds
-
-if TYPE_CHECKING:
-    from labkit.plots.figure import CaptionedFigure
 
 ALGORITHMS = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "NCCL")
 # More curves than these hide each other.
 _DRAWN = ("fast ring", "ring", "tree", "gloo", "MPI", "NCCL")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contender at one size.
-
-    Attributes:
-        seconds: of each repeat, from the last rank's start to the last rank's end.
-        against: by reference (gloo, MPI, NCCL, as far as they took part), its seconds / these
-            within each repeat: above 1, this contender is the faster one.
-        limit_s: what the memory alone would take, see ``labkit.bench.machine.Memory``.
-    """
-
-    world_size: int
-    size_bytes: int
-    contender: str
-    seconds: list[float]
-    against: dict[str, list[float]]
-    limit_s: float
-
-    @property
-    def time(self) -> Spread:
-        return Spread.of(self.seconds)
-
-    @property
-    def ratios(self) -> dict[str, Spread]:
-        return {name: Spread.of(values) for name, values in self.against.items()}
-
-    @property
-    def bus_bytes_per_s(self) -> float:
-        """2 (P - 1) / P x S / t, what each link has to carry: comparable whatever P is."""
-        share = 2 * (self.world_size - 1) / self.world_size
-        return share * self.size_bytes / self.time.median
-
-    @property
-    def share_of_limit(self) -> float:
-        return self.limit_s / self.time.median
-
-    def cells(self) -> list[str]:
-        return [
-            self.contender,
-            self.time.text(format_seconds),
-            format_number(self.bus_bytes_per_s / 1e9),
-            *(ratio.text(format_number) for ratio in self.ratios.values()),
-            f"{self.share_of_limit:.1%}",
-        ]
-
-    def record(self) -> dict[str, Any]:
-        return {
-            "world_size": self.world_size,
-            "size_bytes": self.size_bytes,
-            "contender": self.contender,
-            "seconds": rounded(self.seconds),
-            "time_s": asdict(self.time),
-            "ratio_to": {name: asdict(ratio) for name, ratio in self.ratios.items()},
-            "bus_bytes_per_s": self.bus_bytes_per_s,
-            "limit_s": self.limit_s,
-            "share_of_limit": self.share_of_limit,
-        }
 
 
 @dataclass(frozen=True)
@@ -113,19 +52,24 @@ class AllReduceResult(Result):
         present = next(iter(self.seconds.values()))
         return [name for name in _REFERENCES if name in present]
 
-    def rows(self) -> list[Row]:
-        return [
-            Row(
-                self.world_size,
-                size,
-                name,
-                seconds,
-                {other: ratios(by_name[other], seconds) for other in self.references},
-                self.memory.seconds(size),
-            )
-            for size, by_name in self.seconds.items()
-            for name, seconds in by_name.items()
-        ]
+    def rows(self) -> list[dict[str, Any]]:
+        """Each contender at each size, as the record keeps it.
+
+        ``bus_bytes_per_s`` is 2 (P - 1) / P x S / t, what each link has to carry: comparable
+        whatever P is. ``limit_s`` is what the memory alone would take, see ``Memory``.
+        """
+        rows = []
+        for size, by_name in self.seconds.items():
+            limit_s = self.memory.seconds(size)
+            carried = 2 * (self.world_size - 1) / self.world_size * size
+            for name, seconds in by_name.items():
+                row = {"world_size": self.world_size, "size_bytes": size, "contender": name}
+                against = {one: ratios(by_name[one], seconds) for one in self.references}
+                timing = step_record(seconds, against, time="time_s")
+                median_s = timing["time_s"]["median"]
+                limit = {"limit_s": limit_s, "share_of_limit": limit_s / median_s}
+                rows.append(row | timing | {"bus_bytes_per_s": carried / median_s} | limit)
+        return rows
 
     def model_seconds(self, algorithm: str, num_bytes: int, transport: str = "") -> float:
         link = self.links[transport or self.transport]
@@ -147,39 +91,34 @@ class AllReduceResult(Result):
     def record(self) -> dict[str, list[dict]]:
         """Plain numbers; None for a crossover that the model does not have."""
         model_bytes = self.model_crossover_bytes()
-        size = {"world_size": self.world_size}
-        crossover = size | {
+        ranks = {"world_size": self.world_size}
+        crossover = ranks | {
             "transport": self.transport,
             "between": ["tree", "ring"],
             "model_bytes": model_bytes if math.isfinite(model_bytes) else None,
             "measured_bytes": self.measured_crossovers_bytes(),
         }
         return {
-            "rows": [row.record() for row in self.rows()],
+            "rows": self.rows(),
             "memory": [asdict(self.memory)],
-            "links": [size | {"transport": t} | asdict(link) for t, link in self.links.items()],
-            "predictions": list(self._predictions()),
+            "links": [ranks | {"transport": t} | asdict(link) for t, link in self.links.items()],
+            "predictions": [
+                ranks
+                | {"transport": transport, "algorithm": algorithm, "size_bytes": size}
+                | {"seconds": self.model_seconds(algorithm, size, transport)}
+                for transport in self.links
+                for size in self.seconds
+                for algorithm in ALGORITHMS
+            ],
             "crossovers": [crossover],
         }
-
-    def _predictions(self) -> Iterable[dict[str, Any]]:
-        for transport in self.links:
-            for size in self.seconds:
-                for algorithm in ALGORITHMS:
-                    yield {
-                        "world_size": self.world_size,
-                        "transport": transport,
-                        "algorithm": algorithm,
-                        "size_bytes": size,
-                        "seconds": self.model_seconds(algorithm, size, transport),
-                    }
 
     def __str__(self) -> str:
         parts = [self._title(), self._table(), self._limit_text(), *self._model_text()]
         return "\n\n".join(parts) + "\n"
 
     def _title(self) -> str:
-        counts = sorted({len(row.seconds) for row in self.rows()})
+        counts = sorted({len(row["seconds"]) for row in self.rows()})
         repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
         return (
             f"All-reduce of float32 in place, {self.world_size} ranks on {self.device}, in turns."
@@ -192,12 +131,10 @@ class AllReduceResult(Result):
         header = ["size", "contender", "time", "bus GB/s"]
         header += [*(f"against {name}" for name in self.references), "of the limit"]
         body: list[list[str]] = []
-        size = None
-        for row in self.rows():
-            first = "" if row.size_bytes == size else format_bytes(row.size_bytes)
-            body += [[]] if first and body else []
-            body.append([first, *row.cells()])
-            size = row.size_bytes
+        for size, rows in itertools.groupby(self.rows(), lambda row: row["size_bytes"]):
+            lines = [["", *_cells(row)] for row in rows]
+            lines[0][0] = format_bytes(size)
+            body += [[], *lines] if body else lines
         return table(header, body)
 
     def _limit_text(self) -> str:
@@ -236,7 +173,7 @@ class AllReduceResult(Result):
         numbers = format_seconds(model_s), format_seconds(measured_s)
         return f"{', '.join(numbers)}, {format_number(measured_s / model_s)}"
 
-    def figures(self) -> "dict[str, CaptionedFigure]":
+    def figures(self) -> Figures:
         """The times by size, beside the models of tree and ring."""
         from labkit.plots import size_curves
 
@@ -253,3 +190,13 @@ class AllReduceResult(Result):
             title=f"All-reduce on {self.world_size} ranks ({self.device})",
         )
         return {f"{self.world_size}_ranks": figure}
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["contender"],
+        Spread(**row["time_s"]).text(format_seconds),
+        format_number(row["bus_bytes_per_s"] / 1e9),
+        *(Spread(**ratio).text(format_number) for ratio in row["ratio_to"].values()),
+        f"{row['share_of_limit']:.1%}",
+    ]

@@ -3,7 +3,6 @@
 import glob
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import bench_launch
 from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.placement import bench_placement
-from labkit.bench.record import Result, command_line, dumped, flag, machine, merged
-from labkit.files import check_writable, write_atomically, write_each
+from labkit.bench.record import Figures, Result, command_line, flag, machine, merged, write
+from labkit.files import check_writable
 
 BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "launch": bench_launch,
@@ -31,7 +30,7 @@ def main(
     json_path: str | None = None,
     figure_path: str | None = None,
     words: Sequence[str] = (),
-    **options: Any,
+    **settings: Any,
 ) -> int:
     """Run the benches of these names (all of them if none is given); print and record them.
 
@@ -40,13 +39,12 @@ def main(
         json_path: where to write one bench's results, with hardware and versions.
         figure_path: where to write its figures.
         words: the command line, for the record.
-        options: arguments of the benches; None was not given.
+        settings: the arguments of the benches that were given.
 
     Raises:
         ValueError: before anything runs, for options that are wrong or belong to another bench.
     """
     chosen = names or list(BENCHES)
-    settings = {name: value for name, value in options.items() if value is not None}
     _check(chosen, settings, json_path, figure_path)
     # Each checks its settings when it is called, and runs when its results are asked for.
     runs = {name: BENCHES[name](**settings) for name in chosen}
@@ -64,35 +62,27 @@ def show(
 ) -> None:
     """Print each result when it is there; then write all of them, and their figures.
 
-    Args:
-        how: the record's first part: at least ``command`` and ``config``.
+    ``how`` is the record's first part: at least ``command`` and ``config``.
     """
     found = []
     for result in results:
         print(result, flush=True)
         found.append(result)
-    writes: list[Callable[[], object]] = []
-    if json_path is not None:
-        record = how | merged(found) | machine()
-        writes.append(partial(write_atomically, json_path, dumped(record)))
-    if figure_path is not None:
-        writes.append(partial(_draw, found, Path(figure_path)))
-    write_each(*writes)
+    record = {} if json_path is None else how | merged(found) | machine()
+    write(record, json_path, {} if figure_path is None else _figures(found, Path(figure_path)))
 
 
-def _draw(found: list[Result], path: Path) -> None:
+def _figures(found: list[Result], path: Path) -> Figures:
     """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
     figures = {name: figure for result in found for name, figure in result.figures().items()}
-    for name, figure in figures.items():
-        where = path if len(figures) == 1 else path.with_stem(f"{path.stem}_{name}")
-        print(f"figure: {figure.save(where)}")
+    return {
+        str(path.with_stem(f"{path.stem}_{name}") if len(figures) > 1 else path): figure
+        for name, figure in figures.items()
+    }
 
 
 def _check(
-    chosen: Sequence[str],
-    settings: dict[str, Any],
-    json_path: str | None,
-    figure_path: str | None,
+    chosen: Sequence[str], settings: dict[str, Any], json_path: str | None, figure_path: str | None
 ) -> None:
     """Raise ValueError for what does not go together."""
     for name in chosen:

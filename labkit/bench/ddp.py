@@ -5,10 +5,10 @@ is below it changes, and by ``labkit.strategies.ddp.bucketed.BucketedDDP``.
 """
 
 import copy
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,49 +16,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import devices
-from labkit.bench.model_step import NUM_CLASSES, SHAPE, build
+from labkit.bench.model_step import LEARNING_RATE, NUM_CLASSES, SHAPE, build
 from labkit.bench.record import Result
 from labkit.bench.spread import Spread, ratios, step_record, table
-from labkit.bench.turns import (
-    TIMEOUT_S,
-    check_settings,
-    process_groups,
-    slowest,
-    take_turns,
-    timed,
-)
+from labkit.bench.turns import check_settings, on_ranks, process_groups, slowest, take_turns, timed
 from labkit.comm.comm import Comm
-from labkit.runtime.launch import run
 from labkit.strategies.ddp.bucketed import BucketedDDP
+from labkit.training.state import checksum, largest_difference
 from labkit.units import format_number, format_seconds
 from labkit.workload.models import import_torchvision
 
 # Steps in which the gradients are compared, before any step is timed.
 _COMPARED_STEPS = 2
-_LEARNING_RATE = 1e-3
 _BUDGET_S = 30.0
 # Beside the backends of PyTorch's DDP: the contender that has no backend.
 OURS = "labkit ddp"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, and each rank's samples per step: few, so that communication counts."""
-
-    build: Callable[[], nn.Module]
-    batch_size: int
-
-
-def _published(name: str) -> Callable[[], nn.Module]:
-    """torchvision's own, at its full number of parameters."""
-    return lambda: getattr(import_torchvision().models, name)(num_classes=NUM_CLASSES)
-
-
-WORKLOADS = {
-    "small_cnn": Workload(lambda: build("small_cnn"), 32),
-    "resnet18": Workload(_published("resnet18"), 8),
-    "vgg16": Workload(_published("vgg16"), 4),
-}
+# By model, each rank's samples per step: few, so that communication counts.
+BATCH_SIZES = {"small_cnn": 32, "resnet18": 8, "vgg16": 4}
 
 
 @dataclass(frozen=True)
@@ -110,11 +84,7 @@ class DdpResult(Result):
         """``rows``, one per backend."""
         rows = [
             {
-                "model": self.model,
-                "num_parameters": self.num_parameters,
-                "world_size": self.world_size,
-                "device": self.device,
-                "batch_size": self.batch_size,
+                **self.plain(),
                 "backend": name,
                 **step_record(seconds, {"gloo": self.times_gloo(name)}),
                 "gradient_error": self.gradient_error[name],
@@ -127,7 +97,7 @@ class DdpResult(Result):
 
 def bench_ddp(
     world_sizes: tuple[int, ...] = (2,),
-    models: tuple[str, ...] = tuple(WORKLOADS),
+    models: tuple[str, ...] = tuple(BATCH_SIZES),
     repeats: int = 30,
     device: str = "auto",
 ) -> Iterator[DdpResult]:
@@ -135,7 +105,7 @@ def bench_ddp(
 
     Args:
         world_sizes: of the runs, each at least 2.
-        models: names out of ``WORKLOADS``; vgg16 has 134 million parameters and takes about
+        models: names out of ``BATCH_SIZES``; vgg16 has 134 million parameters and takes about
             4 GB of memory per rank.
         repeats: steps at most; slow models get fewer, at least 5.
         device: ``auto``, ``cpu`` or ``cuda``; on ``cuda`` NCCL takes part where each rank has a
@@ -147,16 +117,14 @@ def bench_ddp(
     """
     check_settings("DDP", world_sizes, repeats)
     for model in models:
-        if model not in WORKLOADS:
-            raise ValueError(f"unknown model {model!r}: choose some of {', '.join(WORKLOADS)}")
+        if model not in BATCH_SIZES:
+            raise ValueError(f"unknown model {model!r}: choose some of {', '.join(BATCH_SIZES)}")
     kind = devices.plan(1, device).devices[0].partition(":")[0]
-    runs = itertools.product(world_sizes, models)
-    return (_result(model, world_size, repeats, device, kind) for world_size, model in runs)
-
-
-def _result(model: str, world_size: int, repeats: int, device: str, kind: str) -> DdpResult:
-    options = {"world_size": world_size, "device": device, "timeout_s": TIMEOUT_S}
-    return put_together(run(measure, model, repeats, **options).values, model, kind)
+    run = partial(on_ranks, measure, device=device)
+    return (
+        put_together(run(model, repeats, world_size=ranks), model, kind)
+        for ranks, model in itertools.product(world_sizes, models)
+    )
 
 
 def put_together(by_rank: list[dict[str, Any]], model: str, device: str) -> DdpResult:
@@ -167,7 +135,7 @@ def put_together(by_rank: list[dict[str, Any]], model: str, device: str) -> DdpR
         mine["num_parameters"],
         len(by_rank),
         device,
-        WORKLOADS[model].batch_size,
+        BATCH_SIZES[model],
         slowest([rank["seconds"] for rank in by_rank]),
         {name: max(rank["error"][name] for rank in by_rank) for name in mine["error"]},
         {name: len({rank["digest"][name] for rank in by_rank}) == 1 for name in mine["digest"]},
@@ -176,9 +144,8 @@ def put_together(by_rank: list[dict[str, Any]], model: str, device: str) -> DdpR
 
 def measure(comm: Comm, model: str, repeats: int) -> dict[str, Any]:
     """On each rank, by backend: seconds, error of the gradients, digest of the parameters."""
-    workload = WORKLOADS[model]
     torch.manual_seed(0)
-    base = without_dropout(workload.build()).to(comm.device)
+    base = _build(model).to(comm.device)
     with process_groups(comm) as groups:
         wrapped: dict[str, nn.Module] = {
             name: DistributedDataParallel(copy.deepcopy(base), process_group=group)
@@ -186,7 +153,7 @@ def measure(comm: Comm, model: str, repeats: int) -> dict[str, Any]:
         }
         wrapped[OURS] = BucketedDDP(comm, copy.deepcopy(base))
         replicas = {
-            name: Replica(comm, model, workload.batch_size) for name, model in wrapped.items()
+            name: Replica(comm, wrapper, BATCH_SIZES[model]) for name, wrapper in wrapped.items()
         }
         error = compare_gradients(replicas)
         turns = {name: replica.timed_step for name, replica in replicas.items()}
@@ -194,13 +161,17 @@ def measure(comm: Comm, model: str, repeats: int) -> dict[str, Any]:
             "num_parameters": sum(parameter.numel() for parameter in base.parameters()),
             "error": error,
             "seconds": take_turns(comm, turns, repeats, _BUDGET_S),
-            "digest": {name: replica.digest() for name, replica in replicas.items()},
+            "digest": {name: digest(replica.model) for name, replica in replicas.items()},
         }
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Random numbers would differ between the replicas, and with them the gradients."""
+def _build(name: str) -> nn.Module:
+    """Our small CNN, or torchvision's own model at its full number of parameters."""
+    if name == "small_cnn":
+        return build(name)
+    model = getattr(import_torchvision().models, name)(num_classes=NUM_CLASSES)
     for module in model.modules():
+        # Random numbers would differ between the replicas, and with them the gradients.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
@@ -213,7 +184,7 @@ class Replica:
         self.comm = comm
         self.batch_size = batch_size
         self.model = model
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator().manual_seed(comm.rank)
 
     def draw(self) -> tuple[Tensor, Tensor]:
@@ -231,12 +202,10 @@ class Replica:
         samples = self.draw()
         return timed(self.comm, lambda: self.step(*samples))
 
-    def digest(self) -> str:
-        """Equal for parameters that are equal to the bit."""
-        seen = hashlib.blake2b()
-        for parameter in self.model.parameters():
-            seen.update(parameter.detach().cpu().contiguous().numpy().tobytes())
-        return seen.hexdigest()
+
+def digest(model: nn.Module) -> str:
+    """Equal for parameters that are equal to the bit; buffers are each rank's own."""
+    return checksum({name: p.detach().cpu() for name, p in model.named_parameters()})
 
 
 def compare_gradients(replicas: dict[str, Replica]) -> dict[str, float]:
@@ -255,12 +224,10 @@ def compare_gradients(replicas: dict[str, Replica]) -> dict[str, float]:
 
 def gradient_error(model: nn.Module, reference: nn.Module) -> float:
     """Over all parameters, the largest |difference| relative to the largest |gradient|."""
-    largest = 0.0
-    for mine, theirs in zip(model.parameters(), reference.parameters()):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        difference = (mine.grad - theirs.grad).abs().max().item()
-        if difference:
-            scale = max(theirs.grad.abs().max().item(), mine.grad.abs().max().item())
-            largest = max(largest, difference / scale)
-    return largest
+    return largest_difference(_gradients(model), _gradients(reference))
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    # By number: each DDP puts its own word before the names.
+    grads = {str(at): parameter.grad for at, parameter in enumerate(model.parameters())}
+    return {name: grad for name, grad in grads.items() if grad is not None}

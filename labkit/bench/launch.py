@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ import torch.multiprocessing
 
 from labkit.bench.record import Result
 from labkit.bench.spread import ratios
+from labkit.bench.turns import check_settings, repeat_turns
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.meeting import loopback
-from labkit.devices import check_world_size
 from labkit.runtime.launch import run
-from labkit.units import check_integer, format_seconds
+from labkit.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -54,26 +55,21 @@ def bench_launch(
     """From a function to its result: ``labkit.run`` against ``torch.multiprocessing.spawn``.
 
     Both start the ranks, join them to a gloo group, sum one number over them, and end them. Ours
-    is warm: a notebook's first run pays once for starting the fork server, which is left out here.
+    is warm: a notebook's first run pays once for starting the fork server, which is left out.
 
     Raises:
         ValueError: an impossible world size or number of repeats, before anything runs.
     """
-    check_integer("repeats", repeats)
-    for world_size in world_sizes:
-        check_world_size(world_size)
+    check_settings("a launch", world_sizes, repeats, least=1)
     return _compare(world_sizes, repeats)
 
 
 def _compare(world_sizes: tuple[int, ...], repeats: int) -> Iterator[LaunchResult]:
     run(_sum_one, world_size=1)
     for world_size in world_sizes:
-        pairs = [
-            (_seconds(run_ours, world_size), _seconds(run_spawned, world_size))
-            for _ in range(repeats)
-        ]
-        ours_s, other_s = map(list, zip(*pairs))
-        yield LaunchResult("launch", world_size, ours_s, other_s)
+        ways = {"ours_s": run_ours, "other_s": run_spawned}
+        turns = {name: partial(_seconds, way, world_size) for name, way in ways.items()}
+        yield LaunchResult("launch", world_size, **repeat_turns(turns, repeats))
 
 
 def run_ours(world_size: int) -> None:

@@ -6,19 +6,20 @@ Symbols: P ranks, S bytes of one rank's tensor.
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from labkit.bench.turns import Turn, take_turns, timed
+from labkit.bench.turns import take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
 
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 # Several in a row, as in a collective: they share the cost of leaving the barrier.
 MESSAGES_IN_A_ROW = 4
-_MESSAGE_REPEATS = 10
 _MEMORY_BYTES = 64 * 2**20
-_MEMORY_REPEATS = 9
+# More are of no use: what follows from them takes their medians.
+_MOST_REPEATS = 10
 # Seconds for each size of message, and for the memory.
 _BUDGET_S = 1.5
 
@@ -26,12 +27,7 @@ _BUDGET_S = 1.5
 MessageSeconds = dict[int, dict[str, list[float]]]
 
 
-def measure_messages(
-    comm: Comm,
-    transports: dict[str, Comm],
-    sizes_bytes: tuple[int, ...] = MESSAGE_BYTES,
-    repeats: int = _MESSAGE_REPEATS,
-) -> MessageSeconds:
+def measure_messages(comm: Comm, transports: dict[str, Comm], repeats: int) -> MessageSeconds:
     """Time one step of a ring at several sizes: every rank sends right and receives from the left.
 
     All ranks at once: the times include that they share cores and the memory's bandwidth, and the
@@ -40,35 +36,29 @@ def measure_messages(
     Args:
         comm: this rank's Comm, for barriers.
         transports: by name, the Comm whose ``exchange`` is timed.
-        sizes_bytes: multiples of 4, for float32.
-        repeats: at most, and never more than ten: the fit takes their medians.
+        repeats: at most, and never more than ten.
     """
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     found = {}
-    for size in sizes_bytes:
+    for size in MESSAGE_BYTES:
         outgoing = torch.ones(size // 4, device=comm.device)
         incoming = torch.zeros_like(outgoing)
-        turns = {
-            name: _message_turn(comm, transport, outgoing, incoming)
+        actions: dict[str, Callable[[], object]] = {
+            name: partial(transport.exchange, outgoing, right, incoming, left)
             for name, transport in transports.items()
         }
-        turns["add"] = _in_a_row(comm, lambda a=incoming, b=outgoing: a.add_(b))
-        found[size] = take_turns(comm, turns, min(repeats, _MESSAGE_REPEATS), _BUDGET_S)
+        actions["add"] = partial(incoming.add_, outgoing)
+        turns = {name: partial(_timed_in_a_row, comm, action) for name, action in actions.items()}
+        found[size] = take_turns(comm, turns, min(repeats, _MOST_REPEATS), _BUDGET_S)
     return found
 
 
-def _message_turn(
-    comm: Comm, transport: Comm, outgoing: torch.Tensor, incoming: torch.Tensor
-) -> Turn:
-    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    return _in_a_row(comm, lambda: transport.exchange(outgoing, right, incoming, left))
-
-
-def _in_a_row(comm: Comm, action: Callable[[], object]) -> Turn:
+def _timed_in_a_row(comm: Comm, action: Callable[[], object]) -> float:
     def several() -> None:
         for _ in range(MESSAGES_IN_A_ROW):
             action()
 
-    return lambda: timed(comm, several) / MESSAGES_IN_A_ROW
+    return timed(comm, several) / MESSAGES_IN_A_ROW
 
 
 def fit_links(seconds: MessageSeconds) -> dict[str, Link]:
@@ -84,15 +74,13 @@ def _fit(seconds: MessageSeconds, name: str, gamma_s_per_byte: float = 0.0) -> L
     return fit_link(sizes_bytes, times_s, gamma_s_per_byte)
 
 
-def measure_memory(comm: Comm, repeats: int = _MEMORY_REPEATS) -> dict[str, list[float]]:
+def measure_memory(comm: Comm, repeats: int) -> dict[str, list[float]]:
     """Time a copy and an addition of 64 MiB on all ranks at once; see ``Memory``."""
     source = torch.ones(_MEMORY_BYTES // 4, device=comm.device)
     target = torch.ones_like(source)
-    turns = {
-        "copy": lambda: timed(comm, lambda: target.copy_(source)),
-        "add": lambda: timed(comm, lambda: target.add_(source)),
-    }
-    return take_turns(comm, turns, min(repeats, _MEMORY_REPEATS), _BUDGET_S)
+    actions = {"copy": target.copy_, "add": target.add_}
+    turns = {name: partial(timed, comm, partial(act, source)) for name, act in actions.items()}
+    return take_turns(comm, turns, min(repeats, _MOST_REPEATS), _BUDGET_S)
 
 
 @dataclass(frozen=True)
@@ -117,12 +105,9 @@ class Memory:
     @classmethod
     def of(cls, seconds: dict[str, list[float]], world_size: int) -> "Memory":
         """From the last rank's seconds of ``measure_memory``."""
-        moved = {"copy": 2, "add": 3}
-        speeds = {
-            name: times * world_size * _MEMORY_BYTES / statistics.median(seconds[name])
-            for name, times in moved.items()
-        }
-        return cls(world_size, speeds["copy"], speeds["add"])
+        in_all = world_size * _MEMORY_BYTES
+        copy_s, add_s = (statistics.median(seconds[name]) for name in ("copy", "add"))
+        return cls(world_size, 2 * in_all / copy_s, 3 * in_all / add_s)
 
     def seconds(self, num_bytes: int) -> float:
         """The least time of an all-reduce of tensors of S = ``num_bytes`` in memory."""

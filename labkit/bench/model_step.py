@@ -12,7 +12,7 @@ from labkit.strategies.base import Strategy
 from labkit.workload.models import build_model
 
 SHAPE, NUM_CLASSES = (3, 32, 32), 10
-_LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-3
 
 
 def build(name: str) -> nn.Sequential:
@@ -31,6 +31,6 @@ class ModelStep:
 
     def of(self, strategy: Strategy, comm: Comm) -> Callable[[], object]:
         """Set ``strategy`` up with a copy of the model, and return its step."""
-        optimizer = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)
+        optimizer = partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9)
         strategy.setup(comm, copy.deepcopy(self.model), optimizer)
         return partial(strategy.step, self.samples, self.classes, len(self.classes))

@@ -8,7 +8,8 @@ a difference of a few percent shows only in many pairs.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -16,42 +17,120 @@ from torch import nn
 
 from labkit import devices
 from labkit.bench.model_step import SHAPE, ModelStep, build
-from labkit.bench.pipeline_result import (
-    DUELS,
-    MICRO_BATCHES,
-    ONE_DEVICE,
-    OURS,
-    OURS_1F1B,
-    UNPIPELINED,
-    PipelineResult,
-)
-from labkit.bench.turns import TIMEOUT_S, check_settings, slowest, take_turns, timed
+from labkit.bench.record import Result
+from labkit.bench.spread import Spread, ratios, rounded, step_record, table
+from labkit.bench.turns import Turn, check_settings, on_ranks, slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.placement.even_split import even_split
-from labkit.runtime.launch import run
 from labkit.strategies.base import Strategy
 from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.single import Single
 from labkit.training.state import largest_difference
+from labkit.units import format_count, format_number, format_seconds
 
 # Micro-batches must not be small: each adds its gradients to all of a model's parameters, and
 # vgg16 has most.
 BATCH_SIZES = {"vgg16": 64}
 BATCH_SIZE = 32
 MODELS = ("vgg16", "resnet18")
+MICRO_BATCHES = 4
+OURS, OURS_1F1B = "labkit gpipe", "labkit 1f1b"
+UNPIPELINED, ONE_DEVICE = "labkit split, not pipelined", "one device, all cores"
+# By schedule, ours and PyTorch's.
+DUELS = {
+    schedule: (f"labkit {schedule} on gloo", f"torch {schedule} on gloo")
+    for schedule in ("gpipe", "1f1b")
+}
 _COMPARED_STEPS = 2
 _BUDGET_S, _DUEL_BUDGET_S = 60.0, 150.0
 # OpenMP's threads stay awake for 0.2 s after their last work.
 _SPIN_S = 0.3
 
 
+@dataclass(frozen=True)
+class PipelineResult(Result):
+    """One model, cut evenly, under every contender.
+
+    Attributes:
+        seconds: by contender, of each step, from the last rank's start to the last rank's end.
+        difference: by contender, the largest relative difference of its parameters from those of
+            our GPipe after some steps; None for one device, which rank 0 alone trains.
+        duels: by schedule, the seconds of the two in ``DUELS``, which took turns alone.
+    """
+
+    model: str
+    world_size: int
+    split_points: tuple[int, ...]
+    batch_size: int
+    seconds: dict[str, list[float]]
+    difference: dict[str, float | None]
+    duels: dict[str, dict[str, list[float]]]
+
+    def times_torch(self, schedule: str) -> list[float]:
+        """Our step / PyTorch's on the same transport, pair by pair: above 1 PyTorch is faster."""
+        return ratios(*(self.duels[schedule][name] for name in DUELS[schedule]))
+
+    def against_ours(self, other: str) -> list[float]:
+        """The other's step / our GPipe's, repeat by repeat: above 1 ours is faster."""
+        return ratios(self.seconds[other], self.seconds[OURS])
+
+    def __str__(self) -> str:
+        steps = format_count(len(self.seconds[OURS]), "step")
+        title = (
+            f"Step of {self.model} in {self.world_size} stages, cut at "
+            f"{', '.join(map(str, self.split_points))}: batch of {self.batch_size} in "
+            f"{MICRO_BATCHES} micro-batches,\nmedian of {steps} (quartiles), in turns"
+        )
+        rows = [
+            [
+                name,
+                Spread.of(seconds).text(format_seconds),
+                Spread.of(self.against_ours(name)).text(format_number),
+                "" if (difference := self.difference[name]) is None else f"{difference:.1g}",
+            ]
+            for name, seconds in self.seconds.items()
+        ]
+        columns = table(["", "step", f"/ {OURS}", "difference"], rows)
+        return f"{title}\n\n{columns}\n\n{self._duels_text()}\n"
+
+    def _duels_text(self) -> str:
+        found = {schedule: self.times_torch(schedule) for schedule in self.duels}
+        return "\n".join(
+            f"{' / '.join(DUELS[schedule])}: {Spread.of(pairs).text('{:.3f}'.format)}, "
+            f"{format_count(len(pairs), 'pair')}"
+            for schedule, pairs in found.items()
+        )
+
+    def record(self) -> dict[str, list[dict]]:
+        """``rows``, one per contender, and ``duels``, one per schedule."""
+        common = self.plain() | {"micro_batches": MICRO_BATCHES}
+        common["split_points"] = list(self.split_points)
+        rows = [
+            {
+                **common,
+                "contender": name,
+                **step_record(seconds, {OURS: self.against_ours(name)}),
+                "difference": self.difference[name],
+            }
+            for name, seconds in self.seconds.items()
+        ]
+        duels = [
+            {
+                **common,
+                "schedule": schedule,
+                "seconds": {name: rounded(seconds) for name, seconds in pair.items()},
+                "labkit_to_torch": asdict(Spread.of(self.times_torch(schedule))),
+            }
+            for schedule, pair in self.duels.items()
+        ]
+        return {"rows": rows, "duels": duels}
+
+
 def bench_pipeline(
-    world_sizes: tuple[int, ...] = (2,),
-    models: tuple[str, ...] = MODELS,
-    repeats: int = 10,
+    world_sizes: tuple[int, ...] = (2,), models: tuple[str, ...] = MODELS, repeats: int = 10
 ) -> Iterator[PipelineResult]:
     """Time steps on the CPU, one result for each model and number of stages.
 
@@ -88,8 +167,7 @@ def _split(name: str, model: nn.Sequential, world_size: int) -> tuple[int, ...]:
 
 def _result(name: str, points: tuple[int, ...], repeats: int) -> PipelineResult:
     world_size, batch_size = len(points) + 1, BATCH_SIZES.get(name, BATCH_SIZE)
-    options = {"world_size": world_size, "device": "cpu", "timeout_s": TIMEOUT_S}
-    by_rank = run(measure, name, points, batch_size, repeats, **options).values
+    by_rank = on_ranks(measure, name, points, batch_size, repeats, world_size=world_size)
     seconds, duels = (slowest([rank[part] for rank in by_rank]) for part in ("seconds", "duels"))
     difference = by_rank[0]["difference"]
     return PipelineResult(name, world_size, points, batch_size, seconds, difference, duels)
@@ -107,7 +185,7 @@ def measure(
             steps[name]()
         states[name] = strategy.full_state()
     turns = {name: partial(timed, comm, step) for name, step in steps.items()}
-    turns[ONE_DEVICE] = partial(_timed_alone, comm, _on_one_device(comm, model_step))
+    turns[ONE_DEVICE] = _turn_alone(comm, model_step)
     difference = {name: largest_difference(s, states[OURS]) for name, s in states.items()}
     duels = {schedule: {name: turns[name] for name in pair} for schedule, pair in DUELS.items()}
     return {
@@ -134,7 +212,7 @@ def _contenders(comm: Comm, points: tuple[int, ...]) -> dict[str, tuple[Strategy
     return found
 
 
-def _on_one_device(comm: Comm, model_step: ModelStep) -> Callable[[], None]:
+def _turn_alone(comm: Comm, model_step: ModelStep) -> Turn:
     """Rank 0 trains the whole model with all cores; the others wait for it."""
     alone = Comm(0, 1, comm.device, TorchTransport("gloo", comm.device))
     train, threads = model_step.of(Single(), alone), torch.get_num_threads()
@@ -145,11 +223,10 @@ def _on_one_device(comm: Comm, model_step: ModelStep) -> Callable[[], None]:
             train()
             torch.set_num_threads(threads)
 
-    return step
+    def turn() -> float:
+        seconds = timed(comm, step)
+        # Until the threads that the step has used no longer spin: the next turn needs the cores.
+        time.sleep(_SPIN_S)
+        return seconds
 
-
-def _timed_alone(comm: Comm, step: Callable[[], None]) -> float:
-    """Return only when the threads that the step has used no longer spin: others need a core."""
-    seconds = timed(comm, step)
-    time.sleep(_SPIN_S)
-    return seconds
+    return turn

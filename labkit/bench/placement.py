@@ -1,38 +1,29 @@
 """``labkit bench placement``: what the cuts of VGG16 cost, and whether the planner knows it.
 
-It measures three things:
-- how fast an activation moves between two stages, in shared memory and over gloo, beside a plain
-  copy inside one process;
-- the communication time of every named placement (``placement.VGG16_SPLITS``), by cut,
-  direction and batch size, with everything trained and with a frozen backbone;
-- the step of every single cut into two stages, unpipelined and as a pipeline, beside what the
-  planner predicts.
+A hop between two stages; the hops of every named placement (``placement.VGG16_SPLITS``); and the
+step of every single cut into two stages, unpipelined and as a pipeline, see ``single_cuts``.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from labkit.bench.model_step import SHAPE
-from labkit.bench.record import Result
+from labkit.bench.record import Figures, Result
 from labkit.bench.single_cuts import measure_cuts
 from labkit.bench.spread import Spread, ratios, rounded, table
-from labkit.bench.turns import slowest, take_turns, timed
+from labkit.bench.turns import on_ranks, slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
 from labkit.placement.planner import predict_split
 from labkit.placement.vgg16_splits import VGG16_SPLITS
-from labkit.runtime.launch import run
 from labkit.training.split_run import measure_profile, measure_split, stage_link
 from labkit.units import check_integer, format_bytes, format_number, format_seconds
-
-if TYPE_CHECKING:
-    from labkit.plots.figure import CaptionedFigure
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
@@ -45,11 +36,7 @@ SHARED, GLOO, COPY = "shared memory", "gloo", "a plain copy"
 
 @dataclass(frozen=True)
 class HopTimes(Result):
-    """A tensor's way from one stage to the next, by its size.
-
-    Attributes:
-        seconds: by bytes, by way (``SHARED``, ``GLOO``, ``COPY``): of each repeat.
-    """
+    """A tensor's way from one stage to the next: by bytes, by way, the seconds of each repeat."""
 
     seconds: dict[int, dict[str, list[float]]]
 
@@ -91,13 +78,10 @@ class PlacementHops(Result):
 
     def __str__(self) -> str:
         header = ["placement", "trained", "cut", "direction", "batch", "bytes", "time", "model"]
+        as_they_are = ("placement", "trained", "cut", "direction", "batch_size")
         cells = [
             [
-                row["placement"],
-                row["trained"],
-                str(row["cut"]),
-                row["direction"],
-                str(row["batch_size"]),
+                *(str(row[name]) for name in as_they_are),
                 format_bytes(row["num_bytes"]),
                 Spread.of(row["seconds"]).text(format_seconds),
                 format_seconds(row["model_s"]),
@@ -109,7 +93,7 @@ class PlacementHops(Result):
     def record(self) -> dict[str, list[dict]]:
         return {"hops": [row | {"seconds": rounded(row["seconds"])} for row in self.rows]}
 
-    def figures(self) -> "dict[str, CaptionedFigure]":
+    def figures(self) -> Figures:
         """The hops with everything trained."""
         from labkit.plots.communication_time import communication_time
 
@@ -141,9 +125,8 @@ def _results(repeats: int) -> Iterator[Result]:
 
 
 def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> HopTimes:
-    """For each size in bytes: a hop in shared memory, one over gloo and a plain copy, in turns."""
-    options = {"world_size": 2, "device": "cpu", "timeout_s": 600}
-    return HopTimes(slowest(run(_hop_both_ways, repeats, sizes, **options).values))
+    """For each size in bytes: a hop in shared memory, one over gloo, a copy in one process."""
+    return HopTimes(slowest(on_ranks(_hop_both_ways, repeats, sizes, world_size=2)))
 
 
 def _hop_both_ways(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int, dict]:

@@ -1,15 +1,19 @@
 """How a recorded result was taken: the command, the settings, the hardware and the versions."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from labkit.devices import hardware, versions
+from labkit.files import write_atomically, write_each
 
 if TYPE_CHECKING:
     from labkit.plots.figure import CaptionedFigure
 
+# By name or path. In a string: every rank of a bench imports this, and does without matplotlib.
+Figures: TypeAlias = "dict[str, CaptionedFigure]"
 _OUTPUTS = {"--json", "--figure", "--figures"}
 _FLAGS = {
     "sizes_bytes": "--sizes",
@@ -26,9 +30,13 @@ class Result:
         """By name, rows of plain numbers and texts; ``merged`` joins those of several results."""
         raise NotImplementedError
 
-    def figures(self) -> "dict[str, CaptionedFigure]":
+    def figures(self) -> Figures:
         """By name; none unless a bench draws."""
         return {}
+
+    def plain(self) -> dict[str, Any]:
+        """The fields that are one number or text: what all rows of its record share."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, (int, str))}
 
 
 def command_line(words: Sequence[str], program: str = "labkit") -> str:
@@ -58,6 +66,23 @@ def merged(results: Iterable[Result]) -> dict[str, Any]:
         for name, part in result.record().items():
             found[name] = found[name] + part if name in found else part
     return found
+
+
+def write(record: dict[str, Any], json_path: str | None, figures: Figures) -> None:
+    """Write the record, if it has a path, and each figure to its own, even if another one fails.
+
+    Raises:
+        OutputError: one or more have failed; the message names all of them.
+    """
+    writes: list[Callable[[], object]] = []
+    if json_path is not None:
+        writes.append(partial(write_atomically, json_path, dumped(record)))
+    writes += [partial(_save, figure, path) for path, figure in figures.items()]
+    write_each(*writes)
+
+
+def _save(figure: "CaptionedFigure", path: str) -> None:
+    print(f"figure: {figure.save(path)}")
 
 
 def dumped(record: dict[str, Any]) -> str:

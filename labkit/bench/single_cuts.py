@@ -1,40 +1,34 @@
 """Every single cut of a model into two stages, measured: does the planner know the best one?
 
 All of it is one run. First a sweep: the cuts take turns, a few steps each. The smallest of so many
-medians is small partly by luck, so no other cut can be compared with it. Therefore the planner's
-cut and those that did best meet again, in a play-off of many repeats, and the ratio within a
-repeat is what counts.
+medians is small partly by luck. Therefore the planner's cut and those that did best meet again, in
+a play-off of many repeats, and the ratio within a repeat is what counts.
 
 Without a pipeline, the model predicts steps within 0.1 % of each other for all cuts of VGG16,
-since a hop is short beside a step: the planner then takes the first of them, and its choice says
-little.
+since a hop is short beside a step: the planner then takes the first, and its choice says little.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from labkit.bench.model_step import ModelStep
-from labkit.bench.record import Result
+from labkit.bench.record import Figures, Result
 from labkit.bench.spread import Spread, ratios, rounded, table
-from labkit.bench.turns import TIMEOUT_S, repeat_turns, slowest, take_turns, timed
+from labkit.bench.turns import on_ranks, repeat_turns, slowest, take_turns, timed
 from labkit.collectives import tree_all_reduce
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link
 from labkit.placement.planner import predict_split
 from labkit.placement.stage_costs import Profile
-from labkit.runtime.launch import run
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.units import format_count, format_seconds
 from labkit.workload.layers import layers_of
-
-if TYPE_CHECKING:
-    from labkit.plots.figure import CaptionedFigure
 
 RIVALS = 3
 # Repeats of the play-off for each one of the sweep.
@@ -112,7 +106,7 @@ class Cuts(Result):
         ]
         return {self.name: {"points": points, "play_off": play_off, "verdict": self.verdict()}}
 
-    def figures(self) -> "dict[str, CaptionedFigure]":
+    def figures(self) -> Figures:
         from labkit.plots.split_scatter import split_scatter
 
         return {self.name: split_scatter(self.points, title=self.title)}
@@ -122,12 +116,11 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
     """The steps of all splits into two stages, on the CPU.
 
     Args:
-        profile: of one of ``labkit.workload.models`` with three layers or more, on images of
-            3x32x32.
+        profile: of a model with three layers or more, on images of 3x32x32.
         link: between the stages.
         micro_batches: M; 1 is the split without a pipeline.
-        repeats: turns of each cut in the sweep; the play-off has ``PLAY_OFF_SHARE`` times as
-            many, as far as they fit into a minute.
+        repeats: turns of each cut in the sweep; ``PLAY_OFF_SHARE`` times as many in the
+            play-off, as far as they fit into a minute.
 
     Raises:
         WorkerError: a stage failed.
@@ -137,24 +130,19 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
         for cut in range(1, len(profile.layers))
     }
     planned = min(predicted, key=predicted.__getitem__)
-    result = run(
-        _measure,
-        (profile.model, profile.batch_size, micro_batches, planned, repeats),
-        world_size=2,
-        device="cpu",
-        timeout_s=TIMEOUT_S,
-    )
-    seconds = slowest(result.values)
+    settings = profile.model, profile.batch_size, micro_batches
+    seconds = slowest(on_ranks(_measure, *settings, planned, repeats, world_size=2))
     points = [
         {"split_points": [cut], "predicted_s": predicted[cut], "measured_s": measured}
         for cut, measured in seconds["sweep"].items()
     ]
-    return Cuts(profile.model, profile.batch_size, micro_batches, points, seconds["play_off"])
+    return Cuts(*settings, points, seconds["play_off"])
 
 
-def _measure(comm: Comm, settings: tuple) -> dict[str, dict[int, list[float]]]:
+def _measure(
+    comm: Comm, model: str, batch_size: int, micro_batches: int, planned: int, repeats: int
+) -> dict[str, dict[int, list[float]]]:
     """On each rank: by cut, seconds of the sweep and of the play-off."""
-    model, batch_size, micro_batches, planned, repeats = settings
     model_step = ModelStep(model, batch_size)
 
     def warmed_up(cut: int) -> Callable[[], object]:
@@ -179,8 +167,7 @@ def _measure(comm: Comm, settings: tuple) -> dict[str, dict[int, list[float]]]:
 def fastest_others(comm: Comm, sweep: dict[int, list[float]], planned: int) -> list[int]:
     """The cuts other than the planner's that did best, fastest first, the same on every rank.
 
-    Args:
-        sweep: by cut, this rank's seconds of each turn; the last rank's seconds count.
+    ``sweep`` holds this rank's seconds, by cut; the last rank's count.
     """
     seconds = torch.tensor(list(sweep.values()), dtype=torch.float64, device=comm.device)
     tree_all_reduce(comm, seconds, "max")

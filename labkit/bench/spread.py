@@ -38,11 +38,13 @@ def rounded(seconds: Iterable[float]) -> list[float]:
     return [round(one, 9) for one in seconds]
 
 
-def step_record(seconds: list[float], ratio_to: dict[str, list[float]]) -> dict[str, Any]:
+def step_record(
+    seconds: list[float], ratio_to: dict[str, list[float]], time: str = "step_s"
+) -> dict[str, Any]:
     """A contender's repeats as a record keeps them, with its ratios to others by their names."""
     return {
         "seconds": rounded(seconds),
-        "step_s": asdict(Spread.of(seconds)),
+        time: asdict(Spread.of(seconds)),
         "ratio_to": {name: asdict(Spread.of(repeats)) for name, repeats in ratio_to.items()},
     }
 

@@ -17,28 +17,37 @@ import torch.distributed as dist
 from labkit.collectives import broadcast, tree_all_reduce
 from labkit.comm.comm import Comm
 from labkit.devices import check_world_size
+from labkit.runtime.launch import run
 from labkit.units import check_integer
 
 FEWEST_REPEATS = 5
 # Seconds until a bench's run is given up.
-TIMEOUT_S = 1800
+_TIMEOUT_S = 1800
 
 # What one contender does when its turn comes; returns this rank's seconds.
 Turn = Callable[[], float]
 Name = TypeVar("Name")
 
 
-def check_settings(what: str, world_sizes: tuple[int, ...], repeats: int) -> None:
+def check_settings(what: str, world_sizes: tuple[int, ...], repeats: int, least: int = 2) -> None:
     """Refuse settings with which ``what`` ("a pipeline") cannot be timed.
 
     Raises:
-        ValueError: a world size below 2 or beyond the limits, or no repeats.
+        ValueError: a world size below ``least`` or beyond the limits, or no repeats.
     """
     check_integer("repeats", repeats)
     for world_size in world_sizes:
         check_world_size(world_size)
-        if world_size < 2:
-            raise ValueError(f"{what} takes 2 ranks or more, got world size {world_size}")
+        if world_size < least:
+            raise ValueError(f"{what} takes {least} ranks or more, got world size {world_size}")
+
+
+def on_ranks(
+    function: Callable[..., Any], *arguments: Any, world_size: int, device: str = "cpu"
+) -> list[Any]:
+    """By rank, what ``function(comm, *arguments)`` returns; see ``labkit.run``."""
+    settings = {"world_size": world_size, "device": device, "timeout_s": _TIMEOUT_S}
+    return run(function, *arguments, **settings).values
 
 
 def timed(comm: Comm, action: Callable[[], object]) -> float:
@@ -47,19 +56,19 @@ def timed(comm: Comm, action: Callable[[], object]) -> float:
     A rank that sleeps in the barrier leaves it later than one that does not; that is no part of
     what is timed. All ranks of a machine read one clock.
     """
-    synchronize(comm.device)
+    _synchronize(comm.device)
     # The first barrier wakes every sleeping rank, so that all leave the second at about one time.
     comm.barrier()
     comm.barrier()
     start_s = time.perf_counter()
     action()
-    synchronize(comm.device)
+    _synchronize(comm.device)
     end_s = time.perf_counter()
     last = torch.tensor([start_s], dtype=torch.float64, device=comm.device)
     return end_s - tree_all_reduce(comm, last, "max").item()
 
 
-def synchronize(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -20,12 +20,8 @@ class Source:
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import PythonLexer
 
-        formatter = HtmlFormatter(
-            noclasses=True,
-            style="friendly",
-            nobackground=True,
-            prestyles="font-family: monospace",
-        )
+        look = {"style": "friendly", "nobackground": True, "noclasses": True}
+        formatter = HtmlFormatter(prestyles="font-family: monospace", **look)
         body = highlight(self.text, PythonLexer(), formatter)
         return f"<details open><summary><code>{self.where}</code></summary>{body}</details>"
 

@@ -11,25 +11,13 @@ from dataclasses import dataclass
 
 from labkit.units import as_repeats, format_number, format_value
 
-_HEADERS = (
-    "quantity",
-    "your prediction",
-    "model",
-    "measured",
-    "measured / prediction",
-    "measured / model",
-)
-
 
 @dataclass(frozen=True)
 class PredictionRow:
     """One quantity: what was predicted, what a formula gives, what was measured.
 
     Attributes:
-        quantity: its name, for example ``bytes sent per rank``.
-        unit: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other is not.
-        prediction: the learner's number, None where there is none.
-        model: the formula's number, None where there is none.
+        quantity, unit, prediction, model: as ``predict_row`` takes them, None where there is none.
         repeats: the measurements, of which the median is shown and compared.
     """
 
@@ -46,38 +34,36 @@ class PredictionRow:
     @property
     def ratio(self) -> float | None:
         """Measured over predicted; None without a prediction, or with one of 0."""
-        return _over(self.measured, self.prediction)
+        return self.measured / self.prediction if self.prediction else None
 
     @property
     def model_ratio(self) -> float | None:
         """Measured over the model; None without a model, or with one of 0."""
-        return _over(self.measured, self.model)
+        return self.measured / self.model if self.model else None
 
-    def cells(self) -> tuple[str, ...]:
-        """The texts of the row, in the order of the table's columns."""
-        return (
-            self.quantity,
-            self._text(self.prediction, "no prediction"),
-            self._text(self.model, "no model"),
-            self._measured_text(),
-            _ratio_text(self.ratio),
-            _ratio_text(self.model_ratio),
-        )
+    def cells(self) -> dict[str, str]:
+        """The texts of the row by the table's columns."""
+        return {
+            "quantity": self.quantity,
+            "your prediction": self._text(self.prediction, "no prediction"),
+            "model": self._text(self.model, "no model"),
+            "measured": self._measured_text(),
+            "measured / prediction": _ratio_text(self.ratio),
+            "measured / model": _ratio_text(self.model_ratio),
+        }
 
     def __repr__(self) -> str:
-        quantity, prediction, model, measured, ratio, model_ratio = self.cells()
+        quantity, prediction, model, measured, ratio, model_ratio = self.cells().values()
         ratios = [f"{ratio} the prediction"] if self.ratio is not None else []
         ratios += [f"{model_ratio} the model"] if self.model_ratio is not None else []
-        if self.prediction is not None:
-            prediction = f"prediction {prediction}"
-        if self.model is not None:
-            model = f"model {model}"
+        prediction = prediction if self.prediction is None else f"prediction {prediction}"
+        model = model if self.model is None else f"model {model}"
         text = f"{quantity}: {prediction}, {model}, measured {measured}"
         return f"{text} ({', '.join(ratios)})" if ratios else text
 
     def _repr_html_(self) -> str:
-        heads = "".join(f'<th scope="col">{html.escape(head)}</th>' for head in _HEADERS)
-        first, *rest = (html.escape(cell) for cell in self.cells())
+        heads = "".join(f'<th scope="col">{html.escape(head)}</th>' for head in self.cells())
+        first, *rest = map(html.escape, self.cells().values())
         cells = "".join(f"<td>{cell}</td>" for cell in rest)
         return (
             f"<table><thead><tr>{heads}</tr></thead>"
@@ -107,7 +93,8 @@ def predict_row(
 
     Args:
         quantity: what it is, for example ``time of one all-reduce``.
-        unit: the unit of all three numbers: ``bytes``, ``s``, or any other word.
+        unit: of all three numbers: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other
+            word is not.
         prediction: the learner's number; None or ``...`` where none was made.
         model: what the formula gives; None where there is none.
         measured: a number, or the list of repeats.
@@ -136,10 +123,6 @@ def _number(value: float | None, name: str, unit: str) -> float | None:
             f"{name} must be a number in {unit}, got {value!r}: give it without its unit, "
             "or None to continue without one"
         ) from None
-
-
-def _over(measured: float, reference: float | None) -> float | None:
-    return measured / reference if reference else None
 
 
 def _ratio_text(ratio: float | None) -> str:

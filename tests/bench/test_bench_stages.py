@@ -8,7 +8,7 @@ import torch
 
 from labkit.__main__ import main
 from labkit.bench import placement, single_cuts
-from labkit.bench.pipeline_result import DUELS, ONE_DEVICE, OURS, PipelineResult
+from labkit.bench.pipeline import DUELS, ONE_DEVICE, OURS, PipelineResult
 from labkit.bench.single_cuts import Cuts, fastest_others, measure_cuts
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile
@@ -44,7 +44,7 @@ def test_ratios_say_how_many_times_as_long_the_others_take():
     duels = {"1f1b": {ours: [2.1, 4.0, 3.9], torchs: [2.0, 4.0, 3.0]}}
     differences = {OURS: 0.0, "labkit 1f1b": 1e-7}
     result = PipelineResult("vgg16", 2, (17,), 64, seconds, differences, duels)
-    assert result.against("labkit 1f1b", OURS) == [1.5, 1.0, 2.0]
+    assert result.against_ours("labkit 1f1b") == [1.5, 1.0, 2.0]
     row = result.record()["rows"][1]
     assert row["ratio_to"][OURS]["median"] == 1.5
     assert row["split_points"] == [17]

@@ -13,10 +13,9 @@ from labkit import strategies, train_with
 from labkit.__main__ import main
 from labkit.bench import compare
 from labkit.bench.compare import command, figures, measure, summary
-from labkit.bench.compare.contenders import find_contenders
+from labkit.bench.compare.contenders import Setting, find_contenders, settings_of
 from labkit.bench.compare.measure import Comparison
 from labkit.bench.compare.phases import epoch_windows, phases_by_role, short
-from labkit.bench.compare.settings import Setting, settings_of
 from labkit.config import STAGED
 from labkit.errors import WorkerError
 from labkit.trace import Span, Trace

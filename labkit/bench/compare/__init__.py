@@ -4,24 +4,13 @@ All contenders get the same model, data, global batch, order of samples, seed an
 on the same loop (``labkit.training.loop.fit``), and they take turns. The result is one record,
 from which all tables and figures are drawn, now or later.
 
-``contenders`` and ``settings`` say what runs, ``measure`` runs it, ``phases`` reads the traces;
+``contenders`` says what runs, ``measure`` runs it, ``phases`` reads the traces;
 ``summary`` and ``figures`` say what a record shows, ``schema`` whether a file is one.
 """
 
 from labkit.bench.compare import figures, summary
 from labkit.bench.compare.command import main
-from labkit.bench.compare.contenders import Contender, find_contenders
 from labkit.bench.compare.measure import compare
 from labkit.bench.compare.schema import load
-from labkit.bench.compare.settings import Setting
 
-__all__ = [
-    "Contender",
-    "Setting",
-    "compare",
-    "figures",
-    "find_contenders",
-    "load",
-    "main",
-    "summary",
-]
+__all__ = ["compare", "figures", "load", "main", "summary"]

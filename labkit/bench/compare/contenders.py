@@ -1,12 +1,20 @@
-"""Who takes part: every technique that shares out the batch, and PyTorch's own, each once."""
+"""Who takes part, each once, and what all are given alike.
 
+The contenders: every technique that shares out the batch, and PyTorch's own. Their settings: a
+main one, and others that differ from it in one thing.
+"""
+
+import statistics
 from dataclasses import dataclass
 
 from labkit import devices, strategies
 from labkit.config import STAGED, RunConfig
 from labkit.strategies.base import OwnPaceStrategy
+from labkit.units import format_count
 
 SINGLE = "single"
+# The first epoch is warm-up, and two more give an epoch's time.
+_EPOCHS_FOR_TIME = 3
 
 
 @dataclass(frozen=True)
@@ -14,8 +22,7 @@ class Contender:
     """One technique in one implementation.
 
     Attributes:
-        name: of our own, the strategy's; of PyTorch's, its class, with the backend where there are
-            two.
+        name: of our own, the strategy's; of PyTorch's, its class, and the backend if it has two.
         strategy, builtin, backend: as in ``RunConfig``.
         counterpart: the name of PyTorch's own, for ours.
         own_pace: its ranks do not keep step, so it need not end where one device does.
@@ -59,22 +66,58 @@ def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[C
     for name in chosen:
         ours, theirs = strategies.get(name), strategies.get(name, builtin=True)
         counterpart = None if theirs is ours else theirs.__name__
-        found.append(Contender(name, name, counterpart=counterpart, own_pace=_own_pace(ours)))
+        own_pace = issubclass(ours, OwnPaceStrategy)
+        found.append(Contender(name, name, counterpart=counterpart, own_pace=own_pace))
         if theirs not in seen | {ours}:
             seen.add(theirs)
             found += _builtins(name, theirs, device)
     return found
 
 
-def _own_pace(strategy: type) -> bool:
-    return issubclass(strategy, OwnPaceStrategy)
-
-
 def _builtins(strategy: str, theirs: type, device: str) -> list[Contender]:
-    own_pace = _own_pace(theirs)
-    plain = Contender(theirs.__name__, strategy, builtin=True, own_pace=own_pace)
-    on_cpu = devices.plan(1, device).backend == "gloo"
-    if "backend" not in theirs.options() or not on_cpu:
-        return [plain]
-    on_ours = f"{theirs.__name__} (labkit)"
-    return [plain, Contender(on_ours, strategy, True, "labkit", own_pace=own_pace)]
+    backends = {theirs.__name__: "auto"}
+    if "backend" in theirs.options() and devices.plan(1, device).backend == "gloo":
+        backends[f"{theirs.__name__} (labkit)"] = "labkit"
+    own_pace = issubclass(theirs, OwnPaceStrategy)
+    return [Contender(n, strategy, True, b, own_pace=own_pace) for n, b in backends.items()]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders of a run are given alike."""
+
+    world_size: int
+    train_size: int
+    batch_size: int
+    epochs: int
+
+    def text(self) -> str:
+        ranks = format_count(self.world_size, "rank")
+        return f"{ranks}, {self.train_size} samples, batches of {self.batch_size}"
+
+
+def settings_of(
+    world_sizes: tuple[int, ...],
+    train_sizes: tuple[int, ...],
+    batch_sizes: tuple[int, ...],
+    epochs: int,
+    units: int,
+) -> list[Setting]:
+    """The main setting first, then each that differs from it in one thing, once.
+
+    Args:
+        world_sizes: the main one is the largest with a core (or GPU) for each rank.
+        train_sizes: the main one is the largest.
+        batch_sizes: the main one is the middle one.
+        epochs: of the main setting; the others serve only for times, and run three at most.
+        units: cores or GPUs.
+    """
+    fitting = [size for size in world_sizes if size <= units]
+    main = max(fitting) if fitting else min(world_sizes)
+    sizes, batch = max(train_sizes), statistics.median_low(batch_sizes)
+    fewer = min(epochs, _EPOCHS_FOR_TIME)
+    settings = [Setting(main, sizes, batch, epochs)]
+    settings += [Setting(p, sizes, batch, fewer) for p in world_sizes if p != main]
+    settings += [Setting(main, n, batch, fewer) for n in train_sizes if n != sizes]
+    settings += [Setting(main, sizes, b, fewer) for b in batch_sizes if b != batch]
+    return list(dict.fromkeys(settings))

@@ -4,15 +4,7 @@ import statistics
 from collections.abc import Callable
 
 from labkit.bench.compare.contenders import SINGLE
-from labkit.bench.compare.panels import (
-    ONE,
-    OURS,
-    THEIRS,
-    THEIRS_ON_OURS,
-    Axis,
-    draw_panels,
-    draw_rows,
-)
+from labkit.bench.compare.panels import ONE, OURS, THEIRS, THEIRS_ON_OURS, draw_panels, draw_rows
 from labkit.bench.compare.summary import (
     Record,
     efficiency,
@@ -24,6 +16,7 @@ from labkit.bench.compare.summary import (
     reached,
     runs_of,
     series,
+    varies,
 )
 from labkit.plots import learning_curves
 from labkit.plots import phases as draw_phases
@@ -33,6 +26,12 @@ from labkit.units import format_count, format_number, format_seconds
 
 # By x: the repeats.
 Points = dict[int, list[float]]
+# By what varies: the axis, and the figure's title.
+_BY = {
+    "world_size": ("ranks", "Epoch time by ranks"),
+    "train_size": ("training samples", "Epoch time by training samples"),
+    "batch_size": ("global batch (samples)", "Epoch time by batch"),
+}
 _WARM_UP = "Epoch times leave out each run's first epoch (warm-up), evaluation and launch."
 
 
@@ -44,16 +43,15 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
     if any(one["builtin"] for one in _ran(record)):
         found["curves_pytorch"] = curves(record, builtin=True)
     found |= {"phases": epoch_phases(record), "time_to_accuracy": time_to_accuracy(record)}
-    if not _techniques(record):
+    if not _ours(record):
         return found
-    if _varies(record, "world_size"):
+    if varies(record, "world_size"):
         found["ranks"] = by_ranks(record)
         if SINGLE in present(record):
             found["efficiency"] = by_efficiency(record)
-    if _varies(record, "train_size"):
-        found["train_size"] = by_train_size(record)
-    if _varies(record, "batch_size"):
-        found["batch_size"] = by_batch_size(record)
+    for field, unit in (("train_size", "samples"), ("batch_size", "samples a batch")):
+        if varies(record, field):
+            found[field] = _epoch_time(record, field, _growth(record, field, unit))
     return found
 
 
@@ -70,8 +68,7 @@ def epoch_phases(record: Record) -> CaptionedFigure:
     """Where an epoch's time goes, a stacked bar per contender."""
     figure = draw_phases(phases(record), title=f"Where an epoch goes: {_where(record)}")
     told = f"{figure.caption} Means over the ranks of a bar, medians of the repeats."
-    parts = [told, _unseen(record), _WARM_UP]
-    caption = " ".join(filter(None, parts))
+    caption = " ".join(filter(None, [told, _unseen(record), _WARM_UP]))
     return CaptionedFigure(figure.figure, alt=figure.alt, caption=caption)
 
 
@@ -89,46 +86,33 @@ def _unseen(record: Record) -> str:
 def by_ranks(record: Record) -> CaptionedFigure:
     """Epoch time by number of ranks, a panel per technique."""
     told = " ".join(filter(None, [_fastest(record), _slowed(record), ranks_rule(record)]))
-    return _epoch_time(record, "world_size", Axis("ranks"), told, "by ranks")
-
-
-def by_train_size(record: Record) -> CaptionedFigure:
-    """Epoch time by number of training samples."""
-    x, told = Axis("training samples", doubling=True), _growth(record, "train_size", "samples")
-    return _epoch_time(record, "train_size", x, told, "by training samples")
-
-
-def by_batch_size(record: Record) -> CaptionedFigure:
-    """Epoch time by global batch: a larger one has fewer steps, so fewer synchronisations."""
-    x = Axis("global batch (samples)", doubling=True)
-    told = _growth(record, "batch_size", "samples a batch")
-    return _epoch_time(record, "batch_size", x, told, "by batch")
+    return _epoch_time(record, "world_size", told)
 
 
 @drawn
-def _epoch_time(record: Record, field: str, x: Axis, told: str, title: str) -> CaptionedFigure:
-    panels = _panels(record, lambda name: series(record, name, field))
-    figure = draw_panels(panels, x, Axis("epoch time (s)"), f"Epoch time {title}")
-    caption = f"{told} {_WARM_UP} Points are medians of the repeats, whiskers their quartiles."
+def _epoch_time(record: Record, field: str, told: str) -> CaptionedFigure:
+    x, title = _BY[field]
     points = {name: series(record, name, field) for name in present(record)}
-    ends = _ends(points, x.label, format_seconds)
-    return CaptionedFigure(figure, alt=f"Epoch time {title}. {ends}", caption=caption)
+    panels = _panels(record, points)
+    return CaptionedFigure(
+        draw_panels(panels, x, "epoch time (s)", title, doubling=field != "world_size"),
+        alt=f"{title}. {_ends(points, x, format_seconds)}",
+        caption=f"{told} {_WARM_UP} Points are medians of the repeats, whiskers their quartiles.",
+    )
 
 
 @drawn
 def by_efficiency(record: Record) -> CaptionedFigure:
     """Efficiency by number of ranks; ``summary.efficiency`` says what it is."""
-
-    def percent(name: str) -> Points:
-        if name == SINGLE:
-            return {1: [100.0]}
-        found = efficiency(record, name).items()
-        return {ranks: [100 * one for one in repeats] for ranks, repeats in found}
-
-    told = _ends({n: efficiency(record, n) for n in _ours(record)}, "ranks", "{:.0%}".format)
-    panels, y = _panels(record, percent), Axis("efficiency (%)")
+    found = {name: efficiency(record, name) for name in present(record)}
+    percent = {
+        name: {ranks: [100 * one for one in repeats] for ranks, repeats in by_ranks.items()}
+        for name, by_ranks in found.items()
+    }
+    panels = _panels(record, percent | {SINGLE: {1: [100.0]}})
+    told = _ends({name: found[name] for name in _ours(record)}, "ranks", "{:.0%}".format)
     return CaptionedFigure(
-        draw_panels(panels, Axis("ranks"), y, "Efficiency by ranks"),
+        draw_panels(panels, "ranks", "efficiency (%)", "Efficiency by ranks"),
         alt=f"Efficiency by ranks. {told}",
         caption=f"{told} {efficiency_rule(record)}",
     )
@@ -186,27 +170,15 @@ def _look(contender: dict) -> str:
     return THEIRS_ON_OURS if contender["backend"] == "labkit" else THEIRS
 
 
-def _techniques(record: Record) -> dict[str, dict[str, str]]:
-    """By technique, by look: the contender that is drawn in its panel."""
-    by_name = {one["name"]: one for one in _ran(record)}
-    found = {}
+def _panels(record: Record, points: dict[str, Points]) -> dict[str, dict[str, Points]]:
+    """By technique, by look: the points of the contender that is drawn in its panel, if any."""
+    panels = {}
+    counterparts = {one["name"]: one["counterpart"] for one in _ran(record)}
     for name in _ours(record):
-        theirs = by_name[name]["counterpart"]
+        theirs = counterparts[name]
         members = {OURS: name, THEIRS: theirs, THEIRS_ON_OURS: f"{theirs} (labkit)", ONE: SINGLE}
-        found[name] = {look: other for look, other in members.items() if other in by_name}
-    return found
-
-
-def _panels(record: Record, points_of: Callable[[str], Points]) -> dict[str, dict[str, Points]]:
-    """By technique, by look: the points, where a contender has some."""
-    return {
-        technique: {look: points for look, name in members.items() if (points := points_of(name))}
-        for technique, members in _techniques(record).items()
-    }
-
-
-def _varies(record: Record, field: str) -> bool:
-    return len({setting[field] for setting in record["settings"]}) > 1
+        panels[name] = {look: points[who] for look, who in members.items() if points.get(who)}
+    return panels
 
 
 def _where(record: Record) -> str:
@@ -228,34 +200,30 @@ def _fastest(record: Record) -> str:
 def _slowed(record: Record) -> str:
     """What the most ranks cost against those of the main setting."""
     main = record["settings"][0]["world_size"]
-    ratios = {}
-    for name in _ours(record):
-        points = series(record, name, "world_size")
-        most = max(points, default=main)
-        if most > main and main in points:
-            ratios[name] = statistics.median(points[most]) / statistics.median(points[main])
-    if not ratios:
-        return ""
     most = max(setting["world_size"] for setting in record["settings"])
-    parts = ", ".join(f"{name} {format_number(ratio)}" for name, ratio in ratios.items())
-    return f"Epoch on {most} ranks / epoch on {main}: {parts}."
+    ratios = _ratios(record, "world_size", most, main)
+    return f"Epoch on {most} ranks / epoch on {main}: {ratios}." if ratios and most > main else ""
+
+
+def _ratios(record: Record, field: str, value: int, base: int) -> str:
+    """The epoch at a value of ``field`` / that at ``base``, for those of ours that have both."""
+    points = {name: series(record, name, field) for name in _ours(record)}
+    return ", ".join(
+        f"{name} {format_number(statistics.median(p[value]) / statistics.median(p[base]))}"
+        for name, p in points.items()
+        if value in p and base in p
+    )
 
 
 def _growth(record: Record, field: str, unit: str) -> str:
     """How the epoch changes from the least to the most, for ours."""
-    by_name = {name: series(record, name, field) for name in _ours(record)}
-    values = [x for points in by_name.values() for x in points]
+    values = [x for name in _ours(record) for x in series(record, name, field)]
     least, most = min(values), max(values)
     if least == most:
         return f"Only {most:,} {unit} have times: nothing else ran."
-    parts = [
-        f"{name} {format_number(statistics.median(p[most]) / statistics.median(p[least]))}"
-        for name, p in by_name.items()
-        if least in p and most in p
-    ]
     return (
         f"Epoch at {most:,} {unit} / epoch at {least:,}, which is {format_number(most / least)} "
-        f"times as many: {', '.join(parts)}."
+        f"times as many: {_ratios(record, field, most, least)}."
     )
 
 

@@ -8,21 +8,26 @@ repeat is what counts. Repeat r of every contender uses seed K + r.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from labkit import devices
-from labkit.bench.compare.contenders import SINGLE, Contender, find_contenders
+from labkit.bench.compare.contenders import (
+    SINGLE,
+    Contender,
+    Setting,
+    find_contenders,
+    settings_of,
+)
 from labkit.bench.compare.phases import phases_by_role, short
-from labkit.bench.compare.settings import Setting, settings_of
 from labkit.bench.record import machine
 from labkit.config import RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
+from labkit.training.settings import make_strategy
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer
-from labkit.workload.datasets import DATASETS, load_dataset
-from labkit.workload.models import MODELS
+from labkit.workload.datasets import load_dataset
 
 # Leaves room below ten minutes for a setting that takes longer than the last time.
 BUDGET_S = 480.0
@@ -63,8 +68,10 @@ def compare(
         ValueError: unknown names, impossible numbers.
         FileNotFoundError: the data set is not there.
     """
-    _check_names(model, dataset)
-    _check_numbers(world_sizes, train_sizes, batch_sizes, repeats, epochs, target, budget_s)
+    check_above_zero("the target, an accuracy,", target, 1)
+    check_above_zero("budget_s", budget_s, MOST_SECONDS)
+    counts = {"train_size": train_sizes, "batch_size": batch_sizes, "epochs": (epochs,)}
+    _check_counts(world_sizes, counts | ({} if repeats is None else {"repeats": (repeats,)}))
     contenders = find_contenders(strategies, device)
     gpus = len(set(devices.plan(max(world_sizes), device).devices) - {"cpu"})
     sizes = train_sizes or _parts_of(dataset)
@@ -78,35 +85,16 @@ def compare(
     return comparison.record({"target": target, "repeats": repeats, "gpus_used": gpus})
 
 
-def _check_names(model: str, dataset: str) -> None:
-    for kind, name, known in (("model", model, MODELS), ("data set", dataset, DATASETS)):
-        if name not in known:
-            raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
-
-
-def _check_numbers(
-    world_sizes: tuple[int, ...],
-    train_sizes: tuple[int, ...],
-    batch_sizes: tuple[int, ...],
-    repeats: int | None,
-    epochs: int,
-    target: float,
-    budget_s: float,
-) -> None:
+def _check_counts(world_sizes: tuple[int, ...], counts: dict[str, tuple[int, ...]]) -> None:
     """What ``RunConfig`` would find too late: the settings are made from these."""
-    check_above_zero("the target, an accuracy,", target, 1)
-    for world_size in world_sizes:
-        devices.check_world_size(world_size)
-    for name, sizes in (("train_size", train_sizes), ("batch_size", batch_sizes)):
-        for size in sizes:
-            check_integer(name, size)
-    for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", batch_sizes)):
+    for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", counts["batch_size"])):
         if not sizes:
             raise ValueError(f"{name} is empty: name at least one")
-    check_integer("epochs", epochs)
-    if repeats is not None:
-        check_integer("repeats", repeats)
-    check_above_zero("budget_s", budget_s, MOST_SECONDS)
+    for world_size in world_sizes:
+        devices.check_world_size(world_size)
+    for name, values in counts.items():
+        for value in values:
+            check_integer(name, value)
 
 
 def _parts_of(dataset: str) -> tuple[int, ...]:
@@ -115,31 +103,27 @@ def _parts_of(dataset: str) -> tuple[int, ...]:
     return tuple(sorted({max(1, count // 4), max(1, count // 2), count}))
 
 
+@dataclass
 class Comparison:
     """All runs, as they come in.
 
     Attributes:
+        common: what ``RunConfig`` takes, of all runs.
+        say: takes a line of progress.
         runs: a row for each run, see ``_row``.
         skipped: what was not run, and why; ``failed`` where it started and failed.
     """
 
-    def __init__(
-        self,
-        contenders: list[Contender],
-        settings: list[Setting],
-        common: dict[str, Any],
-        say: Callable[[str], None],
-    ):
-        self.contenders = contenders
-        self.settings = settings
-        self.common = common
-        self.say = say
-        self.runs: list[dict[str, Any]] = []
-        self.skipped: list[dict[str, Any]] = []
-        self._left_out: set[tuple[str, int]] = set()
+    contenders: list[Contender]
+    settings: list[Setting]
+    common: dict[str, Any]
+    say: Callable[[str], None]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
 
     def check(self) -> None:
         """Raise ValueError, before anything runs, for settings with which no run could start."""
+        make_strategy(RunConfig(**self.common))
         most = max(setting.train_size for setting in self.settings)
         load_dataset(self.common["dataset"], train_size=most)
         for setting in self.settings:
@@ -198,7 +182,8 @@ class Comparison:
         main = self.settings[0]
         if contender.name == SINGLE:
             return setting == main or setting.world_size == main.world_size
-        return (contender.name, setting.world_size) not in self._left_out
+        left_out = {(row["contender"], row["world_size"]) for row in self.skipped}
+        return (contender.name, setting.world_size) not in left_out
 
     def _run(self, contender: Contender, setting: Setting, repeat: int) -> TrainResult | None:
         common = self.common | asdict(setting)
@@ -207,7 +192,6 @@ class Comparison:
             return train_run(contender.config(**common), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
             # What a technique cannot do it refuses before a rank starts, by ValueError.
-            self._left_out.add((contender.name, setting.world_size))
             reason = str(error).strip().splitlines()[0]
             self._skip(contender.name, setting, reason, failed=isinstance(error, WorkerError))
         return None

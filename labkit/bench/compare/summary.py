@@ -24,11 +24,8 @@ def epoch_seconds(run: dict) -> float:
 
 def runs_of(record: Record, contender: str, setting: int = 0) -> list[dict]:
     """The runs of a contender in a setting, by repeat; setting 0 is the main one."""
-    found = [
-        run
-        for run in record["runs"]
-        if run["contender"] == contender and run["setting"] == setting
-    ]
+    wanted = (contender, setting)
+    found = [run for run in record["runs"] if (run["contender"], run["setting"]) == wanted]
     return sorted(found, key=lambda run: run["repeat"])
 
 
@@ -37,9 +34,9 @@ def epoch_times(record: Record, contender: str, setting: int = 0) -> list[float]
     return [epoch_seconds(run) for run in runs_of(record, contender, setting)]
 
 
-def present(record: Record, setting: int = 0) -> list[str]:
-    """The names of the contenders that ran in a setting, in the record's order."""
-    ran = {run["contender"] for run in record["runs"] if run["setting"] == setting}
+def present(record: Record) -> list[str]:
+    """The names of the contenders that ran in the main setting, in the record's order."""
+    ran = {run["contender"] for run in record["runs"] if run["setting"] == 0}
     return [one["name"] for one in record["contenders"] if one["name"] in ran]
 
 
@@ -59,6 +56,11 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
     runs = runs_of(record, contender)
     found = [times for run in runs if (times := to_target(run, target))]
     return found if found and len(found) == len(runs) else None
+
+
+def varies(record: Record, field: str) -> bool:
+    """Whether the record has settings that differ in ``field``."""
+    return len({setting[field] for setting in record["settings"]}) > 1
 
 
 def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
@@ -104,12 +106,12 @@ def efficiency(record: Record, contender: str) -> dict[int, list[float]]:
     return {world_size: values for world_size, values in found.items() if values}
 
 
-def against_pytorch(record: Record, contender: dict, setting: int = 0) -> list[float]:
+def against_pytorch(record: Record, contender: dict) -> list[float]:
     """PyTorch's epoch / ours, repeat by repeat: above 1 ours is faster."""
     if contender["counterpart"] is None:
         return []
-    ours = {r["repeat"]: epoch_seconds(r) for r in runs_of(record, contender["name"], setting)}
-    theirs = runs_of(record, contender["counterpart"], setting)
+    ours = {r["repeat"]: epoch_seconds(r) for r in runs_of(record, contender["name"])}
+    theirs = runs_of(record, contender["counterpart"])
     pairs = [(epoch_seconds(r), ours[r["repeat"]]) for r in theirs if r["repeat"] in ours]
     return ratios(*zip(*pairs)) if pairs else []
 
@@ -144,17 +146,13 @@ def _filled(row: dict[str, float], whole: float) -> dict[str, float]:
 def report(record: Record) -> str:
     """The tables that the command prints."""
     parts = [_headline(record), _main_table(record)]
-    if len({setting["world_size"] for setting in record["settings"]}) > 1:
-        parts.append(_by(record, "world_size", "P = {}", efficiency))
-    for field, head in (("train_size", "{} samples"), ("batch_size", "batches of {}")):
-        if len({setting[field] for setting in record["settings"]}) > 1:
-            parts.append(_by(record, field, head))
+    heads = {"world_size": "P = {}", "train_size": "{} samples", "batch_size": "batches of {}"}
+    parts += [_by(record, field, head) for field, head in heads.items() if varies(record, field)]
     return "\n\n".join([*parts, *_remarks(record)])
 
 
 def _headline(record: Record) -> str:
-    config, main = record["config"], record["settings"][0]
-    hardware = record["hardware"]
+    config, main, hardware = record["config"], record["settings"][0], record["hardware"]
     cores = format_count(hardware["cores"], "core")
     machine = ", ".join(hardware["gpus"]) or f"{cores} of {hardware['cpu']}"
     return (
@@ -170,23 +168,22 @@ def _main_table(record: Record) -> str:
     header = ["contender", "epoch", "PyTorch's / ours", f"epochs to {target}", f"time to {target}"]
     header += ["accuracy", "from one device", "replicas", "sent per rank"]
     by_name = {one["name"]: one for one in record["contenders"]}
-    rows = [_main_row(record, by_name[name]) for name in present(record)]
-    return table(header, rows)
+    return table(header, [_main_row(record, by_name[name]) for name in present(record)])
 
 
 def _main_row(record: Record, contender: dict) -> list[str]:
     name = contender["name"]
-    runs = runs_of(record, name)
-    paired = against_pytorch(record, contender)
-    times = reached(record, name)
+    runs, to_reach = runs_of(record, name), ["not reached"] * 2
+    if times := reached(record, name):
+        epochs, seconds = map(statistics.median, zip(*times))
+        to_reach = [format_number(epochs), format_seconds(seconds)]
     far = [run["difference_from_single"] for run in runs if "difference_from_single" in run]
     accuracy = statistics.median(run["epochs"][-1]["test_accuracy"] for run in runs)
     return [
         name,
         _spread(epoch_times(record, name), format_seconds),
-        _spread(paired, format_number),
-        _middle(times, 0, format_number),
-        _middle(times, 1, format_seconds),
+        _spread(against_pytorch(record, contender), format_number),
+        *to_reach,
         f"{accuracy:.1%}",
         "own pace" if contender["own_pace"] else _farthest(far),
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
@@ -213,19 +210,13 @@ def _spread(repeats: list[float], text: Callable[[float], str]) -> str:
     return Spread.of(repeats).text(text) if len(repeats) > 1 else text(repeats[0])
 
 
-def _middle(times: list[tuple] | None, place: int, text: Callable[[float], str]) -> str:
-    if times is None:
-        return "not reached"
-    return text(statistics.median(pair[place] for pair in times))
-
-
-def _by(record: Record, field: str, head: str, second: Callable | None = None) -> str:
+def _by(record: Record, field: str, head: str) -> str:
     times = {name: series(record, name, field) for name in present(record)}
     values = sorted({value for by_value in times.values() for value in by_value})
     rows = []
     for name, by_value in times.items():
-        extra = second(record, name) if second else {}
-        rows.append([name, *(_cell(by_value.get(value), extra.get(value)) for value in values)])
+        parts = efficiency(record, name) if field == "world_size" else {}
+        rows.append([name, *(_cell(by_value.get(value), parts.get(value)) for value in values)])
     return table([f"epoch by {field}", *map(head.format, values)], rows)
 
 
@@ -253,16 +244,14 @@ def ranks_rule(record: Record) -> str:
     roles: dict[str, set[str]] = {}
     for run in record["runs"]:
         roles.setdefault(run["contender"], set()).update(run["phases_s"])
-    serving = [name for name, its in roles.items() if {"worker", "server"} <= its]
-    staged = [name for name, its in roles.items() if "stage" in its]
+    serving = ", ".join(name for name, its in roles.items() if {"worker", "server"} <= its)
+    staged = ", ".join(name for name, its in roles.items() if "stage" in its)
     parts = []
     if serving:
-        names = ", ".join(serving)
-        parts.append(f"Of the ranks of {names} one only serves: N ranks are N - 1 workers.")
+        parts.append(f"Of the ranks of {serving} one only serves: N ranks are N - 1 workers.")
     if staged:
-        names = ", ".join(staged)
         parts.append(
-            f"The ranks of {names} share the layers, not the batch: N ranks are N stages."
+            f"The ranks of {staged} share the layers, not the batch: N ranks are N stages."
         )
     return " ".join(parts)
 
