@@ -1,6 +1,8 @@
 """What each collective and each technique sends: steps, messages and bytes.
 
-The counts are exact: tests hold the real runs to them, byte for byte.
+The counts are exact: tests hold the real runs to them, byte for byte. Where only partial sums are
+sent (reduce, share_reduce, reduce_scatter), ``element_bytes`` is that of a partial sum: 4 for
+float16 and bfloat16, which are summed as float32 (``Reduction.wide``).
 Symbols: P ranks, N elements of one rank's tensor, S its bytes (N x the size of an element).
 """
 
@@ -82,23 +84,19 @@ def ring_all_reduce_cost(
         element_bytes: bytes of one.
         world_size: P.
         rank: whose cost.
-        partial_bytes: bytes of one element of a partial sum, if not ``element_bytes``: 4 for
-            float16 and bfloat16, whose sums are sent as float32 (``Reduction.wide``).
+        partial_bytes: bytes of one element of a partial sum, if not ``element_bytes``.
     """
-    counts = num_elements, element_bytes, world_size, rank
-    return share_reduce_cost(*counts, partial_bytes) + share_only_cost(*counts)
+    partial_sums = num_elements, partial_bytes or element_bytes, world_size, rank
+    whole_sums = num_elements, element_bytes, world_size, rank
+    return share_reduce_cost(*partial_sums) + share_only_cost(*whole_sums)
 
 
 def share_reduce_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    partial_bytes: int | None = None,
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
     """Half a ring: P - 1 steps and messages, (P - 1) / P x S bytes of partial sums."""
     steps = ring_share_reduce(rank, world_size)
-    return _chunks_cost(steps, num_elements, partial_bytes or element_bytes, world_size)
+    return _chunks_cost(steps, num_elements, element_bytes, world_size)
 
 
 def share_only_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
@@ -135,27 +133,17 @@ def broadcast_cost(
 
 
 def reduce_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    root: int = 0,
-    partial_bytes: int | None = None,
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
-    """Binomial tree: the root receives ceil(log2 P) messages, every other rank sends one.
-
-    ``partial_bytes`` as in ``ring_all_reduce_cost``.
-    """
+    """Binomial tree: the root receives ceil(log2 P) messages, every other rank sends one."""
     steps = binomial_reduce(rank, world_size, root)
-    return _transfers_cost(steps, num_elements * (partial_bytes or element_bytes))
+    return _transfers_cost(steps, num_elements * element_bytes)
 
 
 def gather_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
     """The root receives P - 1 messages, one per step; every other rank sends S bytes, once."""
-    if world_size == 1:
-        return NOTHING
     if rank == root:
         return Cost(world_size - 1, 0, 0)
     return Cost(1, 1, num_elements * element_bytes)
@@ -165,8 +153,6 @@ def scatter_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
     """The root sends P - 1 messages of S bytes (one rank's share), one per step."""
-    if world_size == 1:
-        return NOTHING
     if rank == root:
         messages = world_size - 1
         return Cost(messages, messages, messages * num_elements * element_bytes)
@@ -179,18 +165,10 @@ def all_gather_cost(num_elements: int, element_bytes: int, world_size: int, rank
 
 
 def reduce_scatter_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    partial_bytes: int | None = None,
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
-    """Share-reduce of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes.
-
-    ``partial_bytes`` as in ``ring_all_reduce_cost``.
-    """
-    total = num_elements * world_size
-    return share_reduce_cost(total, element_bytes, world_size, rank, partial_bytes)
+    """Share-reduce of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
+    return share_reduce_cost(num_elements * world_size, element_bytes, world_size, rank)
 
 
 def all_to_all_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
@@ -219,8 +197,6 @@ def parameter_server_cost(
         rank: whose cost; ranks 0 to K - 1 are servers.
         servers: K.
     """
-    if world_size == 1:
-        return NOTHING
     workers = world_size - servers
     if rank >= servers:
         return Cost(2 * servers, servers, num_elements * element_bytes)
