@@ -10,13 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from labkit.schedules.pipeline import (
-    PIPELINES,
-    Hop,
-    check_micro_batches,
-    pipeline_schedule,
-    with_hops,
-)
+from labkit.schedules.pipeline import PIPELINES, Hop, pipeline_schedule, with_hops
 from labkit.schedules.ring import RingStep, chunk_bounds, ring_share_only, ring_share_reduce
 from labkit.schedules.top_k import kept_elements
 from labkit.schedules.tree import (
@@ -28,7 +22,7 @@ from labkit.schedules.tree import (
     recursive_doubling,
     recursive_doubling_return,
 )
-from labkit.units import format_count
+from labkit.units import check_integer, format_count
 
 
 @dataclass(frozen=True)
@@ -330,10 +324,11 @@ def model_parallel_cost(
             micro-batch, or several of them without a schedule.
     """
     _check_stages(len(cut_bytes_per_sample), rank, num_stages)
-    count = min(check_micro_batches(micro_batches), batch_size)
+    check_integer("micro_batches", micro_batches)
     if schedule is None and micro_batches > 1:
         known = ", ".join(PIPELINES)
         raise ValueError(f"{micro_batches} micro-batches need a schedule: choose one of {known}")
+    count = min(micro_batches, batch_size)
     actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)
     stream = with_hops(actions, rank, num_stages, first_trained)
     hops = [step for step in stream if isinstance(step, Hop)]

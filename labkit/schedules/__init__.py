@@ -19,7 +19,6 @@ from labkit.schedules.pipeline import (
     Action as Action,
     Hop as Hop,
     Message as Message,
-    check_micro_batches as check_micro_batches,
     gpipe as gpipe,
     in_flight as in_flight,
     one_f_one_b as one_f_one_b,

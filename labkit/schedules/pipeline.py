@@ -6,8 +6,6 @@ Symbols: P stages, M micro-batches.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from labkit.units import check_integer
-
 
 class Action(NamedTuple):
     """One stage's work on one micro-batch: ``forward`` or ``backward``. Reads as F3 or B3."""
@@ -90,16 +88,6 @@ def pipeline_schedule(name: str) -> Callable[[int, int, int], Iterator[Action]]:
     if name not in PIPELINES:
         raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(PIPELINES)}")
     return PIPELINES[name]
-
-
-def check_micro_batches(count: int) -> int:
-    """``count``, if it is a number of micro-batches.
-
-    Raises:
-        ValueError: not an integer from 1 up, or one that is too large.
-    """
-    check_integer("micro_batches", count)
-    return count
 
 
 def in_flight(actions: Iterable[Action]) -> int:

@@ -31,7 +31,6 @@ from torch.nn import functional
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.workload.models import logits_of
 
 
 class DataParallel(Strategy):
@@ -179,10 +178,6 @@ class DataParallel(Strategy):
     def _count(self, phase: str, tensor: Tensor, index: int) -> None:
         if index:
             self.bytes_moved[phase] += tensor.nbytes
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        """On device 0 alone: without a backward pass there is little work to share."""
-        return logits_of(self.model, inputs.to(self.devices[0])).to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:
         """Bytes moved between devices, by phase: they bypass ``comm``."""

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from labkit.schedules.pipeline import PIPELINES, check_micro_batches, with_hops
+from labkit.schedules.pipeline import pipeline_schedule, with_hops
 from labkit.strategies.stage import StagedModel
+from labkit.units import check_integer
 
 
 class Pipeline(StagedModel):
@@ -40,12 +41,8 @@ class Pipeline(StagedModel):
         self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
     ):
         super().__init__(split_points)
-        if schedule not in PIPELINES:
-            raise ValueError(
-                f"unknown schedule {schedule!r}: choose one of {', '.join(PIPELINES)}"
-            )
-        self.micro_batches = check_micro_batches(micro_batches)
-        self.schedule = PIPELINES[schedule]
+        check_integer("micro_batches", micro_batches)
+        self.micro_batches, self.schedule = micro_batches, pipeline_schedule(schedule)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         stage = self.stage

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # The width up to which an image is small: ImageNet's stems would discard most of its pixels.
 SMALL_IMAGE_PIXELS = 64
@@ -61,20 +61,6 @@ def build_model(
         torch.default_generator.manual_seed(seed)
         layers = list(_BUILDERS[name](tuple(input_shape), num_classes))
     return _without_in_place(nn.Sequential(*layers)).to(dtype)
-
-
-def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """[n, classes] in evaluation mode, without gradients; the model is left in training mode."""
-    model.eval()
-    with torch.no_grad():
-        logits = model(inputs)
-    model.train()
-    return logits
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's parameters and buffers, on the CPU."""
-    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -171,14 +157,7 @@ def published_vgg16(num_classes: int = 10) -> nn.Sequential:
     shapes. Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
     """
     with torch.device("meta"):
-        layers: list[nn.Module] = []
-        channels = 3
-        for entry in VGG16_CHANNELS:
-            if entry == "pool":
-                layers.append(nn.MaxPool2d(2))
-                continue
-            layers += [nn.Conv2d(channels, entry, 3, padding=1), nn.ReLU()]
-            channels = entry
+        layers = list(vgg16((3, 224, 224), num_classes))[:31]
         layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU()]
         layers += [nn.Identity(), nn.Linear(4096, 4096), nn.ReLU(), nn.Identity()]
         return nn.Sequential(*layers, nn.Linear(4096, num_classes))

@@ -25,9 +25,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from labkit.comm.comm import Comm
-from labkit.schedules.pipeline import check_micro_batches
+from labkit.schedules.pipeline import pipeline_schedule
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.stage import StagedModel
+from labkit.units import check_integer
 from labkit.workload.activations import NonLeaf
 from labkit.workload.layers import output_shapes
 
@@ -61,12 +62,9 @@ class TorchPipeline(StagedModel):
         self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
     ):
         super().__init__(split_points)
-        if schedule not in _SCHEDULES:
-            raise ValueError(
-                f"unknown schedule {schedule!r}: choose one of {', '.join(_SCHEDULES)}"
-            )
-        self.micro_batches = check_micro_batches(micro_batches)
-        self.schedule = schedule
+        pipeline_schedule(schedule)  # refuses what is none
+        check_integer("micro_batches", micro_batches)
+        self.micro_batches, self.schedule = micro_batches, schedule
 
     def check_ranks(self, world_size: int) -> None:
         super().check_ranks(world_size)
