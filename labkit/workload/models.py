@@ -157,7 +157,14 @@ def published_vgg16(num_classes: int = 10) -> nn.Sequential:
     shapes. Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
     """
     with torch.device("meta"):
-        layers = list(vgg16((3, 224, 224), num_classes))[:31]
+        layers: list[nn.Module] = []
+        channels = 3
+        for entry in VGG16_CHANNELS:
+            if entry == "pool":
+                layers.append(nn.MaxPool2d(2))
+                continue
+            layers += [nn.Conv2d(channels, entry, 3, padding=1), nn.ReLU()]
+            channels = entry
         layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU()]
         layers += [nn.Identity(), nn.Linear(4096, 4096), nn.ReLU(), nn.Identity()]
         return nn.Sequential(*layers, nn.Linear(4096, num_classes))
