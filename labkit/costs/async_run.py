@@ -29,10 +29,6 @@ class AsyncRun:
     def trace(self) -> Trace:
         return Trace.merge([self.spans])
 
-    @property
-    def gradients_per_s(self) -> float:
-        return len(self.updates) / self.duration_s
-
     def mean_staleness(self) -> float:
         """The mean over the updates; 0 if there is none."""
         return sum(u.staleness for u in self.updates) / max(1, len(self.updates))

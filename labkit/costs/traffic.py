@@ -1,9 +1,11 @@
 """What each collective and each technique sends: steps, messages and bytes.
 
-The counts are exact: tests hold the real runs to them, byte for byte. Where only partial sums are
-sent (reduce, share_reduce, reduce_scatter), ``element_bytes`` is that of a partial sum: 4 for
-float16 and bfloat16, which are summed as float32 (``Reduction.wide``).
-Symbols: P ranks, N elements of one rank's tensor, S its bytes (N x the size of an element).
+The counts are exact: tests hold the real runs to them, byte for byte. ``rank`` is the one whose
+cost is asked for, ``element_bytes`` the size of an element. ``partial_bytes`` is that of a partial
+sum, where it differs: float16 and bfloat16 are summed as float32 (``Reduction.wide``). Where only
+partial sums are sent (reduce, share_reduce, reduce_scatter), ``element_bytes`` is theirs.
+
+Symbols: P ranks, N elements of one rank's tensor, S its bytes.
 """
 
 import math
@@ -72,13 +74,6 @@ def ring_all_reduce_cost(
 
     The fraction is exact when P divides N; otherwise chunks differ by one element, and so do the
     ranks: the sum over the schedule's chunks is always exact.
-
-    Args:
-        num_elements: N.
-        element_bytes: bytes of one.
-        world_size: P.
-        rank: whose cost.
-        partial_bytes: bytes of one element of a partial sum, if not ``element_bytes``.
     """
     partial_sums = num_elements, partial_bytes or element_bytes, world_size, rank
     whole_sums = num_elements, element_bytes, world_size, rank
@@ -110,7 +105,7 @@ def tree_all_reduce_cost(
 
     Otherwise two more steps: with Q the largest power of two below P, ranks Q and up only send
     once and receive once, and each of the first P - Q ranks receives one more tensor and sends
-    one more. ``partial_bytes`` as in ``ring_all_reduce_cost``.
+    one more.
     """
     partial = num_elements * (partial_bytes or element_bytes)
     doubling = _transfers_cost(recursive_doubling(rank, world_size), partial)
@@ -182,14 +177,8 @@ def parameter_server_cost(
 
     A worker pushes one slice to each server and pulls one back: 2 K steps, K messages, S bytes.
     A server receives W slices of S / K bytes and sends as many: 2 W steps, W messages, W / K x S
-    bytes. With P = 1 the only rank is server and worker, and nothing is sent.
-
-    Args:
-        num_elements: trained parameters; slices differ by at most one element.
-        element_bytes: bytes of one.
-        world_size: P.
-        rank: whose cost; ranks 0 to K - 1 are servers.
-        servers: K.
+    bytes. With P = 1 the only rank is server and worker, and nothing is sent. Ranks 0 to K - 1 are
+    servers; their slices of the N trained parameters differ by at most one element.
     """
     workers = world_size - servers
     if rank >= servers:
@@ -280,9 +269,6 @@ def ddp_update_cost(
     Args:
         bucket_elements: elements of each bucket. The number of buckets changes the messages,
             2 (P - 1) per bucket, and hardly the bytes.
-        element_bytes: bytes of one.
-        world_size: P.
-        rank: whose cost.
         buffer_bytes: of the module's buffers, one number per dtype.
     """
     total = NOTHING

@@ -57,15 +57,8 @@ class Profile:
 class StageCosts:
     """What any stage of a model costs, for one number of stages, link and schedule.
 
-    Stages are given by number and layers, ``start`` to ``end`` - 1.
-
-    Args:
-        profile: costs of the layers.
-        num_stages: P.
-        link: between two stages.
-        micro_batches: M, at most one per sample.
-        schedule: a name in ``schedules.PIPELINES``.
-        frozen: the number of layers, from the first on, that are not trained.
+    Stages are given by number and layers, ``start`` to ``end`` - 1. The arguments are those of
+    ``planner.best_split``.
 
     Raises:
         ValueError: settings that no split can have.

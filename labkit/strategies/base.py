@@ -26,6 +26,9 @@ class Strategy:
     It is made before the ranks start and travels to each of them, so its constructor refuses
     options that do not go together, and ``setup`` does everything else.
 
+    Where samples are divided, frozen parameters are left out, and a parameter without a gradient
+    counts as zero. With dropout no run equals one device: each rank draws its own random numbers.
+
     Attributes:
         in_one_process: world size N means N ``devices`` in one process instead of N ranks.
         devices: of a technique in one process, one per replica or stage.

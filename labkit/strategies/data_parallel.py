@@ -37,10 +37,9 @@ class DataParallel(Strategy):
     """Synchronous data parallelism on the devices of one process, by hand.
 
     Batch statistics (BatchNorm): each replica normalises with its own part's, and device 0's
-    running averages are kept, as in ``nn.DataParallel``; the others are overwritten. Frozen
-    parameters are left out; one without a gradient counts as zero. A batch of fewer samples than
-    devices leaves the last devices idle. Parameters of several dtypes travel in the widest.
-    Dropout: each replica draws its own random numbers, so no run with it equals one device.
+    running averages are kept, as in ``nn.DataParallel``; the others are overwritten. A batch of
+    fewer samples than devices leaves the last devices idle. Parameters of several dtypes travel in
+    the widest.
 
     Args:
         devices: of the replicas, by name: ``("cpu", "cpu")``; one may be named twice.

@@ -25,8 +25,7 @@ class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
     Batch statistics (BatchNorm): each micro-batch is normalised by its own, and the running
-    averages take them in one by one, as with gradient accumulation on one device. Dropout, tied
-    and frozen parameters: as in ``ModelParallel``.
+    averages take them in one by one, as with gradient accumulation on one device.
 
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.

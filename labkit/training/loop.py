@@ -6,13 +6,13 @@ ranks together. So two techniques differ in nothing but the technique.
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
@@ -57,8 +57,13 @@ def fit(comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool) -> Ran
         torch.backends.cudnn.allow_tf32 = False
     dtype = getattr(torch, config.dtype)
     data = load_dataset(config.dataset, train_size=config.train_size, dtype=dtype)
+    sizes = {"num_classes": data.num_classes, "input_shape": data.input_shape}
     # No name for the model here: a strategy may keep only a part of it, and free the rest.
-    strategy.setup(comm, _build(config, data, dtype), partial(_sgd, config))
+    strategy.setup(
+        comm,
+        build_model(config.model, **sizes, seed=config.seed, dtype=dtype),
+        partial(torch.optim.SGD, lr=float(config.lr), momentum=config.momentum),
+    )
     if isinstance(strategy, OwnPaceStrategy):
         epochs, sent = _at_own_pace(comm, config, data, strategy, verbose)
     else:
@@ -67,20 +72,6 @@ def fit(comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool) -> Ran
     strategy.close()
     kept = state if comm.rank == 0 else None
     return RankReport(epochs, *(sent or (None, None)), checksum(state), kept, notes)
-
-
-def _build(config: RunConfig, data: Data, dtype: torch.dtype) -> nn.Module:
-    return build_model(
-        config.model,
-        num_classes=data.num_classes,
-        input_shape=data.input_shape,
-        seed=config.seed,
-        dtype=dtype,
-    )
-
-
-def _sgd(config: RunConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=float(config.lr), momentum=config.momentum)
 
 
 def _in_step(
