@@ -12,18 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from labkit.schedules import tree
 from labkit.schedules.pipeline import PIPELINES, Hop, pipeline_schedule, with_hops
 from labkit.schedules.ring import RingStep, chunk_bounds, ring_share_only, ring_share_reduce
 from labkit.schedules.top_k import kept_elements
-from labkit.schedules.tree import (
-    Transfer,
-    binomial_broadcast,
-    binomial_reduce,
-    dissemination,
-    pairwise_exchange,
-    recursive_doubling,
-    recursive_doubling_return,
-)
 from labkit.units import check_integer, format_count
 
 
@@ -108,8 +100,8 @@ def tree_all_reduce_cost(
     one more.
     """
     partial = num_elements * (partial_bytes or element_bytes)
-    doubling = _transfers_cost(recursive_doubling(rank, world_size), partial)
-    back = recursive_doubling_return(rank, world_size)
+    doubling = _transfers_cost(tree.recursive_doubling(rank, world_size), partial)
+    back = tree.recursive_doubling_return(rank, world_size)
     return doubling + _transfers_cost(back, num_elements * element_bytes)
 
 
@@ -117,7 +109,7 @@ def broadcast_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
     """Binomial tree: the root sends ceil(log2 P) messages of S bytes, all ranks together P - 1."""
-    steps = binomial_broadcast(rank, world_size, root)
+    steps = tree.binomial_broadcast(rank, world_size, root)
     return _transfers_cost(steps, num_elements * element_bytes)
 
 
@@ -125,7 +117,7 @@ def reduce_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
     """Binomial tree: the root receives ceil(log2 P) messages, every other rank sends one."""
-    steps = binomial_reduce(rank, world_size, root)
+    steps = tree.binomial_reduce(rank, world_size, root)
     return _transfers_cost(steps, num_elements * element_bytes)
 
 
@@ -162,12 +154,12 @@ def reduce_scatter_cost(
 
 def all_to_all_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
     """Pairwise exchange of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
-    return _transfers_cost(pairwise_exchange(rank, world_size), num_elements * element_bytes)
+    return _transfers_cost(tree.pairwise_exchange(rank, world_size), num_elements * element_bytes)
 
 
 def barrier_cost(world_size: int, rank: int = 0) -> Cost:
     """Dissemination: ceil(log2 P) steps and messages of one byte."""
-    return _transfers_cost(dissemination(rank, world_size), 1)
+    return _transfers_cost(tree.dissemination(rank, world_size), 1)
 
 
 def parameter_server_cost(
@@ -344,7 +336,7 @@ def _chunks_cost(
     return Cost(len(sent), len(sent), sum(sent) * element_bytes)
 
 
-def _transfers_cost(steps: Iterable[Transfer], size_bytes: int) -> Cost:
+def _transfers_cost(steps: Iterable[tree.Transfer], size_bytes: int) -> Cost:
     """Each step with a destination sends ``size_bytes``."""
     steps = list(steps)
     messages = sum(step.dst is not None for step in steps)

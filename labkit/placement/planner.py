@@ -18,13 +18,7 @@ from dataclasses import dataclass
 from labkit.costs.link import Link
 from labkit.costs.makespan import pipeline_streams
 from labkit.costs.pipeline_timeline import Slot, predicted_slots
-from labkit.placement.search import (
-    Combine,
-    StageCost,
-    cheapest_cuts,
-    cheapest_rest,
-    search_cuts,
-)
+from labkit.placement.search import Combine, StageCost, cheapest_cuts, cheapest_rest, search_cuts
 from labkit.placement.stage_costs import Profile, StageCosts
 from labkit.schedules.stages import check_split_points, stage_bounds
 from labkit.units import format_bytes, format_count

@@ -45,10 +45,7 @@ class ParameterServer(Strategy):
     """
 
     def __init__(
-        self,
-        servers: int = 1,
-        accumulate: int = 1,
-        straggler: tuple[int, float] | None = None,
+        self, servers: int = 1, accumulate: int = 1, straggler: tuple[int, float] | None = None
     ):
         check_straggler(straggler, servers)
         self.servers = servers

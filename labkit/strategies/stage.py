@@ -62,6 +62,7 @@ class Stage:
     ):
         self.comm = comm
         self.index, self.count = comm.rank, comm.world_size
+        self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         names, layers = zip(*named_layers(model))
         points = check_split_points(split_points, len(layers), self.count)
         self.bounds = stage_bounds(points, len(layers))
@@ -76,14 +77,6 @@ class Stage:
         self.held_bytes = 0
         self._measures = True
         self._shapes: dict[tuple, list] = {}
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
 
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1

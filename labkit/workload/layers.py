@@ -64,10 +64,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def output_shapes(
-    model: nn.Module,
-    input_shape: Shape,
-    batch_size: int = 1,
-    dtype: torch.dtype | None = None,
+    model: nn.Module, input_shape: Shape, batch_size: int = 1, dtype: torch.dtype | None = None
 ) -> list[tuple[torch.Size, torch.dtype]]:
     """By layer, the shape [batch_size, ...] and dtype of its output.
 
