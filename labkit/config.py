@@ -41,7 +41,7 @@ def _text(default: str | None, metavar: str, help: str) -> Any:
 
 
 def _choice(default: str | None, choices: tuple[str, ...], help: str) -> Any:
-    return _setting(default, "|".join(choices), help, partial(_check_choice, choices))
+    return _setting(default, "|".join(choices), help, partial(units.check_choice, known=choices))
 
 
 def _integer(
@@ -59,11 +59,6 @@ def _number(default: float | None, metavar: str, help: str, most: float) -> Any:
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a text, got {value!r}")
-
-
-def _check_choice(choices: tuple[str, ...], name: str, value: Any) -> None:
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
 
 
 def _check_flag(name: str, value: Any) -> None:

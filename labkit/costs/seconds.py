@@ -10,9 +10,7 @@ et al., "Scaling distributed machine learning with the parameter server" (2014).
 import math
 
 from labkit.costs.link import Link
-from labkit.units import format_count
-
-_ALGORITHMS = ("naive", "tree", "ring")
+from labkit.units import check_choice, format_count
 
 
 def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: Link) -> float:
@@ -29,10 +27,7 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
     Raises:
         ValueError: an unknown algorithm, a world size below 1, a negative size.
     """
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(
-            f"unknown algorithm {algorithm!r}: choose one of {', '.join(_ALGORITHMS)}"
-        )
+    check_choice("algorithm", algorithm, ("naive", "tree", "ring"))
     if num_bytes < 0:
         raise ValueError(f"a tensor of {num_bytes} bytes does not exist: give 0 or more")
     fixed_s, per_byte_s = _line(algorithm, world_size, link)

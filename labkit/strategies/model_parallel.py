@@ -25,9 +25,6 @@ class ModelParallel(StagedModel):
 
     Every layer sees the whole batch, so this equals one device, BatchNorm included. Parameters may
     be tied across stages; no gradient is sent to the first stages if these are frozen.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
     """
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

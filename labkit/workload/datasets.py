@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.units import check_choice
 from labkit.workload.models import import_torchvision
 
 REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
@@ -24,24 +25,12 @@ REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
 _Part = tuple[Tensor, Tensor]
 
 # File, size in bytes, SHA-256; data/make_digits.py wrote them, data/README.md lists them.
-_DIGITS_FILES = {
-    "train-images-idx3-ubyte": (
-        91_984,
-        "29f287361ba63f4c1e31807f62dece0a3ce7ef58d575afb7390cd90a7f3a5790",
-    ),
-    "train-labels-idx1-ubyte": (
-        1_445,
-        "88b4e19a9f2f12d3602dd4127525c495b3a6437997bea80b9ba035341cf8da55",
-    ),
-    "t10k-images-idx3-ubyte": (
-        23_056,
-        "26b730c58aae552f4ee63dce0aae72c8f4f0382d91ec9ef076128c43985bbdcb",
-    ),
-    "t10k-labels-idx1-ubyte": (
-        368,
-        "a351e0b1f5ae62b48b757c2676d9f9de215374c19c027345506bbd9ccf81f1ed",
-    ),
-}
+_DIGITS_FILES = """\
+train-images-idx3-ubyte 91984 29f287361ba63f4c1e31807f62dece0a3ce7ef58d575afb7390cd90a7f3a5790
+train-labels-idx1-ubyte 1445 88b4e19a9f2f12d3602dd4127525c495b3a6437997bea80b9ba035341cf8da55
+t10k-images-idx3-ubyte 23056 26b730c58aae552f4ee63dce0aae72c8f4f0382d91ec9ef076128c43985bbdcb
+t10k-labels-idx1-ubyte 368 a351e0b1f5ae62b48b757c2676d9f9de215374c19c027345506bbd9ccf81f1ed
+"""
 _RESTORE = "restore it with `git checkout -- data/digits` in the workbook's folder"
 
 
@@ -114,8 +103,7 @@ def load_dataset(
         FileNotFoundError: the data are not there; the message says how to get them.
         ConnectionError: the download failed.
     """
-    if name not in DATASETS:
-        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(DATASETS)}")
+    check_choice("data set", name, DATASETS)
     if train_size is not None and train_size < 1:
         raise ValueError(f"train_size is at least 1, got {train_size}")
     if name == "fake":
@@ -155,18 +143,18 @@ def fake_data(
 
 def _read_digits(folder: Path) -> tuple[_Part, _Part]:
     train_images, train_targets, test_images, test_targets = (
-        _read_idx(folder / file_name) for file_name in _DIGITS_FILES
+        _read_idx(folder, *line.split()) for line in _DIGITS_FILES.splitlines()
     )
     return (train_images.unsqueeze(1), train_targets), (test_images.unsqueeze(1), test_targets)
 
 
-def _read_idx(path: Path) -> Tensor:
+def _read_idx(folder: Path, name: str, size_bytes: str, sha256: str) -> Tensor:
     """Read a file of digits: two zeros, a type, the rank, big-endian sizes, then uint8 values."""
+    path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {_RESTORE}")
     content = path.read_bytes()
-    size_bytes, sha256 = _DIGITS_FILES[path.name]
-    if len(content) != size_bytes:
+    if len(content) != int(size_bytes):
         raise ValueError(
             f"{path} is damaged: {len(content)} bytes, expected {size_bytes}; {_RESTORE}"
         )

@@ -19,6 +19,8 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from labkit.units import check_choice
+
 # The width up to which an image is small: ImageNet's stems would discard most of its pixels.
 SMALL_IMAGE_PIXELS = 64
 # Four values per channel: BatchNorm still works on a rank's share of one sample.
@@ -49,8 +51,7 @@ def build_model(
         ValueError: unknown name, or a shape that the model cannot take.
         ImportError: mobilenet and resnet18 need torchvision, and it does not load.
     """
-    if name not in _BUILDERS:
-        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
+    check_choice("model", name, MODELS)
     if len(input_shape) != 3 or min(input_shape) < 1:
         raise ValueError(f"input_shape is (channels, height, width), got {tuple(input_shape)}")
     if num_classes < 1:
@@ -60,7 +61,11 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         layers = list(_BUILDERS[name](tuple(input_shape), num_classes))
-    return _without_in_place(nn.Sequential(*layers)).to(dtype)
+    model = nn.Sequential(*layers)
+    for module in model.modules():
+        if isinstance(module, nn.ReLU | nn.ReLU6):
+            module.inplace = False
+    return model.to(dtype)
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -226,13 +231,6 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
         else:
             for module in strided:
                 module.stride = (1, 1)
-
-
-def _without_in_place(model: nn.Sequential) -> nn.Sequential:
-    for module in model.modules():
-        if isinstance(module, nn.ReLU | nn.ReLU6):
-            module.inplace = False
-    return model
 
 
 _BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Iterable[nn.Module]]] = {

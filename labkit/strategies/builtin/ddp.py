@@ -54,13 +54,8 @@ class TorchDDP(Strategy):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.gradients.add(
-            inputs,
-            targets,
-            divisor=batch_size / self.comm.world_size,
-            no_sync=self.replica.no_sync,
-            even_if_empty=True,
-        )
+        divisor, no_sync = batch_size / self.comm.world_size, self.replica.no_sync
+        loss = self.gradients.add(inputs, targets, divisor, no_sync, even_if_empty=True)
         self.gradients.update(self.optimizer)
         return loss
 
