@@ -263,12 +263,8 @@ def ddp_update_cost(
             2 (P - 1) per bucket, and hardly the bytes.
         buffer_bytes: of the module's buffers, one number per dtype.
     """
-    total = NOTHING
-    for elements in bucket_elements:
-        total += ring_all_reduce_cost(elements, element_bytes, world_size, rank)
-    for num_bytes in buffer_bytes:
-        total += broadcast_cost(num_bytes, 1, world_size, rank)
-    return total
+    rings = [ring_all_reduce_cost(n, element_bytes, world_size, rank) for n in bucket_elements]
+    return sum([*rings, *(broadcast_cost(n, 1, world_size, rank) for n in buffer_bytes)], NOTHING)
 
 
 def model_parallel_cost(

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm.comm import Comm
-from labkit.schedules.stages import as_split_points, stage_bounds
+from labkit.schedules.stages import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.stage import on_several
 from labkit.trace import ClockTimer, CudaTimer
-from labkit.units import format_count
 from labkit.workload.layers import layers_of
 
 _KEPT_HOPS = 10_000
@@ -57,11 +56,7 @@ class ModelParallelOneProcess(Strategy):
                 "give each stage its own process"
             )
         self.split_points = as_split_points(split_points)
-        if len(devices) != len(self.split_points) + 1:
-            raise ValueError(
-                f"{format_count(len(devices), 'device')} for "
-                f"{format_count(len(self.split_points) + 1, 'stage')}: name one per stage"
-            )
+        check_devices(len(devices), self.split_points)
         self.devices = [torch.device(name) for name in devices]
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
