@@ -126,9 +126,8 @@ def _as_they_come(
 
 def _until(spans: Iterable[Span], until_s: float) -> tuple[Span, ...]:
     """The spans cut off at ``until_s``, without empty ones."""
-    cut = [
+    return tuple(
         Span(s.rank, s.kind, s.start_s, min(s.end_s, until_s))
         for s in spans
-        if s.start_s < until_s
-    ]
-    return tuple(span for span in cut if span.duration_s > 0)
+        if s.start_s < min(s.end_s, until_s)
+    )

@@ -165,18 +165,14 @@ class DataParallel(Strategy):
 
     def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
         """``tensor`` from device 0 to device ``index``; a real copy between CPU replicas, too."""
-        self._count(phase, tensor, index)
+        self.bytes_moved[phase] += tensor.nbytes if index else 0
         device = self.devices[index]
         return tensor.to(device, non_blocking=device.type == "cuda", copy=index > 0)
 
     def _fetch(self, phase: str, tensor: Tensor, index: int) -> Tensor:
         """``tensor`` from device ``index`` to device 0."""
-        self._count(phase, tensor, index)
+        self.bytes_moved[phase] += tensor.nbytes if index else 0
         return tensor.to(self.devices[0], non_blocking=self.devices[0].type == "cuda")
-
-    def _count(self, phase: str, tensor: Tensor, index: int) -> None:
-        if index:
-            self.bytes_moved[phase] += tensor.nbytes
 
     def notes(self) -> dict[str, Any]:
         """Bytes moved between devices, by phase: they bypass ``comm``."""

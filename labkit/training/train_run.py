@@ -45,7 +45,6 @@ def train_run(
     """Train as ``config`` says.
 
     Args:
-        config: the settings.
         timeout_s: the run's deadline.
         download: fetch the data set first where it is absent.
         verbose: print a line per epoch.
