@@ -137,16 +137,12 @@ class TorchPipeline(StagedModel):
             output_args=_meta(*leaving, stage.index >= stage.first_trained),
         ).traced_by(stage.comm)
 
-    def _check_dtypes(self, entering: list[torch.dtype]) -> None:
-        """Raise ValueError, on all ranks alike, if integers cross a cut and gradients must, too.
-
-        Args:
-            entering: the inputs' dtype, by layer.
-        """
+    def _check_dtypes(self, dtype_by_layer: list[torch.dtype]) -> None:
+        """Raise ValueError, on all ranks alike, if integers cross a cut and gradients must, too."""
         # No gradient crosses the cuts before this one.
         first = self.stage.first_trained
         for point in self.split_points[first:]:
-            dtype = entering[point]
+            dtype = dtype_by_layer[point]
             if not (dtype.is_floating_point or dtype.is_complex):
                 raise ValueError(
                     f"what crosses the cut at split point {point} is {dtype}, and PyTorch's "
