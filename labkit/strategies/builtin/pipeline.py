@@ -138,7 +138,7 @@ class TorchPipeline(StagedModel):
         ).traced_by(stage.comm)
 
     def _check_dtypes(self, dtype_by_layer: list[torch.dtype]) -> None:
-        """Raise ValueError, on all ranks alike, if integers cross a cut that gradients must, too."""
+        """Raise ValueError, on all ranks alike, if integers cross a cut and gradients have to."""
         # No gradient crosses the cuts before this one.
         first = self.stage.first_trained
         for point in self.split_points[first:]:
