@@ -9,6 +9,7 @@ from typing import Any
 
 from labkit import units
 from labkit.schedules.pipeline import PIPELINES
+from labkit.schedules.stages import check_devices
 from labkit.units import format_count
 
 BACKENDS = ("auto", "gloo", "nccl", "labkit")
@@ -41,7 +42,7 @@ def _text(default: str | None, metavar: str, help: str) -> Any:
 
 
 def _choice(default: str | None, choices: tuple[str, ...], help: str) -> Any:
-    return _setting(default, "|".join(choices), help, partial(_check_choice, choices))
+    return _setting(default, "|".join(choices), help, partial(units.check_choice, known=choices))
 
 
 def _integer(
@@ -59,11 +60,6 @@ def _number(default: float | None, metavar: str, help: str, most: float) -> Any:
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a text, got {value!r}")
-
-
-def _check_choice(choices: tuple[str, ...], name: str, value: Any) -> None:
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
 
 
 def _check_flag(name: str, value: Any) -> None:
@@ -139,7 +135,7 @@ class RunConfig:
                 setting.metadata["check"](setting.name, value)
         units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
         if self.devices is not None and self.split_points is not None:
-            _check_one_each(parse_devices(self.devices), parse_split_points(self.split_points))
+            check_devices(len(parse_devices(self.devices)), parse_split_points(self.split_points))
         if self.devices is not None:
             self._follow("devices", len(parse_devices(self.devices)))
         if self.split_points is not None:
@@ -251,12 +247,3 @@ def parse_split_points(text: str) -> tuple[int, ...]:
     if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
         raise ValueError(f"split_points must be layers, as in 5,12, got {shortened(text)}")
     return tuple(map(int, words))
-
-
-def _check_one_each(devices: tuple[str, ...], split_points: tuple[int, ...]) -> None:
-    if len(devices) != len(split_points) + 1:
-        raise ValueError(
-            f"{format_count(len(devices), 'device')} for "
-            f"{format_count(len(split_points) + 1, 'stage')}: name one a stage, or leave devices "
-            "out and give each stage a process of its own"
-        )

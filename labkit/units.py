@@ -4,7 +4,7 @@ Texts of the command line and arguments are checked alike, before a rank starts.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from reprlib import repr as shortened
 from typing import Any
 
@@ -57,6 +57,16 @@ def parse_bytes(text: str) -> int:
             f"size {shortened(text)} is not known: give bytes, or KiB, MiB, GiB as in 4KiB"
         )
     return int(match[1]) * _BYTES_IN[match[2]]
+
+
+def check_choice(kind: str, value: object, known: Collection[str]) -> None:
+    """Refuse what is not in ``known``.
+
+    Raises:
+        ValueError: the message lists what is.
+    """
+    if value not in known:
+        raise ValueError(f"unknown {kind} {value!r}: choose one of {', '.join(known)}")
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> None:

@@ -70,7 +70,7 @@ def measure(
 ) -> dict[str, dict]:
     """On each rank: everything that one result needs, as this rank's seconds."""
     over_gloo = _gloo_comm(comm)
-    transports = {"shared" if comm.shares_memory else dist.get_backend(): comm}
+    transports = {"shared" if comm.transport.shares_memory else dist.get_backend(): comm}
     if over_gloo:
         transports["gloo"] = over_gloo
     found: dict[str, dict] = {

@@ -19,8 +19,7 @@ from labkit.check.grading.exercise import with_parameters
 from labkit.check.grading.in_process import Question, Wrong, ask
 from labkit.check.grading.report import told
 from labkit.comm.comm import Comm
-from labkit.costs.pipeline_timeline import Slot, predicted_slots
-from labkit.costs.pipeline_timeline import bubble as idle_share
+from labkit.costs.pipeline_timeline import Slot, bubble as idle_share, predicted_slots
 from labkit.schedules.pipeline import Action, Hop, Message, in_flight, with_hops
 from labkit.strategies.stage import Stage
 from labkit.units import format_count

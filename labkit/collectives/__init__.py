@@ -24,37 +24,23 @@ The exact numbers are in ``labkit.costs.traffic``. Gradients in half the bytes o
 ``compressed``.
 """
 
-from labkit.collectives.barrier import dissemination_barrier
-from labkit.collectives.fast_ring import fast_ring_all_reduce
-from labkit.collectives.naive import naive_all_reduce
-from labkit.collectives.pairwise import all_to_all
-from labkit.collectives.reduction import Reduction
+from labkit.collectives.barrier import dissemination_barrier as dissemination_barrier
+from labkit.collectives.fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
+from labkit.collectives.naive import naive_all_reduce as naive_all_reduce
+from labkit.collectives.pairwise import all_to_all as all_to_all
+from labkit.collectives.reduction import Reduction as Reduction
 from labkit.collectives.ring import (
-    all_gather,
-    reduce_scatter,
-    ring_all_reduce,
-    share_only,
-    share_reduce,
+    all_gather as all_gather,
+    reduce_scatter as reduce_scatter,
+    ring_all_reduce as ring_all_reduce,
+    share_only as share_only,
+    share_reduce as share_reduce,
 )
-from labkit.collectives.rooted import broadcast, gather, reduce, scatter
-from labkit.collectives.sparse import sparse_all_reduce
-from labkit.collectives.tree import tree_all_reduce
-
-__all__ = [
-    "Reduction",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "dissemination_barrier",
-    "fast_ring_all_reduce",
-    "gather",
-    "naive_all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "ring_all_reduce",
-    "scatter",
-    "share_only",
-    "share_reduce",
-    "sparse_all_reduce",
-    "tree_all_reduce",
-]
+from labkit.collectives.rooted import (
+    broadcast as broadcast,
+    gather as gather,
+    reduce as reduce,
+    scatter as scatter,
+)
+from labkit.collectives.sparse import sparse_all_reduce as sparse_all_reduce
+from labkit.collectives.tree import tree_all_reduce as tree_all_reduce

@@ -23,8 +23,7 @@ from labkit.collectives.common import in_place
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import ring_all_reduce, split_chunks
 from labkit.comm.comm import Comm
-from labkit.schedules.ring import RingStep
-from labkit.schedules.ring import ring_all_reduce as timetable
+from labkit.schedules.ring import RingStep, ring_all_reduce as timetable
 
 
 def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:

@@ -29,10 +29,6 @@ class AsyncRun:
     def trace(self) -> Trace:
         return Trace.merge([self.spans])
 
-    @property
-    def gradients_per_s(self) -> float:
-        return len(self.updates) / self.duration_s
-
     def mean_staleness(self) -> float:
         """The mean over the updates; 0 if there is none."""
         return sum(u.staleness for u in self.updates) / max(1, len(self.updates))
@@ -130,9 +126,8 @@ def _as_they_come(
 
 def _until(spans: Iterable[Span], until_s: float) -> tuple[Span, ...]:
     """The spans cut off at ``until_s``, without empty ones."""
-    cut = [
+    return tuple(
         Span(s.rank, s.kind, s.start_s, min(s.end_s, until_s))
         for s in spans
-        if s.start_s < until_s
-    ]
-    return tuple(span for span in cut if span.duration_s > 0)
+        if s.start_s < min(s.end_s, until_s)
+    )

@@ -57,8 +57,6 @@ def predict_step(
         sizes_bytes: of the parameters, as the model registers them.
         gradient_s: by parameter, when backward has its gradient.
         cap_bytes: of a bucket, see ``assign_buckets``.
-        world_size: P.
-        link: between two ranks.
     """
     buckets = assign_buckets(sizes_bytes, cap_bytes)
     bucket_bytes = [sum(sizes_bytes[index] for index in bucket) for bucket in buckets]

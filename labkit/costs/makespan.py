@@ -36,7 +36,6 @@ def makespan_s(
 
     Args:
         schedule: a name in ``schedules.PIPELINES``.
-        micro_batches: M.
         forward_s, backward_s: by stage, seconds for one micro-batch.
         hop_s: by cut, seconds from a stage to the next one, and back.
         first_trained: stages before it have no backward.

@@ -10,7 +10,7 @@ et al., "Scaling distributed machine learning with the parameter server" (2014).
 import math
 
 from labkit.costs.link import Link
-from labkit.units import format_count
+from labkit.units import check_choice, format_count
 
 
 def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: Link) -> float:
@@ -27,8 +27,7 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
     Raises:
         ValueError: an unknown algorithm, a world size below 1, a negative size.
     """
-    if algorithm not in _PATHS:
-        raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(_PATHS)}")
+    check_choice("algorithm", algorithm, ("naive", "tree", "ring"))
     if num_bytes < 0:
         raise ValueError(f"a tensor of {num_bytes} bytes does not exist: give 0 or more")
     fixed_s, per_byte_s = _line(algorithm, world_size, link)
@@ -85,25 +84,12 @@ def _line(algorithm: str, world_size: int, link: Link) -> tuple[float, float]:
     """(seconds at S = 0, seconds per byte of S) of an all-reduce."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world size {world_size!r} is not a number of ranks: give 1 or more")
-    messages, sent, added = _PATHS[algorithm](world_size)
-    return messages * link.alpha_s, sent * link.beta_s_per_byte + added * link.gamma_s_per_byte
-
-
-def _naive_path(world_size: int) -> tuple[int, int, int]:
-    others = world_size - 1
-    return 2 * others, 2 * others, others
-
-
-def _tree_path(world_size: int) -> tuple[int, int, int]:
-    doublings = world_size.bit_length() - 1
+    others, doublings = world_size - 1, world_size.bit_length() - 1
     fold = 2**doublings < world_size
-    return doublings + 2 * fold, doublings + 2 * fold, doublings + fold
-
-
-def _ring_path(world_size: int) -> tuple[int, float, float]:
-    others = world_size - 1
-    return 2 * others, 2 * others / world_size, others / world_size
-
-
-# Along the longest path, by P: messages, bytes sent in units of S, bytes added in units of S.
-_PATHS = {"naive": _naive_path, "tree": _tree_path, "ring": _ring_path}
+    # Along the longest path: messages, bytes sent in units of S, bytes added in units of S.
+    messages, sent, added = {
+        "naive": (2 * others, 2 * others, others),
+        "tree": (doublings + 2 * fold, doublings + 2 * fold, doublings + fold),
+        "ring": (2 * others, 2 * others / world_size, others / world_size),
+    }[algorithm]
+    return messages * link.alpha_s, sent * link.beta_s_per_byte + added * link.gamma_s_per_byte

@@ -1,32 +1,22 @@
 """What each collective and each technique sends: steps, messages and bytes.
 
-The counts are exact: tests hold the real runs to them, byte for byte.
-Symbols: P ranks, N elements of one rank's tensor, S its bytes (N x the size of an element).
+The counts are exact: tests hold the real runs to them, byte for byte. ``rank`` is the one whose
+cost is asked for, ``element_bytes`` the size of an element. ``partial_bytes`` is that of a partial
+sum, where it differs: float16 and bfloat16 are summed as float32 (``Reduction.wide``). Where only
+partial sums are sent (reduce, share_reduce, reduce_scatter), ``element_bytes`` is theirs.
+
+Symbols: P ranks, N elements of one rank's tensor, S its bytes.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from labkit.schedules.pipeline import (
-    PIPELINES,
-    Hop,
-    check_micro_batches,
-    pipeline_schedule,
-    with_hops,
-)
+from labkit.schedules import tree
+from labkit.schedules.pipeline import PIPELINES, Hop, pipeline_schedule, with_hops
 from labkit.schedules.ring import RingStep, chunk_bounds, ring_share_only, ring_share_reduce
 from labkit.schedules.top_k import kept_elements
-from labkit.schedules.tree import (
-    Transfer,
-    binomial_broadcast,
-    binomial_reduce,
-    dissemination,
-    pairwise_exchange,
-    recursive_doubling,
-    recursive_doubling_return,
-)
-from labkit.units import format_count
+from labkit.units import check_integer, format_count
 
 
 @dataclass(frozen=True)
@@ -76,29 +66,18 @@ def ring_all_reduce_cost(
 
     The fraction is exact when P divides N; otherwise chunks differ by one element, and so do the
     ranks: the sum over the schedule's chunks is always exact.
-
-    Args:
-        num_elements: N.
-        element_bytes: bytes of one.
-        world_size: P.
-        rank: whose cost.
-        partial_bytes: bytes of one element of a partial sum, if not ``element_bytes``: 4 for
-            float16 and bfloat16, whose sums are sent as float32 (``Reduction.wide``).
     """
-    counts = num_elements, element_bytes, world_size, rank
-    return share_reduce_cost(*counts, partial_bytes) + share_only_cost(*counts)
+    partial_sums = num_elements, partial_bytes or element_bytes, world_size, rank
+    whole_sums = num_elements, element_bytes, world_size, rank
+    return share_reduce_cost(*partial_sums) + share_only_cost(*whole_sums)
 
 
 def share_reduce_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    partial_bytes: int | None = None,
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
     """Half a ring: P - 1 steps and messages, (P - 1) / P x S bytes of partial sums."""
     steps = ring_share_reduce(rank, world_size)
-    return _chunks_cost(steps, num_elements, partial_bytes or element_bytes, world_size)
+    return _chunks_cost(steps, num_elements, element_bytes, world_size)
 
 
 def share_only_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
@@ -118,11 +97,11 @@ def tree_all_reduce_cost(
 
     Otherwise two more steps: with Q the largest power of two below P, ranks Q and up only send
     once and receive once, and each of the first P - Q ranks receives one more tensor and sends
-    one more. ``partial_bytes`` as in ``ring_all_reduce_cost``.
+    one more.
     """
     partial = num_elements * (partial_bytes or element_bytes)
-    doubling = _transfers_cost(recursive_doubling(rank, world_size), partial)
-    back = recursive_doubling_return(rank, world_size)
+    doubling = _transfers_cost(tree.recursive_doubling(rank, world_size), partial)
+    back = tree.recursive_doubling_return(rank, world_size)
     return doubling + _transfers_cost(back, num_elements * element_bytes)
 
 
@@ -130,32 +109,22 @@ def broadcast_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
     """Binomial tree: the root sends ceil(log2 P) messages of S bytes, all ranks together P - 1."""
-    steps = binomial_broadcast(rank, world_size, root)
+    steps = tree.binomial_broadcast(rank, world_size, root)
     return _transfers_cost(steps, num_elements * element_bytes)
 
 
 def reduce_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    root: int = 0,
-    partial_bytes: int | None = None,
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
-    """Binomial tree: the root receives ceil(log2 P) messages, every other rank sends one.
-
-    ``partial_bytes`` as in ``ring_all_reduce_cost``.
-    """
-    steps = binomial_reduce(rank, world_size, root)
-    return _transfers_cost(steps, num_elements * (partial_bytes or element_bytes))
+    """Binomial tree: the root receives ceil(log2 P) messages, every other rank sends one."""
+    steps = tree.binomial_reduce(rank, world_size, root)
+    return _transfers_cost(steps, num_elements * element_bytes)
 
 
 def gather_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
     """The root receives P - 1 messages, one per step; every other rank sends S bytes, once."""
-    if world_size == 1:
-        return NOTHING
     if rank == root:
         return Cost(world_size - 1, 0, 0)
     return Cost(1, 1, num_elements * element_bytes)
@@ -165,8 +134,6 @@ def scatter_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0, root: int = 0
 ) -> Cost:
     """The root sends P - 1 messages of S bytes (one rank's share), one per step."""
-    if world_size == 1:
-        return NOTHING
     if rank == root:
         messages = world_size - 1
         return Cost(messages, messages, messages * num_elements * element_bytes)
@@ -179,28 +146,20 @@ def all_gather_cost(num_elements: int, element_bytes: int, world_size: int, rank
 
 
 def reduce_scatter_cost(
-    num_elements: int,
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    partial_bytes: int | None = None,
+    num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
-    """Share-reduce of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes.
-
-    ``partial_bytes`` as in ``ring_all_reduce_cost``.
-    """
-    total = num_elements * world_size
-    return share_reduce_cost(total, element_bytes, world_size, rank, partial_bytes)
+    """Share-reduce of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
+    return share_reduce_cost(num_elements * world_size, element_bytes, world_size, rank)
 
 
 def all_to_all_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
     """Pairwise exchange of P tensors per rank, S bytes each: P - 1 steps, (P - 1) S bytes."""
-    return _transfers_cost(pairwise_exchange(rank, world_size), num_elements * element_bytes)
+    return _transfers_cost(tree.pairwise_exchange(rank, world_size), num_elements * element_bytes)
 
 
 def barrier_cost(world_size: int, rank: int = 0) -> Cost:
     """Dissemination: ceil(log2 P) steps and messages of one byte."""
-    return _transfers_cost(dissemination(rank, world_size), 1)
+    return _transfers_cost(tree.dissemination(rank, world_size), 1)
 
 
 def parameter_server_cost(
@@ -210,17 +169,9 @@ def parameter_server_cost(
 
     A worker pushes one slice to each server and pulls one back: 2 K steps, K messages, S bytes.
     A server receives W slices of S / K bytes and sends as many: 2 W steps, W messages, W / K x S
-    bytes. With P = 1 the only rank is server and worker, and nothing is sent.
-
-    Args:
-        num_elements: trained parameters; slices differ by at most one element.
-        element_bytes: bytes of one.
-        world_size: P.
-        rank: whose cost; ranks 0 to K - 1 are servers.
-        servers: K.
+    bytes. With P = 1 the only rank is server and worker, and nothing is sent. Ranks 0 to K - 1 are
+    servers; their slices of the N trained parameters differ by at most one element.
     """
-    if world_size == 1:
-        return NOTHING
     workers = world_size - servers
     if rank >= servers:
         return Cost(2 * servers, servers, num_elements * element_bytes)
@@ -310,17 +261,10 @@ def ddp_update_cost(
     Args:
         bucket_elements: elements of each bucket. The number of buckets changes the messages,
             2 (P - 1) per bucket, and hardly the bytes.
-        element_bytes: bytes of one.
-        world_size: P.
-        rank: whose cost.
         buffer_bytes: of the module's buffers, one number per dtype.
     """
-    total = NOTHING
-    for elements in bucket_elements:
-        total += ring_all_reduce_cost(elements, element_bytes, world_size, rank)
-    for num_bytes in buffer_bytes:
-        total += broadcast_cost(num_bytes, 1, world_size, rank)
-    return total
+    rings = [ring_all_reduce_cost(n, element_bytes, world_size, rank) for n in bucket_elements]
+    return sum([*rings, *(broadcast_cost(n, 1, world_size, rank) for n in buffer_bytes)], NOTHING)
 
 
 def model_parallel_cost(
@@ -354,10 +298,11 @@ def model_parallel_cost(
             micro-batch, or several of them without a schedule.
     """
     _check_stages(len(cut_bytes_per_sample), rank, num_stages)
-    count = min(check_micro_batches(micro_batches), batch_size)
+    check_integer("micro_batches", micro_batches)
     if schedule is None and micro_batches > 1:
         known = ", ".join(PIPELINES)
         raise ValueError(f"{micro_batches} micro-batches need a schedule: choose one of {known}")
+    count = min(micro_batches, batch_size)
     actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)
     stream = with_hops(actions, rank, num_stages, first_trained)
     hops = [step for step in stream if isinstance(step, Hop)]
@@ -387,7 +332,7 @@ def _chunks_cost(
     return Cost(len(sent), len(sent), sum(sent) * element_bytes)
 
 
-def _transfers_cost(steps: Iterable[Transfer], size_bytes: int) -> Cost:
+def _transfers_cost(steps: Iterable[tree.Transfer], size_bytes: int) -> Cost:
     """Each step with a destination sends ``size_bytes``."""
     steps = list(steps)
     messages = sum(step.dst is not None for step in steps)

@@ -8,15 +8,10 @@ even_split     a split by counted FLOPs, the same in every process
 vgg16_splits   split points of VGG16 to compare
 """
 
-from labkit.placement.planner import SplitModel, best_split, predict_split
-from labkit.placement.stage_costs import LayerCost, Profile
-from labkit.placement.vgg16_splits import VGG16_SPLITS
-
-__all__ = [
-    "VGG16_SPLITS",
-    "LayerCost",
-    "Profile",
-    "SplitModel",
-    "best_split",
-    "predict_split",
-]
+from labkit.placement.planner import (
+    SplitModel as SplitModel,
+    best_split as best_split,
+    predict_split as predict_split,
+)
+from labkit.placement.stage_costs import LayerCost as LayerCost, Profile as Profile
+from labkit.placement.vgg16_splits import VGG16_SPLITS as VGG16_SPLITS

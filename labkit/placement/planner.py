@@ -18,16 +18,10 @@ from dataclasses import dataclass
 from labkit.costs.link import Link
 from labkit.costs.makespan import pipeline_streams
 from labkit.costs.pipeline_timeline import Slot, predicted_slots
-from labkit.placement.search import (
-    Combine,
-    StageCost,
-    cheapest_cuts,
-    cheapest_rest,
-    search_cuts,
-)
+from labkit.placement.search import Combine, StageCost, cheapest_cuts, cheapest_rest, search_cuts
 from labkit.placement.stage_costs import Profile, StageCosts
 from labkit.schedules.stages import check_split_points, stage_bounds
-from labkit.units import format_bytes, format_count
+from labkit.units import check_choice, format_bytes, format_count
 
 OBJECTIVES = ("step", "largest_stage")
 
@@ -137,8 +131,7 @@ def best_split(
         ValueError: more stages than layers, impossible settings, or a cap that no split keeps
             (the message names the smallest possible one).
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    check_choice("objective", objective, OBJECTIVES)
     costs = StageCosts(profile, num_stages, link, micro_batches, schedule, frozen)
     if memory_cap_bytes is not None:
         _check_cap(costs, memory_cap_bytes)

@@ -31,8 +31,6 @@ def profile_layers(
         batch_size: samples.
         input_shape: of one sample.
         repeats: counted passes through the model, after one to warm up.
-        device: where to measure.
-        name: of the model, for the profile.
         dtype: of the samples, as in ``output_shapes``.
 
     Raises:

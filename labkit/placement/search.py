@@ -32,7 +32,6 @@ def cheapest_rest(
     Args:
         cost: of one stage, 0 or more; ``math.inf`` where it is not allowed.
         num_layers: L, at least P.
-        num_stages: P.
         combine: the cost of a stage with that of the stages after it.
 
     Returns:
@@ -90,7 +89,6 @@ def search_cuts(
         through: what a stage adds to the start of all stages after it.
         total: of a whole split, given its split points; never below the lower bound.
         num_layers: L, at least P.
-        num_stages: P.
     """
     rest = cheapest_rest(cost, num_layers, num_stages, max)
     best: tuple[float, tuple[int, ...]] = (math.inf, ())

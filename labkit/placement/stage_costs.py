@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from labkit.costs.link import Link
 from labkit.costs.makespan import makespan_s
-from labkit.schedules.pipeline import check_micro_batches, in_flight, pipeline_schedule
+from labkit.schedules.pipeline import in_flight, pipeline_schedule
 from labkit.schedules.stages import stage_bounds
+from labkit.units import check_integer
 
 # What training holds for a parameter: value, gradient, momentum.
 _TRAINED_VALUES = 3
@@ -56,15 +57,8 @@ class Profile:
 class StageCosts:
     """What any stage of a model costs, for one number of stages, link and schedule.
 
-    Stages are given by number and layers, ``start`` to ``end`` - 1.
-
-    Args:
-        profile: costs of the layers.
-        num_stages: P.
-        link: between two stages.
-        micro_batches: M, at most one per sample.
-        schedule: a name in ``schedules.PIPELINES``.
-        frozen: the number of layers, from the first on, that are not trained.
+    Stages are given by number and layers, ``start`` to ``end`` - 1. The arguments are those of
+    ``planner.best_split``.
 
     Raises:
         ValueError: settings that no split can have.
@@ -82,7 +76,7 @@ class StageCosts:
         layers = profile.layers
         _check_up_to_layers("num_stages", num_stages, 1, profile)
         _check_up_to_layers("frozen", frozen, 0, profile)
-        check_micro_batches(micro_batches)
+        check_integer("micro_batches", micro_batches)
         self.num_layers, self.num_stages = len(layers), num_stages
         self.micro_batches = micro_batches = min(micro_batches, profile.batch_size)
         self.link, self.schedule = link, schedule

@@ -13,77 +13,47 @@ The real run executes a schedule, the figures draw it and the tests compare it w
 it is written once.
 """
 
-from labkit.schedules.buckets import assign_buckets
+from labkit.schedules.buckets import assign_buckets as assign_buckets
 from labkit.schedules.pipeline import (
-    PIPELINES,
-    Action,
-    Hop,
-    Message,
-    check_micro_batches,
-    gpipe,
-    in_flight,
-    one_f_one_b,
-    pipeline_schedule,
-    with_hops,
+    PIPELINES as PIPELINES,
+    Action as Action,
+    Hop as Hop,
+    Message as Message,
+    gpipe as gpipe,
+    in_flight as in_flight,
+    one_f_one_b as one_f_one_b,
+    pipeline_schedule as pipeline_schedule,
+    with_hops as with_hops,
 )
 from labkit.schedules.ring import (
-    RingStep,
-    chunk_bounds,
-    owned_chunk,
-    ring_all_reduce,
-    ring_contributions,
-    ring_share_only,
-    ring_share_reduce,
+    RingStep as RingStep,
+    chunk_bounds as chunk_bounds,
+    owned_chunk as owned_chunk,
+    ring_all_reduce as ring_all_reduce,
+    ring_contributions as ring_contributions,
+    ring_share_only as ring_share_only,
+    ring_share_reduce as ring_share_reduce,
 )
-from labkit.schedules.servers import server_turns, worker_turns
-from labkit.schedules.stages import as_split_points, check_split_points, stage_bounds, stage_ends
-from labkit.schedules.staleness import StalenessTracker, Update, check_bound, in_time
-from labkit.schedules.top_k import kept_elements
+from labkit.schedules.servers import server_turns as server_turns, worker_turns as worker_turns
+from labkit.schedules.stages import (
+    as_split_points as as_split_points,
+    check_split_points as check_split_points,
+    stage_bounds as stage_bounds,
+    stage_ends as stage_ends,
+)
+from labkit.schedules.staleness import (
+    StalenessTracker as StalenessTracker,
+    Update as Update,
+    check_bound as check_bound,
+    in_time as in_time,
+)
+from labkit.schedules.top_k import kept_elements as kept_elements
 from labkit.schedules.tree import (
-    Transfer,
-    binomial_broadcast,
-    binomial_reduce,
-    dissemination,
-    pairwise_exchange,
-    recursive_doubling,
-    recursive_doubling_return,
+    Transfer as Transfer,
+    binomial_broadcast as binomial_broadcast,
+    binomial_reduce as binomial_reduce,
+    dissemination as dissemination,
+    pairwise_exchange as pairwise_exchange,
+    recursive_doubling as recursive_doubling,
+    recursive_doubling_return as recursive_doubling_return,
 )
-
-__all__ = [
-    "PIPELINES",
-    "Action",
-    "Hop",
-    "Message",
-    "RingStep",
-    "StalenessTracker",
-    "Transfer",
-    "Update",
-    "as_split_points",
-    "assign_buckets",
-    "binomial_broadcast",
-    "binomial_reduce",
-    "check_bound",
-    "check_micro_batches",
-    "check_split_points",
-    "chunk_bounds",
-    "dissemination",
-    "gpipe",
-    "in_flight",
-    "in_time",
-    "kept_elements",
-    "one_f_one_b",
-    "owned_chunk",
-    "pairwise_exchange",
-    "pipeline_schedule",
-    "recursive_doubling",
-    "recursive_doubling_return",
-    "ring_all_reduce",
-    "ring_contributions",
-    "ring_share_only",
-    "ring_share_reduce",
-    "server_turns",
-    "stage_bounds",
-    "stage_ends",
-    "with_hops",
-    "worker_turns",
-]

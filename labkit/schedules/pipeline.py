@@ -6,7 +6,7 @@ Symbols: P stages, M micro-batches.
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from labkit.units import check_integer
+from labkit.units import check_choice
 
 
 class Action(NamedTuple):
@@ -87,19 +87,8 @@ def pipeline_schedule(name: str) -> Callable[[int, int, int], Iterator[Action]]:
     Raises:
         ValueError: an unknown name.
     """
-    if name not in PIPELINES:
-        raise ValueError(f"unknown schedule {name!r}: choose one of {', '.join(PIPELINES)}")
+    check_choice("schedule", name, PIPELINES)
     return PIPELINES[name]
-
-
-def check_micro_batches(count: int) -> int:
-    """``count``, if it is a number of micro-batches.
-
-    Raises:
-        ValueError: not an integer from 1 up, or one that is too large.
-    """
-    check_integer("micro_batches", count)
-    return count
 
 
 def in_flight(actions: Iterable[Action]) -> int:
@@ -121,12 +110,8 @@ def with_hops(
     to a neighbour and what it next needs from the same neighbour make a single ``Hop``: if stage 0
     sends F1's activation while stage 1 sends B0's gradient, neither waits for the other.
 
-    Args:
-        actions: of this stage, in order.
-        stage: 0 to P - 1.
-        num_stages: P.
-        first_trained: the stages before it train nothing: they have no backward, and no gradient
-            is sent to them.
+    The stages before ``first_trained`` train nothing: they have no backward, and no gradient is
+    sent to them.
     """
     send = None
     for action in actions:

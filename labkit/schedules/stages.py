@@ -24,6 +24,16 @@ def as_split_points(split_points: Sequence[int]) -> tuple[int, ...]:
     return tuple(split_points)
 
 
+def check_devices(num_devices: int, split_points: Sequence[int]) -> None:
+    """Raise ValueError unless there is a device for each stage."""
+    if num_devices != len(split_points) + 1:
+        raise ValueError(
+            f"{format_count(num_devices, 'device')} for "
+            f"{format_count(len(split_points) + 1, 'stage')}: name one a stage, or leave devices "
+            "out and give each stage a process of its own"
+        )
+
+
 def check_split_points(
     split_points: Sequence[int], num_layers: int, num_stages: int | None = None
 ) -> tuple[int, ...]:

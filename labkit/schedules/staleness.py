@@ -63,7 +63,10 @@ class StalenessTracker:
         Of the waiting workers it is the one with the oldest version: if it has to wait, all do.
         """
         oldest = min(self.held, key=self.pulled.__getitem__, default=None)
-        return oldest if oldest is not None and self._may_apply(oldest) else None
+        if oldest is None or self.bound is None:
+            return oldest
+        others = [version for worker, version in self.pulled.items() if worker != oldest]
+        return oldest if in_time(others, self.version + 1, self.bound) else None
 
     def apply(self, worker: int) -> None:
         """The gradient of ``worker`` has become an update."""
@@ -82,10 +85,6 @@ class StalenessTracker:
         if worker in self.held:
             self.held.remove(worker)
         del self.pulled[worker]
-
-    def _may_apply(self, worker: int) -> bool:
-        others = [version for other, version in self.pulled.items() if other != worker]
-        return self.bound is None or in_time(others, self.version + 1, self.bound)
 
 
 def in_time(pulled: Iterable[int], version: int, bound: int) -> bool:

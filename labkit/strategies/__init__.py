@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from labkit.units import check_choice
+
 if TYPE_CHECKING:  # it imports torch, and to check a name should take no time
     from labkit.strategies.base import Strategy
 
@@ -33,8 +35,7 @@ STRATEGIES = tuple(TECHNIQUES)
 
 def check_name(name: str) -> None:
     """Raise ValueError, listing the known names, for an unknown one."""
-    if name not in TECHNIQUES:
-        raise ValueError(f"unknown strategy {name!r}: choose one of {', '.join(STRATEGIES)}")
+    check_choice("strategy", name, STRATEGIES)
 
 
 def get(name: str, *, builtin: bool = False, in_one_process: bool = False) -> "type[Strategy]":

@@ -40,8 +40,7 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     An epoch ends when its number of shares have been worked through, by any workers: meanwhile a
     fast one takes its shares of the next epoch. An empty share counts as worked through and makes
-    no update. The loss of an epoch is the mean over the samples pushed during it. Frozen
-    parameters are neither pushed nor pulled; one without a gradient counts as zero.
+    no update. The loss of an epoch is the mean over the samples pushed during it.
 
     Batch statistics (BatchNorm): each worker normalises with its own share's. The server takes the
     running averages and counters of the latest push as they are, and a pull returns them: they are

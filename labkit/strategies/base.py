@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.workload.models import logits_of, state_of
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
@@ -27,13 +26,17 @@ class Strategy:
     It is made before the ranks start and travels to each of them, so its constructor refuses
     options that do not go together, and ``setup`` does everything else.
 
+    Where samples are divided, frozen parameters are left out, and a parameter without a gradient
+    counts as zero. With dropout no run equals one device: each rank draws its own random numbers.
+
     Attributes:
         in_one_process: world size N means N ``devices`` in one process instead of N ranks.
         devices: of a technique in one process, one per replica or stage.
         survives_lost_workers: the run continues when a rank other than 0 dies.
         through_comm: all its traffic passes through ``comm``, which counts it.
-        comm, model: set by ``setup``; ``model`` is this rank's whole model on its device. A
-            technique that does not hold one there has its own ``predict`` and ``full_state``.
+        comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
+            ``devices[0]``. A technique that does not hold one there has its own ``predict`` and
+            ``full_state``.
     """
 
     in_one_process = False
@@ -80,16 +83,21 @@ class Strategy:
     def end_epoch(self) -> None:
         """Make equal on all ranks what the steps leave different, such as batch statistics."""
 
+    @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
-        """Logits [n, classes] in evaluation mode, without gradients.
+        """Logits [n, classes] in evaluation mode; the model is left in training mode.
 
         None on a rank that does not obtain them, because it holds only a part of the model.
         """
-        return logits_of(self.model, inputs)
+        self.model.eval()
+        logits = self.model(inputs.to(self.devices[0] if self.devices else self.comm.device))
+        self.model.train()
+        return logits.to(self.comm.device)
 
     def full_state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, put together again, on the CPU."""
-        return state_of(self.model)
+        state = self.model.state_dict()
+        return {name: value.detach().cpu().clone() for name, value in state.items()}
 
     def notes(self) -> dict[str, Any]:
         """What is special about the run, for the report; the same keys on every rank."""

@@ -31,17 +31,15 @@ from torch.nn import functional
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.workload.models import logits_of
 
 
 class DataParallel(Strategy):
     """Synchronous data parallelism on the devices of one process, by hand.
 
     Batch statistics (BatchNorm): each replica normalises with its own part's, and device 0's
-    running averages are kept, as in ``nn.DataParallel``; the others are overwritten. Frozen
-    parameters are left out; one without a gradient counts as zero. A batch of fewer samples than
-    devices leaves the last devices idle. Parameters of several dtypes travel in the widest.
-    Dropout: each replica draws its own random numbers, so no run with it equals one device.
+    running averages are kept, as in ``nn.DataParallel``; the others are overwritten. A batch of
+    fewer samples than devices leaves the last devices idle. Parameters of several dtypes travel in
+    the widest.
 
     Args:
         devices: of the replicas, by name: ``("cpu", "cpu")``; one may be named twice.
@@ -167,22 +165,14 @@ class DataParallel(Strategy):
 
     def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
         """``tensor`` from device 0 to device ``index``; a real copy between CPU replicas, too."""
-        self._count(phase, tensor, index)
+        self.bytes_moved[phase] += tensor.nbytes if index else 0
         device = self.devices[index]
         return tensor.to(device, non_blocking=device.type == "cuda", copy=index > 0)
 
     def _fetch(self, phase: str, tensor: Tensor, index: int) -> Tensor:
         """``tensor`` from device ``index`` to device 0."""
-        self._count(phase, tensor, index)
+        self.bytes_moved[phase] += tensor.nbytes if index else 0
         return tensor.to(self.devices[0], non_blocking=self.devices[0].type == "cuda")
-
-    def _count(self, phase: str, tensor: Tensor, index: int) -> None:
-        if index:
-            self.bytes_moved[phase] += tensor.nbytes
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        """On device 0 alone: without a backward pass there is little work to share."""
-        return logits_of(self.model, inputs.to(self.devices[0])).to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:
         """Bytes moved between devices, by phase: they bypass ``comm``."""

@@ -33,7 +33,6 @@ class LocalGradients:
     """Forward and backward of one rank's share of a batch, and the update that suits them.
 
     Args:
-        comm: this rank's Comm.
         model: on ``comm.device``, in training mode; parameters keep their dtype.
         accumulate: micro-batches that a share is cut into, as evenly as possible. The gradient is
             that of the whole share, unless layers look across samples: BatchNorm normalises each

@@ -23,12 +23,8 @@ from labkit.strategies.stage import StagedModel
 class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
-    Every layer sees the whole batch, so this equals one device, BatchNorm included (dropout not:
-    each rank draws its own random numbers). Tied parameters may be on several stages; no gradient
-    is sent to the first stages if these are frozen.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
+    Every layer sees the whole batch, so this equals one device, BatchNorm included. Parameters may
+    be tied across stages; no gradient is sent to the first stages if these are frozen.
     """
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm.comm import Comm
-from labkit.schedules.stages import as_split_points, stage_bounds
+from labkit.schedules.stages import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.stage import on_several
 from labkit.trace import ClockTimer, CudaTimer
-from labkit.units import format_count
-from labkit.workload.layers import named_layers
+from labkit.workload.layers import layers_of
 
 _KEPT_HOPS = 10_000
 
@@ -34,9 +33,8 @@ _KEPT_HOPS = 10_000
 class ModelParallelOneProcess(Strategy):
     """Stage s of the model on device s, all in one process.
 
-    Every layer sees the whole batch, so this equals one device, BatchNorm included (dropout not:
-    each device draws its own random numbers). ``notes`` gives the bytes and seconds of the hops,
-    except in the first step, which warms up.
+    Every layer sees the whole batch, so this equals one device, BatchNorm included. ``notes`` has
+    the bytes and seconds of the hops, except in the first step, which warms up.
 
     Args:
         split_points: layers that begin a stage, one fewer than there are devices.
@@ -58,16 +56,12 @@ class ModelParallelOneProcess(Strategy):
                 "give each stage its own process"
             )
         self.split_points = as_split_points(split_points)
-        if len(devices) != len(self.split_points) + 1:
-            raise ValueError(
-                f"{format_count(len(devices), 'device')} for "
-                f"{format_count(len(self.split_points) + 1, 'stage')}: name one per stage"
-            )
+        check_devices(len(devices), self.split_points)
         self.devices = [torch.device(name) for name in devices]
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model = comm, model
-        layers = [layer for _, layer in named_layers(model)]
+        layers = layers_of(model)
         parts = [
             nn.ModuleList(layers[a:b]) for a, b in stage_bounds(self.split_points, len(layers))
         ]

@@ -35,8 +35,6 @@ class ParameterServer(Strategy):
 
     Batch statistics (BatchNorm): each worker normalises with its own share's; at the end of an
     epoch all ranks get the mean of the workers' running averages, and the first worker's counters.
-    Frozen parameters are neither pushed nor pulled; one without a gradient counts as zero.
-    Dropout: each worker draws its own random numbers, so no run equals one device.
 
     Args:
         servers: K, below the world size.
@@ -47,10 +45,7 @@ class ParameterServer(Strategy):
     """
 
     def __init__(
-        self,
-        servers: int = 1,
-        accumulate: int = 1,
-        straggler: tuple[int, float] | None = None,
+        self, servers: int = 1, accumulate: int = 1, straggler: tuple[int, float] | None = None
     ):
         check_straggler(straggler, servers)
         self.servers = servers

@@ -16,16 +16,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from labkit.schedules.pipeline import PIPELINES, check_micro_batches, with_hops
+from labkit.schedules.pipeline import pipeline_schedule, with_hops
 from labkit.strategies.stage import StagedModel
+from labkit.units import check_integer
 
 
 class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
     Batch statistics (BatchNorm): each micro-batch is normalised by its own, and the running
-    averages take them in one by one, as with gradient accumulation on one device. Dropout, tied
-    and frozen parameters: as in ``ModelParallel``.
+    averages take them in one by one, as with gradient accumulation on one device.
 
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.
@@ -40,12 +40,8 @@ class Pipeline(StagedModel):
         self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
     ):
         super().__init__(split_points)
-        if schedule not in PIPELINES:
-            raise ValueError(
-                f"unknown schedule {schedule!r}: choose one of {', '.join(PIPELINES)}"
-            )
-        self.micro_batches = check_micro_batches(micro_batches)
-        self.schedule = PIPELINES[schedule]
+        check_integer("micro_batches", micro_batches)
+        self.micro_batches, self.schedule = micro_batches, pipeline_schedule(schedule)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         stage = self.stage

@@ -24,9 +24,7 @@ class RingAllReduce(Strategy):
 
     Batch statistics (BatchNorm): each rank normalises with its own share's, as in DDP; at the end
     of an epoch the running averages are averaged over the ranks, and counters taken from rank 0,
-    so that replicas agree. Frozen parameters are left out; one without a gradient counts as zero.
-    Dropout: each rank draws its own random numbers, so replicas agree with each other, but not
-    with one device.
+    so that replicas agree.
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.

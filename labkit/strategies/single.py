@@ -1,7 +1,4 @@
-"""One device: the reference. Every synchronous technique has to end with the same parameters.
-
-Except with layers that draw random numbers (dropout): each rank draws its own.
-"""
+"""One device: the reference. Every synchronous technique has to end with the same parameters."""
 
 from torch import Tensor, nn
 

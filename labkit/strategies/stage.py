@@ -21,7 +21,7 @@ from torch.nn import functional
 from labkit.collectives import all_gather, broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
-from labkit.schedules.stages import as_split_points, stage_bounds
+from labkit.schedules.stages import as_split_points, check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
@@ -34,9 +34,6 @@ class Stage:
     Every rank is given the same seeded model and keeps its slice. A tied parameter, of layers on
     several stages, lives on each of them: ``update`` sums its gradients first, so that all stages
     make the same step. Where nothing before a cut is trained, no gradient crosses it.
-
-    With layers that draw random numbers (dropout) the result differs from one device: each rank
-    draws its own.
 
     Args:
         comm: this rank's Comm; its world size is the number of stages.
@@ -65,13 +62,10 @@ class Stage:
     ):
         self.comm = comm
         self.index, self.count = comm.rank, comm.world_size
+        self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         names, layers = zip(*named_layers(model))
-        self.bounds = stage_bounds(split_points, len(layers))
-        if len(self.bounds) != self.count:
-            raise ValueError(
-                f"{format_count(len(self.bounds), 'stage')} for "
-                f"{format_count(self.count, 'rank')}: each rank holds one stage"
-            )
+        points = check_split_points(split_points, len(layers), self.count)
+        self.bounds = stage_bounds(points, len(layers))
         stages = [nn.ModuleList(layers[start:end]) for start, end in self.bounds]
         self.first_trained = _first_trained(stages)
         self.tied = _tied(stages)
@@ -83,14 +77,6 @@ class Stage:
         self.held_bytes = 0
         self._measures = True
         self._shapes: dict[tuple, list] = {}
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
 
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1

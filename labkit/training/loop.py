@@ -6,13 +6,13 @@ ranks together. So two techniques differ in nothing but the technique.
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
@@ -57,61 +57,50 @@ def fit(comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool) -> Ran
         torch.backends.cudnn.allow_tf32 = False
     dtype = getattr(torch, config.dtype)
     data = load_dataset(config.dataset, train_size=config.train_size, dtype=dtype)
+    sizes = {"num_classes": data.num_classes, "input_shape": data.input_shape}
     # No name for the model here: a strategy may keep only a part of it, and free the rest.
-    strategy.setup(comm, _build(config, data, dtype), partial(_sgd, config))
+    strategy.setup(
+        comm,
+        build_model(config.model, **sizes, seed=config.seed, dtype=dtype),
+        partial(torch.optim.SGD, lr=float(config.lr), momentum=config.momentum),
+    )
     if isinstance(strategy, OwnPaceStrategy):
-        epochs, sent = _at_own_pace(comm, config, data, strategy, verbose)
+        epochs, sent = _at_own_pace(config, data, strategy, verbose)
     else:
-        epochs, sent = _in_step(comm, config, data, strategy, verbose)
+        epochs, sent = _in_step(config, data, strategy, verbose)
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
     kept = state if comm.rank == 0 else None
     return RankReport(epochs, *(sent or (None, None)), checksum(state), kept, notes)
 
 
-def _build(config: RunConfig, data: Data, dtype: torch.dtype) -> nn.Module:
-    return build_model(
-        config.model,
-        num_classes=data.num_classes,
-        input_shape=data.input_shape,
-        seed=config.seed,
-        dtype=dtype,
-    )
-
-
-def _sgd(config: RunConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=float(config.lr), momentum=config.momentum)
-
-
 def _in_step(
-    comm: Comm, config: RunConfig, data: Data, strategy: Strategy, verbose: bool
+    config: RunConfig, data: Data, strategy: Strategy, verbose: bool
 ) -> tuple[list[Row], Sent]:
     """All ranks work on the same batch."""
     epochs: list[Row] = []
     sent: Sent = (0, 0)
     for epoch in range(config.epochs):
         before, start_s = strategy.sent(), time.perf_counter()
-        loss_sum = _train_epoch(comm, config, data, strategy, epoch)
+        loss_sum = _train_epoch(config, data, strategy, epoch)
         seconds = time.perf_counter() - start_s
         # Evaluation stays outside the clock and the counters: it is not the technique's.
         sent = _added(sent, before, strategy.sent())
-        correct = _correct(comm, data, strategy, *strategy.share())
-        epochs.append(_row(comm, data, loss_sum, correct) | {"seconds": seconds})
-        if verbose and comm.rank == 0:
+        correct = _correct(data, strategy, *strategy.share())
+        epochs.append(_row(strategy.comm, data, loss_sum, correct) | {"seconds": seconds})
+        if verbose and strategy.comm.rank == 0:
             _print_epoch(epoch, config.epochs, epochs[-1])
     return epochs, sent
 
 
-def _train_epoch(
-    comm: Comm, config: RunConfig, data: Data, strategy: Strategy, epoch: int
-) -> Tensor:
+def _train_epoch(config: RunConfig, data: Data, strategy: Strategy, epoch: int) -> Tensor:
     """One pass over the training samples; returns this rank's sum of losses, float64 [1]."""
-    total = torch.zeros(1, dtype=torch.float64, device=comm.device)
+    total = torch.zeros(1, dtype=torch.float64, device=strategy.comm.device)
     batches = _epoch_batches(config, data, epoch)
     for number, batch in enumerate(batches):
-        total += strategy.step(*_load(comm, data, batch, strategy.share())).detach()
+        total += strategy.step(*_load(data, batch, strategy)).detach()
         done = epoch * len(batches) + number + 1
-        comm.progress(done, config.epochs * len(batches), f"steps, epoch {epoch + 1}")
+        strategy.comm.progress(done, config.epochs * len(batches), f"steps, epoch {epoch + 1}")
     strategy.end_epoch()
     return total
 
@@ -124,7 +113,7 @@ def _added(total: Sent, before: Sent, after: Sent) -> Sent:
 
 
 def _at_own_pace(
-    comm: Comm, config: RunConfig, data: Data, strategy: OwnPaceStrategy, verbose: bool
+    config: RunConfig, data: Data, strategy: OwnPaceStrategy, verbose: bool
 ) -> tuple[list[Row], Sent]:
     """No rank waits for the others.
 
@@ -132,14 +121,14 @@ def _at_own_pace(
     for it would make the ranks wait for each other.
     """
     steps = len(_epoch_batches(config, data, 0))
-    batches = _endless_shares(comm, config, data, strategy.share())
+    batches = _endless_shares(config, data, strategy)
     ends = [(*end, strategy.full_state()) for end in strategy.train(batches, steps, config.epochs)]
     sent = strategy.sent()
     epochs: list[Row] = []
     before_s = 0.0
     for epoch, (passed_s, loss, state) in enumerate(ends):
         strategy.load_state(state)
-        accuracy = _correct(comm, data, strategy, 0, 1).item() / len(data.test_targets)
+        accuracy = _correct(data, strategy, 0, 1).item() / len(data.test_targets)
         seconds = passed_s - before_s
         before_s = passed_s
         epochs.append({"loss": loss.item(), "test_accuracy": accuracy, "seconds": seconds})
@@ -153,25 +142,25 @@ def _epoch_batches(config: RunConfig, data: Data, epoch: int) -> Sequence[Tensor
     return batch_slices(order, config.batch_size)
 
 
-def _load(comm: Comm, data: Data, batch: Tensor, part: tuple[int, int]) -> Batch:
+def _load(data: Data, batch: Tensor, strategy: Strategy) -> Batch:
     """This rank's samples of a global batch, on its device, and the size of that batch."""
+    comm = strategy.comm
     with comm.span("data"):
-        mine = share(batch, *part)
+        mine = share(batch, *strategy.share())
         inputs = data.train_inputs[mine].to(comm.device)
         targets = data.train_targets[mine].to(comm.device)
     return inputs, targets, len(batch)
 
 
-def _endless_shares(
-    comm: Comm, config: RunConfig, data: Data, part: tuple[int, int]
-) -> Iterator[Batch]:
+def _endless_shares(config: RunConfig, data: Data, strategy: Strategy) -> Iterator[Batch]:
     for epoch in itertools.count():
         for batch in _epoch_batches(config, data, epoch):
-            yield _load(comm, data, batch, part)
+            yield _load(data, batch, strategy)
 
 
-def _correct(comm: Comm, data: Data, strategy: Strategy, index: int, count: int) -> Tensor:
+def _correct(data: Data, strategy: Strategy, index: int, count: int) -> Tensor:
     """How many of part ``index`` of ``count`` of the held-out samples are classified right, [1]"""
+    comm = strategy.comm
     correct = torch.zeros(1, dtype=torch.float64, device=comm.device)
     with comm.span("evaluate"):
         for batch in torch.arange(len(data.test_targets)).split(_EVALUATION_BATCH):

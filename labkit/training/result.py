@@ -64,11 +64,13 @@ class TrainResult:
 
     def as_dict(self) -> dict[str, Any]:
         """What ``--json`` writes."""
+        # JSON has no NaN, which is the loss of a run that diverged.
+        epochs = [
+            {k: v if math.isfinite(v) else None for k, v in row.items()} for row in self.epochs
+        ]
         return {
             "config": self.config.as_dict(),
-            "epochs": [
-                {key: _or_null(value) for key, value in row.items()} for row in self.epochs
-            ],
+            "epochs": epochs,
             "phases_s": self.phases_s,
             "bytes_sent": self.bytes_sent,
             "messages": self.messages,
@@ -86,8 +88,3 @@ class TrainResult:
         from safetensors.torch import save
 
         write_atomically(path, save(self.state))
-
-
-def _or_null(value: float) -> float | None:
-    # JSON has no NaN, which is the loss of a run that diverged.
-    return value if math.isfinite(value) else None

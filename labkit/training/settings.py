@@ -10,7 +10,7 @@ from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.stages import check_split_points
 from labkit.strategies.base import Strategy
-from labkit.units import format_count
+from labkit.units import check_choice, format_count
 from labkit.workload.datasets import DATASETS, load_dataset
 from labkit.workload.layers import layers_of
 from labkit.workload.models import MODELS, build_model
@@ -26,10 +26,8 @@ def make_strategy(config: RunConfig, *, download: bool = False) -> Strategy:
     technique = strategies.get(
         config.strategy, builtin=config.builtin, in_one_process=config.devices is not None
     )
-    names = (("model", config.model, MODELS), ("data set", config.dataset, DATASETS))
-    for kind, name, known in names:
-        if name not in known:
-            raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
+    check_choice("model", config.model, MODELS)
+    check_choice("data set", config.dataset, DATASETS)
     check_world_size(config.world_size, warn=False)
     _check_backend(config, plan(config.world_size, config.device, config.transport).devices[0])
     options = _options(config, technique)

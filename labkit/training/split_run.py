@@ -8,10 +8,10 @@ Symbols: P stages and ranks, M micro-batches.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.trace import Span, Trace
 from labkit.units import format_count
-from labkit.workload.layers import layers_of
 from labkit.workload.models import build_model
 
 NUM_CLASSES = 10
@@ -101,73 +100,54 @@ def measure_split(
             no micro-batch.
         WorkerError: a stage failed.
     """
-    points = as_split_points(split_points)
-    split = _Split(model, input_shape, batch_size, points, micro_batches, schedule, frozen, steps)
-    split.check()
+    points, build = as_split_points(split_points), partial(_build, model, input_shape, frozen)
+    _check(len(build()), points, frozen, steps, batch_size)
+    strategy: StagedModel = Pipeline(points, micro_batches, schedule)
+    if micro_batches == 1:
+        strategy = ModelParallel(points)
     settings = {"transport": transport, "device": device, "timeout_s": _TIMEOUT_S}
-    return _measured(split, run(_train, split, world_size=len(points) + 1, **settings))
+    work = strategy, build, (batch_size, *input_shape), steps
+    result = run(_train, *work, world_size=len(points) + 1, **settings)
+    micro_batches = min(micro_batches, batch_size)
+    return MeasuredSplit(points, batch_size, micro_batches, schedule, **_measured(result))
 
 
-class _Split(NamedTuple):
-    """What ``measure_split`` runs."""
+def _build(model: str, input_shape: tuple[int, int, int], frozen: int = 0) -> nn.Sequential:
+    built = build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
+    built[:frozen].requires_grad_(False)
+    return built
 
-    model: str
-    input_shape: tuple[int, int, int]
-    batch_size: int
-    points: tuple[int, ...]
-    micro_batches: int
-    schedule: str
-    frozen: int
-    steps: int
 
-    def build(self) -> nn.Sequential:
-        built = build_model(
-            self.model, num_classes=NUM_CLASSES, input_shape=self.input_shape, seed=0
+def _check(
+    num_layers: int, points: tuple[int, ...], frozen: int, steps: int, batch_size: int
+) -> None:
+    """Raise ValueError here for what the ranks would refuse."""
+    check_split_points(points, num_layers)
+    if not 0 <= frozen < num_layers:
+        raise ValueError(f"{frozen} frozen layers of {num_layers}: at least one has to be trained")
+    if steps < 1 or batch_size < 1:
+        raise ValueError(
+            f"nothing to measure in {format_count(steps, 'step')} of "
+            f"{format_count(batch_size, 'sample')}: give 1 or more of each"
         )
-        for layer in layers_of(built)[: self.frozen]:
-            layer.requires_grad_(False)
-        return built
-
-    def strategy(self) -> StagedModel:
-        pipeline = Pipeline(self.points, self.micro_batches, self.schedule)
-        return ModelParallel(self.points) if self.micro_batches == 1 else pipeline
-
-    def check(self) -> None:
-        """Raise ValueError here for what the ranks would refuse."""
-        num_layers = len(layers_of(self.build()))
-        check_split_points(self.points, num_layers)
-        if not 0 <= self.frozen < num_layers:
-            raise ValueError(
-                f"{self.frozen} frozen layers of {num_layers}: at least one has to be trained"
-            )
-        self.strategy()
-        if self.steps < 1 or self.batch_size < 1:
-            steps, samples = format_count(self.steps, "step"), self.batch_size
-            raise ValueError(
-                f"nothing to measure in {steps} of {format_count(samples, 'sample')}: give 1 or "
-                "more of each"
-            )
 
 
-def _measured(split: _Split, result: RunResult) -> MeasuredSplit:
+def _measured(result: RunResult) -> dict[str, Any]:
+    """The measurements of a ``MeasuredSplit``."""
     held, kept = zip(*result.values)
     traces = _by_step(result.trace)[_WARM_UP:]
-    stages, cuts = range(len(split.points) + 1), range(len(split.points))
-    return MeasuredSplit(
-        split_points=split.points,
-        batch_size=split.batch_size,
-        micro_batches=min(split.micro_batches, split.batch_size),
-        schedule=split.schedule,
-        forward_s=[_median(traces, stage, "forward") for stage in stages],
-        backward_s=[_median(traces, stage, "backward") for stage in stages],
-        forward_hop_s=[_seconds_of_hops(traces, cut, cut + 1) for cut in cuts],
-        backward_hop_s=[_seconds_of_hops(traces, cut + 1, cut) for cut in cuts],
-        hop_bytes=[sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
-        step_s=[_duration(trace) for trace in traces],
-        memory_bytes=[one + other for one, other in zip(held, kept)],
-        held_bytes=list(held),
-        trace=Trace.merge(trace.spans for trace in traces),
-    )
+    stages, cuts = range(len(held)), range(len(held) - 1)
+    return {
+        "forward_s": [_median(traces, stage, "forward") for stage in stages],
+        "backward_s": [_median(traces, stage, "backward") for stage in stages],
+        "forward_hop_s": [_seconds_of_hops(traces, cut, cut + 1) for cut in cuts],
+        "backward_hop_s": [_seconds_of_hops(traces, cut + 1, cut) for cut in cuts],
+        "hop_bytes": [sum(s.num_bytes for s in _hops(traces[0], cut, cut + 1)) for cut in cuts],
+        "step_s": [max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
+        "memory_bytes": [one + other for one, other in zip(held, kept)],
+        "held_bytes": list(held),
+        "trace": Trace.merge(trace.spans for trace in traces),
+    }
 
 
 def measure_profile(
@@ -183,9 +163,8 @@ def measure_profile(
 
     def profiled(comm: Comm) -> Profile:
         torch.set_num_threads(max(1, num_cores() // num_stages))
-        built = build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
         options = {"repeats": repeats, "device": comm.device, "name": model}
-        return profile_layers(built, batch_size, input_shape, **options)
+        return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
 
     return run(profiled, world_size=1, device=device, timeout_s=_TIMEOUT_S).values[0]
 
@@ -216,18 +195,19 @@ def stage_link(
     return fit_link([hop.num_bytes for hop in hops], [hop.duration_s for hop in hops])
 
 
-def _train(comm: Comm, split: _Split) -> tuple[int, int]:
+def _train(
+    comm: Comm, strategy: StagedModel, build: Callable, shape: tuple[int, ...], steps: int
+) -> tuple[int, int]:
     """Take the steps on this rank; (bytes of activations held, bytes of everything else)."""
-    strategy = split.strategy()
-    strategy.setup(comm, split.build(), partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
+    strategy.setup(comm, build(), partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
     torch.manual_seed(0)
-    inputs = torch.randn(split.batch_size, *split.input_shape, device=comm.device)
-    targets = torch.randint(NUM_CLASSES, (split.batch_size,), device=comm.device)
-    for _ in range(_WARM_UP + split.steps):
+    inputs = torch.randn(shape, device=comm.device)
+    targets = torch.randint(NUM_CLASSES, shape[:1], device=comm.device)
+    for _ in range(_WARM_UP + steps):
         comm.barrier()
         with comm.span(_MARK):
             pass
-        strategy.step(inputs, targets, split.batch_size)
+        strategy.step(inputs, targets, len(targets))
     stage = strategy.stage.module
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
@@ -248,10 +228,6 @@ def _by_step(trace: Trace) -> list[Trace]:
             if number >= 0 and not is_meeting:
                 steps[number].append(span)
     return [Trace.merge([spans]) for spans in steps]
-
-
-def _duration(trace: Trace) -> float:
-    return max(s.end_s for s in trace.spans) - min(s.start_s for s in trace.spans)
 
 
 def _median(traces: list[Trace], rank: int, kind: str) -> float:

@@ -45,7 +45,6 @@ def train_run(
     """Train as ``config`` says.
 
     Args:
-        config: the settings.
         timeout_s: the run's deadline.
         download: fetch the data set first where it is absent.
         verbose: print a line per epoch.
@@ -61,17 +60,10 @@ def train_run(
     ranks, device = config.world_size, config.device
     if strategy.in_one_process:
         ranks, device = 1, strategy.devices[0].type
-    result = run(
-        fit,
-        config,
-        strategy,
-        verbose,
-        world_size=ranks,
-        device=device,
-        transport=config.transport,
-        timeout_s=timeout_s,
-        may_lose=range(1, ranks) if strategy.survives_lost_workers else (),
-    )
+    may_lose = range(1, ranks) if strategy.survives_lost_workers else ()
+    settings = {"device": device, "transport": config.transport, "timeout_s": timeout_s}
+    work = fit, config, strategy, verbose
+    result = run(*work, world_size=ranks, may_lose=may_lose, **settings)
     return _gather(config, strategy, result)
 
 

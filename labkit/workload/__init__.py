@@ -1,27 +1,26 @@
 """What the course trains: data sets, the sampler, models, and models as lists of layers."""
 
-from labkit.workload.activations import HeldBytes, NonLeaf
-from labkit.workload.datasets import DATASETS, Data, fake_data, load_dataset
-from labkit.workload.layers import input_dtype, layers_of, meta_copy, named_layers, output_shapes
-from labkit.workload.models import MODELS, build_model, published_vgg16
-from labkit.workload.sampling import batch_slices, epoch_order, share
-
-__all__ = [
-    "DATASETS",
-    "MODELS",
-    "Data",
-    "HeldBytes",
-    "NonLeaf",
-    "batch_slices",
-    "build_model",
-    "epoch_order",
-    "fake_data",
-    "input_dtype",
-    "layers_of",
-    "load_dataset",
-    "meta_copy",
-    "named_layers",
-    "output_shapes",
-    "published_vgg16",
-    "share",
-]
+from labkit.workload.activations import HeldBytes as HeldBytes, NonLeaf as NonLeaf
+from labkit.workload.datasets import (
+    DATASETS as DATASETS,
+    Data as Data,
+    fake_data as fake_data,
+    load_dataset as load_dataset,
+)
+from labkit.workload.layers import (
+    input_dtype as input_dtype,
+    layers_of as layers_of,
+    meta_copy as meta_copy,
+    named_layers as named_layers,
+    output_shapes as output_shapes,
+)
+from labkit.workload.models import (
+    MODELS as MODELS,
+    build_model as build_model,
+    published_vgg16 as published_vgg16,
+)
+from labkit.workload.sampling import (
+    batch_slices as batch_slices,
+    epoch_order as epoch_order,
+    share as share,
+)

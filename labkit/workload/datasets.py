@@ -16,55 +16,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.units import check_choice
 from labkit.workload.models import import_torchvision
 
 REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
 
+# Images [N, C, H, W] uint8 and targets [N] of the training or the held-out part.
+_Part = tuple[Tensor, Tensor]
+
 # File, size in bytes, SHA-256; data/make_digits.py wrote them, data/README.md lists them.
-_DIGITS_FILES = {
-    "train-images-idx3-ubyte": (
-        91_984,
-        "29f287361ba63f4c1e31807f62dece0a3ce7ef58d575afb7390cd90a7f3a5790",
-    ),
-    "train-labels-idx1-ubyte": (
-        1_445,
-        "88b4e19a9f2f12d3602dd4127525c495b3a6437997bea80b9ba035341cf8da55",
-    ),
-    "t10k-images-idx3-ubyte": (
-        23_056,
-        "26b730c58aae552f4ee63dce0aae72c8f4f0382d91ec9ef076128c43985bbdcb",
-    ),
-    "t10k-labels-idx1-ubyte": (
-        368,
-        "a351e0b1f5ae62b48b757c2676d9f9de215374c19c027345506bbd9ccf81f1ed",
-    ),
-}
+_DIGITS_FILES = """\
+train-images-idx3-ubyte 91984 29f287361ba63f4c1e31807f62dece0a3ce7ef58d575afb7390cd90a7f3a5790
+train-labels-idx1-ubyte 1445 88b4e19a9f2f12d3602dd4127525c495b3a6437997bea80b9ba035341cf8da55
+t10k-images-idx3-ubyte 23056 26b730c58aae552f4ee63dce0aae72c8f4f0382d91ec9ef076128c43985bbdcb
+t10k-labels-idx1-ubyte 368 a351e0b1f5ae62b48b757c2676d9f9de215374c19c027345506bbd9ccf81f1ed
+"""
 _RESTORE = "restore it with `git checkout -- data/digits` in the workbook's folder"
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A data set of torchvision: its class, and the folder that the class uses in its root."""
-
-    class_name: str
-    folder_name: str
-    num_classes: int
-
-
+# torchvision's class, and the folder that the class uses in its root.
 _TORCHVISION = {
-    "cifar10": _Source("CIFAR10", "cifar-10-batches-py", 10),
-    "cifar100": _Source("CIFAR100", "cifar-100-python", 100),
-    "mnist": _Source("MNIST", "MNIST", 10),
-    "fashion_mnist": _Source("FashionMNIST", "FashionMNIST", 10),
+    "cifar10": ("CIFAR10", "cifar-10-batches-py"),
+    "cifar100": ("CIFAR100", "cifar-100-python"),
+    "mnist": ("MNIST", "MNIST"),
+    "fashion_mnist": ("FashionMNIST", "FashionMNIST"),
 }
 DATASETS = ("digits", *_TORCHVISION, "fake")
-# Mean and standard deviation of the training part by channel, pixels scaled to 0 .. 1.
+# Classes, the largest possible pixel value, and by channel the mean and standard deviation of the
+# training part, pixels scaled to 0 .. 1.
 _STATISTICS = {
-    "digits": ((0.3054,), (0.3761,)),
-    "mnist": ((0.1307,), (0.3081,)),
-    "fashion_mnist": ((0.2860,), (0.3530,)),
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "digits": (10, 16, (0.3054,), (0.3761,)),
+    "mnist": (10, 255, (0.1307,), (0.3081,)),
+    "fashion_mnist": (10, 255, (0.2860,), (0.3530,)),
+    "cifar10": (10, 255, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": (100, 255, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 
 
@@ -118,16 +103,17 @@ def load_dataset(
         FileNotFoundError: the data are not there; the message says how to get them.
         ConnectionError: the download failed.
     """
-    if name not in DATASETS:
-        raise ValueError(f"unknown data set {name!r}: choose one of {', '.join(DATASETS)}")
+    check_choice("data set", name, DATASETS)
     if train_size is not None and train_size < 1:
         raise ValueError(f"train_size is at least 1, got {train_size}")
     if name == "fake":
         return fake_data(train_size=train_size or 2048, dtype=dtype)
     if name == "digits":
-        return _load_digits(Path(root or REPOSITORY_DATA / "digits"), train_size, dtype)
-    root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
-    return _load_torchvision(name, Path(root), download, train_size, dtype)
+        parts = _read_digits(Path(root or REPOSITORY_DATA / "digits"))
+    else:
+        root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
+        parts = _read_torchvision(name, Path(root), download)
+    return _as_data(name, *parts, train_size, dtype)
 
 
 def fake_data(
@@ -155,21 +141,20 @@ def fake_data(
     return Data("fake", train_inputs, train_targets, test_inputs, test_targets, num_classes)
 
 
-def _load_digits(folder: Path, train_size: int | None, dtype: torch.dtype) -> Data:
-    parts = [_read_idx(folder / file_name) for file_name in _DIGITS_FILES]
-    train_images, train_targets, test_images, test_targets = parts
-    train = (train_images.unsqueeze(1), train_targets)
-    test = (test_images.unsqueeze(1), test_targets)
-    return _as_data("digits", train, test, 16, 10, train_size, dtype)
+def _read_digits(folder: Path) -> tuple[_Part, _Part]:
+    train_images, train_targets, test_images, test_targets = (
+        _read_idx(folder, *line.split()) for line in _DIGITS_FILES.splitlines()
+    )
+    return (train_images.unsqueeze(1), train_targets), (test_images.unsqueeze(1), test_targets)
 
 
-def _read_idx(path: Path) -> Tensor:
+def _read_idx(folder: Path, name: str, size_bytes: str, sha256: str) -> Tensor:
     """Read a file of digits: two zeros, a type, the rank, big-endian sizes, then uint8 values."""
+    path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {_RESTORE}")
     content = path.read_bytes()
-    size_bytes, sha256 = _DIGITS_FILES[path.name]
-    if len(content) != size_bytes:
+    if len(content) != int(size_bytes):
         raise ValueError(
             f"{path} is damaged: {len(content)} bytes, expected {size_bytes}; {_RESTORE}"
         )
@@ -181,11 +166,8 @@ def _read_idx(path: Path) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * rank).view(shape)
 
 
-def _load_torchvision(
-    name: str, root: Path, download: bool, train_size: int | None, dtype: torch.dtype
-) -> Data:
-    source = _TORCHVISION[name]
-    folder = root / source.folder_name
+def _read_torchvision(name: str, root: Path, download: bool) -> tuple[_Part, _Part]:
+    folder = root / _TORCHVISION[name][1]
     if not folder.is_dir():
         if not download:
             raise FileNotFoundError(
@@ -194,8 +176,7 @@ def _load_torchvision(
                 "LABKIT_DATA names another folder; digits and fake need no download"
             )
         _fetch(name, folder)
-    train, test = (_read_torchvision(name, folder, train=train) for train in (True, False))
-    return _as_data(name, train, test, 255, source.num_classes, train_size, dtype)
+    return _read_part(name, folder, train=True), _read_part(name, folder, train=False)
 
 
 def _fetch(name: str, folder: Path) -> None:
@@ -218,11 +199,10 @@ def _fetch(name: str, folder: Path) -> None:
 
 
 def _dataset_class(name: str) -> Any:
-    return getattr(import_torchvision().datasets, _TORCHVISION[name].class_name)
+    return getattr(import_torchvision().datasets, _TORCHVISION[name][0])
 
 
-def _read_torchvision(name: str, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
-    """Read one part: images [N, C, H, W] uint8, targets [N] int64."""
+def _read_part(name: str, folder: Path, *, train: bool) -> _Part:
     dataset_class = _dataset_class(name)
     try:
         dataset = dataset_class(folder.parent, train=train, download=False)
@@ -240,21 +220,14 @@ def _read_torchvision(name: str, folder: Path, *, train: bool) -> tuple[Tensor, 
 
 
 def _as_data(
-    name: str,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    white: int,
-    num_classes: int,
-    train_size: int | None,
-    dtype: torch.dtype,
+    name: str, train: _Part, test: _Part, train_size: int | None, dtype: torch.dtype
 ) -> Data:
-    """Cut to ``train_size`` and standardise; ``white`` is the largest possible pixel value."""
+    """Cut to ``train_size`` and standardise."""
     num_train = len(train[1])
     if train_size is not None and train_size > num_train:
         raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")
-    mean, deviation = (
-        torch.tensor(values, dtype=dtype).view(1, -1, 1, 1) for values in _STATISTICS[name]
-    )
+    num_classes, white, *by_channel = _STATISTICS[name]
+    mean, deviation = (torch.tensor(v, dtype=dtype).view(1, -1, 1, 1) for v in by_channel)
     train_inputs, test_inputs = (
         images.to(dtype, memory_format=torch.contiguous_format)
         .div_(white)

@@ -64,10 +64,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def output_shapes(
-    model: nn.Module,
-    input_shape: Shape,
-    batch_size: int = 1,
-    dtype: torch.dtype | None = None,
+    model: nn.Module, input_shape: Shape, batch_size: int = 1, dtype: torch.dtype | None = None
 ) -> list[tuple[torch.Size, torch.dtype]]:
     """By layer, the shape [batch_size, ...] and dtype of its output.
 
@@ -126,7 +123,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for module in copied.modules():
         # Hooks look at values or collect them, and need real ones.
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.update(dict.fromkeys(hooks, _idle))
+            hooks.update(dict.fromkeys(hooks, lambda *_: None))
     return copied
 
 
@@ -135,7 +132,3 @@ def _meta(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty
-
-
-def _idle(*_: object) -> None:
-    """A hook that does nothing."""

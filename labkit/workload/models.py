@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from labkit.units import check_choice
 
 # The width up to which an image is small: ImageNet's stems would discard most of its pixels.
 SMALL_IMAGE_PIXELS = 64
@@ -49,8 +51,7 @@ def build_model(
         ValueError: unknown name, or a shape that the model cannot take.
         ImportError: mobilenet and resnet18 need torchvision, and it does not load.
     """
-    if name not in _BUILDERS:
-        raise ValueError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
+    check_choice("model", name, MODELS)
     if len(input_shape) != 3 or min(input_shape) < 1:
         raise ValueError(f"input_shape is (channels, height, width), got {tuple(input_shape)}")
     if num_classes < 1:
@@ -60,21 +61,11 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         layers = list(_BUILDERS[name](tuple(input_shape), num_classes))
-    return _without_in_place(nn.Sequential(*layers)).to(dtype)
-
-
-def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """[n, classes] in evaluation mode, without gradients; the model is left in training mode."""
-    model.eval()
-    with torch.no_grad():
-        logits = model(inputs)
-    model.train()
-    return logits
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's parameters and buffers, on the CPU."""
-    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    model = nn.Sequential(*layers)
+    for module in model.modules():
+        if isinstance(module, nn.ReLU | nn.ReLU6):
+            module.inplace = False
+    return model.to(dtype)
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -240,13 +231,6 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
         else:
             for module in strided:
                 module.stride = (1, 1)
-
-
-def _without_in_place(model: nn.Sequential) -> nn.Sequential:
-    for module in model.modules():
-        if isinstance(module, nn.ReLU | nn.ReLU6):
-            module.inplace = False
-    return model
 
 
 _BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Iterable[nn.Module]]] = {

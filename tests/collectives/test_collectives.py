@@ -230,8 +230,7 @@ def test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(worl
             pieces = split_chunks(expected, world_size)
             torch.testing.assert_close(owned, pieces[owned_chunk(rank, world_size)])
             torch.testing.assert_close(whole, expected)
-            partial = partial_bytes(op, dtype)
-            assert first == share_reduce_cost(10, dtype.itemsize, world_size, rank, partial)
+            assert first == share_reduce_cost(10, partial_bytes(op, dtype), world_size, rank)
             assert second == share_only_cost(10, dtype.itemsize, world_size, rank)
 
 
@@ -294,7 +293,7 @@ def test_reduce_sums_sixteen_bits_in_thirty_two_and_leaves_the_others_alone():
 
     values, costs = zip(*run(to_the_last, world_size=3).values)
     assert [value.unique().tolist() for value in values] == [[2048], [1], [2050]]
-    assert list(costs) == [reduce_cost(3, 2, 3, rank, 2, partial_bytes=4) for rank in range(3)]
+    assert list(costs) == [reduce_cost(3, 4, 3, rank, 2) for rank in range(3)]
 
 
 def exchange_cases(comm, cases):
@@ -329,7 +328,9 @@ def test_collectives_from_everyone_to_everyone(world_size):
             counts = size, dtype.itemsize, world_size, rank
             prices = {
                 "all_gather": all_gather_cost(*counts),
-                "reduce_scatter": reduce_scatter_cost(*counts, partial_bytes("sum", dtype)),
+                "reduce_scatter": reduce_scatter_cost(
+                    size, partial_bytes("sum", dtype), world_size, rank
+                ),
                 "all_to_all": all_to_all_cost(*counts),
             }
             for name, (value, cost) in case.items():

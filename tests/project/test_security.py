@@ -128,7 +128,7 @@ def listens_in_a_run(comm, during):
     found = heard_outside(pids.tolist()), heard_outside([parent_process().pid])
     comm.barrier()
     if during == "rpc":
-        remote.leave_rpc()
+        remote.rpc.shutdown()
     return found
 
 

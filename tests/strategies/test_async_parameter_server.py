@@ -19,7 +19,6 @@ from labkit.costs.traffic import async_parameter_server_cost
 from labkit.strategies.async_parameter_server import AsyncParameterServer
 from labkit.strategies.single import Single
 from labkit.training.state import largest_difference
-from labkit.workload.models import state_of
 
 travel_by_value(__name__)
 
@@ -95,7 +94,7 @@ def train_odd(comm, batches, make_optimizer, max_staleness=4, batch_factor=2):
     """(state before, state at each end of an epoch, state after) of two epochs."""
     strategy = AsyncParameterServer(max_staleness=max_staleness)
     strategy.setup(comm, seeded(Odd), make_optimizer)
-    before = state_of(strategy.model)
+    before = strategy.full_state()
     endless = itertools.cycle([(x, y, batch_factor * len(y)) for x, y in batches])
     ends = [strategy.full_state() for _ in strategy.train(endless, len(batches), 2)]
     return before, ends, strategy.full_state()

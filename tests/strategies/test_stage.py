@@ -343,7 +343,7 @@ def test_what_cannot_be_is_refused_on_every_rank_with_the_reason():
     for told in run(refusals, world_size=2).values:
         expected = (
             "Linear is not an nn.Sequential",
-            "3 stages for 2 ranks: each rank holds one",
+            "2 split points (1, 2) for 2 stages: give 1",
             "split point 7 leaves a stage without layers",
             "no parameter of this model requires a gradient",
             "a layer with statistics cannot be on two stages",

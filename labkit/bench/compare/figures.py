@@ -18,8 +18,7 @@ from labkit.bench.compare.summary import (
     series,
     varies,
 )
-from labkit.plots import learning_curves
-from labkit.plots import phases as draw_phases
+from labkit.plots import learning_curves, phases as draw_phases
 from labkit.plots.figure import CaptionedFigure, drawn
 from labkit.trace import LOCAL_KINDS
 from labkit.units import format_count, format_number, format_seconds

@@ -1,9 +1,4 @@
-"""The asynchronous parameter server on PyTorch's RPC: every gradient makes an update at once.
-
-Rank 0 serves. One remote call is push and pull at once: its argument is the worker's gradient, its
-result the new values. RPC's bytes bypass ``Comm``, so they are not counted, and pass through host
-memory.
-"""
+"""The asynchronous parameter server on PyTorch's RPC: every gradient makes an update at once."""
 
 import queue
 import threading
@@ -14,16 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.comm import Comm
-from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
-from labkit.strategies.builtin.rpc import (
-    call_server,
-    check_available,
-    join_rpc,
-    leave_rpc,
-)
-from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.strategies.local_gradients import LocalGradients, check_straggler
+from labkit.strategies.base import Batch, EpochEnd, OwnPaceStrategy
+from labkit.strategies.builtin.rpc import ServedByRpc, call_server
+from labkit.strategies.flat_parameters import flat_buffers, load_flat_buffers
 
 
 class OwnPaceServer:
@@ -94,35 +82,18 @@ def _push_and_pull_now(*arguments: Any) -> tuple[Tensor, Tensor, int, bool]:
     return _server.push_and_pull(*arguments)
 
 
-class RpcAsyncParameterServer(OwnPaceStrategy):
+class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
     """``AsyncParameterServer`` on ``torch.distributed.rpc``: one remote call per gradient.
 
     Each call runs in its own thread, and a lock lets only one at a time change the parameters.
     Epochs, batch statistics and notes are those of ``AsyncParameterServer``; staleness has no
     bound here, and a worker that dies ends the run, since RPC can only be shut down by all ranks.
-
-    Args:
-        accumulate, straggler: see ``LocalGradients``.
-
-    Raises:
-        ValueError: this PyTorch has no RPC, or the straggler would be the server.
     """
 
-    through_comm = False
+    name = "async_parameter_server"
 
-    def __init__(self, accumulate: int = 1, straggler: tuple[int, float] | None = None):
-        check_available("async_parameter_server")
-        check_straggler(straggler)
-        self.settings = {"accumulate": accumulate, "straggler": straggler}
-
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.check_ranks(comm.world_size)
-        self.comm, self.make_optimizer = comm, make_optimizer
-        self.model = model.to(comm.device).train()
-        self.local = LocalGradients(comm, self.model, **self.settings)
-        self.values, self.gradient = lay_end_to_end(self.model)
+    def prepare(self) -> None:
         self.updates, self.lost = [], {}
-        join_rpc(comm)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == 0:
@@ -164,6 +135,3 @@ class RpcAsyncParameterServer(OwnPaceStrategy):
     def _load(self, values: Tensor, buffers: Tensor) -> None:
         self.values.copy_(values)
         load_flat_buffers(self.model, buffers.to(self.comm.device))
-
-    def close(self) -> None:
-        leave_rpc()

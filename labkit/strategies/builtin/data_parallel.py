@@ -10,7 +10,6 @@ from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.units import format_count
-from labkit.workload.models import logits_of
 
 
 class TorchDataParallel(Strategy):
@@ -54,9 +53,6 @@ class TorchDataParallel(Strategy):
         loss = self.gradients.add(inputs, targets, divisor=batch_size)
         self.gradients.update(self.optimizer)
         return loss.to(self.comm.device)
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return logits_of(self.model, inputs.to(self.devices[0])).to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:
         if self.num_replicas == len(self.devices):

@@ -1,5 +1,7 @@
 """PyTorch's DistributedDataParallel, on the same loop, data and batches as ours."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,30 +43,19 @@ class TorchDDP(Strategy):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         devices = [comm.device] if comm.device.type == "cuda" else None
-        self.group: dist.ProcessGroup | None = None
-        if self.backend != "auto":
-            group = dist.new_group(backend=self.backend)
-            assert isinstance(group, dist.ProcessGroup), "all ranks are members"
-            self.group = group
+        chosen = self.backend != "auto"
+        self.group: Any = dist.new_group(backend=self.backend) if chosen else None
         self.model = model.to(comm.device).train()
         self.replica = DistributedDataParallel(
-            self.model,
-            device_ids=devices,
-            process_group=self.group,
-            bucket_cap_mb=self.bucket_mb,
+            self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb
         )
         self.gradients = LocalGradients(comm, self.replica, **self.settings)
         self.optimizer = make_optimizer(self.replica.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.gradients.add(
-            inputs,
-            targets,
-            divisor=batch_size / self.comm.world_size,
-            no_sync=self.replica.no_sync,
-            even_if_empty=True,
-        )
+        divisor, no_sync = batch_size / self.comm.world_size, self.replica.no_sync
+        loss = self.gradients.add(inputs, targets, divisor, no_sync, even_if_empty=True)
         self.gradients.update(self.optimizer)
         return loss
 

@@ -1,12 +1,10 @@
 """The parameter server on PyTorch's RPC: a worker calls a function on the server.
 
-Rank 0 serves. One remote call is push and pull at once: its argument is the worker's gradient, its
-result the new values. Such a call must not block until the other workers have called: it would
-occupy one of the server's few RPC threads, and with more workers than threads none would be left
-to receive the last gradient. So it returns a ``Future``, which frees its thread; the call with the
-last gradient makes the update and completes the future for all.
+A call must not block until the other workers have called: it would occupy one of the server's few
+RPC threads, and with more workers than threads none would be left to receive the last gradient. So
+it returns a ``Future``, which frees its thread; the call with the last gradient makes the update
+and completes the future for all.
 
-RPC's bytes bypass ``Comm``, so they are not counted, and pass through host memory.
 Source: PyTorch, "Implementing batch RPC processing using asynchronous executions".
 """
 
@@ -15,17 +13,8 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.builtin.rpc import (
-    async_execution,
-    call_server,
-    check_available,
-    join_rpc,
-    leave_rpc,
-)
-from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
-from labkit.strategies.local_gradients import LocalGradients, check_straggler
+from labkit.strategies.builtin.rpc import ServedByRpc, async_execution, call_server
+from labkit.strategies.flat_parameters import average_buffers
 
 
 class BatchServer:
@@ -73,36 +62,20 @@ def _push_and_pull(worker: int, gradient: Tensor) -> "torch.futures.Future[Tenso
     return _server.push_and_pull(worker, gradient)
 
 
-class RpcParameterServer(Strategy):
+class RpcParameterServer(ServedByRpc):
     """``ParameterServer`` with one server, on ``torch.distributed.rpc``.
 
     The contract is the same: equal to one device, batch statistics per share (averaged over the
     workers, through ``Comm``), no samples on the server unless it is the only rank.
-
-    Args:
-        accumulate, straggler: see ``LocalGradients``.
-
-    Raises:
-        ValueError: this PyTorch has no RPC, or the straggler would be the server.
     """
 
-    through_comm = False
+    name = "parameter_server"
 
-    def __init__(self, accumulate: int = 1, straggler: tuple[int, float] | None = None):
-        check_available("parameter_server")
-        check_straggler(straggler)
-        self.settings = {"accumulate": accumulate, "straggler": straggler}
-
-    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+    def prepare(self) -> None:
         global _server
-        self.comm = comm
-        self.model = model.to(comm.device).train()
-        self.local = LocalGradients(comm, self.model, **self.settings)
-        self.values, self.gradient = lay_end_to_end(self.model)
-        if comm.rank == 0:
+        if self.comm.rank == 0:
             served = nn.Parameter(self.values.cpu())
-            _server = BatchServer(served, make_optimizer([served]), len(self.workers))
-        join_rpc(comm)
+            _server = BatchServer(served, self.make_optimizer([served]), len(self.workers))
 
     @property
     def workers(self) -> range:
@@ -128,6 +101,3 @@ class RpcParameterServer(Strategy):
         if self.comm.rank == 0:
             self.values.copy_(_server.values.detach())
         return super().full_state()
-
-    def close(self) -> None:
-        leave_rpc()

@@ -25,9 +25,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from labkit.comm.comm import Comm
-from labkit.schedules.pipeline import check_micro_batches
+from labkit.schedules.pipeline import pipeline_schedule
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.stage import StagedModel
+from labkit.units import check_integer
 from labkit.workload.activations import NonLeaf
 from labkit.workload.layers import output_shapes
 
@@ -61,12 +62,9 @@ class TorchPipeline(StagedModel):
         self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
     ):
         super().__init__(split_points)
-        if schedule not in _SCHEDULES:
-            raise ValueError(
-                f"unknown schedule {schedule!r}: choose one of {', '.join(_SCHEDULES)}"
-            )
-        self.micro_batches = check_micro_batches(micro_batches)
-        self.schedule = schedule
+        pipeline_schedule(schedule)  # refuses what is none
+        check_integer("micro_batches", micro_batches)
+        self.micro_batches, self.schedule = micro_batches, schedule
 
     def check_ranks(self, world_size: int) -> None:
         super().check_ranks(world_size)
@@ -139,16 +137,12 @@ class TorchPipeline(StagedModel):
             output_args=_meta(*leaving, stage.index >= stage.first_trained),
         ).traced_by(stage.comm)
 
-    def _check_dtypes(self, entering: list[torch.dtype]) -> None:
-        """Raise ValueError, on all ranks alike, if integers cross a cut and gradients must, too.
-
-        Args:
-            entering: the inputs' dtype, by layer.
-        """
+    def _check_dtypes(self, dtype_by_layer: list[torch.dtype]) -> None:
+        """Raise ValueError, on all ranks alike, if integers cross a cut and gradients have to."""
         # No gradient crosses the cuts before this one.
         first = self.stage.first_trained
         for point in self.split_points[first:]:
-            dtype = entering[point]
+            dtype = dtype_by_layer[point]
             if not (dtype.is_floating_point or dtype.is_complex):
                 raise ValueError(
                     f"what crosses the cut at split point {point} is {dtype}, and PyTorch's "

@@ -1,7 +1,11 @@
-"""PyTorch's RPC beside the ranks' own process group: begin, call rank 0, end.
+"""PyTorch's RPC beside the ranks' own process group, and what the techniques on it have in common.
 
 A rank calls a function on another and waits for its result; RPC's own threads run it. Functions
 and arguments travel as pickles, and RPC does not check who sends them: see SECURITY.md.
+
+Here rank 0 serves, and one remote call is push and pull at once: its argument is the worker's
+gradient, its result the new values. RPC's bytes bypass ``Comm``, so they are not counted, and pass
+through host memory.
 """
 
 import contextlib
@@ -14,11 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
+from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.flat_parameters import lay_end_to_end
+from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 # Waiting for a straggler is not an error, and the run has its own deadline.
 _PATIENCE_S = 24 * 3600.0
@@ -28,6 +36,42 @@ TRUST = "LABKIT_TRUST_LOCAL_USERS"
 _FIRST_PERSON = 1000
 # systemd's dynamic users: services.
 _SERVICES = range(61_184, 65_520)
+
+
+class ServedByRpc(Strategy):
+    """A technique whose workers push and pull by calls of rank 0.
+
+    Args:
+        accumulate, straggler: see ``LocalGradients``.
+
+    Raises:
+        ValueError: this PyTorch has no RPC, or the straggler would be the server.
+    """
+
+    through_comm = False
+    name: str
+
+    def __init__(self, accumulate: int = 1, straggler: tuple[int, float] | None = None):
+        check_available(self.name)
+        check_straggler(straggler)
+        self.settings = {"accumulate": accumulate, "straggler": straggler}
+
+    def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.check_ranks(comm.world_size)
+        self.comm, self.make_optimizer = comm, make_optimizer
+        self.model = model.to(comm.device).train()
+        self.local = LocalGradients(comm, self.model, **self.settings)
+        self.values, self.gradient = lay_end_to_end(self.model)
+        self.prepare()
+        join_rpc(comm)
+
+    def prepare(self) -> None:
+        """Make what has to be there before the first call."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Wait until no rank makes calls any more, then end RPC on all of them."""
+        rpc.shutdown()
 
 
 def async_execution(function: Callable) -> Callable:
@@ -110,8 +154,3 @@ def join_rpc(comm: Comm) -> None:
                 init_method=f"{scheme}://", rpc_timeout=_PATIENCE_S
             ),
         )
-
-
-def leave_rpc() -> None:
-    """Wait until no rank makes calls any more, then end RPC on all of them."""
-    rpc.shutdown()

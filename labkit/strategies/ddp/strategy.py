@@ -19,9 +19,7 @@ class DDP(Strategy):
     """Synchronous data parallelism with ``BucketedDDP``.
 
     Batch statistics (BatchNorm): each rank normalises with its own share's; all replicas have rank
-    0's running averages, as in PyTorch's DDP. Frozen parameters are left out; one without a
-    gradient counts as zero. A rank without a sample adds zeros. Dropout: each rank draws its own
-    random numbers, so replicas agree with each other, but not with one device.
+    0's running averages, as in PyTorch's DDP. A rank without a sample adds zeros.
 
     Args:
         bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
