@@ -22,8 +22,9 @@ of its file, or of its file and more (``ring_steps`` is in ``ring.py``).
 from labkit.plots.bars import bars
 from labkit.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, bucket_overlap
 from labkit.plots.communication_time import communication_time, hop_rows
-from labkit.plots.figure import STYLES, CaptionedFigure, Style
+from labkit.plots.figure import CaptionedFigure
 from labkit.plots.learning_curves import learning_curves
+from labkit.plots.palette import STYLES, Style
 from labkit.plots.phases import phases
 from labkit.plots.pipeline import measured_slots, pipeline_timeline, pipeline_timetable
 from labkit.plots.ring import RingState, ring_grid, ring_states, ring_step, ring_steps, ring_words

@@ -6,17 +6,8 @@ from matplotlib.figure import Figure
 
 from labkit.costs.ddp_step import StepModel, predict_step
 from labkit.costs.link import Link
-from labkit.plots.figure import (
-    BLUE,
-    STYLES,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    add_title,
-    drawn,
-    fill,
-    swatch,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import BLUE, STYLES, swatch
 from labkit.schedules.buckets import MIB
 from labkit.units import format_bytes, format_count, format_seconds
 
@@ -122,7 +113,7 @@ def _draw(
     ranks = format_count(world_size, "rank")
     add_title(figure, f"Buckets of {size_name(bucket_mb)}, {ranks}, {link} (model)")
     kinds = ("compute", "all_reduce", "wait")
-    names = ("backward (model)", "all-reduce of a bucket (model)", "exposed (model)")
+    names = ("backward", "all-reduce of a bucket", "exposed")
     looks = [swatch(name, STYLES[kind], model=True) for kind, name in zip(kinds, names)]
     add_legend(figure, looks)
     return figure
@@ -140,7 +131,7 @@ def _draw_lanes(axes, step: StepModel, longest_ms: float) -> None:
 
 
 def _bar(axes, lane: int, start_s: float, end_s: float, kind: str) -> None:
-    axes.barh(lane, (end_s - start_s) * 1e3, 0.7, start_s * 1e3, **fill(STYLES[kind].model))
+    axes.barh(lane, (end_s - start_s) * 1e3, 0.7, start_s * 1e3, **STYLES[kind].model.fill)
 
 
 def _draw_sweep(axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:

@@ -10,18 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.placement.planner import SplitModel
-from labkit.plots.figure import (
-    DARK,
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    add_title,
-    drawn,
-    fill,
-    swatch,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import DARK, SERIES, Style, swatch
 from labkit.plots.repeats import counts_words, quartiles, range_words
 from labkit.units import as_repeats, format_bytes, format_seconds
 
@@ -130,9 +120,7 @@ def _draw_hops(hops: list[_Hop], title: str) -> Figure:
     add_title(figure, title)
     entries = [swatch(f"batch {size}", look) for size, look in looks.items()]
     if has_model:
-        entries += [
-            swatch(f"batch {size} model", look, model=True) for size, look in looks.items()
-        ]
+        entries += [swatch(f"batch {size} model", look.model) for size, look in looks.items()]
     add_legend(figure, entries)
     return figure
 
@@ -145,14 +133,14 @@ def _draw_direction(
         middle = statistics.median(hop.seconds)
         low, high = quartiles(hop.seconds)
         place, height = places[hop.group, hop.batch_size, False]
-        axes.barh(place, middle, height, **fill(looks[hop.batch_size]))
+        axes.barh(place, middle, height, **looks[hop.batch_size].fill)
         if len(hop.seconds) > 1:
             spread = [[middle - low], [high - middle]]
             axes.errorbar(middle, place, xerr=spread, color=DARK, capsize=2, linewidth=1)
         _number(axes, high, place, format_seconds(middle))
         if hop.model_s is not None:
             place, height = places[hop.group, hop.batch_size, True]
-            axes.barh(place, hop.model_s, height, **fill(looks[hop.batch_size].model))
+            axes.barh(place, hop.model_s, height, **looks[hop.batch_size].model.fill)
     times = [value for hop in hops for value in (*hop.seconds, hop.model_s) if value]
     axes.set_xscale("log")
     # A bar has no natural start on a logarithmic axis; this one leaves the shortest a length.
@@ -184,7 +172,7 @@ def _draw_bytes(
     places = _places(groups, looks, has_model)
     for hop in {(hop.group, hop.batch_size): hop for hop in hops}.values():
         place, height = places[hop.group, hop.batch_size, False]
-        axes.barh(place, hop.num_bytes, height, **fill(looks[hop.batch_size]))
+        axes.barh(place, hop.num_bytes, height, **looks[hop.batch_size].fill)
         _number(axes, hop.num_bytes, place, format_bytes(hop.num_bytes))
     low, high = (end(hop.num_bytes for hop in hops) for end in (min, max))
     axes.set_xscale("log", base=2)

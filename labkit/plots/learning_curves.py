@@ -9,15 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from labkit.plots.figure import (
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    add_title,
-    drawn,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import SERIES, Style
 from labkit.units import format_count, format_seconds
 
 Curve = dict[str, np.ndarray]

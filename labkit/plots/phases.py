@@ -6,20 +6,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from labkit.plots.figure import (
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    drawn,
-    fill,
-    styles_of,
-)
+from labkit.plots.figure import CaptionedFigure, add_legend, drawn, new_axes
+from labkit.plots.palette import Style, styles_of, swatch
 from labkit.plots.timeline import (
     Shares,
     axis_unit,
     communication_words,
-    kind_swatches,
     label_lanes,
     percent,
     percents,
@@ -87,24 +79,22 @@ def _draw_phases(
     model: bool,
 ) -> Figure:
     scale, unit = axis_unit(max(totals.values()))
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(rows), 9)))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
     longest = max(totals.values()) / scale
     for lane, (name, row) in enumerate(rows.items()):
         left = 0.0
         for kind, style in styles.items():
             width = row.get(kind, 0.0) / scale
             look = style.model if model else style
-            axes.barh(lane, width, 0.72, left, label=kind, **fill(look))
+            axes.barh(lane, width, 0.72, left, label=kind, **look.fill)
             if width > 0.07 * longest:
                 _tag(axes, left + width / 2, lane, percent(row[kind] / totals[name]))
             left += width
         axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
     axes.set_xlim(0, 1.12 * longest)
-    axes.set_title(title)
     axes.set_xlabel(f"time ({unit})")
     label_lanes(axes, list(rows))
-    add_legend(figure, kind_swatches(styles, model))
+    add_legend(figure, [swatch(kind, style, model) for kind, style in styles.items()])
     return figure
 
 

@@ -10,15 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
-from labkit.plots.figure import (
-    PAGE_DPI,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    drawn,
-    styles_of,
-    swatch,
-)
+from labkit.plots.figure import PAGE_DPI, WIDTH_IN, CaptionedFigure, add_legend, drawn, new_axes
+from labkit.plots.palette import styles_of, swatch
 from labkit.plots.timeline import draw_spans, label_lanes, trace_of
 from labkit.schedules.pipeline import Action, in_flight
 from labkit.trace import Span, Trace
@@ -157,20 +150,16 @@ def _draw_rows(
     """One row per stage from 0 to the end of the step; ``slots`` number the boxes."""
     stages, end_s = list(_by_stage(slots)), max(span.end_s for span in spans)
     scale, unit = (1.0, unit) if unit else second_unit(end_s / 2)
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.45 * len(stages)))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
     axes.set_xlim(0, end_s / scale)
     styles = styles_of(span.kind for span in spans)
     draw_spans(axes, spans, stages, scale, styles, model)
     label_lanes(axes, [str(stage) for stage in stages])
     for slot in slots:
         _write_number(axes, slot, stages.index(slot.stage), scale, end_s)
-    axes.set_title(title)
     axes.set(xlabel=f"time ({unit})", ylabel="stage")
     names = {"wait": "idle"} if model else {}
-    ending = " (model)" if model else ""
-    entries = [swatch(names.get(k, k) + ending, look, model) for k, look in styles.items()]
-    add_legend(figure, entries)
+    add_legend(figure, [swatch(names.get(k, k), look, model) for k, look in styles.items()])
     return figure
 
 

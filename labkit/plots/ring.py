@@ -10,17 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.plots.figure import (
-    DARK,
-    ORANGE,
-    VERMILION,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    add_title,
-    drawn,
-    tint,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import DARK, ORANGE, VERMILION, tint
 from labkit.schedules.ring import ring_all_reduce, ring_contributions
 from labkit.units import format_count
 

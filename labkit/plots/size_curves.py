@@ -11,15 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from labkit.plots.figure import (
-    DARK,
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    drawn,
-    shade,
-)
+from labkit.plots.figure import CaptionedFigure, add_legend, drawn, new_axes
+from labkit.plots.palette import DARK, SERIES
 from labkit.plots.repeats import counts_words, range_words
 from labkit.units import as_repeats, format_bytes, format_seconds
 
@@ -181,12 +174,10 @@ def _change(
 
 
 def _draw(seconds: Series, predicted: Series, change: _Crossover | None, title: str) -> Figure:
-    figure = Figure(figsize=(WIDTH_IN, 4.6))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(4.6, title)
     lines = _draw_series(axes, seconds, predicted)
     lines += _draw_crossovers(axes, change)
     _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
-    axes.set_title(title)
     add_legend(figure, lines)
     return figure
 
@@ -206,7 +197,7 @@ def _draw_series(axes: Axes, measured: Series, predicted: Series) -> list[Line2D
         low, high = ([end(repeats) for repeats in points.values()] for end in (min, max))
         axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, points in predicted.items():
-        look = {"color": shade(looks[name][0].color, 0.75), "linestyle": (0, (5, 3))}
+        look = {"color": looks[name][0].model.ink, "linestyle": (0, (5, 3))}
         look |= {"marker": "x" if len(points) == 1 else "", "linewidth": 1.6}
         values = [statistics.median(repeats) for repeats in points.values()]
         lines += axes.plot(list(points), values, label=_model_name(name), zorder=3, **look)

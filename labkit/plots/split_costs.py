@@ -11,22 +11,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from labkit.placement.planner import SplitModel
 from labkit.placement.stage_costs import Profile
-from labkit.plots.figure import (
-    BLUE,
-    DARK,
-    GREY,
-    STYLES,
-    VERMILION,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    add_title,
-    drawn,
-    fill,
-    swatch,
-    tint,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import BLUE, DARK, GREY, STYLES, VERMILION, Style, swatch, tint
 from labkit.plots.repeats import quartiles
 from labkit.schedules.stages import stage_bounds
 from labkit.units import (
@@ -236,9 +222,9 @@ def _draw(
         sizes = map(format_bytes, predicted.hop_bytes)
         names = [f"cut {point}\n{size}" for point, size in zip(predicted.split_points, sizes)]
         _draw_times(axes, names, [split.hops for split in bars], axis_range.hop_s)
-    kinds = list(_LOOKS)[: 4 if predicted.hop_s else 2]
-    entries = [swatch(kind, _LOOKS[kind], model=measured is None) for kind in kinds]
-    add_legend(figure, [*entries, swatch("hatched: model", Style(GREY), model=True)])
+    looks = list(_LOOKS.items())[: 4 if predicted.hop_s else 2]
+    entries = [swatch(kind, look if measured else look.model) for kind, look in looks]
+    add_legend(figure, [*entries, swatch("hatched: model", Style(GREY).model)])
     return figure
 
 
@@ -325,7 +311,7 @@ def _draw_stacks(
     for kind, look in _LOOKS.items():
         heights = np.array([bar.parts.get(kind, 0.0) for bar in bars]) / scale
         if (seen := heights > 0).any():
-            style = fill(look.model if is_model else look)
+            style = (look.model if is_model else look).fill
             axes.bar(xs[seen], heights[seen], width, bottoms[seen], label=kind, **style)
         bottoms += heights
 

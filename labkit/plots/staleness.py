@@ -12,19 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from labkit.costs.async_run import AsyncRun, simulate
-from labkit.plots.figure import (
-    DARK,
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    add_title,
-    drawn,
-    fill,
-    styles_of,
-    swatch,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, new_axes
+from labkit.plots.palette import DARK, SERIES, Style, styles_of, swatch
 from labkit.plots.timeline import draw_spans, label_lanes
 from labkit.units import format_count
 
@@ -55,12 +44,10 @@ def staleness_histogram(
         ValueError: no updates.
     """
     updates = _checked(updates)
-    figure = Figure(figsize=(WIDTH_IN, 3.4))
-    axes = figure.add_subplot()
+    title = title or "Staleness of the updates"
+    figure, axes = new_axes(3.4, f"{title} (model)" if model else title)
     groups = {f"worker {worker}": late for worker, late in _late_by_worker(updates).items()}
     entries = _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model)
-    title = title or "Staleness of the updates"
-    axes.set_title(f"{title} (model)" if model else title)
     add_legend(figure, entries)
     kind = "Predicted histogram" if model else "Histogram"
     return CaptionedFigure(
@@ -103,7 +90,7 @@ def staleness_model(
         f"{format_count(workers, 'worker')}, one {factor:g}x straggler, {_bound_name(bound)} "
         "(model)",
     )
-    kinds = [swatch(f"{kind} (model)", style, model=True) for kind, style in styles.items()]
+    kinds = [swatch(kind, style, model=True) for kind, style in styles.items()]
     add_legend(figure, kinds + entries)
     return CaptionedFigure(
         figure,
@@ -151,10 +138,10 @@ def _draw_histogram(
     for (name, late), (style, _, _) in zip(groups.items(), looks):
         counts = Counter(late)
         mine = [counts[staleness] for staleness in range(largest + 1)]
-        look = fill(style.model if model else style)
+        look = (style.model if model else style).fill
         axes.bar(range(largest + 1), mine, 0.8, heights, **look)
         heights = [low + high for low, high in zip(heights, mine)]
-        entries.append(swatch(name + " (model)" * model, style, model))
+        entries.append(swatch(name, style, model))
     if bound is not None:
         axes.axvline(bound + 0.5, color=DARK, linestyle="--")
         entries.append(Line2D([], [], color=DARK, linestyle="--", label=f"bound {bound}"))

@@ -10,15 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from labkit.plots.figure import (
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    add_title,
-    drawn,
-    shade,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import SERIES
 from labkit.plots.repeats import counts_words, quartiles
 from labkit.units import (
     as_repeats,
@@ -96,7 +89,7 @@ def _draw_steps(axes: Axes, curves: Curves) -> list[Line2D]:
         axes.fill_between(counts, [s / scale for s in low], [s / scale for s in high], **band)
         model = [(row["micro_batches"], row["model_s"]) for row in rows if "model_s" in row]
         if model:
-            look = {"color": shade(style.color, 0.75), "linestyle": (0, (5, 3)), "zorder": 3}
+            look = {"color": style.model.ink, "linestyle": (0, (5, 3)), "zorder": 3}
             xs, ys = zip(*model)
             entries += axes.plot(xs, [s / scale for s in ys], label=f"{name} model", **look)
     axes.set_title("Step")

@@ -9,18 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from labkit.plots.figure import (
-    PAGE_DPI,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    drawn,
-    styles_of,
-    swatch,
-)
+from labkit.plots.figure import PAGE_DPI, WIDTH_IN, CaptionedFigure, add_legend, drawn, new_axes
+from labkit.plots.palette import Style, styles_of, swatch
 from labkit.trace import LOCAL_KINDS, Span, Trace
 from labkit.units import format_count, format_seconds, second_unit
 
@@ -118,17 +109,15 @@ def _draw_timeline(
     spans: list[Span], lanes: list[int], start_s: float, end_s: float, title: str, model: bool
 ) -> Figure:
     scale, unit = axis_unit(end_s - start_s)
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(lanes), 7)))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(1.5 + min(0.45 * len(lanes), 7), title)
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
     styles = styles_of(span.kind for span in spans)
     draw_spans(axes, spans, lanes, scale, styles, model)
-    axes.set_title(title)
     axes.set(xlabel=f"time since the start ({unit})", ylabel="rank")
     axes.ticklabel_format(axis="x", useOffset=False)
     label_lanes(axes, [str(rank) for rank in lanes])
-    add_legend(figure, kind_swatches(styles, model))
+    add_legend(figure, [swatch(kind, style, model) for kind, style in styles.items()])
     return figure
 
 
@@ -189,12 +178,6 @@ def label_lanes(axes: Axes, names: list[str]) -> None:
     axes.set_yticks(range(0, len(names), every), names[::every])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-
-
-def kind_swatches(styles: dict[str, Style], model: bool) -> list[Patch]:
-    """The legend's entries."""
-    ending = " (model)" if model else ""
-    return [swatch(kind + ending, style, model) for kind, style in styles.items()]
 
 
 def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -> Shares:

@@ -16,7 +16,7 @@ from splits import LINK, PROFILE
 from labkit import plots
 from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.placement.planner import predict_split
-from labkit.plots.figure import styles_of
+from labkit.plots.palette import styles_of
 from labkit.schedules.pipeline import Action
 from labkit.trace import Span, Trace
 

@@ -14,7 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from labkit.bench.spread import Spread
-from labkit.plots.figure import DARK, GRID, SERIES, WIDTH_IN, Style, add_legend, add_title, swatch
+from labkit.plots.figure import WIDTH_IN, add_legend, add_title
+from labkit.plots.palette import DARK, GRID, SERIES, Style, swatch
 
 OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
 LOOKS: dict[str, tuple[Style, str, Any]] = dict(
