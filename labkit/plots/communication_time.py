@@ -154,9 +154,7 @@ def _places(
     groups: list[str], looks: dict[int, Style], has_model: bool
 ) -> dict[tuple[str, int, bool], tuple[float, float]]:
     """By group, batch size, and whether it is the model's: the place and height of a bar."""
-    kinds = [
-        (size, model) for size in looks for model in ((False, True) if has_model else (False,))
-    ]
+    kinds = list(itertools.product(looks, (False, True) if has_model else (False,)))
     height = _BAR_IN / (len(kinds) * _BAR_IN + _GAP_IN)
     return {
         (group, *kind): (index + (number - (len(kinds) - 1) / 2) * height, 0.92 * height)

@@ -51,9 +51,8 @@ def learning_curves(runs: Mapping[str, Any], *, title: str | None = None) -> Cap
 def _median_curve(label: str, run: Any) -> Curve:
     """Medians of the repeats; ``low loss`` and so on are the band's edges, if there are any."""
     run = getattr(run, "epochs", run)
-    if not run or isinstance(run[0], Mapping):
-        return _curve(label, run)
-    repeats = [_curve(label, one) for one in run]
+    runs = [run] if not run or isinstance(run[0], Mapping) else run
+    repeats = [_curve(label, one) for one in runs]
     fewest = min(len(one["epoch"]) for one in repeats)
     stacked = {key: np.array([one[key][:fewest] for one in repeats]) for key in repeats[0]}
     curve = {key: np.median(values, axis=0) for key, values in stacked.items()}

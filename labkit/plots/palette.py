@@ -32,8 +32,8 @@ class Style:
     @property
     def model(self) -> "Style":
         """The same meaning, predicted: pale, with the hatch that nothing measured has."""
-        ink = to_hex([0.75 * part for part in to_rgb(self.color)])
-        return Style(tint(self.color, 0.2), _MODEL_HATCH, ink)
+        red, green, blue = (0.75 * part for part in to_rgb(self.color))
+        return Style(tint(self.color, 0.2), _MODEL_HATCH, ink=to_hex((red, green, blue)))
 
     @property
     def fill(self) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def styles_of(kinds: Iterable[str]) -> dict[str, Style]:
 
 def tint(color: str, strength: float) -> str:
     """``color`` thinned with white: 1 leaves it, 0 is white."""
-    return to_hex([1 - strength * (1 - part) for part in to_rgb(color)])
+    red, green, blue = (1 - strength * (1 - part) for part in to_rgb(color))
+    return to_hex((red, green, blue))
 
 
 def swatch(label: str, style: Style, model: bool = False) -> Patch:

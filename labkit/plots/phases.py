@@ -10,14 +10,13 @@ from labkit.plots.figure import CaptionedFigure, add_legend, drawn, new_axes
 from labkit.plots.palette import Style, styles_of, swatch
 from labkit.plots.timeline import (
     Shares,
-    axis_unit,
     communication_words,
     label_lanes,
     percent,
     percents,
     trace_of,
 )
-from labkit.units import format_seconds
+from labkit.units import format_seconds, second_unit
 
 
 @drawn
@@ -78,7 +77,7 @@ def _draw_phases(
     title: str,
     model: bool,
 ) -> Figure:
-    scale, unit = axis_unit(max(totals.values()))
+    scale, unit = second_unit(max(totals.values()) / 2)
     figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
     longest = max(totals.values()) / scale
     for lane, (name, row) in enumerate(rows.items()):

@@ -1,7 +1,7 @@
 """A model cut into stages: what the split costs by the model, beside what was measured."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -210,9 +210,8 @@ def _draw(
     add_title(figure, title)
     bars = [_SplitBars.of(split) for split in (predicted, measured) if split]
     _draw_bytes(_panel(figure, 48, 350, 256, "Bytes over a cut"), profile, predicted)
-    _draw_memory(
-        _panel(figure, 412, 604, 256, "Memory"), [split.memory for split in bars], axis_range
-    )
+    memory = [split.memory for split in bars]
+    _draw_memory(_panel(figure, 412, 604, 256, "Memory"), memory, axis_range.memory_bytes)
     right = 376 if predicted.hop_s else 604
     axes = _panel(figure, 48, right, 66, "Stages, and the whole step")
     stages = [[*split.stages, split.step] for split in bars]
@@ -266,29 +265,22 @@ def _draw_bytes(axes: Axes, profile: Profile, predicted: SplitModel) -> None:
     axes.set(xlabel="split point (layer behind the cut)", ylabel=f"activation ({unit})")
 
 
-def _draw_memory(axes: Axes, columns: _Columns, axis_range: AxisRange) -> None:
-    highest = _highest(columns, axis_range.memory_bytes)
-    scale, unit = byte_unit(highest)
-    _draw_bars(axes, columns, highest, scale, digits=2)
-    axes.set_xticks(range(len(columns[0])))
-    axes.set(xlabel="stage", ylabel=f"held ({unit})")
+def _draw_memory(axes: Axes, columns: _Columns, least_bytes: float) -> None:
+    unit = _draw_bars(axes, columns, least_bytes, byte_unit, digits=2)
+    axes.set(xlabel="stage", ylabel=f"held ({unit})", xticks=range(len(columns[0])))
 
 
 def _draw_times(axes: Axes, names: list[str], columns: _Columns, least_s: float) -> None:
     """``names`` stand under the groups, in two lines each."""
-    highest = _highest(columns, least_s)
-    scale, unit = second_unit(highest)
-    _draw_bars(axes, columns, highest, scale, digits=3)
+    unit = _draw_bars(axes, columns, least_s, second_unit, digits=3)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel(f"time ({unit})")
 
 
-def _highest(columns: _Columns, least: float) -> float:
-    return max(least, *(bar.top for column in columns for bar in column)) or 1.0
-
-
-def _draw_bars(axes: Axes, columns: _Columns, highest: float, scale: float, digits: int) -> None:
-    """A group of bars for each place: the model's, and the measured one to the right of it."""
+def _draw_bars(axes: Axes, columns: _Columns, least: float, unit_of: Callable, digits: int) -> str:
+    """A group of bars for each place, the measured one right of the model's; returns the unit."""
+    highest = max(least, *(bar.top for column in columns for bar in column)) or 1.0
+    scale, unit = unit_of(highest)
     shifts, width = ((-0.22, 0.22), 0.42) if len(columns) == 2 else ((0.0,), 0.5)
     for bars, is_model, shift in zip(columns, (True, False), shifts):
         xs = np.arange(len(bars)) + shift
@@ -302,6 +294,7 @@ def _draw_bars(axes: Axes, columns: _Columns, highest: float, scale: float, digi
     axes.set_xlim(-0.5, len(columns[0]) - 0.5)
     # Room for a number above the highest bar.
     axes.set_ylim(0, 1.2 * highest / scale)
+    return unit
 
 
 def _draw_stacks(

@@ -9,11 +9,12 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.costs.async_run import AsyncRun, simulate
 from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, new_axes
-from labkit.plots.palette import DARK, SERIES, Style, styles_of, swatch
+from labkit.plots.palette import DARK, SERIES, Style, swatch
 from labkit.plots.timeline import draw_spans, label_lanes
 from labkit.units import format_count
 
@@ -78,8 +79,7 @@ def staleness_model(
     rounds = simulate(workers, factor=factor, duration_s=_WATCHED_S, synchronous=True)
     figure = Figure(figsize=(WIDTH_IN, 5.4))
     above, below = figure.subplots(2, height_ratios=[1, 1])
-    styles = styles_of(span.kind for span in free.spans)
-    _draw_lanes(above, free, workers, styles)
+    kinds = _draw_lanes(above, free, workers)
     late = _late_by_worker(free.updates)
     others = [s for worker in late if worker != 1 for s in late[worker]]
     groups = {"the straggler": late.get(1, []), "other workers": others}
@@ -90,7 +90,6 @@ def staleness_model(
         f"{format_count(workers, 'worker')}, one {factor:g}x straggler, {_bound_name(bound)} "
         "(model)",
     )
-    kinds = [swatch(kind, style, model=True) for kind, style in styles.items()]
     add_legend(figure, kinds + entries)
     return CaptionedFigure(
         figure,
@@ -116,12 +115,13 @@ def _bound_name(bound: int | None) -> str:
     return "no bound" if bound is None else f"bound {bound}"
 
 
-def _draw_lanes(axes: Axes, run: AsyncRun, workers: int, styles: dict[str, Style]) -> None:
+def _draw_lanes(axes: Axes, run: AsyncRun, workers: int) -> list[Patch]:
     axes.set_xlim(0, run.duration_s)
-    spans = list(run.trace.spans)
-    draw_spans(axes, spans, list(range(workers + 1)), 1.0, styles, model=True)
+    lanes = list(range(workers + 1))
+    entries = draw_spans(axes, list(run.trace.spans), lanes, 1.0, model=True)
     label_lanes(axes, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
     axes.set_xlabel("time (gradients of a worker that does not straggle)")
+    return entries
 
 
 def _draw_histogram(
@@ -168,13 +168,11 @@ def _late_by_worker(updates: Updates) -> dict[int, list[int]]:
 
 
 def _by_worker(updates: Updates) -> str:
-    found = []
-    for worker, mine in _late_by_worker(updates).items():
-        found.append(
-            f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
-            f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
-        )
-    return "; ".join(found)
+    return "; ".join(
+        f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
+        f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
+        for worker, mine in _late_by_worker(updates).items()
+    )
 
 
 def _histogram_caption(updates: Updates, bound: int | None) -> str:

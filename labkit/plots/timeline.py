@@ -9,9 +9,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from labkit.plots.figure import PAGE_DPI, WIDTH_IN, CaptionedFigure, add_legend, drawn, new_axes
-from labkit.plots.palette import Style, styles_of, swatch
+from labkit.plots.palette import styles_of, swatch
 from labkit.trace import LOCAL_KINDS, Span, Trace
 from labkit.units import format_count, format_seconds, second_unit
 
@@ -52,13 +53,13 @@ def timeline(
         end_s = max(span.end_s for span in trace.spans)
     spans = _spans_between(trace, lanes, start_s, end_s)
     shares = _shares([s for s in spans if s.lane == 0], lanes, start_s, end_s)
-    beside = _shares([s for s in spans if s.lane > 0], lanes, start_s, end_s)
+    beside = _beside_words(_shares([s for s in spans if s.lane > 0], lanes, start_s, end_s))
     title = title or ("What each rank should do (model)" if model else "What each rank did")
     thin = sum(span.duration_s < (end_s - start_s) / (WIDTH_IN * PAGE_DPI) for span in spans)
     return CaptionedFigure(
         _draw_timeline(spans, lanes, start_s, end_s, title, model),
-        alt=_timeline_alt(shares, end_s - start_s, model) + _beside_alt(beside),
-        caption=_timeline_caption(shares, end_s - start_s, thin) + _beside_caption(beside),
+        alt=_timeline_alt(shares, end_s - start_s, model) + beside[0],
+        caption=_timeline_caption(shares, end_s - start_s, thin) + beside[1],
     )
 
 
@@ -108,22 +109,17 @@ def _spans_between(
 def _draw_timeline(
     spans: list[Span], lanes: list[int], start_s: float, end_s: float, title: str, model: bool
 ) -> Figure:
-    scale, unit = axis_unit(end_s - start_s)
+    # 1.5 s is still shown as 1500 ms, so that ticks are integers.
+    scale, unit = second_unit((end_s - start_s) / 2)
     figure, axes = new_axes(1.5 + min(0.45 * len(lanes), 7), title)
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
-    styles = styles_of(span.kind for span in spans)
-    draw_spans(axes, spans, lanes, scale, styles, model)
+    entries = draw_spans(axes, spans, lanes, scale, model)
     axes.set(xlabel=f"time since the start ({unit})", ylabel="rank")
     axes.ticklabel_format(axis="x", useOffset=False)
     label_lanes(axes, [str(rank) for rank in lanes])
-    add_legend(figure, [swatch(kind, style, model) for kind, style in styles.items()])
+    add_legend(figure, entries)
     return figure
-
-
-def axis_unit(extent_s: float) -> tuple[float, str]:
-    """The unit for an axis: 1.5 s is still shown as 1500 ms, so that ticks are integers."""
-    return second_unit(extent_s / 2)
 
 
 def draw_spans(
@@ -131,15 +127,19 @@ def draw_spans(
     spans: list[Span],
     lanes: list[int],
     scale: float,
-    styles: dict[str, Style],
     model: bool,
-) -> None:
+    names: Mapping[str, str] | None = None,
+) -> list[Patch]:
     """Draw all bars as one collection in the order of time, and hatches over the wide ones.
 
     A hatched bar takes a thousand times as long to draw as a plain one, and a bar of three pixels
     is too narrow to show its hatch.
+
+    Returns:
+        The legend's entries; ``names`` are what kinds are called there, if not by their names.
     """
     corners = _corners(spans, lanes, scale)
+    styles = styles_of(span.kind for span in spans)
     looks = {kind: style.model if model else style for kind, style in styles.items()}
     colors = [looks[span.kind].color for span in spans]
     bars = PolyCollection(list(corners), facecolors=colors, linewidths=0, snap=False, gid="spans")
@@ -155,6 +155,8 @@ def draw_spans(
             )
             over.set(linewidth=0.8 if model else 0, gid=f"hatch {kind}")
             axes.add_collection(over, autolim=False)
+    names = names or {}
+    return [swatch(names.get(kind, kind), style, model) for kind, style in styles.items()]
 
 
 def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
@@ -226,23 +228,19 @@ def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
     return " ".join(sentences)
 
 
-def _beside_alt(beside: Shares) -> str:
-    """What the thin lanes show; empty if there are none."""
-    kinds = next(iter(beside.values()))
-    if not kinds:
-        return ""
+def _beside_words(beside: Shares) -> tuple[str, str]:
+    """What alt text and caption say of the thin lanes; nothing if there are none."""
+    mean = _mean_share(beside)
+    if not mean:
+        return "", ""
     rows = "; ".join(f"{name}: {percents(share)}" for name, share in beside.items())
     if len(beside) > 8:
-        rows = f"mean {percents(_mean_share(beside))}"
-    return f" At the same time, in threads beside the main one, {rows}."
-
-
-def _beside_caption(beside: Shares) -> str:
-    kinds = next(iter(beside.values()))
-    if not kinds:
-        return ""
-    mean = percents(_mean_share(beside), least=0.005)
-    return f" The thin lane under each rank is what its other thread did at the same time: {mean}."
+        rows = f"mean {percents(mean)}"
+    return (
+        f" At the same time, in threads beside the main one, {rows}.",
+        " The thin lane under each rank is what its other thread did at the same time: "
+        f"{percents(mean, least=0.005)}.",
+    )
 
 
 def communication_words(shares: Shares, totals: Mapping[str, float]) -> str:
