@@ -88,8 +88,7 @@ def _draw_bars(repeats: Repeats, quantity: str, unit: str, title: str, log: bool
                 if len(medians) <= 12:
                     _write_median(axes, place + shift, values)
     axes.set_xticks(range(len(repeats)), [textwrap.fill(group, 16) for group in repeats])
-    axes.set_xlim(-0.6, len(repeats) - 0.4)
-    axes.set_ylabel(f"{quantity} ({shown_unit})")
+    axes.set(xlim=(-0.6, len(repeats) - 0.4), ylabel=f"{quantity} ({shown_unit})")
     _scale_bars(axes, log)
     add_legend(figure, [swatch(name, styles[name]) for name in names])
     return figure

@@ -121,9 +121,7 @@ def _draw_lanes(axes, step: StepModel, longest_ms: float) -> None:
     for times in step.times:
         _bar(axes, 1, times.start_s, times.end_s, "all_reduce")
     axes.set_yticks([0, 1], ["main thread", "link"])
-    axes.set_ylim(1.5, -0.5)
-    axes.set_xlim(0, longest_ms)
-    axes.set_xlabel("time since backward began (ms)")
+    axes.set(xlim=(0, longest_ms), ylim=(1.5, -0.5), xlabel="time since backward began (ms)")
 
 
 def _bar(axes, lane: int, start_s: float, end_s: float, kind: str) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _TITLES = {"activation": "Activations, forward", "gradient": "Gradients, backward"}
 # In a group of bars: the height of each bar, and the gap between groups.
 _BAR_IN, _GAP_IN = 0.155, 0.14
+# By group, batch size, and whether it is the model's: the place and height of a bar.
+_Places = dict[tuple[str, int, bool], tuple[float, float]]
 
 
 class _Hop(NamedTuple):
@@ -106,15 +108,14 @@ def _draw_hops(hops: list[_Hop], title: str) -> Figure:
     looks = dict(zip(batches, itertools.cycle(style for style, *_ in SERIES)))
     has_model = any(hop.model_s is not None for hop in hops)
     bars = len(batches) * (1 + has_model)
-    height_in = len(groups) * (bars * _BAR_IN + _GAP_IN) + 1.5
-    figure = Figure(figsize=(WIDTH_IN, height_in))
+    figure = Figure(figsize=(WIDTH_IN, len(groups) * (bars * _BAR_IN + _GAP_IN) + 1.5))
     grid = figure.subplots(1, len(directions) + 1, sharey=True, squeeze=False)[0]
+    places = _places(groups, batches, has_model)
     for axes, direction in zip(grid, directions):
         mine = [hop for hop in hops if hop.direction == direction]
-        _draw_direction(axes, mine, groups, looks, has_model)
-        axes.set_title(_TITLES[direction])
-        axes.set_xlabel("time per batch (log scale)")
-    _draw_bytes(grid[-1], hops, groups, looks, has_model)
+        _draw_times(axes, mine, places, looks)
+        axes.set(title=_TITLES[direction], xlabel="time per batch (log scale)")
+    _draw_bytes(grid[-1], hops, places, looks)
     grid[0].set_yticks(range(len(groups)), groups)
     grid[0].set_ylim(len(groups) - 0.5, -0.5)
     add_title(figure, title)
@@ -125,10 +126,7 @@ def _draw_hops(hops: list[_Hop], title: str) -> Figure:
     return figure
 
 
-def _draw_direction(
-    axes: Axes, hops: list[_Hop], groups: list[str], looks: dict[int, Style], has_model: bool
-) -> None:
-    places = _places(groups, looks, has_model)
+def _draw_times(axes: Axes, hops: list[_Hop], places: _Places, looks: dict[int, Style]) -> None:
     for hop in hops:
         middle = statistics.median(hop.seconds)
         low, high = quartiles(hop.seconds)
@@ -150,11 +148,8 @@ def _draw_direction(
     _finish(axes)
 
 
-def _places(
-    groups: list[str], looks: dict[int, Style], has_model: bool
-) -> dict[tuple[str, int, bool], tuple[float, float]]:
-    """By group, batch size, and whether it is the model's: the place and height of a bar."""
-    kinds = list(itertools.product(looks, (False, True) if has_model else (False,)))
+def _places(groups: list[str], batches: list[int], has_model: bool) -> _Places:
+    kinds = list(itertools.product(batches, (False, True) if has_model else (False,)))
     height = _BAR_IN / (len(kinds) * _BAR_IN + _GAP_IN)
     return {
         (group, *kind): (index + (number - (len(kinds) - 1) / 2) * height, 0.92 * height)
@@ -163,11 +158,8 @@ def _places(
     }
 
 
-def _draw_bytes(
-    axes: Axes, hops: list[_Hop], groups: list[str], looks: dict[int, Style], has_model: bool
-) -> None:
+def _draw_bytes(axes: Axes, hops: list[_Hop], places: _Places, looks: dict[int, Style]) -> None:
     """One bar per batch size: both directions carry the same bytes."""
-    places = _places(groups, looks, has_model)
     for hop in {(hop.group, hop.batch_size): hop for hop in hops}.values():
         place, height = places[hop.group, hop.batch_size, False]
         axes.barh(place, hop.num_bytes, height, **looks[hop.batch_size].fill)
@@ -177,8 +169,7 @@ def _draw_bytes(
     axes.set_xlim(low / 3, high * 8)
     ticks = [2.0**power for power in range(0, 50, 3) if low / 3 < 2**power < high * 2]
     axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
-    axes.set_title("Bytes, either way")
-    axes.set_xlabel("bytes per batch (log scale)")
+    axes.set(title="Bytes, either way", xlabel="bytes per batch (log scale)")
     _finish(axes)
 
 

@@ -27,6 +27,7 @@ WIDTH_IN = 8.5
 # An inch of the figure is 100 pixels on the page, so 10 points are 14 pixels. The picture itself
 # has more pixels, for sharp text on dense screens.
 PAGE_DPI = 100
+WIDTH_PX = WIDTH_IN * PAGE_DPI
 _PICTURE_DPI = 160
 _SETTINGS = {
     "figure.constrained_layout.use": True,
@@ -76,6 +77,14 @@ def new_axes(height_in: float, title: str) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.set_title(title)
     return figure, axes
+
+
+def label_lanes(axes: Axes, names: list[str]) -> None:
+    """One lane per name, the first on top; of very many lanes every n-th is named."""
+    every = math.ceil(len(names) / 32)
+    axes.set_yticks(range(0, len(names), every), names[::every])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
 
 
 def add_legend(figure: Figure, handles: Sequence[Any]) -> None:

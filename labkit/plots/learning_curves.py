@@ -96,10 +96,8 @@ def _draw_curve(grid, label: str, curve: Curve, style: Style, marker: str, line:
 
 def _label_curves(grid, num_epochs: int) -> None:
     grid[0, 0].set_ylabel("training loss")
-    grid[1, 0].set_ylabel("held-out accuracy (%)")
-    grid[1, 0].set_xlabel("epoch")
+    grid[1, 0].set(xlabel="epoch", ylabel="held-out accuracy (%)", xlim=(0.5, num_epochs + 0.5))
     grid[1, 1].set_xlabel("time in training (s)")
-    grid[1, 0].set_xlim(0.5, num_epochs + 0.5)
     grid[1, 0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     grid[1, 1].set_xlim(left=0)
     for axes in grid.flat:

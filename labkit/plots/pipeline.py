@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
-from labkit.plots.figure import PAGE_DPI, WIDTH_IN, CaptionedFigure, add_legend, drawn, new_axes
-from labkit.plots.timeline import draw_spans, label_lanes, trace_of
+from labkit.plots.figure import WIDTH_PX, CaptionedFigure, add_legend, drawn, label_lanes, new_axes
+from labkit.plots.timeline import draw_spans, tag, trace_of
 from labkit.schedules.pipeline import Action, in_flight
 from labkit.trace import Span, Trace
 from labkit.units import format_count, format_number, format_seconds, second_unit
@@ -50,9 +50,7 @@ def pipeline_timeline(
     """Draw one step of a real run like its timetable: what each stage did, in numbered boxes.
 
     Args:
-        result: a ``Trace``, or a result that has one as ``.trace``; rank s is stage s.
-        streams: by stage, the actions that it ran in each step, in order.
-        step: which of the steps in the trace, the last one by default.
+        result, streams, step: as in ``measured_slots``.
         title: above the figure.
 
     Raises:
@@ -155,8 +153,7 @@ def _draw_rows(
     scale, unit = (1.0, unit) if unit else second_unit(end_s / 2)
     figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
     axes.set_xlim(0, end_s / scale)
-    names = {"wait": "idle"} if model else None
-    entries = draw_spans(axes, spans, stages, scale, model, names)
+    entries = draw_spans(axes, spans, stages, scale, model, "idle" if model else "wait")
     label_lanes(axes, [str(stage) for stage in stages])
     for slot in slots:
         _write_number(axes, slot, stages.index(slot.stage), scale, end_s)
@@ -167,13 +164,12 @@ def _draw_rows(
 
 def _write_number(axes: Axes, slot: Slot, row: int, scale: float, end_s: float) -> None:
     """``F3``, or ``3`` where the box is too narrow for that, or nothing."""
-    pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_IN - 0.6) * PAGE_DPI
+    pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_PX - 60)
     name = str(Action(slot.kind, slot.micro_batch))
     for text in (name, name[1:]):
         if pixels > 8 * len(text) + 6:
             middle = (slot.start_s + slot.end_s) / 2 / scale
-            ground = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-            axes.text(middle, row, text, ha="center", va="center", bbox=ground)
+            tag(axes, middle, row, text, pad=0.15)
             return
 
 

@@ -47,9 +47,14 @@ def split_scatter(
         raise ValueError(f"{splits}: give two or more, to see which is better")
     chosen = min(found, key=lambda point: point.predicted_s)
     best = min(found, key=lambda point: point.median_s)
+    words = [
+        f"{name} is {point.name}, predicted {format_seconds(point.predicted_s)}, measured "
+        f"{format_seconds(point.median_s)}."
+        for name, point in (("The planner's choice", chosen), ("The fastest measured", best))
+    ]
     return CaptionedFigure(
         _draw_scatter(found, chosen, best, title or "Splits, predicted and measured"),
-        alt=_scatter_alt(found, chosen, best),
+        alt=f"Predicted against measured steps of {len(found)} splits. {' '.join(words)}",
         caption=_scatter_caption(found, chosen, best),
     )
 
@@ -78,15 +83,6 @@ def _draw_scatter(found: list[_Point], chosen: _Point, best: _Point, title: str)
     axes.grid()
     add_legend(figure, axes.get_legend_handles_labels()[0])
     return figure
-
-
-def _scatter_alt(found: list[_Point], chosen: _Point, best: _Point) -> str:
-    parts = [
-        f"{name} is {point.name}, predicted {format_seconds(point.predicted_s)}, measured "
-        f"{format_seconds(point.median_s)}"
-        for name, point in (("The planner's choice", chosen), ("The fastest measured", best))
-    ]
-    return f"Predicted against measured steps of {len(found)} splits. {'. '.join(parts)}."
 
 
 def _scatter_caption(found: list[_Point], chosen: _Point, best: _Point) -> str:

@@ -13,9 +13,17 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.costs.async_run import AsyncRun, simulate
-from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, new_axes
+from labkit.plots.figure import (
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    add_title,
+    drawn,
+    label_lanes,
+    new_axes,
+)
 from labkit.plots.palette import DARK, SERIES, Style, swatch
-from labkit.plots.timeline import draw_spans, label_lanes
+from labkit.plots.timeline import draw_spans
 from labkit.units import format_count
 
 MAX_WORKERS = 6
@@ -27,11 +35,7 @@ Updates = Sequence[tuple[int, int]]
 
 @drawn
 def staleness_histogram(
-    updates: Updates,
-    *,
-    bound: int | None = None,
-    title: str | None = None,
-    model: bool = False,
+    updates: Updates, *, bound: int | None = None, title: str | None = None, model: bool = False
 ) -> CaptionedFigure:
     """Draw the number of updates at each staleness, stacked by worker.
 
@@ -44,7 +48,9 @@ def staleness_histogram(
     Raises:
         ValueError: no updates.
     """
-    updates = _checked(updates)
+    updates = [(int(worker), int(late)) for worker, late in updates]
+    if not updates:
+        raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
     title = title or "Staleness of the updates"
     figure, axes = new_axes(3.4, f"{title} (model)" if model else title)
     groups = {f"worker {worker}": late for worker, late in _late_by_worker(updates).items()}
@@ -85,17 +91,14 @@ def staleness_model(
     groups = {"the straggler": late.get(1, []), "other workers": others}
     # These looks differ from those of the spans above.
     entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
-    add_title(
-        figure,
-        f"{format_count(workers, 'worker')}, one {factor:g}x straggler, {_bound_name(bound)} "
-        "(model)",
-    )
+    crew, limit = format_count(workers, "worker"), _bound_name(bound)
+    add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (model)")
     add_legend(figure, kinds + entries)
     return CaptionedFigure(
         figure,
-        alt=f"Predicted timeline of a server and {format_count(workers, 'worker')}, worker 1 "
-        f"{factor:g} times as slow, {_bound_name(bound)}: workers wait {free.waiting_share():.0%} "
-        f"of their time. Below, predicted staleness. {_by_worker(free.updates)}.",
+        alt=f"Predicted timeline of a server and {crew}, worker 1 {factor:g} times as slow, "
+        f"{limit}: workers wait {free.waiting_share():.0%} of their time. Below, predicted "
+        f"staleness. {_by_worker(free.updates)}.",
         caption=_model_caption(free, rounds, bound),
     )
 
@@ -153,18 +156,9 @@ def _draw_histogram(
     return entries
 
 
-def _checked(updates: Iterable[Sequence[int]]) -> Updates:
-    found = [(int(worker), int(late)) for worker, late in updates]
-    if not found:
-        raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
-    return found
-
-
 def _late_by_worker(updates: Updates) -> dict[int, list[int]]:
-    late: dict[int, list[int]] = {worker: [] for worker in sorted({w for w, _ in updates})}
-    for worker, staleness in updates:
-        late[worker].append(staleness)
-    return late
+    workers = sorted({worker for worker, _ in updates})
+    return {worker: [late for w, late in updates if w == worker] for worker in workers}
 
 
 def _by_worker(updates: Updates) -> str:
@@ -178,7 +172,6 @@ def _by_worker(updates: Updates) -> str:
 def _histogram_caption(updates: Updates, bound: int | None) -> str:
     late = [staleness for _, staleness in updates]
     workers = format_count(len({worker for worker, _ in updates}), "worker")
-    words = f"Mean staleness {statistics.fmean(late):.2f} with {workers}, largest {max(late)}"
-    if bound is None:
-        return f"{words}; no bound was set."
-    return f"{words}; the bound was {bound}."
+    limit = "no bound was set" if bound is None else f"the bound was {bound}"
+    mean = statistics.fmean(late)
+    return f"Mean staleness {mean:.2f} with {workers}, largest {max(late)}; {limit}."

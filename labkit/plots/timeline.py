@@ -1,6 +1,5 @@
 """The timeline of a run: what each rank did when."""
 
-import math
 import statistics
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plots.figure import PAGE_DPI, WIDTH_IN, CaptionedFigure, add_legend, drawn, new_axes
+from labkit.plots.figure import WIDTH_PX, CaptionedFigure, add_legend, drawn, label_lanes, new_axes
 from labkit.plots.palette import styles_of, swatch
 from labkit.trace import LOCAL_KINDS, Span, Trace
 from labkit.units import format_count, format_seconds, second_unit
@@ -55,7 +54,7 @@ def timeline(
     shares = _shares([s for s in spans if s.lane == 0], lanes, start_s, end_s)
     beside = _beside_words(_shares([s for s in spans if s.lane > 0], lanes, start_s, end_s))
     title = title or ("What each rank should do (model)" if model else "What each rank did")
-    thin = sum(span.duration_s < (end_s - start_s) / (WIDTH_IN * PAGE_DPI) for span in spans)
+    thin = sum(span.duration_s < (end_s - start_s) / WIDTH_PX for span in spans)
     return CaptionedFigure(
         _draw_timeline(spans, lanes, start_s, end_s, title, model),
         alt=_timeline_alt(shares, end_s - start_s, model) + beside[0],
@@ -123,12 +122,7 @@ def _draw_timeline(
 
 
 def draw_spans(
-    axes: Axes,
-    spans: list[Span],
-    lanes: list[int],
-    scale: float,
-    model: bool,
-    names: Mapping[str, str] | None = None,
+    axes: Axes, spans: list[Span], lanes: list[int], scale: float, model: bool, idle: str = "wait"
 ) -> list[Patch]:
     """Draw all bars as one collection in the order of time, and hatches over the wide ones.
 
@@ -136,7 +130,7 @@ def draw_spans(
     is too narrow to show its hatch.
 
     Returns:
-        The legend's entries; ``names`` are what kinds are called there, if not by their names.
+        The legend's entries; waiting is called ``idle`` there.
     """
     corners = _corners(spans, lanes, scale)
     styles = styles_of(span.kind for span in spans)
@@ -145,7 +139,7 @@ def draw_spans(
     bars = PolyCollection(list(corners), facecolors=colors, linewidths=0, snap=False, gid="spans")
     axes.add_collection(bars, autolim=False)
     left, right = axes.get_xlim()
-    wide = (corners[:, 2, 0] - corners[:, 0, 0]) * WIDTH_IN * PAGE_DPI > 3 * (right - left)
+    wide = (corners[:, 2, 0] - corners[:, 0, 0]) * WIDTH_PX > 3 * (right - left)
     kinds = np.array([span.kind for span in spans])
     for kind, look in looks.items():
         mine = corners[wide & (kinds == kind)]
@@ -155,8 +149,14 @@ def draw_spans(
             )
             over.set(linewidth=0.8 if model else 0, gid=f"hatch {kind}")
             axes.add_collection(over, autolim=False)
-    names = names or {}
-    return [swatch(names.get(kind, kind), style, model) for kind, style in styles.items()]
+    names = {kind: idle if kind == "wait" else kind for kind in styles}
+    return [swatch(names[kind], style, model) for kind, style in styles.items()]
+
+
+def tag(axes: Axes, x: float, y: float, text: str, pad: float) -> None:
+    """Text on a bar, on a white background, so that no hatch runs through it."""
+    box = {"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": "none"}
+    axes.text(x, y, text, va="center", ha="center", bbox=box)
 
 
 def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
@@ -172,14 +172,6 @@ def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
     xs = np.stack([left, left, right, right], axis=1)
     ys = np.stack([top, bottom, bottom, top], axis=1)
     return np.stack([xs, ys], axis=2)
-
-
-def label_lanes(axes: Axes, names: list[str]) -> None:
-    """One lane per name, the first on top; of very many lanes every n-th is named."""
-    every = math.ceil(len(names) / 32)
-    axes.set_yticks(range(0, len(names), every), names[::every])
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
 
 
 def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -> Shares:

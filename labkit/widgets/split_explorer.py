@@ -140,7 +140,7 @@ class SplitExplorer(Explorer):
 
     def _draw_split(self, *chosen: Any) -> plots.CaptionedFigure:
         choice = Choice(*chosen)
-        measured = self._measured.get(choice.here)
+        measured = self._measured.get(choice._replace(link=HERE))
         figure = plots.split_costs(
             self._models.profile(choice),
             self._models.predicted(choice),
@@ -201,7 +201,7 @@ class SplitExplorer(Explorer):
             micro_batches=choice.micro_batches,
             schedule=choice.schedule,
         )
-        self._measured[choice.here] = measured
+        self._measured[choice._replace(link=HERE)] = measured
         self._pages.clear()
         self._show()
         step = format_seconds(statistics.median(measured.step_s))
