@@ -2,7 +2,7 @@
 
     timeline          what each rank did when
     phases            seconds by kind, stacked
-    ring_steps        an all-reduce worked out on paper, state by state (ring_grid: one state)
+    ring_steps        an all-reduce worked out on paper, state by state (ring_states: the states)
     ring_step         one step of it, in numbers and words (ring_words: the words)
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
@@ -22,11 +22,12 @@ of its file, or of its file and more (``ring_steps`` is in ``ring.py``).
 from labkit.plots.bars import bars
 from labkit.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, bucket_overlap
 from labkit.plots.communication_time import communication_time, hop_rows
-from labkit.plots.figure import STYLES, CaptionedFigure, Style
+from labkit.plots.figure import CaptionedFigure
 from labkit.plots.learning_curves import learning_curves
+from labkit.plots.palette import STYLES, Style
 from labkit.plots.phases import phases
 from labkit.plots.pipeline import measured_slots, pipeline_timeline, pipeline_timetable
-from labkit.plots.ring import RingState, ring_grid, ring_states, ring_step, ring_steps, ring_words
+from labkit.plots.ring import RingState, ring_states, ring_step, ring_steps, ring_words
 from labkit.plots.size_curves import crossings, size_curves
 from labkit.plots.split_costs import split_costs
 from labkit.plots.split_scatter import split_scatter
@@ -51,7 +52,6 @@ __all__ = [
     "phases",
     "pipeline_timeline",
     "pipeline_timetable",
-    "ring_grid",
     "ring_states",
     "ring_step",
     "ring_steps",

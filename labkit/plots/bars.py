@@ -9,17 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from labkit.plots.figure import (
-    DARK,
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    drawn,
-    fill,
-    swatch,
-)
+from labkit.plots.figure import CaptionedFigure, add_legend, drawn, new_axes
+from labkit.plots.palette import DARK, SERIES, Style, swatch
 from labkit.plots.repeats import counts_words, range_words
 from labkit.units import as_repeats, byte_unit, format_number, format_value, second_unit
 
@@ -85,8 +76,7 @@ def _draw_bars(repeats: Repeats, quantity: str, unit: str, title: str, log: bool
     names = list(dict.fromkeys(name for row in repeats.values() for name in row))
     medians = [statistics.median(values) for row in repeats.values() for values in row.values()]
     scale, shown_unit = _bar_unit(max(abs(value) for value in medians), unit)
-    figure = Figure(figsize=(WIDTH_IN, 4.2))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(4.2, title)
     styles = _bar_styles(names)
     width = min(0.8 / len(names), 0.28)
     for number, name in enumerate(names):
@@ -98,9 +88,7 @@ def _draw_bars(repeats: Repeats, quantity: str, unit: str, title: str, log: bool
                 if len(medians) <= 12:
                     _write_median(axes, place + shift, values)
     axes.set_xticks(range(len(repeats)), [textwrap.fill(group, 16) for group in repeats])
-    axes.set_xlim(-0.6, len(repeats) - 0.4)
-    axes.set_ylabel(f"{quantity} ({shown_unit})")
-    axes.set_title(title)
+    axes.set(xlim=(-0.6, len(repeats) - 0.4), ylabel=f"{quantity} ({shown_unit})")
     _scale_bars(axes, log)
     add_legend(figure, [swatch(name, styles[name]) for name in names])
     return figure
@@ -134,7 +122,7 @@ def _draw_bar(
     axes: Axes, x: float, values: list[float], width: float, name: str, style: Style
 ) -> None:
     middle, low, high = statistics.median(values), min(values), max(values)
-    axes.bar(x, middle, 0.92 * width, label=name, **fill(style))
+    axes.bar(x, middle, 0.92 * width, label=name, **style.fill)
     if len(values) > 1:
         spread = [[middle - low], [high - middle]]
         axes.errorbar(x, middle, spread, color=DARK, capsize=4, linewidth=1.2)

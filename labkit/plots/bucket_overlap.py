@@ -6,17 +6,8 @@ from matplotlib.figure import Figure
 
 from labkit.costs.ddp_step import StepModel, predict_step
 from labkit.costs.link import Link
-from labkit.plots.figure import (
-    BLUE,
-    STYLES,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    add_title,
-    drawn,
-    fill,
-    swatch,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import BLUE, STYLES, swatch
 from labkit.schedules.buckets import MIB
 from labkit.units import format_bytes, format_count, format_seconds
 
@@ -58,7 +49,7 @@ def example_step(bucket_mb: float, world_size: int, link: str) -> StepModel:
 def bucket_overlap(
     bucket_mb: float = 25, world_size: int = 4, link: str = "10 Gb/s network"
 ) -> CaptionedFigure:
-    """Draw the model of one backward pass with buckets, above the step's time by bucket size.
+    """Draw ``example_step``: one backward pass with buckets, above the step's time by their size.
 
     Args:
         bucket_mb: MiB of gradients per bucket; 0 is one bucket per parameter, ``math.inf`` one
@@ -80,17 +71,15 @@ def bucket_overlap(
 
 def _caption(step: StepModel, sweep: list[float], bucket_mb: float) -> str:
     """What is exposed, and which size is best."""
-    best = min(sweep)
-    best_name = size_name(BUCKET_SIZES_MB[sweep.index(best)])
-    count = len(step.buckets)
+    best, best_mb = min(zip(sweep, BUCKET_SIZES_MB))
     text = (
-        f"Model: buckets of {size_name(bucket_mb)} make {count} all-reduces. They end "
+        f"Model: buckets of {size_name(bucket_mb)} make {len(step.buckets)} all-reduces. They end "
         f"{format_seconds(step.exposed_s)} after backward, so the step takes "
         f"{format_seconds(step.step_s)}."
     )
     if step.step_s <= best * (1 + 1e-9):
         return f"{text} No other size on the curve is faster."
-    return f"{text} With {best_name} it would take {format_seconds(best)}."
+    return f"{text} With {size_name(best_mb)} it would take {format_seconds(best)}."
 
 
 def size_name(bucket_mb: float) -> str:
@@ -121,10 +110,8 @@ def _draw(
     _draw_sweep(below, step, sweep, bucket_mb)
     ranks = format_count(world_size, "rank")
     add_title(figure, f"Buckets of {size_name(bucket_mb)}, {ranks}, {link} (model)")
-    kinds = ("compute", "all_reduce", "wait")
-    names = ("backward (model)", "all-reduce of a bucket (model)", "exposed (model)")
-    looks = [swatch(name, STYLES[kind], model=True) for kind, name in zip(kinds, names)]
-    add_legend(figure, looks)
+    names = {"compute": "backward", "all_reduce": "all-reduce of a bucket", "wait": "exposed"}
+    add_legend(figure, [swatch(name, STYLES[kind], model=True) for kind, name in names.items()])
     return figure
 
 
@@ -134,21 +121,17 @@ def _draw_lanes(axes, step: StepModel, longest_ms: float) -> None:
     for times in step.times:
         _bar(axes, 1, times.start_s, times.end_s, "all_reduce")
     axes.set_yticks([0, 1], ["main thread", "link"])
-    axes.set_ylim(1.5, -0.5)
-    axes.set_xlim(0, longest_ms)
-    axes.set_xlabel("time since backward began (ms)")
+    axes.set(xlim=(0, longest_ms), ylim=(1.5, -0.5), xlabel="time since backward began (ms)")
 
 
 def _bar(axes, lane: int, start_s: float, end_s: float, kind: str) -> None:
-    axes.barh(lane, (end_s - start_s) * 1e3, 0.7, start_s * 1e3, **fill(STYLES[kind].model))
+    axes.barh(lane, (end_s - start_s) * 1e3, 0.7, start_s * 1e3, **STYLES[kind].model.fill)
 
 
 def _draw_sweep(axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:
     """At equal distances, since the two ends, 0 and infinity, have no logarithm."""
-    places = range(len(BUCKET_SIZES_MB))
-    axes.plot(
-        places, [s * 1e3 for s in sweep], color=BLUE, linestyle="--", marker="o", mfc="white"
-    )
+    places, sweep_ms = range(len(sweep)), [s * 1e3 for s in sweep]
+    axes.plot(places, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")
     axes.axhline(step.backward_s * 1e3, color=STYLES["compute"].color, linestyle=":")
     axes.annotate("backward alone", (0, step.backward_s * 1e3), (2, 3), textcoords="offset points")
     if bucket_mb in BUCKET_SIZES_MB:

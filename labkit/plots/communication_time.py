@@ -10,18 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.placement.planner import SplitModel
-from labkit.plots.figure import (
-    DARK,
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    add_title,
-    drawn,
-    fill,
-    swatch,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import DARK, SERIES, Style, swatch
 from labkit.plots.repeats import counts_words, quartiles, range_words
 from labkit.units import as_repeats, format_bytes, format_seconds
 
@@ -31,6 +21,8 @@ if TYPE_CHECKING:
 _TITLES = {"activation": "Activations, forward", "gradient": "Gradients, backward"}
 # In a group of bars: the height of each bar, and the gap between groups.
 _BAR_IN, _GAP_IN = 0.155, 0.14
+# By group, batch size, and whether it is the model's: the place and height of a bar.
+_Places = dict[tuple[str, int, bool], tuple[float, float]]
 
 
 class _Hop(NamedTuple):
@@ -116,43 +108,37 @@ def _draw_hops(hops: list[_Hop], title: str) -> Figure:
     looks = dict(zip(batches, itertools.cycle(style for style, *_ in SERIES)))
     has_model = any(hop.model_s is not None for hop in hops)
     bars = len(batches) * (1 + has_model)
-    height_in = len(groups) * (bars * _BAR_IN + _GAP_IN) + 1.5
-    figure = Figure(figsize=(WIDTH_IN, height_in))
+    figure = Figure(figsize=(WIDTH_IN, len(groups) * (bars * _BAR_IN + _GAP_IN) + 1.5))
     grid = figure.subplots(1, len(directions) + 1, sharey=True, squeeze=False)[0]
+    places = _places(groups, batches, has_model)
     for axes, direction in zip(grid, directions):
         mine = [hop for hop in hops if hop.direction == direction]
-        _draw_direction(axes, mine, groups, looks, has_model)
-        axes.set_title(_TITLES[direction])
-        axes.set_xlabel("time per batch (log scale)")
-    _draw_bytes(grid[-1], hops, groups, looks, has_model)
+        _draw_times(axes, mine, places, looks)
+        axes.set(title=_TITLES[direction], xlabel="time per batch (log scale)")
+    _draw_bytes(grid[-1], hops, places, looks)
     grid[0].set_yticks(range(len(groups)), groups)
     grid[0].set_ylim(len(groups) - 0.5, -0.5)
     add_title(figure, title)
     entries = [swatch(f"batch {size}", look) for size, look in looks.items()]
     if has_model:
-        entries += [
-            swatch(f"batch {size} model", look, model=True) for size, look in looks.items()
-        ]
+        entries += [swatch(f"batch {size} model", look.model) for size, look in looks.items()]
     add_legend(figure, entries)
     return figure
 
 
-def _draw_direction(
-    axes: Axes, hops: list[_Hop], groups: list[str], looks: dict[int, Style], has_model: bool
-) -> None:
-    places = _places(groups, looks, has_model)
+def _draw_times(axes: Axes, hops: list[_Hop], places: _Places, looks: dict[int, Style]) -> None:
     for hop in hops:
         middle = statistics.median(hop.seconds)
         low, high = quartiles(hop.seconds)
         place, height = places[hop.group, hop.batch_size, False]
-        axes.barh(place, middle, height, **fill(looks[hop.batch_size]))
+        axes.barh(place, middle, height, **looks[hop.batch_size].fill)
         if len(hop.seconds) > 1:
             spread = [[middle - low], [high - middle]]
             axes.errorbar(middle, place, xerr=spread, color=DARK, capsize=2, linewidth=1)
         _number(axes, high, place, format_seconds(middle))
         if hop.model_s is not None:
             place, height = places[hop.group, hop.batch_size, True]
-            axes.barh(place, hop.model_s, height, **fill(looks[hop.batch_size].model))
+            axes.barh(place, hop.model_s, height, **looks[hop.batch_size].model.fill)
     times = [value for hop in hops for value in (*hop.seconds, hop.model_s) if value]
     axes.set_xscale("log")
     # A bar has no natural start on a logarithmic axis; this one leaves the shortest a length.
@@ -162,13 +148,8 @@ def _draw_direction(
     _finish(axes)
 
 
-def _places(
-    groups: list[str], looks: dict[int, Style], has_model: bool
-) -> dict[tuple[str, int, bool], tuple[float, float]]:
-    """By group, batch size, and whether it is the model's: the place and height of a bar."""
-    kinds = [
-        (size, model) for size in looks for model in ((False, True) if has_model else (False,))
-    ]
+def _places(groups: list[str], batches: list[int], has_model: bool) -> _Places:
+    kinds = list(itertools.product(batches, (False, True) if has_model else (False,)))
     height = _BAR_IN / (len(kinds) * _BAR_IN + _GAP_IN)
     return {
         (group, *kind): (index + (number - (len(kinds) - 1) / 2) * height, 0.92 * height)
@@ -177,22 +158,18 @@ def _places(
     }
 
 
-def _draw_bytes(
-    axes: Axes, hops: list[_Hop], groups: list[str], looks: dict[int, Style], has_model: bool
-) -> None:
+def _draw_bytes(axes: Axes, hops: list[_Hop], places: _Places, looks: dict[int, Style]) -> None:
     """One bar per batch size: both directions carry the same bytes."""
-    places = _places(groups, looks, has_model)
     for hop in {(hop.group, hop.batch_size): hop for hop in hops}.values():
         place, height = places[hop.group, hop.batch_size, False]
-        axes.barh(place, hop.num_bytes, height, **fill(looks[hop.batch_size]))
+        axes.barh(place, hop.num_bytes, height, **looks[hop.batch_size].fill)
         _number(axes, hop.num_bytes, place, format_bytes(hop.num_bytes))
     low, high = (end(hop.num_bytes for hop in hops) for end in (min, max))
     axes.set_xscale("log", base=2)
     axes.set_xlim(low / 3, high * 8)
     ticks = [2.0**power for power in range(0, 50, 3) if low / 3 < 2**power < high * 2]
     axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
-    axes.set_title("Bytes, either way")
-    axes.set_xlabel("bytes per batch (log scale)")
+    axes.set(title="Bytes, either way", xlabel="bytes per batch (log scale)")
     _finish(axes)
 
 

@@ -1,47 +1,33 @@
-"""What all figures share: the table of styles, and the figure with alt text and caption.
+"""What all figures share: their settings, and the figure with alt text and caption.
 
-One meaning has one look everywhere, a colour of the Okabe-Ito palette and a hatch, so that no
-figure needs colour alone. Cool colours work (compute, update, data, evaluate), warm ones move
-bytes (communicate and its phases), grey waits; backward is forward's green, darkened. What was
-measured is filled with its colour; a prediction is pale, hatched, and says "model".
-
-The figures do not use pyplot, so nothing is shown twice and nothing stays open, and they ignore
-the style that a notebook has set.
+They do not use pyplot, so nothing is shown twice and nothing stays open, and they ignore the
+style that a notebook has set.
 """
 
 import base64
 import contextlib
-import functools
 import html
 import io
-import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
-import matplotlib as mpl
 import matplotlib.style
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from labkit.files import write_atomically
-
-P = ParamSpec("P")
-
-BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
-ORANGE, VERMILION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
-DEEP_GREEN = "#005F46"
-DARK, GREY, GRID = "#1A1A1A", "#BFBFBF", "#D9D9D9"
+from labkit.plots.palette import DARK, GRID
 
 WIDTH_IN = 8.5
 # An inch of the figure is 100 pixels on the page, so 10 points are 14 pixels. The picture itself
 # has more pixels, for sharp text on dense screens.
 PAGE_DPI = 100
+WIDTH_PX = WIDTH_IN * PAGE_DPI
 _PICTURE_DPI = 160
 _SETTINGS = {
     "figure.constrained_layout.use": True,
@@ -69,7 +55,6 @@ _SETTINGS = {
     "hatch.linewidth": 0.8,
     "svg.hashsalt": "labkit",
 }
-_MODEL_HATCH = "////"
 # matplotlib's settings belong to the whole process, and JupyterLab may handle a slider in another
 # thread than the cells.
 _LOCK = threading.RLock()
@@ -82,98 +67,24 @@ def _own_settings() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Style:
-    """How one meaning looks: its colour, its hatch, and the hatch's own colour on that colour."""
-
-    color: str
-    hatch: str = ""
-    ink: str = "white"
-
-    @property
-    def is_model(self) -> bool:
-        return self.hatch == _MODEL_HATCH
-
-    @property
-    def model(self) -> "Style":
-        """The same meaning, predicted: pale, with the hatch that nothing measured has."""
-        return Style(tint(self.color, 0.2), _MODEL_HATCH, shade(self.color, 0.75))
+# As a decorator: the function draws under these settings.
+drawn = _own_settings()
 
 
-STYLES = {
-    "compute": Style(GREEN),
-    "forward": Style(GREEN, "||"),
-    "backward": Style(DEEP_GREEN, "--"),
-    "update": Style(BLUE, "\\\\\\"),
-    "data": Style(PURPLE, "..."),
-    "evaluate": Style(SKY, "oo", DARK),
-    "communicate": Style(VERMILION, "xx"),
-    "share_reduce": Style(ORANGE, "++", DARK),
-    "share_only": Style(YELLOW, "--", DARK),
-    "all_reduce": Style(ORANGE, "xx", DARK),
-    "push": Style(VERMILION, "||"),
-    "pull": Style(ORANGE, "\\\\\\", DARK),
-    # Over the cut between two stages, forward and backward.
-    "activation": Style(VERMILION, ".."),
-    "gradient": Style(ORANGE, "--", DARK),
-    "wait": Style(GREY, "..", "#595959"),
-    # Time in no span: Python between the spans.
-    "other": Style("#F2F2F2", "//", GREY),
-}
-# For communication phases without a row above, in the order of their names.
-_SPARE = (
-    Style(YELLOW, "oo", DARK),
-    Style(VERMILION, "--"),
-    Style(ORANGE, "..", DARK),
-    Style(YELLOW, "xx", DARK),
-    Style(VERMILION, "oo"),
-    Style(YELLOW, "\\\\\\", DARK),
-)
-
-# Bar, marker and line of what is compared with each other: runs, algorithms.
-SERIES = (
-    (Style(BLUE), "o", "-"),
-    (Style(VERMILION, ".."), "s", "--"),
-    (Style(GREEN, "\\\\"), "^", "-."),
-    (Style(PURPLE, "xx"), "D", ":"),
-    (Style(ORANGE, "--", DARK), "v", "-"),
-    (Style(SKY, "oo", DARK), "P", "--"),
-    (Style(DARK, "||"), "X", "-."),
-)
+def new_axes(height_in: float, title: str) -> tuple[Figure, Axes]:
+    """A figure as wide as the page with one pair of axes."""
+    figure = Figure(figsize=(WIDTH_IN, height_in))
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    return figure, axes
 
 
-def styles_of(kinds: Iterable[str]) -> dict[str, Style]:
-    """The styles of these kinds, in the table's order."""
-    present = set(kinds)
-    styles = {kind: style for kind, style in STYLES.items() if kind in present}
-    return styles | dict(zip(sorted(present - styles.keys()), itertools.cycle(_SPARE)))
-
-
-def tint(color: str, strength: float) -> str:
-    """``color`` thinned with white: 1 leaves it, 0 is white."""
-    red, green, blue = (1 - strength * (1 - part) for part in mpl.colors.to_rgb(color))
-    return mpl.colors.to_hex((red, green, blue))
-
-
-def shade(color: str, strength: float) -> str:
-    """``color`` darkened: 1 leaves it, 0 is black."""
-    red, green, blue = (strength * part for part in mpl.colors.to_rgb(color))
-    return mpl.colors.to_hex((red, green, blue))
-
-
-def fill(style: Style) -> dict[str, Any]:
-    """A style as the keywords that matplotlib's bars and patches take."""
-    return {
-        "facecolor": style.color,
-        "edgecolor": style.ink if style.hatch else style.color,
-        "hatch": style.hatch or None,
-        "linewidth": 0.8 if style.is_model else 0,
-    }
-
-
-def swatch(label: str, style: Style, model: bool = False) -> Patch:
-    """A legend's entry for bars of this style, or for bars that predict it."""
-    return Patch(label=label, **fill(style.model if model else style))
+def label_lanes(axes: Axes, names: list[str]) -> None:
+    """One lane per name, the first on top; of very many lanes every n-th is named."""
+    every = math.ceil(len(names) / 32)
+    axes.set_yticks(range(0, len(names), every), names[::every])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
 
 
 def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
@@ -239,13 +150,9 @@ class CaptionedFigure:
     def save(self, path: str | Path) -> Path:
         """Write a ``.png`` or ``.svg`` file, whole or not at all; returns its path."""
         path = Path(path)
-        if path.suffix == ".png":
-            content = self.png()
-        elif path.suffix == ".svg":
-            content = self._svg()
-        else:
+        if path.suffix not in (".png", ".svg"):
             raise ValueError(f"cannot save {path.name}: a figure is saved as .png or .svg")
-        write_atomically(path, content)
+        write_atomically(path, self.png() if path.suffix == ".png" else self._svg())
         return path
 
     def __repr__(self) -> str:
@@ -296,14 +203,3 @@ def _with_palette(picture: np.ndarray) -> bytes:
     # The highest level saves another tenth of the bytes and takes eight times as long.
     image.save(target, "png", compress_level=6)
     return target.getvalue()
-
-
-def drawn(function: Callable[P, CaptionedFigure]) -> Callable[P, CaptionedFigure]:
-    """Make a function draw under the settings above, whatever the notebook has set."""
-
-    @functools.wraps(function)
-    def with_settings(*args: P.args, **kwargs: P.kwargs) -> CaptionedFigure:
-        with _own_settings():
-            return function(*args, **kwargs)
-
-    return with_settings

@@ -9,15 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from labkit.plots.figure import (
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    add_title,
-    drawn,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import SERIES, Style
 from labkit.units import format_count, format_seconds
 
 Curve = dict[str, np.ndarray]
@@ -58,9 +51,8 @@ def learning_curves(runs: Mapping[str, Any], *, title: str | None = None) -> Cap
 def _median_curve(label: str, run: Any) -> Curve:
     """Medians of the repeats; ``low loss`` and so on are the band's edges, if there are any."""
     run = getattr(run, "epochs", run)
-    if not run or isinstance(run[0], Mapping):
-        return _curve(label, run)
-    repeats = [_curve(label, one) for one in run]
+    runs = [run] if not run or isinstance(run[0], Mapping) else run
+    repeats = [_curve(label, one) for one in runs]
     fewest = min(len(one["epoch"]) for one in repeats)
     stacked = {key: np.array([one[key][:fewest] for one in repeats]) for key in repeats[0]}
     curve = {key: np.median(values, axis=0) for key, values in stacked.items()}
@@ -104,10 +96,8 @@ def _draw_curve(grid, label: str, curve: Curve, style: Style, marker: str, line:
 
 def _label_curves(grid, num_epochs: int) -> None:
     grid[0, 0].set_ylabel("training loss")
-    grid[1, 0].set_ylabel("held-out accuracy (%)")
-    grid[1, 0].set_xlabel("epoch")
+    grid[1, 0].set(xlabel="epoch", ylabel="held-out accuracy (%)", xlim=(0.5, num_epochs + 0.5))
     grid[1, 1].set_xlabel("time in training (s)")
-    grid[1, 0].set_xlim(0.5, num_epochs + 0.5)
     grid[1, 0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     grid[1, 1].set_xlim(left=0)
     for axes in grid.flat:

@@ -3,29 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from labkit.plots.figure import (
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    drawn,
-    fill,
-    styles_of,
-)
-from labkit.plots.timeline import (
-    Shares,
-    axis_unit,
-    communication_words,
-    kind_swatches,
-    label_lanes,
-    percent,
-    percents,
-    trace_of,
-)
-from labkit.units import format_seconds
+from labkit.plots.figure import CaptionedFigure, add_legend, drawn, label_lanes, new_axes
+from labkit.plots.palette import Style, styles_of, swatch
+from labkit.plots.timeline import Shares, communication_words, percent, percents, tag, trace_of
+from labkit.units import format_seconds, second_unit
 
 
 @drawn
@@ -55,7 +38,7 @@ def phases(result: Any, *, title: str | None = None, model: bool = False) -> Cap
         for name, share in shares.items()
     )
     return CaptionedFigure(
-        _draw_phases(rows, totals, styles, title, model),
+        _draw_phases(rows, styles, title, model),
         alt=f"{title}: {bars}.",
         caption=_phases_caption(shares, totals),
     )
@@ -80,38 +63,26 @@ def _phase_rows(result: Any) -> dict[str, dict[str, float]]:
 
 
 def _draw_phases(
-    rows: dict[str, dict[str, float]],
-    totals: dict[str, float],
-    styles: dict[str, Style],
-    title: str,
-    model: bool,
+    rows: dict[str, dict[str, float]], styles: dict[str, Style], title: str, model: bool
 ) -> Figure:
-    scale, unit = axis_unit(max(totals.values()))
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(rows), 9)))
-    axes = figure.add_subplot()
+    totals = {name: sum(row.values()) for name, row in rows.items()}
+    scale, unit = second_unit(max(totals.values()) / 2)
+    figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
     longest = max(totals.values()) / scale
     for lane, (name, row) in enumerate(rows.items()):
         left = 0.0
         for kind, style in styles.items():
             width = row.get(kind, 0.0) / scale
             look = style.model if model else style
-            axes.barh(lane, width, 0.72, left, label=kind, **fill(look))
+            axes.barh(lane, width, 0.72, left, label=kind, **look.fill)
             if width > 0.07 * longest:
-                _tag(axes, left + width / 2, lane, percent(row[kind] / totals[name]))
+                tag(axes, left + width / 2, lane, percent(row[kind] / totals[name]), pad=0.2)
             left += width
         axes.text(left, lane, f" {format_seconds(totals[name])}", va="center", ha="left")
-    axes.set_xlim(0, 1.12 * longest)
-    axes.set_title(title)
-    axes.set_xlabel(f"time ({unit})")
+    axes.set(xlim=(0, 1.12 * longest), xlabel=f"time ({unit})")
     label_lanes(axes, list(rows))
-    add_legend(figure, kind_swatches(styles, model))
+    add_legend(figure, [swatch(kind, style, model) for kind, style in styles.items()])
     return figure
-
-
-def _tag(axes: Axes, x: float, y: float, text: str) -> None:
-    """Text on a bar, on a white background, so that no hatch runs through it."""
-    box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
-    axes.text(x, y, text, va="center", ha="center", bbox=box)
 
 
 def _phases_caption(shares: Shares, totals: dict[str, float]) -> str:

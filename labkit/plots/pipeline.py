@@ -10,16 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
-from labkit.plots.figure import (
-    PAGE_DPI,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    drawn,
-    styles_of,
-    swatch,
-)
-from labkit.plots.timeline import draw_spans, label_lanes, trace_of
+from labkit.plots.figure import WIDTH_PX, CaptionedFigure, add_legend, drawn, label_lanes, new_axes
+from labkit.plots.timeline import draw_spans, tag, trace_of
 from labkit.schedules.pipeline import Action, in_flight
 from labkit.trace import Span, Trace
 from labkit.units import format_count, format_number, format_seconds, second_unit
@@ -48,13 +40,7 @@ def pipeline_timetable(
         )
     title = f"{title or 'Timetable of a step'} (model)"
     spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
-    figure = _draw_rows([*spans, *_idle(slots)], slots, title, unit, model=True)
-    length = _length_of(slots, unit)
-    return CaptionedFigure(
-        figure,
-        alt=f"Predicted timetable of {_counts(slots)}. {_orders(slots)}. In all, {length}.",
-        caption=f"Model: {length}. {_bubble_words(slots)}",
-    )
+    return _captioned([*spans, *_idle(slots)], slots, title, unit, model=True)
 
 
 @drawn
@@ -64,9 +50,7 @@ def pipeline_timeline(
     """Draw one step of a real run like its timetable: what each stage did, in numbered boxes.
 
     Args:
-        result: a ``Trace``, or a result that has one as ``.trace``; rank s is stage s.
-        streams: by stage, the actions that it ran in each step, in order.
-        step: which of the steps in the trace, the last one by default.
+        result, streams, step: as in ``measured_slots``.
         title: above the figure.
 
     Raises:
@@ -83,13 +67,7 @@ def pipeline_timeline(
     )
     spans = [span for span in clipped if span.duration_s > least_s]
     shown = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
-    figure = _draw_rows(spans, shown, title or "A step as it ran", None, model=False)
-    length = _length_of(slots, None)
-    return CaptionedFigure(
-        figure,
-        alt=f"Timeline of {_counts(slots)}. {_orders(slots)}. In all, {length}.",
-        caption=f"Measured: {length}. {_bubble_words(slots)}",
-    )
+    return _captioned(spans, shown, title or "A step as it ran", None, model=False)
 
 
 def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:
@@ -151,44 +129,48 @@ def _by_stage(slots: Sequence[Slot]) -> dict[int, list[Slot]]:
     return {stage: [slot for slot in by_start if slot.stage == stage] for stage in stages}
 
 
+def _captioned(
+    spans: list[Span], slots: Sequence[Slot], title: str, unit: str | None, model: bool
+) -> CaptionedFigure:
+    stages = format_count(len(_by_stage(slots)), "stage")
+    batches = format_count(len({slot.micro_batch for slot in slots}), "micro-batch")
+    length = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
+    takes = f"{format_number(length)} {unit}" if unit else format_seconds(length)
+    words = f"the step takes {takes}, and stages are idle for {bubble(slots):.0%} of it"
+    name, source = ("Predicted timetable", "Model") if model else ("Timeline", "Measured")
+    return CaptionedFigure(
+        _draw_rows(spans, slots, title, unit, model),
+        alt=f"{name} of {stages} and {batches}. {_orders(slots)}. In all, {words}.",
+        caption=f"{source}: {words}. {_bubble_words(slots)}",
+    )
+
+
 def _draw_rows(
     spans: list[Span], slots: Sequence[Slot], title: str, unit: str | None, model: bool
 ) -> Figure:
     """One row per stage from 0 to the end of the step; ``slots`` number the boxes."""
     stages, end_s = list(_by_stage(slots)), max(span.end_s for span in spans)
     scale, unit = (1.0, unit) if unit else second_unit(end_s / 2)
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.45 * len(stages)))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
     axes.set_xlim(0, end_s / scale)
-    styles = styles_of(span.kind for span in spans)
-    draw_spans(axes, spans, stages, scale, styles, model)
+    entries = draw_spans(axes, spans, stages, scale, model, "idle" if model else "wait")
     label_lanes(axes, [str(stage) for stage in stages])
     for slot in slots:
         _write_number(axes, slot, stages.index(slot.stage), scale, end_s)
-    axes.set_title(title)
     axes.set(xlabel=f"time ({unit})", ylabel="stage")
-    names = {"wait": "idle"} if model else {}
-    ending = " (model)" if model else ""
-    entries = [swatch(names.get(k, k) + ending, look, model) for k, look in styles.items()]
     add_legend(figure, entries)
     return figure
 
 
 def _write_number(axes: Axes, slot: Slot, row: int, scale: float, end_s: float) -> None:
     """``F3``, or ``3`` where the box is too narrow for that, or nothing."""
-    pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_IN - 0.6) * PAGE_DPI
+    pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_PX - 60)
     name = str(Action(slot.kind, slot.micro_batch))
     for text in (name, name[1:]):
         if pixels > 8 * len(text) + 6:
             middle = (slot.start_s + slot.end_s) / 2 / scale
-            ground = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-            axes.text(middle, row, text, ha="center", va="center", bbox=ground)
+            tag(axes, middle, row, text, pad=0.15)
             return
-
-
-def _counts(slots: Sequence[Slot]) -> str:
-    stages = format_count(len({slot.stage for slot in slots}), "stage")
-    return f"{stages} and {format_count(len({s.micro_batch for s in slots}), 'micro-batch')}"
 
 
 def _orders(slots: Sequence[Slot]) -> str:
@@ -199,12 +181,6 @@ def _orders(slots: Sequence[Slot]) -> str:
         more = " and so on" if len(names) > 12 else ""
         parts.append(f"stage {stage} {' '.join(names[:12])}{more}")
     return "; ".join(parts)
-
-
-def _length_of(slots: Sequence[Slot], unit: str | None) -> str:
-    length = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
-    shown = f"{format_number(length)} {unit}" if unit else format_seconds(length)
-    return f"the step takes {shown}, and stages are idle for {bubble(slots):.0%} of it"
 
 
 def _bubble_words(slots: Sequence[Slot]) -> str:

@@ -10,17 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.plots.figure import (
-    DARK,
-    ORANGE,
-    VERMILION,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    add_title,
-    drawn,
-    tint,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import DARK, ORANGE, VERMILION, tint
 from labkit.schedules.ring import ring_all_reduce, ring_contributions
 from labkit.units import format_count
 
@@ -86,28 +77,13 @@ def _sums(
     ]
 
 
-def ring_grid(
-    contributions: Sequence[Sequence[Collection[int]]],
-    values: Sequence[Sequence[Any]] | None = None,
-    messages: Sequence[tuple[int, int, int]] = (),
-    title: str | None = None,
-) -> CaptionedFigure:
-    """Draw one state of an all-reduce: rows are ranks, columns are chunks.
-
-    The arguments are those of ``RingState``.
-
-    Raises:
-        ValueError: rows of different lengths, or a rank or a chunk that is not in the grid.
-    """
-    return ring_steps([RingState(contributions, values, messages, title or "")])
-
-
 @drawn
 def ring_steps(states: Sequence[RingState], *, title: str | None = None) -> CaptionedFigure:
-    """Draw several states side by side, in reading order; see ``ring_grid``.
+    """Draw states of an all-reduce in reading order: rows are ranks, columns are chunks.
 
     Raises:
-        ValueError: no states, or one that ``ring_grid`` refuses.
+        ValueError: no states; rows of different lengths, or a rank or a chunk that is not in the
+            grid.
     """
     if not states:
         raise ValueError("no states to draw: give at least one, for example plots.ring_states(3)")
@@ -144,7 +120,10 @@ def ring_step(
     Raises:
         ValueError: fewer than 2 ranks, an impossible step, values of another shape.
     """
-    states = ring_states(world_size, _telling_values(world_size) if values is None else values)
+    if values is None:
+        ranks = range(world_size)
+        values = [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
+    states = ring_states(world_size, values)
     words = ring_words(step, world_size)
     title = states[step].title.replace(":", f" of {len(states) - 1}:")
     state = replace(states[step], title=title)
@@ -179,17 +158,12 @@ def ring_words(step: int, world_size: int) -> str:
         f"rank {src} sends chunk {chunk} to rank {dst}"
         for src, dst, chunk in states[step].messages
     )
-    phase = next(itertools.islice(ring_all_reduce(0, world_size), step - 1, None)).phase
+    _, phase = states[step].title.split(": ")
     verb = "adds" if phase == "share_reduce" else "copies"
     return (
         f"Step {step} of {len(states) - 1}, {phase}: {messages}. Each {verb} what comes in. "
         f"{_outcome(states[step])}"
     )
-
-
-def _telling_values(world_size: int) -> list[list[int]]:
-    ranks = range(world_size)
-    return [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
 
 
 def _outcome(state: RingState) -> str:

@@ -11,15 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from labkit.plots.figure import (
-    DARK,
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    drawn,
-    shade,
-)
+from labkit.plots.figure import CaptionedFigure, add_legend, drawn, new_axes
+from labkit.plots.palette import DARK, SERIES
 from labkit.plots.repeats import counts_words, range_words
 from labkit.units import as_repeats, format_bytes, format_seconds
 
@@ -82,14 +75,14 @@ def size_curves(
     takeaway = _takeaway(wins, seconds)
     sentences = [
         takeaway,
-        *_change_sentences(change),
-        *_model_sentences(seconds, predicted),
+        _change_sentence(change),
+        _model_sentence(seconds, predicted),
         _repeats_sentence(seconds),
     ]
     return CaptionedFigure(
         _draw(seconds, predicted, change, title or "Time by size"),
         alt=_alt(seconds, predicted, takeaway if wins else ""),
-        caption=" ".join(sentences),
+        caption=" ".join(filter(None, sentences)),
     )
 
 
@@ -152,26 +145,16 @@ def _wins(seconds: Series) -> list[_Win]:
     return wins
 
 
-def _ends(seconds: Series, wins: list[_Win]) -> tuple[str, str] | None:
-    """The default for ``between``; None if there is no such pair."""
-    if len(seconds) == 2:
-        first, second = seconds
-        return first, second
-    if wins and wins[0].name != wins[-1].name:
-        return wins[0].name, wins[-1].name
-    return None
-
-
 def _change(
-    seconds: Series,
-    crossover: float | None,
-    between: tuple[str, str] | None,
-    wins: list[_Win],
+    seconds: Series, crossover: float | None, between: tuple[str, str] | None, wins: list[_Win]
 ) -> _Crossover | None:
     if crossover is None:
         return None
-    if between is None:
-        between = _ends(seconds, wins)
+    if between is None and len(seconds) == 2:
+        first, second = seconds
+        between = first, second
+    elif between is None and wins and wins[0].name != wins[-1].name:
+        between = wins[0].name, wins[-1].name
     if unknown := sorted({*(between or ())} - seconds.keys()):
         raise ValueError(f"{', '.join(unknown)} is not measured: {', '.join(seconds)} are")
     sizes = {*itertools.chain(*seconds.values())}
@@ -181,12 +164,10 @@ def _change(
 
 
 def _draw(seconds: Series, predicted: Series, change: _Crossover | None, title: str) -> Figure:
-    figure = Figure(figsize=(WIDTH_IN, 4.6))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(4.6, title)
     lines = _draw_series(axes, seconds, predicted)
     lines += _draw_crossovers(axes, change)
     _label_axes(axes, {*itertools.chain(*seconds.values(), *predicted.values())})
-    axes.set_title(title)
     add_legend(figure, lines)
     return figure
 
@@ -198,15 +179,14 @@ def _draw_series(axes: Axes, measured: Series, predicted: Series) -> list[Line2D
     lines = []
     for name, points in measured.items():
         style, marker, _ = looks[name]
-        middle = [statistics.median(repeats) for repeats in points.values()]
+        sizes, middle = list(points), [statistics.median(repeats) for repeats in points.values()]
         # A thin line, so that a model that fits stays visible.
         width = 0.6 if name in predicted else 1.6
-        look: dict[str, Any] = {"color": style.color, "marker": marker, "linewidth": width}
-        lines += axes.plot(list(points), middle, label=name, **look)
+        lines += axes.plot(sizes, middle, label=name, color=style.color, marker=marker, lw=width)
         low, high = ([end(repeats) for repeats in points.values()] for end in (min, max))
-        axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
+        axes.fill_between(sizes, low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, points in predicted.items():
-        look = {"color": shade(looks[name][0].color, 0.75), "linestyle": (0, (5, 3))}
+        look: dict[str, Any] = {"color": looks[name][0].model.ink, "linestyle": (0, (5, 3))}
         look |= {"marker": "x" if len(points) == 1 else "", "linewidth": 1.6}
         values = [statistics.median(repeats) for repeats in points.values()]
         lines += axes.plot(list(points), values, label=_model_name(name), zorder=3, **look)
@@ -223,8 +203,7 @@ def _draw_crossovers(axes: Axes, change: _Crossover | None) -> list[Line2D]:
     lines = []
     if change.in_view:
         label = f"crossover, model: {format_bytes(change.model_bytes)}"
-        look: dict[str, Any] = {"color": DARK, "linestyle": (0, (5, 3)), "linewidth": 1.2}
-        lines.append(axes.axvline(change.model_bytes, label=label, **look))
+        lines = [axes.axvline(change.model_bytes, label=label, color=DARK, ls=(0, (5, 3)), lw=1.2)]
     found = [axes.axvline(size, color=DARK, linewidth=1.2) for size in change.measured_bytes]
     if found:
         found[0].set_label(f"crossover, measured: {_sizes(change.measured_bytes)}")
@@ -249,8 +228,7 @@ def _label_axes(axes: Axes, sizes: set[int]) -> None:
     axes.yaxis.set_major_locator(LogLocator(10, subs))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("size of the tensor (bytes, log scale)")
-    axes.set_ylabel("time (seconds, log scale)")
+    axes.set(xlabel="size of the tensor (bytes, log scale)", ylabel="time (seconds, log scale)")
     axes.grid()
 
 
@@ -301,22 +279,22 @@ def _ends_of(name: str, points: dict[int, list[float]]) -> str:
     return f"{name} {', '.join(values)}"
 
 
-def _change_sentences(change: _Crossover | None) -> list[str]:
+def _change_sentence(change: _Crossover | None) -> str:
     if change is None:
-        return []
+        return ""
     pair = f" of {' and '.join(change.pair)}" if change.pair else ""
     said = f"The model has no crossover{pair}"
     if 0 < change.model_bytes < math.inf:
         where = "" if change.in_view else ", outside the sizes measured"
         said = f"The model puts the crossover{pair} at {format_bytes(change.model_bytes)}{where}"
     if not change.measured_bytes:
-        return [f"{said}; none was measured."]
-    return [f"{said}; it was measured at {_sizes(change.measured_bytes)}."]
+        return f"{said}; none was measured."
+    return f"{said}; it was measured at {_sizes(change.measured_bytes)}."
 
 
-def _model_sentences(seconds: Series, predicted: Series) -> list[str]:
+def _model_sentence(seconds: Series, predicted: Series) -> str:
     if not predicted:
-        return []
+        return ""
     ratios = [
         statistics.median(seconds[name][size]) / statistics.median(repeats)
         for name, points in predicted.items()
@@ -324,8 +302,8 @@ def _model_sentences(seconds: Series, predicted: Series) -> list[str]:
         if size in seconds.get(name, ())
     ]
     if not ratios:
-        return ["Dashed lines are models."]
-    return [f"Measured times are {range_words(ratios)} times the model's (dashed)."]
+        return "Dashed lines are models."
+    return f"Measured times are {range_words(ratios)} times the model's (dashed)."
 
 
 def _repeats_sentence(seconds: Series) -> str:

@@ -1,7 +1,7 @@
 """A model cut into stages: what the split costs by the model, beside what was measured."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -9,34 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from labkit import units
 from labkit.placement.planner import SplitModel
 from labkit.placement.stage_costs import Profile
-from labkit.plots.figure import (
-    BLUE,
-    DARK,
-    GREY,
-    STYLES,
-    VERMILION,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    add_title,
-    drawn,
-    fill,
-    swatch,
-    tint,
-)
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import BLUE, DARK, GREY, STYLES, VERMILION, Style, swatch, tint
 from labkit.plots.repeats import quartiles
 from labkit.schedules.stages import stage_bounds
-from labkit.units import (
-    byte_unit,
-    format_bytes,
-    format_count,
-    format_number,
-    format_seconds,
-    second_unit,
-)
 
 if TYPE_CHECKING:
     from labkit.training.split_run import MeasuredSplit
@@ -84,6 +63,7 @@ class _SplitBars(NamedTuple):
     hops: list[_Bar]
     step: _Bar
     memory: list[_Bar]
+    hop_bytes: Sequence[int]
 
     @classmethod
     def of(cls, split: "SplitModel | MeasuredSplit") -> "_SplitBars":
@@ -101,6 +81,7 @@ class _SplitBars(NamedTuple):
             [_hop_bar(there, back) for there, back in hops],
             _Bar({"step": statistics.median(steps)}, steps),
             [_Bar({"memory": size}) for size in split.memory_bytes],
+            split.hop_bytes,
         )
 
 
@@ -136,10 +117,11 @@ def split_costs(
     if measured is not None:
         _check_same(profile, predicted, measured)
     title = title or f"{profile.model} in {_stages(predicted)}, {_batch(profile, predicted)}"
+    bars = [_SplitBars.of(split) for split in (predicted, measured) if split]
     return CaptionedFigure(
-        _draw(profile, predicted, measured, title, axis_range or AxisRange()),
-        alt=_alt(profile, predicted, measured),
-        caption=_caption(predicted, measured),
+        _draw(profile, predicted, bars, title, axis_range or AxisRange()),
+        alt=_alt(profile, predicted, bars),
+        caption=_caption(predicted, bars),
     )
 
 
@@ -155,7 +137,7 @@ def _check_same(profile: Profile, predicted: SplitModel, measured: "MeasuredSpli
 
 
 def _stages(predicted: SplitModel) -> str:
-    return format_count(len(predicted.forward_s), "stage")
+    return units.format_count(len(predicted.forward_s), "stage")
 
 
 def _batch(profile: Profile, predicted: SplitModel) -> str:
@@ -170,75 +152,72 @@ def cuts_words(split_points: Sequence[int]) -> str:
     return f"cut before layer{'s' * (len(split_points) > 1)} {', '.join(map(str, split_points))}"
 
 
-def _alt(profile: Profile, predicted: SplitModel, measured: "MeasuredSplit | None") -> str:
+def _alt(profile: Profile, predicted: SplitModel, bars: list[_SplitBars]) -> str:
     head = f"{profile.model} in {_stages(predicted)}"
     if predicted.split_points:
         head += f", {cuts_words(predicted.split_points)}"
-    text = f"{head}, {_batch(profile, predicted)}. Predicted {_in_words(predicted)}."
-    return text if measured is None else f"{text} Measured {_in_words(measured)}."
+    splits = zip(("Predicted", "Measured"), bars)
+    words = (f"{name} {_in_words(predicted, split)}." for name, split in splits)
+    return f"{head}, {_batch(profile, predicted)}. {' '.join(words)}"
 
 
-def _in_words(split: "SplitModel | MeasuredSplit") -> str:
-    bars = _SplitBars.of(split)
-    parts = [f"step {format_seconds(bars.step.total)}"]
+def _in_words(predicted: SplitModel, bars: _SplitBars) -> str:
+    parts = [f"step {units.format_seconds(bars.step.total)}"]
     for stage, (bar, memory) in enumerate(zip(bars.stages, bars.memory)):
-        size = format_bytes(memory.total)
-        parts.append(f"stage {stage} {format_seconds(bar.total)} and {size} of memory")
-    for point, size, bar in zip(split.split_points, split.hop_bytes, bars.hops):
-        parts.append(f"cut {point} {format_seconds(bar.total)} for {format_bytes(size)} a way")
+        size = units.format_bytes(memory.total)
+        parts.append(f"stage {stage} {units.format_seconds(bar.total)} and {size} of memory")
+    sizes = map(units.format_bytes, bars.hop_bytes)
+    for point, size, bar in zip(predicted.split_points, sizes, bars.hops):
+        parts.append(f"cut {point} {units.format_seconds(bar.total)} for {size} a way")
     return "; ".join(parts)
 
 
-def _caption(predicted: SplitModel, measured: "MeasuredSplit | None") -> str:
+def _caption(predicted: SplitModel, bars: list[_SplitBars]) -> str:
     """The step, what is idle, what was measured."""
-    model = _SplitBars.of(predicted)
-    text = f"Model: the step takes {format_seconds(predicted.step_s)}"
+    model, *measured = bars
+    text = f"Model: the step takes {units.format_seconds(predicted.step_s)}"
     if model.hops:
+        hops_s = sum(bar.total for bar in model.hops)
         stages_s = [bar.total for bar in model.stages]
-        largest = stages_s.index(max(stages_s))
+        largest_s = max(stages_s)
         text += (
-            f", with {format_seconds(sum(bar.total for bar in model.hops))} of hops. The largest "
-            f"stage is stage {largest} with {format_seconds(stages_s[largest])}; stages are "
-            f"idle for {predicted.bubble:.0%} of the step"
+            f", with {units.format_seconds(hops_s)} of hops. The largest stage is stage "
+            f"{stages_s.index(largest_s)} with {units.format_seconds(largest_s)}; stages are idle "
+            f"for {predicted.bubble:.0%} of the step"
         )
-    if measured is None:
+    if not measured:
         return f"{text}."
-    step = _SplitBars.of(measured).step
+    step = measured[0].step
+    ratio = step.total / predicted.step_s
     return (
-        f"{text}. Measured: {format_seconds(step.total)}, {step.total / predicted.step_s:.2f} "
-        f"times the model (median of {len(step.repeats)} steps; whiskers span the middle half)."
+        f"{text}. Measured: {units.format_seconds(step.total)}, {ratio:.2f} times the model "
+        f"(median of {len(step.repeats)} steps; whiskers span the middle half)."
     )
 
 
 def _draw(
-    profile: Profile,
-    predicted: SplitModel,
-    measured: "MeasuredSplit | None",
-    title: str,
-    axis_range: AxisRange,
+    profile: Profile, predicted: SplitModel, bars: list[_SplitBars], title: str, least: AxisRange
 ) -> Figure:
     figure = Figure(figsize=(WIDTH_IN, _HEIGHT_IN))
     # Finding out what fits where would take longer than drawing, and a slider should move bars
     # and no axes.
     figure.set_layout_engine("none")
     add_title(figure, title)
-    bars = [_SplitBars.of(split) for split in (predicted, measured) if split]
     _draw_bytes(_panel(figure, 48, 350, 256, "Bytes over a cut"), profile, predicted)
-    _draw_memory(
-        _panel(figure, 412, 604, 256, "Memory"), [split.memory for split in bars], axis_range
-    )
+    memory = [split.memory for split in bars]
+    _draw_memory(_panel(figure, 412, 604, 256, "Memory"), memory, least.memory_bytes)
     right = 376 if predicted.hop_s else 604
     axes = _panel(figure, 48, right, 66, "Stages, and the whole step")
     stages = [[*split.stages, split.step] for split in bars]
-    _draw_times(axes, _stage_names(profile, predicted), stages, axis_range.step_s)
+    _draw_times(axes, _stage_names(profile, predicted), stages, least.step_s)
     if predicted.hop_s:
         axes = _panel(figure, 432, 604, 66, "Hops, there and back")
-        sizes = map(format_bytes, predicted.hop_bytes)
+        sizes = map(units.format_bytes, predicted.hop_bytes)
         names = [f"cut {point}\n{size}" for point, size in zip(predicted.split_points, sizes)]
-        _draw_times(axes, names, [split.hops for split in bars], axis_range.hop_s)
-    kinds = list(_LOOKS)[: 4 if predicted.hop_s else 2]
-    entries = [swatch(kind, _LOOKS[kind], model=measured is None) for kind in kinds]
-    add_legend(figure, [*entries, swatch("hatched: model", Style(GREY), model=True)])
+        _draw_times(axes, names, [split.hops for split in bars], least.hop_s)
+    looks = list(_LOOKS.items())[: 4 if predicted.hop_s else 2]
+    entries = [swatch(kind, look.model if len(bars) == 1 else look) for kind, look in looks]
+    add_legend(figure, [*entries, swatch("hatched: model", Style(GREY).model)])
     return figure
 
 
@@ -252,7 +231,7 @@ def _panel(figure: Figure, left: float, right: float, bottom: float, title: str)
     axes.set_title(title, y=1.0)
     axes.yaxis.set_label_coords(-30 / (right - left), 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_number(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.format_number(value)))
     axes.tick_params(axis="x", length=0)
     return axes
 
@@ -261,7 +240,7 @@ def _draw_bytes(axes: Axes, profile: Profile, predicted: SplitModel) -> None:
     """What would cross, wherever the model were cut; the cuts that are made stand out."""
     num_layers, points = len(profile.layers), predicted.split_points
     sizes = [layer.output_bytes for layer in profile.layers[:-1]]
-    scale, unit = byte_unit(max(sizes, default=0))
+    scale, unit = units.byte_unit(max(sizes, default=0))
     highest = max(sizes, default=0) / scale or 1.0
     places = range(1, num_layers)
     colors = [VERMILION if place in points else tint(VERMILION, 0.3) for place in places]
@@ -280,29 +259,22 @@ def _draw_bytes(axes: Axes, profile: Profile, predicted: SplitModel) -> None:
     axes.set(xlabel="split point (layer behind the cut)", ylabel=f"activation ({unit})")
 
 
-def _draw_memory(axes: Axes, columns: _Columns, axis_range: AxisRange) -> None:
-    highest = _highest(columns, axis_range.memory_bytes)
-    scale, unit = byte_unit(highest)
-    _draw_bars(axes, columns, highest, scale, digits=2)
-    axes.set_xticks(range(len(columns[0])))
-    axes.set(xlabel="stage", ylabel=f"held ({unit})")
+def _draw_memory(axes: Axes, columns: _Columns, least_bytes: float) -> None:
+    unit = _draw_bars(axes, columns, least_bytes, units.byte_unit, digits=2)
+    axes.set(xlabel="stage", ylabel=f"held ({unit})", xticks=range(len(columns[0])))
 
 
 def _draw_times(axes: Axes, names: list[str], columns: _Columns, least_s: float) -> None:
     """``names`` stand under the groups, in two lines each."""
-    highest = _highest(columns, least_s)
-    scale, unit = second_unit(highest)
-    _draw_bars(axes, columns, highest, scale, digits=3)
+    unit = _draw_bars(axes, columns, least_s, units.second_unit, digits=3)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel(f"time ({unit})")
 
 
-def _highest(columns: _Columns, least: float) -> float:
-    return max(least, *(bar.top for column in columns for bar in column)) or 1.0
-
-
-def _draw_bars(axes: Axes, columns: _Columns, highest: float, scale: float, digits: int) -> None:
-    """A group of bars for each place: the model's, and the measured one to the right of it."""
+def _draw_bars(axes: Axes, columns: _Columns, least: float, unit_of: Callable, digits: int) -> str:
+    """A group of bars for each place, the measured one right of the model's; returns the unit."""
+    highest = max(least, *(bar.top for column in columns for bar in column)) or 1.0
+    scale, unit = unit_of(highest)
     shifts, width = ((-0.22, 0.22), 0.42) if len(columns) == 2 else ((0.0,), 0.5)
     for bars, is_model, shift in zip(columns, (True, False), shifts):
         xs = np.arange(len(bars)) + shift
@@ -316,6 +288,7 @@ def _draw_bars(axes: Axes, columns: _Columns, highest: float, scale: float, digi
     axes.set_xlim(-0.5, len(columns[0]) - 0.5)
     # Room for a number above the highest bar.
     axes.set_ylim(0, 1.2 * highest / scale)
+    return unit
 
 
 def _draw_stacks(
@@ -325,7 +298,7 @@ def _draw_stacks(
     for kind, look in _LOOKS.items():
         heights = np.array([bar.parts.get(kind, 0.0) for bar in bars]) / scale
         if (seen := heights > 0).any():
-            style = fill(look.model if is_model else look)
+            style = (look.model if is_model else look).fill
             axes.bar(xs[seen], heights[seen], width, bottoms[seen], label=kind, **style)
         bottoms += heights
 

@@ -7,16 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from labkit.plots.figure import (
-    BLUE,
-    DARK,
-    VERMILION,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    drawn,
-    tint,
-)
+from labkit.plots.figure import CaptionedFigure, add_legend, drawn, new_axes
+from labkit.plots.palette import BLUE, DARK, VERMILION, tint
 from labkit.plots.repeats import quartiles, range_words
 from labkit.units import as_repeats, format_count, format_seconds, second_unit
 
@@ -55,9 +47,14 @@ def split_scatter(
         raise ValueError(f"{splits}: give two or more, to see which is better")
     chosen = min(found, key=lambda point: point.predicted_s)
     best = min(found, key=lambda point: point.median_s)
+    words = [
+        f"{name} is {point.name}, predicted {format_seconds(point.predicted_s)}, measured "
+        f"{format_seconds(point.median_s)}."
+        for name, point in (("The planner's choice", chosen), ("The fastest measured", best))
+    ]
     return CaptionedFigure(
         _draw_scatter(found, chosen, best, title or "Splits, predicted and measured"),
-        alt=_scatter_alt(found, chosen, best),
+        alt=f"Predicted against measured steps of {len(found)} splits. {' '.join(words)}",
         caption=_scatter_caption(found, chosen, best),
     )
 
@@ -68,8 +65,7 @@ def _cuts(split_points: Sequence[int]) -> str:
 
 def _draw_scatter(found: list[_Point], chosen: _Point, best: _Point, title: str) -> Figure:
     scale, unit = second_unit(max(point.median_s for point in found))
-    figure = Figure(figsize=(WIDTH_IN, 4.8))
-    axes = figure.add_subplot()
+    figure, axes = new_axes(4.8, title)
     predicted = np.array([point.predicted_s for point in found]) / scale
     measured = np.array([point.median_s for point in found]) / scale
     low, high = np.transpose([quartiles(point.measured_s) for point in found]) / scale
@@ -83,20 +79,10 @@ def _draw_scatter(found: list[_Point], chosen: _Point, best: _Point, title: str)
     ):
         (mark,) = axes.plot(point.predicted_s / scale, point.median_s / scale, marker, ms=13)
         mark.set(mfc=inside, mec=edge, label=f"{name}: {point.name}")
-    axes.set_title(title)
     axes.set(xlabel=f"step, model ({unit})", ylabel=f"step, measured ({unit})")
     axes.grid()
     add_legend(figure, axes.get_legend_handles_labels()[0])
     return figure
-
-
-def _scatter_alt(found: list[_Point], chosen: _Point, best: _Point) -> str:
-    parts = [
-        f"{name} is {point.name}, predicted {format_seconds(point.predicted_s)}, measured "
-        f"{format_seconds(point.median_s)}"
-        for name, point in (("The planner's choice", chosen), ("The fastest measured", best))
-    ]
-    return f"Predicted against measured steps of {len(found)} splits. {'. '.join(parts)}."
 
 
 def _scatter_caption(found: list[_Point], chosen: _Point, best: _Point) -> str:

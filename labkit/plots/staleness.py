@@ -9,23 +9,21 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.costs.async_run import AsyncRun, simulate
 from labkit.plots.figure import (
-    DARK,
-    SERIES,
     WIDTH_IN,
     CaptionedFigure,
-    Style,
     add_legend,
     add_title,
     drawn,
-    fill,
-    styles_of,
-    swatch,
+    label_lanes,
+    new_axes,
 )
-from labkit.plots.timeline import draw_spans, label_lanes
+from labkit.plots.palette import DARK, SERIES, Style, swatch
+from labkit.plots.timeline import draw_spans
 from labkit.units import format_count
 
 MAX_WORKERS = 6
@@ -37,11 +35,7 @@ Updates = Sequence[tuple[int, int]]
 
 @drawn
 def staleness_histogram(
-    updates: Updates,
-    *,
-    bound: int | None = None,
-    title: str | None = None,
-    model: bool = False,
+    updates: Updates, *, bound: int | None = None, title: str | None = None, model: bool = False
 ) -> CaptionedFigure:
     """Draw the number of updates at each staleness, stacked by worker.
 
@@ -54,13 +48,13 @@ def staleness_histogram(
     Raises:
         ValueError: no updates.
     """
-    updates = _checked(updates)
-    figure = Figure(figsize=(WIDTH_IN, 3.4))
-    axes = figure.add_subplot()
+    updates = [(int(worker), int(late)) for worker, late in updates]
+    if not updates:
+        raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
+    title = title or "Staleness of the updates"
+    figure, axes = new_axes(3.4, f"{title} (model)" if model else title)
     groups = {f"worker {worker}": late for worker, late in _late_by_worker(updates).items()}
     entries = _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model)
-    title = title or "Staleness of the updates"
-    axes.set_title(f"{title} (model)" if model else title)
     add_legend(figure, entries)
     kind = "Predicted histogram" if model else "Histogram"
     return CaptionedFigure(
@@ -91,25 +85,20 @@ def staleness_model(
     rounds = simulate(workers, factor=factor, duration_s=_WATCHED_S, synchronous=True)
     figure = Figure(figsize=(WIDTH_IN, 5.4))
     above, below = figure.subplots(2, height_ratios=[1, 1])
-    styles = styles_of(span.kind for span in free.spans)
-    _draw_lanes(above, free, workers, styles)
+    kinds = _draw_lanes(above, free, workers)
     late = _late_by_worker(free.updates)
     others = [s for worker in late if worker != 1 for s in late[worker]]
     groups = {"the straggler": late.get(1, []), "other workers": others}
     # These looks differ from those of the spans above.
     entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
-    add_title(
-        figure,
-        f"{format_count(workers, 'worker')}, one {factor:g}x straggler, {_bound_name(bound)} "
-        "(model)",
-    )
-    kinds = [swatch(f"{kind} (model)", style, model=True) for kind, style in styles.items()]
+    crew, limit = format_count(workers, "worker"), _bound_name(bound)
+    add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (model)")
     add_legend(figure, kinds + entries)
     return CaptionedFigure(
         figure,
-        alt=f"Predicted timeline of a server and {format_count(workers, 'worker')}, worker 1 "
-        f"{factor:g} times as slow, {_bound_name(bound)}: workers wait {free.waiting_share():.0%} "
-        f"of their time. Below, predicted staleness. {_by_worker(free.updates)}.",
+        alt=f"Predicted timeline of a server and {crew}, worker 1 {factor:g} times as slow, "
+        f"{limit}: workers wait {free.waiting_share():.0%} of their time. Below, predicted "
+        f"staleness. {_by_worker(free.updates)}.",
         caption=_model_caption(free, rounds, bound),
     )
 
@@ -129,12 +118,13 @@ def _bound_name(bound: int | None) -> str:
     return "no bound" if bound is None else f"bound {bound}"
 
 
-def _draw_lanes(axes: Axes, run: AsyncRun, workers: int, styles: dict[str, Style]) -> None:
+def _draw_lanes(axes: Axes, run: AsyncRun, workers: int) -> list[Patch]:
     axes.set_xlim(0, run.duration_s)
-    spans = list(run.trace.spans)
-    draw_spans(axes, spans, list(range(workers + 1)), 1.0, styles, model=True)
+    lanes = list(range(workers + 1))
+    entries = draw_spans(axes, list(run.trace.spans), lanes, 1.0, model=True)
     label_lanes(axes, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
     axes.set_xlabel("time (gradients of a worker that does not straggle)")
+    return entries
 
 
 def _draw_histogram(
@@ -151,10 +141,10 @@ def _draw_histogram(
     for (name, late), (style, _, _) in zip(groups.items(), looks):
         counts = Counter(late)
         mine = [counts[staleness] for staleness in range(largest + 1)]
-        look = fill(style.model if model else style)
+        look = (style.model if model else style).fill
         axes.bar(range(largest + 1), mine, 0.8, heights, **look)
         heights = [low + high for low, high in zip(heights, mine)]
-        entries.append(swatch(name + " (model)" * model, style, model))
+        entries.append(swatch(name, style, model))
     if bound is not None:
         axes.axvline(bound + 0.5, color=DARK, linestyle="--")
         entries.append(Line2D([], [], color=DARK, linestyle="--", label=f"bound {bound}"))
@@ -166,34 +156,22 @@ def _draw_histogram(
     return entries
 
 
-def _checked(updates: Iterable[Sequence[int]]) -> Updates:
-    found = [(int(worker), int(late)) for worker, late in updates]
-    if not found:
-        raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
-    return found
-
-
 def _late_by_worker(updates: Updates) -> dict[int, list[int]]:
-    late: dict[int, list[int]] = {worker: [] for worker in sorted({w for w, _ in updates})}
-    for worker, staleness in updates:
-        late[worker].append(staleness)
-    return late
+    workers = sorted({worker for worker, _ in updates})
+    return {worker: [late for w, late in updates if w == worker] for worker in workers}
 
 
 def _by_worker(updates: Updates) -> str:
-    found = []
-    for worker, mine in _late_by_worker(updates).items():
-        found.append(
-            f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
-            f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
-        )
-    return "; ".join(found)
+    return "; ".join(
+        f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
+        f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
+        for worker, mine in _late_by_worker(updates).items()
+    )
 
 
 def _histogram_caption(updates: Updates, bound: int | None) -> str:
     late = [staleness for _, staleness in updates]
     workers = format_count(len({worker for worker, _ in updates}), "worker")
-    words = f"Mean staleness {statistics.fmean(late):.2f} with {workers}, largest {max(late)}"
-    if bound is None:
-        return f"{words}; no bound was set."
-    return f"{words}; the bound was {bound}."
+    limit = "no bound was set" if bound is None else f"the bound was {bound}"
+    mean = statistics.fmean(late)
+    return f"Mean staleness {mean:.2f} with {workers}, largest {max(late)}; {limit}."

@@ -10,24 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from labkit.plots.figure import (
-    SERIES,
-    WIDTH_IN,
-    CaptionedFigure,
-    add_legend,
-    add_title,
-    drawn,
-    shade,
-)
+from labkit import units
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.palette import SERIES
 from labkit.plots.repeats import counts_words, quartiles
-from labkit.units import (
-    as_repeats,
-    byte_unit,
-    format_bytes,
-    format_count,
-    format_seconds,
-    second_unit,
-)
 
 # By name, the points of a curve in the order of their numbers of micro-batches.
 Curves = dict[str, list[Mapping[str, Any]]]
@@ -85,22 +71,21 @@ def _draw_curves(curves: Curves, title: str) -> Figure:
 
 def _draw_steps(axes: Axes, curves: Curves) -> list[Line2D]:
     longest = max(_median_s(row) for rows in curves.values() for row in rows)
-    scale, unit = second_unit(longest)
+    scale, unit = units.second_unit(longest)
     entries = []
     for (name, rows), (style, marker, _) in zip(curves.items(), itertools.cycle(SERIES)):
         counts = [row["micro_batches"] for row in rows]
         middle = [_median_s(row) / scale for row in rows]
         entries += axes.plot(counts, middle, color=style.color, marker=marker, label=name)
-        low, high = zip(*(quartiles(as_repeats(row["step_s"])) for row in rows))
+        low, high = zip(*(quartiles(units.as_repeats(row["step_s"])) for row in rows))
         band = {"color": style.color, "alpha": 0.2, "linewidth": 0}
         axes.fill_between(counts, [s / scale for s in low], [s / scale for s in high], **band)
         model = [(row["micro_batches"], row["model_s"]) for row in rows if "model_s" in row]
         if model:
-            look = {"color": shade(style.color, 0.75), "linestyle": (0, (5, 3)), "zorder": 3}
+            look = {"color": style.model.ink, "linestyle": (0, (5, 3)), "zorder": 3}
             xs, ys = zip(*model)
             entries += axes.plot(xs, [s / scale for s in ys], label=f"{name} model", **look)
-    axes.set_title("Step")
-    axes.set_ylabel(f"time of a step ({unit})")
+    axes.set(title="Step", ylabel=f"time of a step ({unit})")
     return entries
 
 
@@ -109,28 +94,28 @@ def _draw_memory(axes: Axes, curves: Curves) -> None:
         name: {row["micro_batches"]: _memory(row) for row in rows if "memory_bytes" in row}
         for name, rows in curves.items()
     }
-    scale, unit = byte_unit(max(size for sizes in largest.values() for size in sizes.values()))
+    most = max(max(sizes.values(), default=0) for sizes in largest.values())
+    scale, unit = units.byte_unit(most)
     for (_, sizes), (style, marker, _) in zip(largest.items(), itertools.cycle(SERIES)):
         held = [size / scale for size in sizes.values()]
         axes.plot(list(sizes), held, color=style.color, marker=marker)
-    axes.set_title("Memory of the largest stage")
-    axes.set_ylabel(f"memory ({unit})")
+    axes.set(title="Memory of the largest stage", ylabel=f"memory ({unit})")
 
 
 def _median_s(row: Mapping[str, Any]) -> float:
-    return statistics.median(as_repeats(row["step_s"]))
+    return statistics.median(units.as_repeats(row["step_s"]))
 
 
 def _memory(row: Mapping[str, Any]) -> float:
-    return max(as_repeats(row["memory_bytes"]))
+    return max(units.as_repeats(row["memory_bytes"]))
 
 
 def _curves_alt(curves: Curves) -> str:
     parts = []
     for name, rows in curves.items():
-        first, last = rows[0], rows[-1]
-        text = f"{name}: {format_seconds(_median_s(first))} with {first['micro_batches']}"
-        parts.append(f"{text}, {format_seconds(_median_s(last))} with {last['micro_batches']}")
+        ends = [(units.format_seconds(_median_s(row)), row) for row in (rows[0], rows[-1])]
+        words = (f"{seconds} with {row['micro_batches']}" for seconds, row in ends)
+        parts.append(f"{name}: {', '.join(words)}")
     return f"Curves of a step's time over the number of micro-batches. {'; '.join(parts)}."
 
 
@@ -138,12 +123,12 @@ def _curves_caption(curves: Curves) -> str:
     sentences = []
     for name, rows in curves.items():
         best = min(rows, key=_median_s)
-        text = f"{name} is fastest with {format_count(best['micro_batches'], 'micro-batch')}"
-        sentences.append(f"{text}, {format_seconds(_median_s(best))}")
+        text = f"{name} is fastest with {units.format_count(best['micro_batches'], 'micro-batch')}"
+        sentences.append(f"{text}, {units.format_seconds(_median_s(best))}")
         if "memory_bytes" in best:
-            sentences[-1] += f" and {format_bytes(_memory(best))} on its largest stage"
+            sentences[-1] += f" and {units.format_bytes(_memory(best))} on its largest stage"
     text = f"{'; '.join(sentences)}."
-    steps = [as_repeats(row["step_s"]) for rows in curves.values() for row in rows]
+    steps = [units.as_repeats(row["step_s"]) for rows in curves.values() for row in rows]
     if times := counts_words(steps):
         text += f" Points are medians of {times} steps; bands span the middle half."
     return text

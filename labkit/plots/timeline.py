@@ -1,6 +1,5 @@
 """The timeline of a run: what each rank did when."""
 
-import math
 import statistics
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,16 +10,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plots.figure import (
-    PAGE_DPI,
-    WIDTH_IN,
-    CaptionedFigure,
-    Style,
-    add_legend,
-    drawn,
-    styles_of,
-    swatch,
-)
+from labkit.plots.figure import WIDTH_PX, CaptionedFigure, add_legend, drawn, label_lanes, new_axes
+from labkit.plots.palette import styles_of, swatch
 from labkit.trace import LOCAL_KINDS, Span, Trace
 from labkit.units import format_count, format_seconds, second_unit
 
@@ -61,13 +52,13 @@ def timeline(
         end_s = max(span.end_s for span in trace.spans)
     spans = _spans_between(trace, lanes, start_s, end_s)
     shares = _shares([s for s in spans if s.lane == 0], lanes, start_s, end_s)
-    beside = _shares([s for s in spans if s.lane > 0], lanes, start_s, end_s)
+    beside = _beside_words(_shares([s for s in spans if s.lane > 0], lanes, start_s, end_s))
     title = title or ("What each rank should do (model)" if model else "What each rank did")
-    thin = sum(span.duration_s < (end_s - start_s) / (WIDTH_IN * PAGE_DPI) for span in spans)
+    thin = sum(span.duration_s < (end_s - start_s) / WIDTH_PX for span in spans)
     return CaptionedFigure(
         _draw_timeline(spans, lanes, start_s, end_s, title, model),
-        alt=_timeline_alt(shares, end_s - start_s, model) + _beside_alt(beside),
-        caption=_timeline_caption(shares, end_s - start_s, thin) + _beside_caption(beside),
+        alt=_timeline_alt(shares, end_s - start_s, model) + beside[0],
+        caption=_timeline_caption(shares, end_s - start_s, thin) + beside[1],
     )
 
 
@@ -117,46 +108,38 @@ def _spans_between(
 def _draw_timeline(
     spans: list[Span], lanes: list[int], start_s: float, end_s: float, title: str, model: bool
 ) -> Figure:
-    scale, unit = axis_unit(end_s - start_s)
-    figure = Figure(figsize=(WIDTH_IN, 1.5 + min(0.45 * len(lanes), 7)))
-    axes = figure.add_subplot()
+    # 1.5 s is still shown as 1500 ms, so that ticks are integers.
+    scale, unit = second_unit((end_s - start_s) / 2)
+    figure, axes = new_axes(1.5 + min(0.45 * len(lanes), 7), title)
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
-    styles = styles_of(span.kind for span in spans)
-    draw_spans(axes, spans, lanes, scale, styles, model)
-    axes.set_title(title)
+    entries = draw_spans(axes, spans, lanes, scale, model)
     axes.set(xlabel=f"time since the start ({unit})", ylabel="rank")
     axes.ticklabel_format(axis="x", useOffset=False)
     label_lanes(axes, [str(rank) for rank in lanes])
-    add_legend(figure, kind_swatches(styles, model))
+    add_legend(figure, entries)
     return figure
 
 
-def axis_unit(extent_s: float) -> tuple[float, str]:
-    """The unit for an axis: 1.5 s is still shown as 1500 ms, so that ticks are integers."""
-    return second_unit(extent_s / 2)
-
-
 def draw_spans(
-    axes: Axes,
-    spans: list[Span],
-    lanes: list[int],
-    scale: float,
-    styles: dict[str, Style],
-    model: bool,
-) -> None:
+    axes: Axes, spans: list[Span], lanes: list[int], scale: float, model: bool, idle: str = "wait"
+) -> list[Patch]:
     """Draw all bars as one collection in the order of time, and hatches over the wide ones.
 
     A hatched bar takes a thousand times as long to draw as a plain one, and a bar of three pixels
     is too narrow to show its hatch.
+
+    Returns:
+        The legend's entries; waiting is called ``idle`` there.
     """
     corners = _corners(spans, lanes, scale)
+    styles = styles_of(span.kind for span in spans)
     looks = {kind: style.model if model else style for kind, style in styles.items()}
     colors = [looks[span.kind].color for span in spans]
     bars = PolyCollection(list(corners), facecolors=colors, linewidths=0, snap=False, gid="spans")
     axes.add_collection(bars, autolim=False)
     left, right = axes.get_xlim()
-    wide = (corners[:, 2, 0] - corners[:, 0, 0]) * WIDTH_IN * PAGE_DPI > 3 * (right - left)
+    wide = (corners[:, 2, 0] - corners[:, 0, 0]) * WIDTH_PX > 3 * (right - left)
     kinds = np.array([span.kind for span in spans])
     for kind, look in looks.items():
         mine = corners[wide & (kinds == kind)]
@@ -166,6 +149,14 @@ def draw_spans(
             )
             over.set(linewidth=0.8 if model else 0, gid=f"hatch {kind}")
             axes.add_collection(over, autolim=False)
+    names = {kind: idle if kind == "wait" else kind for kind in styles}
+    return [swatch(names[kind], style, model) for kind, style in styles.items()]
+
+
+def tag(axes: Axes, x: float, y: float, text: str, pad: float) -> None:
+    """Text on a bar, on a white background, so that no hatch runs through it."""
+    box = {"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": "none"}
+    axes.text(x, y, text, va="center", ha="center", bbox=box)
 
 
 def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
@@ -181,20 +172,6 @@ def _corners(spans: list[Span], lanes: list[int], scale: float) -> np.ndarray:
     xs = np.stack([left, left, right, right], axis=1)
     ys = np.stack([top, bottom, bottom, top], axis=1)
     return np.stack([xs, ys], axis=2)
-
-
-def label_lanes(axes: Axes, names: list[str]) -> None:
-    """One lane per name, the first on top; of very many lanes every n-th is named."""
-    every = math.ceil(len(names) / 32)
-    axes.set_yticks(range(0, len(names), every), names[::every])
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-
-
-def kind_swatches(styles: dict[str, Style], model: bool) -> list[Patch]:
-    """The legend's entries."""
-    ending = " (model)" if model else ""
-    return [swatch(kind + ending, style, model) for kind, style in styles.items()]
 
 
 def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -> Shares:
@@ -243,23 +220,19 @@ def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
     return " ".join(sentences)
 
 
-def _beside_alt(beside: Shares) -> str:
-    """What the thin lanes show; empty if there are none."""
-    kinds = next(iter(beside.values()))
-    if not kinds:
-        return ""
+def _beside_words(beside: Shares) -> tuple[str, str]:
+    """What alt text and caption say of the thin lanes; nothing if there are none."""
+    mean = _mean_share(beside)
+    if not mean:
+        return "", ""
     rows = "; ".join(f"{name}: {percents(share)}" for name, share in beside.items())
     if len(beside) > 8:
-        rows = f"mean {percents(_mean_share(beside))}"
-    return f" At the same time, in threads beside the main one, {rows}."
-
-
-def _beside_caption(beside: Shares) -> str:
-    kinds = next(iter(beside.values()))
-    if not kinds:
-        return ""
-    mean = percents(_mean_share(beside), least=0.005)
-    return f" The thin lane under each rank is what its other thread did at the same time: {mean}."
+        rows = f"mean {percents(mean)}"
+    return (
+        f" At the same time, in threads beside the main one, {rows}.",
+        " The thin lane under each rank is what its other thread did at the same time: "
+        f"{percents(mean, least=0.005)}.",
+    )
 
 
 def communication_words(shares: Shares, totals: Mapping[str, float]) -> str:

@@ -6,21 +6,13 @@
     staleness_explorer   late gradients on paper: ``plots.staleness_model`` with three sliders
 
 Each draws by a pure function of ``labkit.plots``, which also draws the static figure for pages
-without a kernel, and prints as a line of text where there is no browser.
+without a kernel, and prints as a line of text where there is no browser. Controls answer to the
+keyboard, and are attributes of what is returned.
 """
 
-from labkit.widgets.bucket_explorer import BucketExplorer, bucket_explorer
-from labkit.widgets.ring_stepper import RingStepper, ring_stepper
-from labkit.widgets.split_explorer import SplitExplorer, split_explorer
-from labkit.widgets.staleness_explorer import StalenessExplorer, staleness_explorer
+from labkit.widgets.bucket_explorer import bucket_explorer
+from labkit.widgets.ring_stepper import ring_stepper
+from labkit.widgets.split_explorer import split_explorer
+from labkit.widgets.staleness_explorer import staleness_explorer
 
-__all__ = [
-    "BucketExplorer",
-    "RingStepper",
-    "SplitExplorer",
-    "StalenessExplorer",
-    "bucket_explorer",
-    "ring_stepper",
-    "split_explorer",
-    "staleness_explorer",
-]
+__all__ = ["bucket_explorer", "ring_stepper", "split_explorer", "staleness_explorer"]

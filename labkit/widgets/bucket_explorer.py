@@ -3,7 +3,7 @@
 import ipywidgets
 
 from labkit import plots
-from labkit.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, size_name
+from labkit.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, example_step, size_name
 from labkit.widgets.explorer import Explorer
 
 MAX_RANKS = 16
@@ -11,15 +11,13 @@ MAX_RANKS = 16
 
 def bucket_explorer(
     bucket_mb: float = 25, world_size: int = 4, link: str = "10 Gb/s network"
-) -> "BucketExplorer":
+) -> Explorer:
     """Explore the model of a backward pass with buckets; ``plots.bucket_overlap`` draws it.
 
-    All controls answer to arrow keys.
-
     Args:
-        bucket_mb: MiB to start with, one of ``plots.BUCKET_SIZES_MB``.
-        world_size: ranks to start with, 2 to 16.
-        link: to start with, one of ``plots.LINKS``.
+        bucket_mb: MiB to start with, one of ``plots.BUCKET_SIZES_MB``; the control ``size``.
+        world_size: ranks to start with, 2 to 16; the control ``ranks``.
+        link: to start with, one of ``plots.LINKS``; the control ``link``.
 
     Raises:
         ValueError: a start that the controls do not have.
@@ -29,25 +27,11 @@ def bucket_explorer(
         raise ValueError(f"the slider has no {bucket_mb!r} MiB: choose one of {known}")
     if world_size not in range(2, MAX_RANKS + 1):
         raise ValueError(f"the explorer shows 2 to {MAX_RANKS} ranks, got {world_size}")
-    if link not in LINKS:
-        raise ValueError(f"unknown link {link!r}: choose one of {', '.join(LINKS)}")
-    return BucketExplorer(bucket_mb, world_size, link)
-
-
-class BucketExplorer(Explorer):
-    """Three controls above a figure.
-
-    Attributes:
-        size: the slider of the bucket's size.
-        ranks: the slider of the world size.
-        link: the list of links.
-    """
-
-    def __init__(self, bucket_mb: float, world_size: int, link: str):
-        sizes = [(size_name(size), size) for size in BUCKET_SIZES_MB]
-        self.size = ipywidgets.SelectionSlider(
-            options=sizes, value=bucket_mb, description="bucket"
-        )
-        self.ranks = ipywidgets.IntSlider(world_size, 2, MAX_RANKS, description="ranks")
-        self.link = ipywidgets.Dropdown(options=list(LINKS), value=link, description="link")
-        super().__init__(plots.bucket_overlap, self.size, self.ranks, self.link)
+    example_step(bucket_mb, world_size, link)  # refuses an unknown link
+    sizes = [(size_name(size), size) for size in BUCKET_SIZES_MB]
+    return Explorer(
+        plots.bucket_overlap,
+        size=ipywidgets.SelectionSlider(options=sizes, value=bucket_mb, description="bucket"),
+        ranks=ipywidgets.IntSlider(world_size, 2, MAX_RANKS, description="ranks"),
+        link=ipywidgets.Dropdown(options=list(LINKS), value=link, description="link"),
+    )

@@ -12,12 +12,11 @@ from labkit.plots import CaptionedFigure
 class Explorer(ipywidgets.VBox):
     """Controls above a figure, which is drawn by a pure function of their values and kept.
 
-    A subclass makes its controls and passes them to ``super().__init__``.
-
     Attributes:
         draw: from what ``chosen`` returns to the figure.
         view: the figure as HTML: picture, alt text, and caption.
         caption: the caption alone.
+        (each control that has a name, by its name)
     """
 
     def __init__(
@@ -25,13 +24,15 @@ class Explorer(ipywidgets.VBox):
         draw: Callable[..., CaptionedFigure],
         *controls: ipywidgets.ValueWidget,
         rows: Sequence[ipywidgets.Widget] | None = None,
+        **named: ipywidgets.ValueWidget,
     ):
         """``rows`` are what stands above the figure, by default a row for each control."""
         self.draw = draw
         self.view = ipywidgets.HTML()
         self.caption = ""
+        self._controls = controls = (*controls, *named.values())
+        vars(self).update(named)
         super().__init__([*(rows or controls), self.view])
-        self._controls = controls
         self._pages: dict[tuple, tuple[str, str]] = {}
         self._is_moving = False
         for control in controls:

@@ -1,7 +1,6 @@
 """The ring under two sliders: which step, and of how many ranks."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import ipywidgets
 
@@ -10,16 +9,15 @@ from labkit.widgets.explorer import Explorer
 
 MAX_RANKS = 6
 
-Values = Sequence[Sequence[float]]
 
-
-def ring_stepper(world_size: int = 4, values: Values | None = None) -> "RingStepper":
+def ring_stepper(world_size: int = 4, values: Sequence[Sequence[float]] | None = None) -> Explorer:
     """Step through a ring all-reduce: who holds what after each step, and what has just moved.
 
-    The sliders move by arrow keys, too. ``plots.ring_step`` draws the same figure without them.
+    The controls are ``step`` and ``ranks``. ``plots.ring_step`` draws the same figure.
 
     Args:
-        world_size: the number of ranks to start with, 2 to 6; the slider changes it.
+        world_size: the number of ranks to start with, 2 to 6. A change keeps the step where the
+            other ring has it.
         values: [P][P], the number that each rank has for each chunk at the start. Smaller rings
             take the first rows and columns; larger ones than P cannot be chosen. By default rank
             r has (c + 1) x 10^r for chunk c.
@@ -36,32 +34,14 @@ def ring_stepper(world_size: int = 4, values: Values | None = None) -> "RingStep
         raise ValueError(
             f"the stepper shows 2 to {MAX_RANKS} ranks{limit}, got world_size {world_size}"
         )
-    return RingStepper(world_size, values, most)
 
+    def draw(step: int, size: int) -> plots.CaptionedFigure:
+        mine = None if values is None else [row[:size] for row in values[:size]]
+        return plots.ring_step(step, size, mine)
 
-class RingStepper(Explorer):
-    """Two sliders above a figure.
-
-    Attributes:
-        step: the slider of the step, 0 to 2 (P - 1).
-        ranks: the slider of the world size P. A change keeps the step where P has it.
-    """
-
-    def __init__(self, world_size: int, values: Values | None, most: int):
-        last = 2 * (world_size - 1)
-        self.step = ipywidgets.IntSlider(0, 0, last, description="step")
-        self.ranks = ipywidgets.IntSlider(world_size, 2, most, description="ranks")
-        self._values = values
-        # Before the figure follows the ranks, the steps do.
-        self.ranks.observe(self._resize, "value")
-        super().__init__(self._draw_step, self.step, self.ranks)
-
-    def _draw_step(self, step: int, world_size: int) -> plots.CaptionedFigure:
-        values = self._values
-        if values is not None:
-            values = [row[:world_size] for row in values[:world_size]]
-        return plots.ring_step(step, world_size, values)
-
-    def _resize(self, _change: Any) -> None:
-        # A step beyond the new maximum is lowered and shown, already with the new ranks.
-        self.step.max = 2 * (self.ranks.value - 1)
+    steps = ipywidgets.IntSlider(0, 0, description="step")
+    ranks = ipywidgets.IntSlider(world_size, 2, most, description="ranks")
+    # Before the figure follows the ranks, the steps do: one beyond the new maximum is lowered and
+    # shown, already with the new ranks.
+    ipywidgets.dlink((ranks, "value"), (steps, "max"), lambda size: 2 * (size - 1))
+    return Explorer(draw, step=steps, ranks=ranks)

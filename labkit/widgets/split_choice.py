@@ -32,11 +32,6 @@ class Choice(NamedTuple):
     schedule: str
     batch_size: int
 
-    @property
-    def here(self) -> "Choice":
-        """The same split on this machine, where it is measured."""
-        return self._replace(link=HERE)
-
 
 class SplitModels:
     """The predictions for every choice.

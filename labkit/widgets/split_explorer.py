@@ -39,7 +39,7 @@ def split_explorer(
 ) -> "SplitExplorer":
     """Explore where to cut a model: sliders show the predicted costs, a button measures them.
 
-    All controls answer to the keyboard. ``plots.split_costs`` draws the same figure without them.
+    ``plots.split_costs`` draws the same figure without controls.
 
     Args:
         profile: the model's layers, and the batch size to start with.
@@ -92,7 +92,12 @@ class SplitExplorer(Explorer):
         self._measured: dict[Choice, MeasuredSplit] = {}
         self._working = threading.Lock()
         self._make_controls(start)
-        self._link_controls()
+        # The other controls follow a control before the figure does.
+        self.stages.observe(self._resize, "value")
+        self.micro_batches.observe(self._fit_batch, "value")
+        self.batch.observe(self._fit_micro_batches, "value")
+        for slider in self.cuts.sliders:
+            slider.observe(self._push, "value")
         self.best = ipywidgets.Button(description="Best split")
         self.run = ipywidgets.Button(description="Run")
         self.best.on_click(self._find_best)
@@ -119,23 +124,15 @@ class SplitExplorer(Explorer):
         size = start.batch_size
         batches = sorted({size // 4, size // 2, size, 2 * size, 4 * size} - {0})
         counts = [count for count in MICRO_BATCHES if count <= batches[-1]]
-        self.batch = _steps("batch", batches, size)
-        self.micro_batches = _steps("micro-batches", counts, start.micro_batches)
-        self.schedule = _choice("schedule", list(PIPELINES), start.schedule)
-        self.link = _choice("link", list(self._models.links), start.link)
-        self.objective = _choice("best has", _OBJECTIVES, "step")
+        self.batch = _slider("batch", batches, size)
+        self.micro_batches = _slider("micro-batches", counts, start.micro_batches)
+        self.schedule = _menu("schedule", list(PIPELINES), start.schedule)
+        self.link = _menu("link", list(self._models.links), start.link)
+        self.objective = _menu("best has", _OBJECTIVES, "step")
         whole = self._models.whole_bytes(start._replace(batch_size=batches[-1]))
         caps = [2**power for power in range(max(0, whole.bit_length() - 6), whole.bit_length())]
-        labels = [*map(format_bytes, caps), "no limit"]
-        self.cap = _steps("a stage holds", [*caps, math.inf], math.inf, labels)
-
-    def _link_controls(self) -> None:
-        """The other controls follow a control before the figure does."""
-        self.stages.observe(self._resize, "value")
-        self.micro_batches.observe(self._fit_batch, "value")
-        self.batch.observe(self._fit_micro_batches, "value")
-        for slider in self.cuts.sliders:
-            slider.observe(self._push, "value")
+        limits = [*((format_bytes(cap), cap) for cap in caps), ("no limit", math.inf)]
+        self.cap = _slider("a stage holds", limits, math.inf)
 
     def chosen(self) -> Choice:
         counts = self.micro_batches.value, self.schedule.value, self.batch.value
@@ -143,7 +140,7 @@ class SplitExplorer(Explorer):
 
     def _draw_split(self, *chosen: Any) -> plots.CaptionedFigure:
         choice = Choice(*chosen)
-        measured = self._measured.get(choice.here)
+        measured = self._measured.get(choice._replace(link=HERE))
         figure = plots.split_costs(
             self._models.profile(choice),
             self._models.predicted(choice),
@@ -204,7 +201,7 @@ class SplitExplorer(Explorer):
             micro_batches=choice.micro_batches,
             schedule=choice.schedule,
         )
-        self._measured[choice.here] = measured
+        self._measured[choice._replace(link=HERE)] = measured
         self._pages.clear()
         self._show()
         step = format_seconds(statistics.median(measured.step_s))
@@ -230,22 +227,19 @@ class SplitExplorer(Explorer):
         least = self.micro_batches.value
         if self.batch.value < least:
             with self.moving():
-                self.batch.value = min(size for _, size in self.batch.options if size >= least)
+                self.batch.value = min(size for size in self.batch.options if size >= least)
 
     def _fit_micro_batches(self, _change: Any) -> None:
         most = self.batch.value
         if self.micro_batches.value > most:
             with self.moving():
-                counts = (count for _, count in self.micro_batches.options if count <= most)
-                self.micro_batches.value = max(counts)
+                counts = self.micro_batches.options
+                self.micro_batches.value = max(count for count in counts if count <= most)
 
 
-def _choice(name: str, options: Any, value: Any) -> ipywidgets.Dropdown:
+def _menu(name: str, options: Any, value: Any) -> ipywidgets.Dropdown:
     return ipywidgets.Dropdown(options=options, value=value, description=name, style=WIDE)
 
 
-def _steps(
-    name: str, values: Sequence, value: Any, labels: Sequence[str] | None = None
-) -> ipywidgets.SelectionSlider:
-    options = list(zip(labels or map(str, values), values))
+def _slider(name: str, options: Any, value: Any) -> ipywidgets.SelectionSlider:
     return ipywidgets.SelectionSlider(options=options, value=value, description=name, style=WIDE)

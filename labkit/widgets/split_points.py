@@ -20,17 +20,10 @@ class CutSliders:
         """``layers``: their names, L; ``most`` cuts, below L."""
         self._layers = list(layers)
         self._shown = most
-        highest = len(layers) - 1
+        look = {"style": WIDE, "layout": {"width": "36em"}}
         self.sliders = [
-            ipywidgets.IntSlider(
-                value=cut + 1,
-                min=cut + 1,
-                max=highest,
-                description=f"cut {cut + 1}",
-                style=WIDE,
-                layout={"width": "36em"},
-            )
-            for cut in range(most)
+            ipywidgets.IntSlider(cut, cut, len(layers) - 1, description=f"cut {cut}", **look)
+            for cut in range(1, most + 1)
         ]
         self._labels = [ipywidgets.Label() for _ in self.sliders]
         self.rows = [ipywidgets.HBox(pair) for pair in zip(self.sliders, self._labels)]

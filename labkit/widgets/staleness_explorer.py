@@ -20,10 +20,11 @@ def staleness_explorer(
 ) -> "StalenessExplorer":
     """Explore the model of an asynchronous run; ``plots.staleness_model`` draws it.
 
-    The sliders move by arrow keys, too.
+    The controls are ``workers``, ``factor`` and ``bound``.
 
     Args:
-        workers: W to start with, 2 to 6.
+        workers: W to start with, 2 to 6. A change moves the range of ``bound``, and with it a
+            bound that would be out of it.
         factor: how many times as long the straggler computes, to start with: an integer, 1 to 8.
         bound: on the staleness to start with, W - 1 to W + 10, or None.
 
@@ -40,31 +41,17 @@ def staleness_explorer(
     return StalenessExplorer(workers, factor, bound)
 
 
-def _bounds(workers: int) -> dict[str, float]:
-    """The options of the bound's slider for W workers; infinity stands for no bound."""
-    numbers = range(workers - 1, workers + _MORE - 1)
-    return {str(bound): bound for bound in numbers} | {"none": math.inf}
-
-
 class StalenessExplorer(Explorer):
-    """Three sliders above a figure.
-
-    Attributes:
-        workers, factor: the sliders of W and of the straggler.
-        bound: the slider of the bound. Another W moves its range, and with it a bound that
-            would be out of it.
-    """
-
     def __init__(self, workers: int, factor: float, bound: int | None):
         self.workers = ipywidgets.IntSlider(workers, 2, MAX_WORKERS, description="workers")
+        # Before the figure follows the workers, the bounds do.
+        self.workers.observe(self._move_bounds, "value")
         self.factor = ipywidgets.IntSlider(factor, 1, MAX_FACTOR, description="straggler")
         self.bound = ipywidgets.SelectionSlider(
             options=_bounds(workers),
             value=math.inf if bound is None else bound,
             description="bound",
         )
-        # Before the figure follows the workers, the bounds do.
-        self.workers.observe(self._move_bounds, "value")
         super().__init__(plots.staleness_model, self.workers, self.factor, self.bound)
 
     def chosen(self) -> tuple[int, int, int | None]:
@@ -79,3 +66,9 @@ class StalenessExplorer(Explorer):
         # New options select their first one for a moment, which is not to be shown.
         with self.moving():
             self.bound.options, self.bound.value = bounds, chosen
+
+
+def _bounds(workers: int) -> dict[str, float]:
+    """The options of the bound's slider for W workers; infinity stands for no bound."""
+    numbers = range(workers - 1, workers + _MORE - 1)
+    return {str(bound): bound for bound in numbers} | {"none": math.inf}

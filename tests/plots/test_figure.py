@@ -16,11 +16,10 @@ from splits import LINK, PROFILE
 from labkit import plots
 from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.placement.planner import predict_split
-from labkit.plots.figure import styles_of
+from labkit.plots.palette import styles_of
 from labkit.schedules.pipeline import Action
 from labkit.trace import Span, Trace
 
-RING = plots.ring_states(3)[1]
 CURVES = {"tree": {2**10: 1e-5, 2**20: 1e-2}, "ring": {2**10: 1e-4, 2**20: [1e-3, 2e-3]}}
 HOP = {"placement": "2 devices", "cut": 5, "direction": "activation", "batch_size": 16}
 HOP |= {"num_bytes": 2**20, "seconds": [1e-3, 2e-3], "model_s": 1e-3}
@@ -34,7 +33,6 @@ MAKE_FIGURE = {
     "timeline_model": lambda: plots.timeline(TRACE, model=True),
     "phases": lambda: plots.phases(TRACE),
     "phases_model": lambda: plots.phases({"compute": 1.0}, model=True),
-    "ring_grid": lambda: plots.ring_grid(RING.contributions, messages=RING.messages),
     "ring_steps": lambda: plots.ring_steps(plots.ring_states(3), title="Ring"),
     "ring_step": lambda: plots.ring_step(2, 3),
     "bucket_overlap": lambda: plots.bucket_overlap(25, 4),

@@ -3,7 +3,7 @@ from parts import legend_of
 
 from labkit import plots
 from labkit.costs.pipeline_timeline import bubble, predicted_slots
-from labkit.plots.figure import STYLES
+from labkit.plots.palette import STYLES
 from labkit.schedules.pipeline import PIPELINES
 from labkit.trace import Span, Trace
 

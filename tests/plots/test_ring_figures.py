@@ -7,6 +7,10 @@ from labkit import plots
 from labkit.schedules.ring import owned_chunk, ring_all_reduce
 
 
+def grid_of(*state, **more):
+    return plots.ring_steps([plots.RingState(*state, **more)])
+
+
 class TestRing:
     def test_states_start_with_own_parts_and_end_complete(self):
         states = plots.ring_states(4)
@@ -25,19 +29,19 @@ class TestRing:
         assert states[-1].values == [[11, 22], [11, 22]]
 
     def test_cells_print_value_and_ranks(self):
-        grid = plots.ring_grid([[{0}, {0, 1}], [{1}, {1}]], values=[[1, 22], [10, 20.5]])
+        grid = grid_of([[{0}, {0, 1}], [{1}, {1}]], values=[[1, 22], [10, 20.5]])
         texts = [text.get_text() for text in grid.figure.axes[0].texts]
         assert texts == ["1", "0", "22", "all", "10", "1", "20.5", "1"]
 
     def test_cells_are_darker_with_more_ranks(self):
         contributions = [[{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}]] + [[set()] * 4] * 3
-        patches = plots.ring_grid(contributions).figure.axes[0].patches[:4]
+        patches = grid_of(contributions).figure.axes[0].patches[:4]
         levels = [sum(patch.get_facecolor()[:3]) for patch in patches]
         assert levels == sorted(levels, reverse=True)
         assert len(set(levels)) == 4
 
     def test_messages_are_arrows_and_outlines(self):
-        grid = plots.ring_grid([[{0}] * 2, [{0, 1}, {1}]], messages=[(0, 1, 0)])
+        grid = grid_of([[{0}] * 2, [{0, 1}, {1}]], messages=[(0, 1, 0)])
         axes = grid.figure.axes[0]
         (arrow,) = [text for text in axes.texts if getattr(text, "arrow_patch", None)]
         assert arrow.xy[1] == 1
@@ -46,7 +50,7 @@ class TestRing:
         assert "just arrived" in legend_of(grid)
 
     def test_legend_names_the_states_present_only(self):
-        assert legend_of(plots.ring_grid([[{0}, {0}], [{1}, {1}]])) == ["own part only"]
+        assert legend_of(grid_of([[{0}, {0}], [{1}, {1}]])) == ["own part only"]
         every = legend_of(plots.ring_steps(plots.ring_states(2)))
         assert every == ["own part only", "sum of all ranks", "just arrived"]
 
@@ -83,15 +87,15 @@ class TestRing:
         with pytest.raises(ValueError, match="no states"):
             plots.ring_steps([])
         with pytest.raises(ValueError, match=r"lengths \[2, 1\]"):
-            plots.ring_grid([[{0}, {0}], [{1}]])
+            grid_of([[{0}, {0}], [{1}]])
         with pytest.raises(ValueError, match=r"lengths \[\]"):
-            plots.ring_grid([])
+            grid_of([])
         with pytest.raises(ValueError, match="values must be 1 rows of 1"):
-            plots.ring_grid([[{0}]], values=[[1, 2]])
+            grid_of([[{0}]], values=[[1, 2]])
         with pytest.raises(ValueError, match=r"ranks \[5\].*0 to 1"):
-            plots.ring_grid([[{0}], [{5}]])
+            grid_of([[{0}], [{5}]])
         with pytest.raises(ValueError, match=r"chunks \[3\].*0 to 0"):
-            plots.ring_grid([[{0}], [{1}]], messages=[(0, 1, 3)])
+            grid_of([[{0}], [{1}]], messages=[(0, 1, 3)])
 
 
 class TestRingStep:

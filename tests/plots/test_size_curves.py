@@ -5,7 +5,7 @@ import pytest
 from parts import legend_of
 
 from labkit import plots
-from labkit.plots.figure import SERIES, shade
+from labkit.plots.palette import SERIES
 
 KIB = 2**10
 # Straight lines that cross where 20 + x = 60 + x / 2: at 80 (KiB and microseconds).
@@ -49,7 +49,7 @@ class TestTime:
         assert {lines[name].get_linestyle() for name in ("ring model", "nccl model")} == {"--"}
         assert not lines["ring model"].get_marker()
         assert lines["ring"].get_color() == SERIES[1][0].color
-        assert lines["ring model"].get_color() == shade(SERIES[1][0].color, 0.75)
+        assert lines["ring model"].get_color() == SERIES[1][0].model.ink
 
     def test_axes_are_logarithmic_with_units_at_the_ticks(self):
         figure = plots.size_curves(BOTH)

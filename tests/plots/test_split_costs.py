@@ -10,7 +10,7 @@ from splits import LAYERS, LINK, PROFILE, measured
 
 from labkit import plots
 from labkit.placement.planner import predict_split
-from labkit.plots.figure import STYLES
+from labkit.plots.palette import STYLES
 from labkit.plots.split_costs import AxisRange
 
 # As many layers as make long names of stages.

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from labkit.bench.spread import Spread
-from labkit.plots.figure import DARK, SERIES, WIDTH_IN, Style, add_legend, add_title, fill, swatch
+from labkit.plots.figure import WIDTH_IN, add_legend, add_title
+from labkit.plots.palette import DARK, SERIES, Style, swatch
 
 OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
 LOOKS: dict[str, tuple[Style, str, Any]] = dict(
@@ -119,7 +120,7 @@ def draw_rows(
 
 
 def _draw_row(axes: Axes, place: int, spread: Spread, style: Style) -> None:
-    axes.barh(place, spread.median, 0.72, **fill(style))
+    axes.barh(place, spread.median, 0.72, **style.fill)
     whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
     axes.errorbar(spread.median, place, xerr=whiskers, color=DARK, capsize=3, linewidth=1.2)
     beside = {"textcoords": "offset points", "va": "center", "ha": "left"}
