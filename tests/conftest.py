@@ -37,7 +37,9 @@ def pytest_configure(config):
     # The tests may run on a machine with other users, to whom RPC is open for seconds.
     os.environ.setdefault("LABKIT_TRUST_LOCAL_USERS", "1")
     # Kernels must neither read nor fill the person's own Jupyter and IPython folders.
-    folder = Path(tempfile.mkdtemp(prefix="lk-"))
+    # Beside the one of the process that starts this one, which may end and clean up first.
+    parent = os.environ.setdefault("TESTS_TMPDIR", tempfile.gettempdir())
+    folder = Path(tempfile.mkdtemp(prefix="lk-", dir=parent))
     # At the very end: multiprocessing keeps a folder in there until the process ends.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
