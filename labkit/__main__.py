@@ -101,12 +101,13 @@ def _add_bench(commands) -> None:
     add = bench.add_argument
     names = "launch, all-reduce, ddp, placement, pipeline; all of them if left out"
     add("names", nargs="*", metavar="NAME", help=names)
-    add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help="one run each")
+    ranks = "numbers of ranks, one run each (2,4)"
+    add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
     sizes = "all-reduce: of the tensor, 4KiB,1MiB for example"
     parse_sizes = _list_of(units.parse_bytes)
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
     add("--models", type=_list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
-    add("--repeats", type=_integer, metavar="N", help="at most; what takes long gets fewer")
+    add("--repeats", type=_integer, metavar="N", help="at most N repeats; slow ones get fewer")
     add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
     record = "record one bench's figures with the hardware"
     add("--json", dest="json_path", metavar="FILE", help=record)
@@ -120,17 +121,18 @@ def _add_compare(commands) -> None:
     add_list = partial(add, type=_integers)
     some = "some of them; PyTorch's counterparts take part as well"
     add("--strategies", type=_list_of(str), metavar="S,S", help=some)
-    add_list("--world-size", dest="world_sizes", metavar="N,N", help="(1,2,3,4)")
-    add_list("--train-size", dest="train_sizes", metavar="N,N", help="(a quarter, a half, all)")
-    add_list("--batch-size", dest="batch_sizes", metavar="B,B", help="global (64,128,256)")
-    repeats = "of everything; by default as many as fit into 8 minutes"
+    add_list("--world-size", dest="world_sizes", metavar="N,N", help="numbers of ranks (1,2,3,4)")
+    samples = "numbers of training samples (a quarter, a half, all)"
+    add_list("--train-size", dest="train_sizes", metavar="N,N", help=samples)
+    add_list("--batch-size", dest="batch_sizes", metavar="B,B", help="global batches (64,128,256)")
+    repeats = "runs of each; by default as many as fit into 8 minutes"
     add("--repeats", type=_integer, metavar="N", help=repeats)
-    add("--epochs", type=_integer, metavar="E", help="per run (6)")
+    add("--epochs", type=_integer, metavar="E", help="epochs per run (6)")
     accuracy = "held-out accuracy to reach (95)"
     add("--target", type=_typed(_percent), metavar="PERCENT", help=accuracy)
-    add("--model", metavar="M")
-    add("--dataset", metavar="D")
-    add("--device", metavar="auto|cpu|cuda")
+    add("--model", metavar="M", help="as for train")
+    add("--dataset", metavar="D", help="as for train")
+    add("--device", metavar="auto|cpu|cuda", help="as for train")
     add("--json", dest="json_path", metavar="FILE", help="record all runs with the hardware")
     add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png there")
     add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
