@@ -26,7 +26,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make lab             set up and open the workbook"
 	@echo "make test            set up and run every test: unit, notebooks, browser"
-	@echo "make test-unit       the quick part: no notebooks, no browser, no fresh processes"
+	@echo "make test-unit       the quick part: no notebooks, no browser, nothing marked fresh or slow"
 	@echo "make test-core       the core's tests with the course around it taken away"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH=2.11.0)"
@@ -86,7 +86,7 @@ test-notebooks: env
 	  echo "make test-notebooks: no notebooks in notebooks/")
 
 test-unit: env
-	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh" tests $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh and not slow" tests $(ARGS)
 
 test-core: env
 	$(BIN)/python tests/core.py $(SPREAD) $(ARGS)

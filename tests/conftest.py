@@ -24,6 +24,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "browser: drives JupyterLab in headless Chromium")
     config.addinivalue_line("markers", "fresh: waits for a new process that imports torch")
+    config.addinivalue_line("markers", "slow: more than a second of runs, drawings or a deadline")
     # A script's background jobs, and all their children, start with Ctrl-C ignored. The tests that
     # press Ctrl-C need children as a terminal starts them.
     signal.signal(signal.SIGINT, signal.default_int_handler)

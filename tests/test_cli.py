@@ -208,6 +208,7 @@ def quick_bench(monkeypatch):
     monkeypatch.setitem(bench.BENCHES, "launch", lambda: iter([result]))
 
 
+@pytest.mark.slow
 def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, quick_bench, capsys):
     made = nodes(tmp_path)
     (tmp_path / "figures").mkdir()
@@ -227,6 +228,7 @@ def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, qui
     assert {"compare_curves.png", "compare_phases.png", "compare_ranks.png"} < others
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_bench_and_compare_alike(tmp_path, quick_bench, capsys):
     """What fits is written; what does not is named, and an old file stays."""
     words = ["compare", "--from", str(STORED), "--figures", str(tmp_path)]

@@ -734,6 +734,7 @@ def one_call_more_of_a_rank_that_lives_on(rank):
     return "fine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [one_call_more, one_call_more_of_a_rank_that_lives_on])
 def test_one_call_more_shows_both_sequences(tmp_path, fault):  # row 8
     (_, more), (_, fine) = plain(tmp_path, fault, patience_s=20.0)

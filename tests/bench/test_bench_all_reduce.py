@@ -21,6 +21,7 @@ KIB, MIB = 2**10, 2**20
 ALPHA_S, BETA_S, GAMMA_S = 50e-6, 2e-10, 1e-10
 
 
+@pytest.mark.slow
 def test_every_contender_of_the_all_reduce_bench_is_right_and_recorded(tmp_path, capsys):
     """A wrong sum would fail the run: each turn's result is checked on every rank."""
     path = tmp_path / "all_reduce.json"

@@ -17,6 +17,7 @@ from labkit.trace import Trace
 from labkit.training.split_run import MeasuredSplit
 
 
+@pytest.mark.slow
 def test_every_contender_of_the_pipeline_bench_trains_the_same_model(tmp_path, capsys):
     path = tmp_path / "pipeline.json"
     words = ["--models", "mlp", "--repeats", "2", "--json", str(path)]

@@ -8,6 +8,8 @@ import pytest
 
 from labkit.check.grading.words import WORDS
 
+pytestmark = pytest.mark.slow
+
 SETS = {
     path.stem: importlib.import_module(f"answers.{path.stem}").ANSWERS
     for path in sorted(Path(__file__).parent.joinpath("answers").glob("[!_]*.py"))

@@ -186,6 +186,7 @@ def never_ends(comm, tensor):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_loop_without_an_end_meets_the_deadline(monkeypatch):
     monkeypatch.setattr(on_ranks, "TIMEOUT_S", 1.0)
     monkeypatch.setattr(on_ranks, "AGAIN_S", 0.5)

@@ -57,6 +57,7 @@ def both_rings(comm, cases):
     return wrong, dict(comm.bytes_to)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_bits_and_price_are_those_of_the_readable_ring(world_size):  # rows 10, 12
     by_rank = run(both_rings, cases(world_size), world_size=world_size).values

@@ -282,6 +282,7 @@ def send_to_all(comm, tensor):
         comm.send(tensor, dst)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_uses_no_core(nothing_is_left):
     more_than_cores = min(len(os.sched_getaffinity(0)) + 1, 6)
     for shares in run(waits_for_rank_0, world_size=max(3, more_than_cores)).values:
@@ -314,6 +315,7 @@ def test_a_kill_inside_an_operation_ends_the_run(nothing_is_left, operation, tra
     assert time.monotonic() - started_s < 10
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_after_an_error_a_success_and_a_deadline(nothing_is_left):
     def ends(comm, how):
         comm.exchange(

@@ -279,6 +279,7 @@ def waits_in_vain(comm):
     return time.monotonic() - started_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [t for t in TRANSPORTS if t.values != ("nccl",)])
 def test_a_wait_ends_with_the_timeout_that_was_set_last(transport):
     assert 0.8 < on(transport, waits_in_vain, 2)[0] < 3.5

@@ -23,6 +23,7 @@ def write(tool, path, *sources, tags=()):
     return path
 
 
+@pytest.mark.slow
 def test_it_stores_outputs_and_running_again_changes_nothing(tool, tmp_path):
     path = write(
         tool, tmp_path / "a.ipynb", "import ipywidgets", "print(6 * 7)", "ipywidgets.HTML('x')"

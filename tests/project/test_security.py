@@ -141,6 +141,7 @@ class TestListening:
         del store
         assert heard_outside([os.getpid()]) == before
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("transport", ["shared", "gloo"])
     @pytest.mark.parametrize("during", ["nothing", "gloo", "labkit", "rpc"])
     def test_ranks_and_launcher_are_heard_on_loopback_alone_and_not_after_the_run(

@@ -94,6 +94,7 @@ class TestSeam:
 
 
 class TestEndsOfRanks:
+    @pytest.mark.slow
     def test_a_rank_that_dies_when_its_function_has_returned_hangs_nothing(self, seen):
         outcomes = set()
         # On a busy machine the first moments are before there are ranks.
@@ -120,6 +121,7 @@ class TestEndsOfRanks:
         monkeypatch.setattr(supervisor, "let_go", kills_before_it_may_go)
         assert run(rank_of, world_size=3).values == [0, 1, 2]
 
+    @pytest.mark.slow
     def test_a_rank_that_is_stopped_in_the_middle_of_its_report_is_named(self, monkeypatch, seen):
         def stops_the_sender(inbox):
             report = read(inbox)
@@ -132,6 +134,7 @@ class TestEndsOfRanks:
         with pytest.raises(DeadlineError, match=r"rank 0 is stopped by a signal.*kill -CONT"):
             run(lambda comm: torch.zeros(1_000_000), world_size=1, timeout_s=1)
 
+    @pytest.mark.slow
     def test_a_stopped_rank_is_named_at_the_deadline_and_ended(self):
         def one_stops(comm):
             if comm.rank == 1:
@@ -159,6 +162,7 @@ class TestEndsOfRanks:
             run(forks_and_dies, world_size=2)
         assert time.monotonic() - started_s < 4
 
+    @pytest.mark.slow
     def test_a_thread_that_a_rank_leaves_behind_does_not_hold_the_run(self):
         def leaves_a_thread(comm):
             threading.Thread(target=time.sleep, args=(60,)).start()
@@ -285,6 +289,7 @@ class TestForkserver:
 
 
 class TestManyRanks:
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:world_size 64 is far above:UserWarning")
     def test_sixty_four_start_and_meet(self):
         def meets(comm):

@@ -302,6 +302,7 @@ class TestRanksThatMayBeLost:
         with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
             run(needs_it, world_size=2, may_lose=[1])
 
+    @pytest.mark.slow
     def test_a_failure_and_a_deadline_tell_of_ranks_lost_before(self):
         def fails_without_it(comm, late):
             if comm.rank == 1:
@@ -390,6 +391,7 @@ class TestRow4Deadlock:
 
 
 class TestRow5Hang:
+    @pytest.mark.slow
     def test_the_deadline_shows_each_ranks_stack(self):
         def hangs(comm):
             if comm.rank == 1:
@@ -772,6 +774,7 @@ class TestRow21Output:
         assert "[rank 0] from a child" in lines
         assert "[rank 0] no newline at the end" in lines
 
+    @pytest.mark.slow
     def test_output_arrives_while_the_run_goes_on(self, tmp_path):
         gate = tmp_path / "gate"
 

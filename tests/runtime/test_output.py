@@ -37,6 +37,7 @@ def test_rank_0_is_shown_at_once_and_others_wait_for_the_ranks_below(pipes, caps
     assert capsys.readouterr().out == "[rank 1] one\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [True, False])
 def test_lines_are_held_for_two_seconds_or_under_test_until_the_end(
     live, pipes, capsys, monkeypatch

@@ -218,6 +218,7 @@ def test_batch_norm_sees_the_whole_batch_or_each_micro_batch():
             assert largest_difference(states["1f1b"], by_micro_batch) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_trains_the_digits_as_one_device_does_and_sends_what_the_formula_says(world_size):
     settings = {"model": "small_cnn", "batch_size": 50, "train_size": 220, "epochs": 2}

@@ -103,6 +103,7 @@ def test_bytes_and_messages_of_a_run_equal_the_formula():
     assert result.test_accuracy == alone.test_accuracy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "world_size"), [("mlp", 2), ("mlp", 3), ("mobilenet", 2)])
 def test_pytorchs_ddp_on_our_backend_sends_what_ours_does_and_three_things_more(model, world_size):
     """The set-up (parameters compared, the first state broadcast) is outside the epochs.
