@@ -1,6 +1,7 @@
 """What all explorers share: controls above a figure that follows them."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ class Explorer(ipywidgets.VBox):
         super().__init__([*(rows or controls), self.view])
         self._pages: dict[tuple, tuple[str, str]] = {}
         self._is_moving = False
+        # JupyterLab may carry out two changes side by side. One after the other they are shown:
+        # the drawing of an earlier choice must not replace that of a later one.
+        self._showing = threading.RLock()
         for control in controls:
             control.observe(self._show, "value")
         self._show()
@@ -66,15 +70,16 @@ class Explorer(ipywidgets.VBox):
         """Show what the controls say now, which may be later than the change that called."""
         if self._is_moving:
             return
-        key = self.chosen()
-        if key not in self._pages:
-            figure = self.draw(*key)
-            # Screen readers say the caption whenever it changes.
-            spoken = '<figcaption role="status" aria-live="polite" '
-            page = figure.html().replace("<figcaption ", spoken, 1)
-            # Widgets have lines as high as buttons.
-            self._pages[key] = f'<div style="line-height: 1.4">{page}</div>', figure.caption
-        self.view.value, self.caption = self._pages[key]
+        with self._showing:
+            key = self.chosen()
+            if key not in self._pages:
+                figure = self.draw(*key)
+                # Screen readers say the caption whenever it changes.
+                spoken = '<figcaption role="status" aria-live="polite" '
+                page = figure.html().replace("<figcaption ", spoken, 1)
+                # Widgets have lines as high as buttons.
+                self._pages[key] = f'<div style="line-height: 1.4">{page}</div>', figure.caption
+            self.view.value, self.caption = self._pages[key]
 
     def __repr__(self) -> str:
         """The controls and the figure in words, for pages without a kernel."""

@@ -202,8 +202,9 @@ class SplitExplorer(Explorer):
             schedule=choice.schedule,
         )
         self._measured[choice._replace(link=HERE)] = measured
-        self._pages.clear()
-        self._show()
+        with self._showing:
+            self._pages.clear()
+            self._show()
         step = format_seconds(statistics.median(measured.step_s))
         return f"measured, {cuts_words(choice.points)}: {step} a step"
 
