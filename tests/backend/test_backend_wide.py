@@ -20,6 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.slow
+
 
 def on_both(folder, function, world_size=2, **options):
     """What every rank returns under "labkit", and under "gloo"."""
@@ -120,7 +122,6 @@ def with_hooks(rank):
     return {name: train(rank, hook, state) for name, (hook, state) in hooks.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ddps_hooks_train_as_on_gloo(tmp_path, world_size):
     for found, expected in zip(*on_both(tmp_path, with_hooks, world_size)):
@@ -150,7 +151,6 @@ def with_several_buckets(rank):
     return found
 
 
-@pytest.mark.slow
 def test_callbacks_of_several_buckets_keep_one_order_on_all_ranks(tmp_path):
     for found, expected in zip(*on_both(tmp_path, with_several_buckets)):
         assert_close(found, expected)
@@ -268,7 +268,6 @@ def compiled(rank):
     return {"DDP": losses, "all_reduce": sums(batches(rank)[0])}
 
 
-@pytest.mark.slow
 def test_compiled_training_gives_what_it_gives_on_gloo(tmp_path):
     for found, expected in zip(*on_both(tmp_path, compiled)):
         assert_close(found, expected)
@@ -288,7 +287,6 @@ def calls_what_nobody_answers(rank):
         return time.monotonic() - started_s, str(error)
 
 
-@pytest.mark.slow
 def test_a_callback_that_waits_for_nobody_ends_within_the_timeout(tmp_path):
     outcomes = plain(tmp_path, calls_what_nobody_answers, patience_s=30.0, timeout_s=2)
     seconds, text = outcomes[0][1]
@@ -319,7 +317,6 @@ def never_ends_in_a_callback(rank):
     return x.tolist(), time.monotonic() - started_s
 
 
-@pytest.mark.slow
 def test_a_callback_that_waits_does_not_stop_its_group(tmp_path):
     for code, (x, found) in plain(tmp_path, blocks_in_a_callback, timeout_s=8):
         assert (code, x, found) == (0, [2.0] * 3, [True])
@@ -353,7 +350,6 @@ def runs_for_ever(rank):
     return texts
 
 
-@pytest.mark.slow
 def test_no_wait_outlives_the_timeout(tmp_path):
     for code, texts in plain(tmp_path, runs_for_ever, patience_s=30.0, timeout_s=2):
         assert code == 0
@@ -396,7 +392,6 @@ def waits_for_who_does_not_come(rank):
         return str(error), time.monotonic() - started_s
 
 
-@pytest.mark.slow
 def test_a_monitored_barrier_names_the_missing_rank(tmp_path):
     outcomes = plain(tmp_path, waits_for_who_does_not_come, world_size=4)
     for rank in (0, 1, 3):
@@ -451,7 +446,6 @@ def waits_for_anybody(rank):
         return str(error), time.monotonic() - started_s
 
 
-@pytest.mark.slow
 def test_who_waits_for_any_source_in_vain_is_told_in_time(tmp_path):
     outcomes = plain(tmp_path, waits_for_anybody, world_size=3, timeout_s=2)
     text, seconds = outcomes[0][1]
@@ -578,6 +572,5 @@ def leaves_receives_behind(rank):
     return True
 
 
-@pytest.mark.slow
 def test_receives_that_nobody_fills_do_not_keep_a_group_from_being_destroyed(tmp_path):
     assert [said for _, said in plain(tmp_path, leaves_receives_behind)] == [True, True]

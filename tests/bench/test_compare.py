@@ -20,6 +20,8 @@ from labkit.config import STAGED
 from labkit.errors import WorkerError
 from labkit.trace import Span, Trace
 
+pytestmark = pytest.mark.slow
+
 MAIN = Setting(2, 100, 32, 3)
 
 

@@ -306,6 +306,7 @@ def killed_inside(comm, operation):
     }[operation]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("operation", ["send", "recv", "exchange", "barrier", "fast ring"])
 def test_a_kill_inside_an_operation_ends_the_run(nothing_is_left, operation, transport):

@@ -132,6 +132,7 @@ def can_add(tensor: torch.Tensor) -> bool:
     return not str(tensor.dtype).startswith("torch.float8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_dtype_shape_and_size_arrives_by_every_operation_and_is_counted(

@@ -159,6 +159,7 @@ def test_ranks_of_several_machines_train_without_a_bound():
         assert largest_difference(state, after) == 0
 
 
+@pytest.mark.slow
 def test_it_learns():
     result = train_with("async_parameter_server", world_size=3, epochs=8, model="mlp")
     assert result.test_accuracy >= 0.95

@@ -19,6 +19,8 @@ from labkit.strategies.single import Single
 from labkit.training.settings import make_strategy
 from labkit.training.state import checksum, largest_difference
 
+pytestmark = pytest.mark.slow
+
 travel_by_value(__name__)
 
 

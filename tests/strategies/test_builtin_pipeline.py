@@ -15,6 +15,8 @@ from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.single import Single
 from labkit.training.state import checksum, largest_difference
 
+pytestmark = pytest.mark.slow
+
 travel_by_value(__name__)
 
 # Of four micro-batches: one that divides, 2 + 2 + 2 + 1, fewer samples than micro-batches.

@@ -177,6 +177,7 @@ def alone():
     return run(train_alone, world_size=1).values[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equal_to_one_device_on_every_rank(world_size, alone):
     ranks = run(train_all, world_size=world_size).values

@@ -58,7 +58,9 @@ def test_a_drawing_that_takes_long_does_not_replace_that_of_a_later_choice():
         if size == 1:
             begun.set()
             later.wait(0.3)
-        return plots.CaptionedFigure(Figure(), alt=f"a figure of size {size}", caption="Empty axes.")
+        return plots.CaptionedFigure(
+            Figure(), alt=f"a figure of size {size}", caption="Empty axes."
+        )
 
     size = ipywidgets.IntSlider(0, 0, 2)
     explorer = Explorer(draw, size)
