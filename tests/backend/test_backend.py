@@ -526,6 +526,7 @@ def train_all_ways(comm):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ddp_gives_gloos_gradients_and_replicas_equal_to_the_bit(world_size):
     by_rank = run(train_all_ways, world_size=world_size).values

@@ -326,6 +326,7 @@ def until_all_are_lost(comm, how):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["waiting", "mid-send", "computing"])
 def test_a_source_that_ends_is_named_once_and_the_others_go_on(how):
     result = run(until_all_are_lost, how, world_size=3, may_lose=[1, 2])

@@ -116,6 +116,7 @@ def solved(request):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parts", "section"), list(exercises()))
 def test_the_solution_passes_its_check(parts, section, solved, request):
     one, verdicts = solved[request.node.callspec.id]

@@ -260,6 +260,7 @@ def meets_the_others(comm, how):
     return theirs.item()
 
 
+@pytest.mark.slow
 class TestRanksThatMayBeLost:
     @pytest.mark.parametrize(
         ("how", "why"),

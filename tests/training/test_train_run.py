@@ -205,6 +205,7 @@ def by_hand():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("model", ["Tied", "frozen", "Unused", "Mixed"])
 def test_tied_frozen_and_unused_parameters_and_those_of_two_dtypes(by_hand, model, world_size):

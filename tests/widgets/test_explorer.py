@@ -42,6 +42,7 @@ def test_screen_readers_are_told_of_a_new_caption(explorer):
     assert '<figcaption role="status" aria-live="polite"' in explorer.view.value
 
 
+@pytest.mark.slow
 def test_the_picture_is_the_figures(make, monkeypatch):
     monkeypatch.undo()
     explorer = make()
