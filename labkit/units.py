@@ -65,7 +65,8 @@ def check_choice(kind: str, value: object, known: Collection[str]) -> None:
     Raises:
         ValueError: the message lists what is.
     """
-    if value not in known:
+    # A list, not a dict: what is not hashable is refused like anything else.
+    if value not in list(known):
         raise ValueError(f"unknown {kind} {value!r}: choose one of {', '.join(known)}")
 
 

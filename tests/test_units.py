@@ -9,6 +9,7 @@ from labkit.units import (
     as_repeats,
     byte_unit,
     check_above_zero,
+    check_choice,
     check_integer,
     check_number,
     format_bytes,
@@ -126,3 +127,10 @@ def test_a_measurement_is_a_list_of_repeats():
 def test_what_is_not_a_measurement_is_refused(wrong):
     with pytest.raises(ValueError, match=r"number|at least once"):
         as_repeats(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["c", "", None, ["a"], {}])
+def test_what_is_not_among_the_known_is_refused_with_the_list(wrong):
+    check_choice("letter", "a", {"a": 1, "b": 2})
+    with pytest.raises(ValueError, match=r"unknown letter .*: choose one of a, b"):
+        check_choice("letter", wrong, {"a": 1, "b": 2})

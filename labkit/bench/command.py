@@ -13,6 +13,7 @@ from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.placement import bench_placement
 from labkit.bench.record import Figures, Result, command_line, flag, machine, merged, write
 from labkit.files import check_writable
+from labkit.units import check_choice
 
 BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "launch": bench_launch,
@@ -86,8 +87,7 @@ def _check(
 ) -> None:
     """Raise ValueError for what does not go together."""
     for name in chosen:
-        if name not in BENCHES:
-            raise ValueError(f"unknown bench {name!r}: choose one of {', '.join(BENCHES)}")
+        check_choice("bench", name, BENCHES)
         taken = inspect.signature(BENCHES[name]).parameters
         for setting in settings:
             if setting not in taken:

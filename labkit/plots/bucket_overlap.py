@@ -9,7 +9,7 @@ from labkit.costs.link import Link
 from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from labkit.plots.palette import BLUE, STYLES, swatch
 from labkit.schedules.buckets import MIB
-from labkit.units import format_bytes, format_count, format_seconds
+from labkit.units import check_choice, format_bytes, format_count, format_seconds
 
 # Orders of magnitude: seconds to start a message, and seconds per byte.
 LINKS = {
@@ -34,8 +34,7 @@ def example_step(bucket_mb: float, world_size: int, link: str) -> StepModel:
     Raises:
         ValueError: an unknown link, fewer than 2 ranks, a negative size.
     """
-    if link not in LINKS:
-        raise ValueError(f"unknown link {link!r}: choose one of {', '.join(LINKS)}")
+    check_choice("link", link, LINKS)
     if world_size < 2:
         raise ValueError(f"one rank sends nothing: give a world_size from 2, got {world_size}")
     if not bucket_mb >= 0:
