@@ -109,8 +109,11 @@ def missing() -> str:
 
 
 @contextlib.contextmanager
-def open_lab(folder: Path) -> Iterator["Lab"]:
-    """Serve a copy of the notebooks with `labkit lab`, open a browser, and end both at the end."""
+def open_lab(folder: Path, screenshots: bool = False) -> Iterator["Lab"]:
+    """Serve a copy of the notebooks with `labkit lab`, open a browser, and end both at the end.
+
+    With ``screenshots`` every page is kept as pictures before it is closed.
+    """
     from playwright.sync_api import sync_playwright
 
     workbook = folder / "workbook"
@@ -120,7 +123,7 @@ def open_lab(folder: Path) -> Iterator["Lab"]:
     with serve(folder, workbook) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
         try:
-            yield Lab(browser, address, workbook / "notebooks")
+            yield Lab(browser, address, workbook / "notebooks", screenshots)
         finally:
             browser.close()
 
@@ -187,8 +190,9 @@ class Lab:
     Notebooks are opened as tabs of that window, one at a time: to load JupyterLab takes seconds.
     """
 
-    def __init__(self, browser, address: str, notebooks: Path):
+    def __init__(self, browser, address: str, notebooks: Path, screenshots: bool):
         self.notebooks = notebooks
+        self._screenshots = screenshots
         self._window = browser.new_page(viewport=WINDOW)
         # Not the page that learners are led to first: a test opens it.
         base, query = address.split("/lab", 1)
@@ -215,7 +219,7 @@ class Lab:
         # A test that failed has left its tab open, and this one's answers would be that tab's.
         if self._window.locator(NOTEBOOK).count():
             Page(self._window, self.notebooks / name).close()
-        page = Page(self._window, self.notebooks / name)
+        page = Page(self._window, self.notebooks / name, self._screenshots)
         page.menu("File", "Open from Path…")
         field = self._window.locator(".jp-Dialog input")
         field.fill(f"notebooks/{name}")
@@ -228,9 +232,10 @@ class Lab:
 class Page:
     """One open notebook. ``window`` is Playwright's page, for all that has no method here."""
 
-    def __init__(self, window, path: Path):
+    def __init__(self, window, path: Path, screenshots: bool = False):
         self.window = window
         self.path = path
+        self._screenshots = screenshots
         self.script_errors: list[str] = []
         window.on("pageerror", self._note)
 
@@ -350,6 +355,8 @@ class Page:
 
     def close(self) -> None:
         """Close the tab, which ends its kernel."""
+        if self._screenshots:
+            self.save_screenshots()
         self.menu("File", "Close Tab")
         self.window.wait_for_function(IS_CLOSED_OR_ASKS, arg=NOTEBOOK)
         # Whether to save it: a kernel that has just started changes the notebook's metadata.

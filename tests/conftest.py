@@ -19,6 +19,7 @@ STARTED_S = time.time()
 
 def pytest_addoption(parser):
     parser.addoption("--record-slowest", type=Path, metavar="FILE", help="see tests/slowest.py")
+    parser.addoption("--screenshots", action="store_true", help="of pages, in build/screenshots")
 
 
 def pytest_configure(config):
@@ -28,6 +29,8 @@ def pytest_configure(config):
     # A script's background jobs, and all their children, start with Ctrl-C ignored. The tests that
     # press Ctrl-C need children as a terminal starts them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Until all tests are imported, which is much quicker without looking for garbage in them.
+    gc.disable()
     # Two tests and their ranks share the cores: OpenMP's threads must not spin while they wait,
     # here and in the notebooks' kernels. (It is read when torch is imported.)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -73,6 +76,7 @@ def pytest_collection_finish(session):
     preload.FOR_RANKS.append("_pytest.assertion.rewrite")
     # What was imported stays: tests that collect garbage, to count what is left, are quicker.
     gc.freeze()
+    gc.enable()
     # Some libraries call what is still frozen at the end of a process a leak.
     atexit.register(gc.unfreeze)
 
@@ -100,7 +104,7 @@ def light_server():
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
+def lab(tmp_path_factory, request):
     """JupyterLab on a copy of the notebooks, and a browser to drive it: a `browser.Lab`.
 
     One for a module, not for the session: while Playwright is open its event loop occupies the
@@ -111,5 +115,6 @@ def lab(tmp_path_factory):
     missing = browser.missing()
     if missing:
         pytest.skip(missing)
-    with browser.open_lab(tmp_path_factory.mktemp("lab")) as opened:
+    screenshots = request.config.getoption("--screenshots")
+    with browser.open_lab(tmp_path_factory.mktemp("lab"), screenshots) as opened:
         yield opened

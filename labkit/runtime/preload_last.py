@@ -29,5 +29,6 @@ def _remove_socket() -> None:
 
 gc.collect()
 gc.freeze()
+gc.enable()
 # Before the server's own end: some libraries report what is still frozen then as a leak.
 atexit.register(gc.unfreeze)

@@ -1,6 +1,6 @@
 """The workbook as a learner meets it, JupyterLab in a browser. That all pages run, nbval shows.
 
-Screenshots of the pages that run here are left in build/screenshots.
+With --screenshots, pictures of the pages are left in build/screenshots.
 """
 
 import json
@@ -37,7 +37,6 @@ def widget_of(name):
 def test_the_first_page_runs_from_top_to_end(lab):
     page = lab.open("00_start_here.ipynb")
     page.run_all()
-    page.save_screenshots()
     assert not page.problems()
     page.close()
 
@@ -50,16 +49,21 @@ def test_a_page_shows_what_is_stored(lab, name):
     page.close()
 
 
-def test_the_explorers_follow_the_keyboard(lab):
+def test_the_widgets_follow_the_keyboard_even_while_a_cell_runs(lab):
     pages = [
         "03_distributed_data_parallel.ipynb",
         "05_async_parameter_server.ipynb",
+        "06_ring_all_reduce.ipynb",
         "08_layer_placement.ipynb",
     ]
-    lab.add("explorers.ipynb", SETUP, *map(widget_of, pages))
-    page = lab.open("explorers.ipynb")
-    page.run_all()
-    buckets, staleness, splits = 1, 2, 3
+    lab.add("widgets.ipynb", SETUP, *map(widget_of, pages), "import time\ntime.sleep(3)")
+    page = lab.open("widgets.ipynb")
+    page.start_all()
+    buckets, staleness, stepper, splits = 1, 2, 3, 4
+    start = page.wait_for_image(stepper, "Ring all-reduce of 4 ranks")
+    page.move_slider(stepper, 0, *["ArrowRight"] * 5)
+    page.finish()
+    drive_the_stepper(page, stepper, start)
     page.move_slider(buckets, 0, "Home")
     page.wait_for_text("Model: buckets of one parameter make 240 all-reduces")
     page.move_slider(staleness, 1, "Home")
@@ -67,9 +71,25 @@ def test_the_explorers_follow_the_keyboard(lab):
     page.move_slider(staleness, 0, "End")
     page.wait_for_text("104 gradients are applied while synchronous rounds apply 72")
     drive_the_split_explorer(page, splits)
-    page.save_screenshots()
     assert not page.problems()
     page.close()
+
+
+def drive_the_stepper(page, cell, start):
+    """Slider 0 has the step, slider 1 the number of ranks; five steps were taken."""
+    page.wait_for_text("Step 5 of 6")
+    page.move_slider(cell, 0, *["ArrowLeft"] * 3)
+    page.wait_for_text("Step 2 of 6, share_reduce: rank 0 sends chunk 3 to rank 1")
+    assert page.wait_for_image(cell, "step 2 of 6")["source"] != start["source"]
+    page.move_slider(cell, 0, "End", "ArrowRight")  # there is no step after the last
+    page.wait_for_text("Step 6 of 6, share_only")
+    page.move_slider(cell, 1, "Home")
+    page.wait_for_text("Step 2 of 2, share_only")
+    page.move_slider(cell, 1, *["ArrowRight"] * 4)
+    page.wait_for_text("Step 2 of 10")  # until then the page knows of two steps only
+    page.move_slider(cell, 0, *["ArrowRight"] * 8)
+    page.wait_for_text("Every rank now owns the complete sums of all 6 chunks")
+    page.wait_for_image(cell, "Ring all-reduce of 6 ranks, st")
 
 
 def drive_the_split_explorer(page, cell):
@@ -85,31 +105,6 @@ def drive_the_split_explorer(page, cell):
     page.press_button("Best split")
     page.wait_for_text("best by the model: cut before layers 31, 33")
     assert "Measured" not in page.wait_for_image(cell, "vgg16 in 3 stages", "31, 33")["alt"]
-
-
-def test_the_ring_stepper_follows_the_keyboard_even_while_a_cell_runs(lab):
-    stepper = widget_of("06_ring_all_reduce.ipynb")
-    lab.add("stepper.ipynb", "import labkit", stepper, "import time\ntime.sleep(3)")
-    page = lab.open("stepper.ipynb")
-    page.start_all()
-    start = page.wait_for_image(1, "Ring all-reduce of 4 ranks")
-    page.move_slider(1, 0, *["ArrowRight"] * 5)
-    page.finish()
-    page.wait_for_text("Step 5 of 6")
-    page.move_slider(1, 0, *["ArrowLeft"] * 3)
-    page.wait_for_text("Step 2 of 6, share_reduce: rank 0 sends chunk 3 to rank 1")
-    assert page.wait_for_image(1, "step 2 of 6")["source"] != start["source"]
-    page.move_slider(1, 0, "End", "ArrowRight")  # there is no step after the last
-    page.wait_for_text("Step 6 of 6, share_only")
-    page.move_slider(1, 1, "Home")
-    page.wait_for_text("Step 2 of 2, share_only")
-    page.move_slider(1, 1, *["ArrowRight"] * 4)
-    page.wait_for_text("Step 2 of 10")  # until then the page knows of two steps only
-    page.move_slider(1, 0, *["ArrowRight"] * 8)
-    page.wait_for_text("Every rank now owns the complete sums of all 6 chunks")
-    page.wait_for_image(1, "Ring all-reduce of 6 ranks, st")
-    assert not page.problems()
-    page.close()
 
 
 def test_a_cell_that_raises_is_a_problem_unless_it_is_meant_to(lab):

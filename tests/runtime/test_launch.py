@@ -91,7 +91,7 @@ class TestResults:
         def look(comm):
             mark = getattr(torch, "labkit_test_mark", None)
             shared = gc.get_freeze_count() > 100_000
-            return os.getpid(), mark, torch.cuda.is_initialized(), shared
+            return os.getpid(), mark, torch.cuda.is_initialized(), shared, gc.isenabled()
 
         try:
             result = run(look, world_size=2)
@@ -99,7 +99,7 @@ class TestResults:
             del torch.labkit_test_mark, os.environ["LABKIT_TEST_MARK"]
         assert len({pid for pid, *_ in result.values} | {os.getpid()}) == 3
         # What the forkserver has loaded is frozen, and nothing else is shared.
-        assert [rest for _, *rest in result.values] == [[None, False, True]] * 2
+        assert [rest for _, *rest in result.values] == [[None, False, True, True]] * 2
         assert not torch.cuda.is_initialized()
 
     def test_a_large_result_comes_back(self):  # row 20

@@ -23,7 +23,6 @@ def test_every_run_ends_whole_or_with_the_cause_named(light_server):
 @pytest.mark.parametrize(
     ("number", "seed", "send"),
     [
-        (signal.SIGTERM, 1, os.kill),
         (signal.SIGSTOP, 16, os.kill),  # goes on, and is killed
         (signal.SIGHUP, 11, os.killpg),  # a terminal that closes
     ],
