@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import kernel_ports
@@ -44,8 +45,8 @@ def pytest_configure(config):
     # Beside the one of the process that starts this one, which may end and clean up first.
     parent = os.environ.setdefault("TESTS_TMPDIR", tempfile.gettempdir())
     folder = Path(tempfile.mkdtemp(prefix="lk-", dir=parent))
-    # At the very end: multiprocessing keeps a folder in there until the process ends.
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # After multiprocessing (priority -100), which has a folder in there and expects to remove it.
+    Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         os.environ[name] = str(folder / name.lower())
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"

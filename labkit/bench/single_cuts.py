@@ -1,6 +1,6 @@
 """Every single cut of a model into two stages, measured: does the planner know the best one?
 
-All of it is one run. First a sweep: the cuts take turns, a few steps each. The smallest of so many
+All of it is one run. First a sweep: the cuts take turns, a few steps each. The smallest of many
 medians is small partly by luck. Therefore the planner's cut and those that did best meet again, in
 a play-off of many repeats, and the ratio within a repeat is what counts.
 

@@ -206,7 +206,7 @@ class SplitExplorer(Explorer):
             self._pages.clear()
             self._show()
         step = format_seconds(statistics.median(measured.step_s))
-        return f"measured, {cuts_words(choice.points)}: {step} a step"
+        return f"measured, {cuts_words(choice.points)}: {step} per step"
 
     def _move_to_best(self) -> str:
         best = self._models.best(self.chosen(), self.objective.value, self.cap.value)

@@ -263,7 +263,7 @@ def test_the_figures_say_what_the_numbers_say():
     assert "the fastest epoch is that of ring: 1.1 s (one device: 3.3 s)" in said["ranks"]
     assert "Epoch on 4 ranks / epoch on 2: ring 3." in said["ranks"]
     assert "at 100 samples / epoch at 50, which is 2 times as many: ring 2." in said["train_size"]
-    batches = "64 samples a batch / epoch at 32, which is 2 times as many: ring 0.8"
+    batches = "64 samples per batch / epoch at 32, which is 2 times as many: ring 0.8"
     assert batches in said["batch_size"]
     assert "ring 300% at 2, 100% at 4" in said["efficiency"]
     assert "share 2 cores" in said["efficiency"]

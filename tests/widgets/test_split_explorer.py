@@ -129,7 +129,7 @@ class TestSplitExplorer:
         twin = plots.split_costs(PROFILE, split, measured(split))
         assert alt_of(splits) == twin.alt
         assert html.escape(twin.caption) in splits.view.value
-        assert said(splits) == "measured, cut before layer 2: 172 ms a step"
+        assert said(splits) == "measured, cut before layer 2: 172 ms per step"
         assert repr(splits).endswith(twin.caption)
 
     def test_measured_bars_are_there_only_where_they_were_measured(self, splits):

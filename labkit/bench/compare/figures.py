@@ -48,7 +48,7 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
         found["ranks"] = by_ranks(record)
         if SINGLE in present(record):
             found["efficiency"] = by_efficiency(record)
-    for field, unit in (("train_size", "samples"), ("batch_size", "samples a batch")):
+    for field, unit in (("train_size", "samples"), ("batch_size", "samples per batch")):
         if varies(record, field):
             found[field] = _epoch_time(record, field, _growth(record, field, unit))
     return found
