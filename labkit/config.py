@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit import units
 from labkit.schedules.pipeline import PIPELINES
-from labkit.schedules.stages import check_devices
+from labkit.schedules.split_points import check_devices
 from labkit.units import format_count
 
 BACKENDS = ("auto", "gloo", "nccl", "labkit")

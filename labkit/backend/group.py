@@ -25,7 +25,7 @@ from labkit import collectives
 from labkit.backend import arguments
 from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
-from labkit.backend.monitored import monitored_barrier
+from labkit.backend.monitored_barrier import monitored_barrier
 from labkit.backend.queues import Queues
 from labkit.collectives.common import check_fits
 from labkit.comm.comm import Comm

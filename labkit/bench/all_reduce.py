@@ -13,7 +13,7 @@ from torch import Tensor
 
 from labkit import collectives, devices
 from labkit.bench.all_reduce_result import AllReduceResult
-from labkit.bench.machine import measure_memory, measure_messages
+from labkit.bench.link_and_memory import measure_memory, measure_messages
 from labkit.bench.turns import check_settings, on_ranks, process_groups, slowest, take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport

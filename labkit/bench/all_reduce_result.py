@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from labkit.bench.machine import Memory, fit_links
+from labkit.bench.link_and_memory import Memory, fit_links
 from labkit.bench.record import Figures, Result
 from labkit.bench.spread import Spread, ratios, step_record, table
 from labkit.costs.link import Link

@@ -16,7 +16,7 @@ from labkit.check.grading.report import told
 from labkit.costs.link import Link
 from labkit.placement.planner import SplitModel, best_split, predict_split
 from labkit.placement.stage_costs import LayerCost, Profile
-from labkit.schedules.stages import check_split_points, stage_bounds
+from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.units import format_bytes, format_count, format_seconds
 
 _NAME = "placement.best_cuts"

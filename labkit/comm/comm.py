@@ -15,7 +15,7 @@ from torch import Tensor
 
 from labkit.comm.any_source import AnySource
 from labkit.comm.board import Board
-from labkit.comm.overlap import overlap
+from labkit.comm.memory_overlap import overlap
 from labkit.comm.session import Session
 from labkit.comm.tensors import check_tensor, deliver, describe, to_receive, to_send
 from labkit.comm.transport import Transport

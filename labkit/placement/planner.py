@@ -20,7 +20,7 @@ from labkit.costs.makespan import pipeline_streams
 from labkit.costs.pipeline_timeline import Slot, predicted_slots
 from labkit.placement.search import Combine, StageCost, cheapest_cuts, cheapest_rest, search_cuts
 from labkit.placement.stage_costs import Profile, StageCosts
-from labkit.schedules.stages import check_split_points, stage_bounds
+from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.units import check_choice, format_bytes, format_count
 
 OBJECTIVES = ("step", "largest_stage")

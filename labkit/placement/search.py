@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from labkit.schedules.stages import stage_ends
+from labkit.schedules.split_points import stage_ends
 
 # (stage, start, end) -> the cost of that stage with the layers start to end - 1.
 StageCost = Callable[[int, int, int], float]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from labkit.costs.link import Link
 from labkit.costs.makespan import makespan_s
 from labkit.schedules.pipeline import in_flight, pipeline_schedule
-from labkit.schedules.stages import stage_bounds
+from labkit.schedules.split_points import stage_bounds
 from labkit.units import check_integer
 
 # What training holds for a parameter: value, gradient, momentum.

@@ -15,7 +15,7 @@ from labkit.placement.stage_costs import Profile
 from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from labkit.plots.palette import BLUE, DARK, GREY, STYLES, VERMILION, Style, swatch, tint
 from labkit.plots.repeats import quartiles
-from labkit.schedules.stages import stage_bounds
+from labkit.schedules.split_points import stage_bounds
 
 if TYPE_CHECKING:
     from labkit.training.split_run import MeasuredSplit

@@ -35,7 +35,7 @@ from labkit.schedules.ring import (
     ring_share_reduce as ring_share_reduce,
 )
 from labkit.schedules.servers import server_turns as server_turns, worker_turns as worker_turns
-from labkit.schedules.stages import (
+from labkit.schedules.split_points import (
     as_split_points as as_split_points,
     check_split_points as check_split_points,
     stage_bounds as stage_bounds,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.comm.comm import Comm
-from labkit.schedules.stages import as_split_points, check_devices, stage_bounds
+from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.stage import on_several
 from labkit.trace import ClockTimer, CudaTimer

@@ -21,7 +21,7 @@ from torch.nn import functional
 from labkit.collectives import all_gather, broadcast
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
-from labkit.schedules.stages import as_split_points, check_split_points, stage_bounds
+from labkit.schedules.split_points import as_split_points, check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
@@ -38,7 +38,7 @@ class Stage:
     Args:
         comm: this rank's Comm; its world size is the number of stages.
         model: a chain of layers, see ``workload.layers.layers_of``.
-        split_points: P - 1 of them, see ``schedules.stages.check_split_points``.
+        split_points: P - 1 of them, see ``schedules.split_points.check_split_points``.
         make_optimizer: of a list of parameters; a stage that trains none does not call it.
 
     Attributes:

@@ -22,7 +22,7 @@ from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
 from labkit.runtime.launch import RunResult, run
-from labkit.schedules.stages import as_split_points, check_split_points
+from labkit.schedules.split_points import as_split_points, check_split_points
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel

@@ -7,8 +7,8 @@ from labkit.devices import hardware, versions
 from labkit.runtime.launch import RunResult, run
 from labkit.strategies.base import Strategy
 from labkit.training.loop import fit
+from labkit.training.make_strategy import make_strategy
 from labkit.training.result import TrainResult
-from labkit.training.settings import make_strategy
 from labkit.units import MOST_SECONDS, check_above_zero
 from labkit.workload.datasets import load_dataset
 

@@ -17,9 +17,9 @@ from labkit.plots.split_costs import cuts_words
 from labkit.schedules.pipeline import PIPELINES
 from labkit.training.split_run import MeasuredSplit, measure_split
 from labkit.units import format_bytes, format_seconds
+from labkit.widgets.cut_sliders import WIDE, CutSliders
 from labkit.widgets.explorer import Explorer
 from labkit.widgets.split_choice import HERE, Choice, SplitModels
-from labkit.widgets.split_points import WIDE, CutSliders
 
 MAX_STAGES = 4
 MICRO_BATCHES = (1, 2, 4, 8, 16)

@@ -13,7 +13,7 @@ from labkit.bench import all_reduce, all_reduce_result, spread
 from labkit.bench.all_reduce import bench_all_reduce
 from labkit.bench.all_reduce_result import AllReduceResult
 from labkit.bench.command import show
-from labkit.bench.machine import Memory
+from labkit.bench.link_and_memory import Memory
 from labkit.bench.record import merged
 from labkit.costs.seconds import all_reduce_seconds, crossover_bytes
 

@@ -11,7 +11,7 @@ from labkit.costs.pipeline_timeline import bubble, bubble_formula
 from labkit.placement.planner import best_split, predict_split
 from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.placement.vgg16_splits import VGG16_SPLITS
-from labkit.schedules.stages import check_split_points, stage_bounds
+from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.workload.models import VGG16_CHANNELS
 
 # Seconds and bytes of a batch of 8; exact in binary, so that sums are equal, not about equal.

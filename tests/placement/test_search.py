@@ -8,7 +8,7 @@ import random
 import pytest
 
 from labkit.placement.search import cheapest_cuts, cheapest_rest, search_cuts
-from labkit.schedules.stages import stage_bounds
+from labkit.schedules.split_points import stage_bounds
 
 
 def stage_costs(points, cost, num_layers):

@@ -24,7 +24,7 @@ from labkit.bench.record import machine
 from labkit.config import RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
-from labkit.training.settings import make_strategy
+from labkit.training.make_strategy import make_strategy
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 from labkit.workload.datasets import load_dataset

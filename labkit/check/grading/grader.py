@@ -11,10 +11,10 @@ from typing import Any
 import cloudpickle
 
 from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, no_arguments, nothing
+from labkit.check.grading.judge_traffic import FIELDS, by_rank, counts, traffic_problems
+from labkit.check.grading.judge_values import value_problems
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
-from labkit.check.grading.traffic import FIELDS, by_rank, counts, traffic_problems
-from labkit.check.grading.values import value_problems
 from labkit.check.grading.words import Mistake
 from labkit.units import format_count
 

@@ -8,7 +8,7 @@ from labkit.config import OPTIONS, RunConfig, parse_devices, parse_split_points,
 from labkit.devices import check_world_size, num_gpus, plan
 from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
-from labkit.schedules.stages import check_split_points
+from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
 from labkit.units import check_choice, format_count
 from labkit.workload.datasets import DATASETS, load_dataset

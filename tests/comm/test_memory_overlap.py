@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from labkit.comm.overlap import check_apart, overlap
+from labkit.comm.memory_overlap import check_apart, overlap
 
 
 def some_view(base, draw):

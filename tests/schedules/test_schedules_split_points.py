@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from labkit.schedules.stages import check_split_points, stage_bounds, stage_ends
+from labkit.schedules.split_points import check_split_points, stage_bounds, stage_ends
 
 
 def test_split_points_begin_stages():
