@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from labkit import units
 from labkit.config import RunConfig
-from labkit.errors import OutputError, WorkerError
+from labkit.errors import MismatchError, OutputError, WorkerError
 from labkit.files import check_outputs, write_each
 
 if TYPE_CHECKING:
@@ -232,7 +232,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments.words = words
         return _COMMANDS[arguments.command](arguments)
-    except (WorkerError, OutputError) as error:
+    # Under torchrun this process is a rank: lost peers and mismatches reach it as they are.
+    except (WorkerError, OutputError, ConnectionError, MismatchError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:

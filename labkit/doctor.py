@@ -304,9 +304,9 @@ def check_ranks(name: str) -> Finding:
     values = run(swap_numbers, world_size=2, timeout_s=RANKS_TIMEOUT_S).values
     if values != [1.0, 0.0]:
         raise ArithmeticError(f"ranks 0 and 1 received {values}, not [1.0, 0.0]")
-    took, placement = format_seconds(time.perf_counter() - started_s), plan(2)
-    devices = " and ".join(dict.fromkeys(placement.devices))
-    way = "shared memory" if placement.transport == "shared" else placement.backend
+    took, chosen = format_seconds(time.perf_counter() - started_s), plan(2)
+    devices = " and ".join(dict.fromkeys(chosen.devices))
+    way = "shared memory" if chosen.transport == "shared" else chosen.backend
     return Finding(name, "ok", f"2 ranks on {devices}, over {way}, in {took}")
 
 

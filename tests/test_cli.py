@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -291,12 +292,33 @@ def test_an_empty_path_is_refused(capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCHELASTIC_RUN_ID": "x",
+}
+
+
 def test_a_wrong_world_size_under_torchrun_is_an_error_of_use(monkeypatch, capsys):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "x")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         main(["train", "--strategy", "ring_all_reduce", "--world-size", "3"])
     assert "world_size is 3, but torchrun started 2 ranks" in capsys.readouterr().err
+
+
+def test_ranks_that_cannot_be_reached_under_torchrun_are_a_failed_run(monkeypatch, capsys):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        for name, value in (TORCHRUN | {"MASTER_PORT": str(nobody.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        words = ["--strategy", "ring_all_reduce", *QUICK, "--timeout", "1"]
+        assert main(["train", *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("labkit: rank 1 could not join the others at 127.0.0.1")
 
 
 def test_a_failed_run_exits_1_and_leaves_an_old_report_alone(tmp_path, capsys):

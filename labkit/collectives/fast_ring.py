@@ -23,7 +23,7 @@ from labkit.collectives.common import in_place
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import ring_all_reduce, split_chunks
 from labkit.comm.comm import Comm
-from labkit.schedules.ring import RingStep, ring_all_reduce as timetable
+from labkit.schedules.ring import RingStep, ring_all_reduce as ring_steps
 
 
 def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -62,7 +62,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
 @lru_cache(maxsize=64)
 def _steps(rank: int, world_size: int) -> list[tuple[RingStep, RingStep | None]]:
     """Each step of the timetable with the one that follows it."""
-    steps = list(timetable(rank, world_size))
+    steps = list(ring_steps(rank, world_size))
     return list(zip_longest(steps, steps[1:]))
 
 

@@ -4,10 +4,12 @@ In the rank, an exception becomes a report. In the launcher, reports, exit codes
 board together become one error that names the cause, not its consequences.
 """
 
+import resource
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from labkit import units
 from labkit.comm.board import RETURNED, Board
 from labkit.comm.deadlock import takes_part
 from labkit.comm.explain import explain_deadlock
@@ -40,10 +42,21 @@ def _kind_and_summary(error: BaseException) -> tuple[str, str]:
         return "mismatch", str(error)
     if isinstance(error, UnpicklableError):
         return "unpicklable", f"has a result that cannot travel: {error}"
-    summary = f"raised {type(error).__name__}: {described(error)}"
+    text = described(error)
+    if isinstance(error, MemoryError) and not text:
+        text = _memory_words()
+    summary = f"raised {type(error).__name__}: {text}"
     # When PyTorch talks to gloo by itself, a lost peer is a RuntimeError.
     is_lost_peer = isinstance(error, PeerLostError) or "gloo/transport/" in summary
     return ("peer_lost" if is_lost_peer else "raised"), summary
+
+
+def _memory_words() -> str:
+    """In a rank: what Python's MemoryError does not say."""
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    most = "" if limit == resource.RLIM_INFINITY else f", of at most {units.format_bytes(limit)}"
+    return f"asked for more memory than there is; the rank held {units.format_bytes(held)}{most}"
 
 
 def _learner_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:

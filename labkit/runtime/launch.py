@@ -82,13 +82,13 @@ def run(
     _check(world_size, timeout_s, may_lose)
     if under_torchrun():
         return _result(torchrun.run_as_rank(fn, args, world_size, device, transport, timeout_s))
-    placement = plan(world_size, device, transport)
-    if placement.note:
-        print(placement.note, file=sys.stderr)
+    chosen = plan(world_size, device, transport)
+    if chosen.note:
+        print(chosen.note, file=sys.stderr)
     _check_program()
     _check_open_files(world_size)
     call = dump_call(fn, args)
-    supervisor = Supervisor(Job(call, cell_sources(), placement, timeout_s, frozenset(may_lose)))
+    supervisor = Supervisor(Job(call, cell_sources(), chosen, timeout_s, frozenset(may_lose)))
     return _result(supervisor.run(), supervisor.lost)
 
 

@@ -36,10 +36,10 @@ def run_as_rank(
     """
     global inside_a_run
     local_world_size = _local_world_size(world_size, transport)
-    placement = plan(local_world_size, device, transport)
-    if placement.note and os.environ["RANK"] == "0":
-        print(placement.note, file=sys.stderr)
-    comm = connect(placement, timeout_s)
+    chosen = plan(local_world_size, device, transport)
+    if chosen.note and os.environ["RANK"] == "0":
+        print(chosen.note, file=sys.stderr)
+    comm = connect(chosen, timeout_s)
     memory = _report_memory(comm, local_world_size, timeout_s)
     comm.session.start_together()
     started_s = time.perf_counter()

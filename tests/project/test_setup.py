@@ -258,6 +258,21 @@ def warn_as_ours(comm):
     )
 
 
+MOST_LINES, MOST_METHODS = 45, 20
+
+
+def test_no_function_and_no_class_is_too_long():
+    for name, path in module_files().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                assert lines <= MOST_LINES, f"{name}: {node.name} has {lines} lines"
+            elif isinstance(node, ast.ClassDef):
+                methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+                excused = "a method" in (ast.get_docstring(node) or "")
+                assert len(methods) <= MOST_METHODS or excused, f"{name}: {node.name}"
+
+
 def test_a_warning_of_our_own_lines_is_an_error_here_and_in_ranks():
     """Such as DDP's of ``broadcast_buffers``, which PyTorch 2.13 has renamed."""
     with pytest.raises(FutureWarning, match="old name"):
