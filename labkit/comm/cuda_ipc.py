@@ -117,27 +117,27 @@ class CudaTransport(SharedTransport):
 FIRST_HANDLE = 6
 
 
-def export(tensor: Tensor) -> list:
+def export(tensor: Tensor) -> list[Any]:
     """What another process needs to open ``tensor``'s memory: numbers, and handles in bytes."""
     _, arguments = reductions.reduce_tensor(tensor)
     return list(arguments[FIRST_HANDLE:])
 
 
-def imported(handles: list, shape: tuple[int, int]) -> Tensor:
+def imported(handles: list[Any], shape: tuple[int, int]) -> Tensor:
     """The exported memory, as uint8 of ``shape``."""
     storage_type = torch.storage.TypedStorage
     known = Tensor, torch.Size(shape), (shape[1], 1), 0, storage_type, torch.uint8
     return reductions.rebuild_cuda_tensor(*known, *handles)
 
 
-def write_letter(slot: Tensor, letter: list[list]) -> None:
+def write_letter(slot: Tensor, letter: list[list[Any]]) -> None:
     """Handles are written in hexadecimal: what is read is text and numbers, never objects."""
     data = json.dumps(letter, default=bytes.hex).encode("ascii")
     framed = struct.pack("q", len(data)) + data
     slot[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
 
 
-def read_letter(slot: Tensor) -> list[list]:
+def read_letter(slot: Tensor) -> list[list[Any]]:
     (length,) = struct.unpack("q", bytes(slot[:8].numpy()))
     assert 0 < length <= len(slot) - 8
     letter = json.loads(bytes(slot[8 : 8 + length].numpy()))

@@ -65,7 +65,7 @@ class Arena:
                 initial = NUM_SLOTS if is_free and number < num_edge_semaphores else 0
                 Semaphore(self._semaphore_address(number)).initialise(initial)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # To a process that is being started, an open file travels as a duplicate.
         return _from_duplicate, (self.world_size, DupFd(self.descriptor))
 

@@ -86,7 +86,7 @@ def readable(text: str, *, quote: bool = True) -> str:
     """
     cells = _cell_names()
 
-    def rewrite(match: re.Match) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         name, number = match[1], int(match[2])
         where = f"Cell In[{cells[name]}]" if name in cells else name
         source = linecache.getline(name, number).strip() if quote else ""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class Work(dist.Work):
         self._future: Future[list[Tensor]] | None = None
         # Futures that wait for the end. Whoever pops one is the only one to complete it.
         self._incomplete: collections.deque[Future[None]] = collections.deque()
-        self._record = None
+        self._record: Any = None
         if name and torch._C._autograd._profiler_enabled():
             self._record = torch._C._profiler._RecordFunctionFast(f"labkit:{name}", inputs)
             self._record.__enter__()

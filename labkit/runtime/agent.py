@@ -55,7 +55,10 @@ class Ranks(api.SimpleElasticAgent):
     """
 
     def __init__(
-        self, target: Callable[..., None], ends: list[tuple[Connection, Connection]], args: tuple
+        self,
+        target: Callable[..., None],
+        ends: list[tuple[Connection, Connection]],
+        args: tuple[Any, ...],
     ):
         spec = api.WorkerSpec(
             role="labkit",

@@ -128,7 +128,7 @@ class MeetingFile:
     """
 
     def __init__(self, descriptor: int | None = None, path: str | None = None):
-        self._folder: tempfile.TemporaryDirectory | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         if descriptor is None and path is None:
             if hasattr(os, "memfd_create"):
                 descriptor = os.memfd_create("labkit-store")

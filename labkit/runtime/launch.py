@@ -48,7 +48,7 @@ class RunResult:
 
 
 def run(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     world_size: int,
     device: str = "auto",

@@ -19,7 +19,7 @@ class UnpicklableError(ValueError):
     """A function, an argument or a result cannot travel between processes."""
 
 
-def dump_call(fn: Callable, args: tuple) -> bytes:
+def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle a function with its arguments, by value where no rank could import it.
 
     Raises:
@@ -38,7 +38,7 @@ def dump_call(fn: Callable, args: tuple) -> bytes:
         ) from None
 
 
-def _used_by(fn: Callable, args: tuple) -> dict[str, Any]:
+def _used_by(fn: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
     """What ``fn`` takes along: its arguments, the globals it names, its closure."""
     used = {f"args[{index}]": arg for index, arg in enumerate(args)}
     if (code := getattr(fn, "__code__", None)) is not None:

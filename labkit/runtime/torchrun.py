@@ -25,7 +25,12 @@ inside_a_run = False
 
 
 def run_as_rank(
-    fn: Callable, args: tuple, world_size: int, device: str, transport: str, timeout_s: float
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    device: str,
+    transport: str,
+    timeout_s: float,
 ) -> list[Report]:
     """Run ``fn`` in this process, one of torchrun's ranks, and return all ranks' reports.
 

@@ -99,7 +99,7 @@ class DataParallel(Strategy):
                 replica.zero_grad()
         return self.replicas[:count]
 
-    def parallel(self, fn: Callable, *arguments: Sequence) -> list[Any]:
+    def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
         """``fn(*arguments[.., i])`` for every i at once, in thread i; results in that order.
 
         An exception in a thread is raised here, when all have ended.
@@ -151,7 +151,7 @@ class DataParallel(Strategy):
             for piece, parameter in zip(pieces, self.trained):
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
-    def _compute(self, index: int, grad: bool, fn: Callable, *args: Any) -> Any:
+    def _compute(self, index: int, grad: bool, fn: Callable[..., Any], *args: Any) -> Any:
         device = self.devices[index]
         on_gpu = device.type == "cuda"
         # The spans' CUDA events are on comm.device, and say nothing about another GPU.

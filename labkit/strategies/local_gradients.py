@@ -67,7 +67,7 @@ class LocalGradients:
         inputs: Tensor,
         targets: Tensor,
         divisor: float = 1,
-        no_sync: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        no_sync: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         even_if_empty: bool = False,
     ) -> Tensor:
         """Add the gradient of (sum of losses) / ``divisor`` to the parameters' ``grad``.

@@ -76,7 +76,7 @@ class Stage:
         self.optimizer = make_optimizer(trained) if trained else None
         self.held_bytes = 0
         self._measures = True
-        self._shapes: dict[tuple, list] = {}
+        self._shapes: dict[tuple[Any, ...], list[Any]] = {}
 
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1

@@ -83,7 +83,7 @@ class TorchPipeline(StagedModel):
             )
         super().setup(comm, model, make_optimizer)
         self.layers = _OnSamples(self.stage.module)
-        self._prepared: dict[tuple, Any] = {}
+        self._prepared: dict[tuple[Any, ...], Any] = {}
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         stage = self.stage

@@ -74,7 +74,7 @@ class ServedByRpc(Strategy):
         rpc.shutdown()
 
 
-def async_execution(function: Callable) -> Callable:
+def async_execution(function: Callable[..., Any]) -> Callable[..., Any]:
     """``rpc.functions.async_execution``, where RPC exists: the function returns a ``Future``."""
     return rpc.functions.async_execution(function) if rpc.is_available() else function
 
@@ -105,7 +105,7 @@ def other_people() -> list[int]:
     return sorted(uid for uid in others if uid >= _FIRST_PERSON and uid not in _SERVICES)
 
 
-def call_server(function: Callable, *arguments: Any) -> Any:
+def call_server(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function on rank 0 and wait for its result.
 
     Raises:
