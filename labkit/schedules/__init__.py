@@ -9,8 +9,8 @@
     stages      where split points cut a list of layers
     pipeline    GPipe and 1F1B: what each stage runs, and the messages in between
 
-The real run executes a schedule, the figures draw it and the tests compare it with the textbook:
-it is written once.
+Each schedule is written once: the real run executes it, the figures draw it, and the tests compare
+it with the textbook.
 """
 
 from labkit.schedules.buckets import assign_buckets as assign_buckets
