@@ -23,7 +23,7 @@ from labkit.widgets.split_points import WIDE, CutSliders
 
 MAX_STAGES = 4
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-_OBJECTIVES = {"shortest step": "step", "smallest largest stage": "largest_stage"}
+_OBJECTIVES = {"shortest step": "step", "most even compute": "largest_stage"}
 
 
 def split_explorer(
