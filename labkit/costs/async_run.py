@@ -82,7 +82,7 @@ def simulate(
 
 
 def _in_rounds(computes_s: dict[int, float], server_s: float, until_s: float) -> _Events:
-    """A round ends for everyone when the last worker has been served."""
+    """A round ends for all workers when the server has handled the last push."""
     spans, ends, start_s = [], [], 0.0
     while start_s < until_s:
         now_s = start_s

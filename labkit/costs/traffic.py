@@ -187,7 +187,7 @@ def async_parameter_server_cost(
 
     A push is a gradient, and a short message with 2 numbers and the model's buffers; the answer is
     the parameters, and a short message with 1 number and the buffers. A run of E epochs of b
-    batches on W workers takes E b W pushes, and W - 1 more that are under way when it ends.
+    batches on W workers takes E b W pushes, and W - 1 more that arrive after its end.
 
     Args:
         num_elements: trained parameters.

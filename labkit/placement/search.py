@@ -26,7 +26,7 @@ def cheapest_rest(
     """Dynamic program over cuts, from the last stage to the first.
 
     rest[s][i] = min over k of combine(cost(s, i, k), rest[s + 1][k]): the best cuts of the layers
-    from i on do not depend on how those before are cut. That holds for the sum (``operator.add``)
+    from i on do not depend on the cuts before them. This holds for the sum (``operator.add``)
     and the maximum (``max``). It evaluates P L^2 / 2 costs.
 
     Args:

@@ -1,4 +1,4 @@
-"""Rules that runs execute: who does what at which step. Pure Python, no torch, no processes.
+"""Rules that runs execute: which rank does what at which step. No torch, no processes.
 
     ring        ring all-reduce and its halves: which chunk goes where at each step
     tree        binomial trees, recursive doubling, pairwise exchange, dissemination

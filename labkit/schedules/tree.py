@@ -1,4 +1,4 @@
-"""Trees and exchanges: who sends to whom at each step, for any number of ranks.
+"""Trees and exchanges: which rank sends to which at each step, for any number of ranks.
 
 Symbols: P ranks, Q the largest power of two up to P, r a rank, s a step.
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in

@@ -67,7 +67,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def output_shapes(
     model: nn.Module, input_shape: Shape, batch_size: int = 1, dtype: torch.dtype | None = None
 ) -> list[tuple[torch.Size, torch.dtype]]:
-    """By layer, the shape [batch_size, ...] and dtype of its output.
+    """The shape [batch_size, ...] and the dtype of each layer's output.
 
     Args:
         model: a chain of layers, on any device; it is not changed.

@@ -187,7 +187,7 @@ def import_torchvision() -> ModuleType:
         import torchvision
     except (ImportError, RuntimeError) as error:
         raise ImportError(
-            f"torchvision does not load beside torch {torch.__version__}: {error}. Install the "
+            f"torchvision does not load with torch {torch.__version__}: {error}. Install the "
             "pair that requirements.txt names; a CUDA build of one needs a CUDA build of the other"
         ) from error
     return torchvision
