@@ -1,13 +1,14 @@
-"""Formulas: the steps, messages, bytes and seconds of each technique, on paper.
+"""Predictions: the steps, messages, bytes and seconds of each technique, from formulas.
 
     traffic             what every collective and technique sends, exact to the byte
     link                the alpha-beta model of a link, fitted to measured messages
-    seconds             an all-reduce, a parameter server
-    ddp_step            a step of DDP: backward, and its buckets beside it
+    seconds             the time of an all-reduce, and of a parameter server's push and pull
+    ddp_step            a step of DDP: backward, and the all-reduces of its buckets
     async_run           a run of an asynchronous parameter server
-    pipeline_timeline   a step of a pipeline, action by action (makespan: its length alone)
+    pipeline_timeline   a step of a pipeline, action by action
+    makespan            the length of that step alone, fast enough for a search
 
-Nothing that counts a real run's messages imports this room, so the two can disagree.
+The code that counts a real run's messages never imports this package, so a wrong formula shows.
 """
 
 from labkit.costs.async_run import AsyncRun as AsyncRun, simulate as simulate

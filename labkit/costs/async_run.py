@@ -1,4 +1,4 @@
-"""A run of an asynchronous parameter server on paper: who pushes when, and how stale it is."""
+"""A predicted run of an asynchronous parameter server: pushes, waiting times and staleness."""
 
 import heapq
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from labkit.schedules.staleness import StalenessTracker, Update, check_bound
 from labkit.trace import Span, Trace
 
-# The spans of a run, and its updates, each with the second at which it is done.
+# The spans of a run, and its updates, each with the second at which the server has made it.
 _Events = tuple[list[Span], list[tuple[float, Update]]]
 
 
 @dataclass(frozen=True)
 class AsyncRun:
-    """A predicted run.
+    """A predicted run of an asynchronous parameter server.
 
     Attributes:
         spans: ``compute`` and ``wait`` of the workers 1 .. W, ``update`` of the server, rank 0.
@@ -30,11 +30,11 @@ class AsyncRun:
         return Trace.merge([self.spans])
 
     def mean_staleness(self) -> float:
-        """The mean over the updates; 0 if there is none."""
+        """The mean staleness of the updates; 0 without updates."""
         return sum(u.staleness for u in self.updates) / max(1, len(self.updates))
 
     def waiting_share(self) -> float:
-        """The share of the workers' time that they wait, 0 to 1."""
+        """The share of their time that the workers spend waiting, 0 to 1."""
         workers = [span for span in self.spans if span.rank]
         total_s = sum(span.duration_s for span in workers)
         return sum(span.duration_s for span in workers if span.kind == "wait") / total_s
@@ -58,29 +58,31 @@ def simulate(
         bound: the largest staleness, see ``StalenessTracker``; None allows any.
         duration_s: seconds to simulate.
         compute_s: seconds per gradient on the other workers.
-        server_s: seconds of the server per gradient: receive it, update, send parameters back.
-        synchronous: instead, in rounds: all push, the server adds up, all pull.
+        server_s: seconds that the server takes per gradient: receive, update, send parameters.
+        synchronous: simulate synchronous rounds instead: all workers push, the server sums, all
+            pull.
 
     Raises:
-        ValueError: impossible numbers.
+        ValueError: a time or factor out of range, or a bound that cannot be kept.
     """
     if not (factor >= 1 and compute_s > 0 and server_s >= 0 and duration_s > 0):
         raise ValueError(
-            f"times must be above 0 and the factor 1 or more, got factor {factor}, compute_s "
-            f"{compute_s}, server_s {server_s}, duration_s {duration_s}"
+            f"compute_s and duration_s must be above 0, server_s 0 or more and the factor 1 or "
+            f"more, got factor {factor}, compute_s {compute_s}, server_s {server_s}, duration_s "
+            f"{duration_s}"
         )
     check_bound(workers, bound)
     computes_s = {w: compute_s * (factor if w == 1 else 1.0) for w in range(1, workers + 1)}
     if synchronous:
         spans, ends = _in_rounds(computes_s, server_s, duration_s)
     else:
-        spans, ends = _as_they_come(computes_s, server_s, duration_s, bound)
+        spans, ends = _one_by_one(computes_s, server_s, duration_s, bound)
     updates = tuple(update for end_s, update in ends if end_s <= duration_s)
     return AsyncRun(_until(spans, duration_s), updates, duration_s)
 
 
 def _in_rounds(computes_s: dict[int, float], server_s: float, until_s: float) -> _Events:
-    """A round ends for everyone when the last worker has been served."""
+    """A round ends for all workers when the server has handled the last push."""
     spans, ends, start_s = [], [], 0.0
     while start_s < until_s:
         now_s = start_s
@@ -96,10 +98,10 @@ def _in_rounds(computes_s: dict[int, float], server_s: float, until_s: float) ->
     return spans, ends
 
 
-def _as_they_come(
+def _one_by_one(
     computes_s: dict[int, float], server_s: float, until_s: float, bound: int | None
 ) -> _Events:
-    """The server serves one push after another, as they come; the tracker says which is next."""
+    """The server handles one push at a time; the tracker chooses the next one."""
     tracker = StalenessTracker(computes_s, bound)
     spans, ends, arrived_s, now_s = [], [], {}, 0.0
     coming = [(seconds, worker) for worker, seconds in computes_s.items()]

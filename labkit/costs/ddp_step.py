@@ -1,4 +1,4 @@
-"""A step of DDP on paper: backward, and its buckets on a link beside it."""
+"""A predicted step of DDP: backward, and at the same time the all-reduces of its buckets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class StepModel:
     Attributes:
         backward_s: seconds of backward; it begins at second 0.
         buckets: parameter indices by bucket, in the order in which they are sent.
-        bucket_bytes: of each bucket.
-        times: of each bucket.
+        bucket_bytes: the size of each bucket.
+        times: when each bucket is ready, starts and ends.
         step_s: from the start of backward until backward and the last bucket have ended.
     """
 
@@ -37,7 +37,7 @@ class StepModel:
 
     @property
     def exposed_s(self) -> float:
-        """Communication that computation does not hide: the step's time beyond backward."""
+        """Seconds of communication that no computation hides: those after the end of backward."""
         return self.step_s - self.backward_s
 
 
@@ -48,15 +48,17 @@ def predict_step(
     world_size: int,
     link: Link,
 ) -> StepModel:
-    """The alpha-beta model of a step of DDP: one ring all-reduce per bucket, beside backward.
+    """The alpha-beta model of a step of DDP: one ring all-reduce per bucket, during backward.
 
     It assumes that communication does not slow down computation, which holds where a network card
     or a free core does the work.
 
     Args:
         sizes_bytes: of the parameters, as the model registers them.
-        gradient_s: by parameter, when backward has its gradient.
+        gradient_s: by parameter, the second of backward at which its gradient is computed.
         cap_bytes: of a bucket, see ``assign_buckets``.
+        world_size: P, at least 1.
+        link: between two neighbours of the ring.
     """
     buckets = assign_buckets(sizes_bytes, cap_bytes)
     bucket_bytes = [sum(sizes_bytes[index] for index in bucket) for bucket in buckets]
@@ -70,13 +72,14 @@ def predict_step(
 def bucket_times(
     buckets: Sequence[Sequence[int]], gradient_s: Sequence[float], reduce_s: Sequence[float]
 ) -> list[BucketTimes]:
-    """By bucket: ready with its last gradient, started when also the one before has ended.
+    """When each bucket is ready, starts and ends.
 
-    All ranks must reduce the buckets in the same order, so they wait for each other.
+    A bucket is ready with its last gradient. It starts once the bucket before it has ended too,
+    because all ranks must reduce the buckets in the same order.
 
     Args:
         buckets: parameter indices, as ``assign_buckets`` returns them.
-        gradient_s: by parameter, when its gradient is there.
+        gradient_s: by parameter, the second of backward at which its gradient is computed.
         reduce_s: by bucket, seconds of its all-reduce.
     """
     times: list[BucketTimes] = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """What a message between two ranks costs: alpha + beta x bytes; adding it, gamma x bytes.
+    """Seconds of a message between two ranks, alpha + beta x bytes; adding it, gamma x bytes.
 
     The model leaves out that messages share a memory bus, a network card or a core: with more
     ranks than cores a collective takes longer than predicted.
@@ -24,6 +24,9 @@ class Link:
         alpha_s: seconds per message, even an empty one (latency, start-up).
         beta_s_per_byte: seconds per byte sent; 1 / beta is the bandwidth.
         gamma_s_per_byte: seconds to add one received byte.
+
+    Raises:
+        ValueError: a negative or infinite cost.
     """
 
     alpha_s: float
@@ -47,14 +50,14 @@ def fit_link(
     """The alpha and beta that best explain measured messages: seconds = alpha + beta x bytes.
 
     Least squares of the *relative* errors: otherwise the largest sizes would decide alone, and
-    alpha would be lost in their noise. Of several measurements of one size the median counts, as
-    a repeat that another program disturbs is always too slow. If the best line has a negative
-    alpha (or beta), that is set to 0 and the other is fitted alone.
+    alpha would be lost in their noise. Several measurements of one size are replaced by
+    their median, as a repeat that another program disturbs is always too slow. If the best line
+    has a negative alpha (or beta), it is set to 0 and the other is fitted alone.
 
     Args:
         sizes_bytes: of the measured messages; at least two different sizes.
         seconds: of each message, above 0.
-        gamma_s_per_byte: for the Link; measured separately, since no message adds.
+        gamma_s_per_byte: of the result; measured separately, as no message includes an addition.
 
     Raises:
         ValueError: the lists differ in length, have fewer than two sizes, or contain a value that
@@ -80,7 +83,8 @@ def fit_link(
 def _medians(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> list[tuple[float, float]]:
     """(size, median seconds) by size; checks the arguments of ``fit_link``."""
     if len(sizes_bytes) != len(seconds):
-        raise ValueError(f"{len(sizes_bytes)} sizes and {len(seconds)} times do not pair up")
+        counts = f"{len(sizes_bytes)} sizes and {len(seconds)} times"
+        raise ValueError(f"{counts}: give one time per size")
     by_size: dict[float, list[float]] = {}
     for size, time_s in zip(sizes_bytes, seconds):
         if not (math.isfinite(size) and size >= 0 and math.isfinite(time_s) and time_s > 0):

@@ -1,8 +1,8 @@
-"""How long a step of a pipeline takes, without its slots: a search asks thousands of times.
+"""The length of a pipeline step without its slots, for a search that needs it thousands of times.
 
-The dependencies of a schedule do not change with the seconds. So they are put in order once, by
-``costs.pipeline_timeline``, and each step is one pass over them. The result equals the end of the
-last slot to the bit. Symbols: P stages, M micro-batches.
+The dependencies between a schedule's actions do not change with their seconds. So the actions are
+put in order once, by ``costs.pipeline_timeline``, and the length of a step takes one pass over
+them. The result equals the end of the last slot bit for bit. Symbols: P stages, M micro-batches.
 """
 
 import functools
@@ -15,7 +15,7 @@ from labkit.schedules.pipeline import PIPELINES, Action
 def pipeline_streams(
     schedule: str, num_stages: int, micro_batches: int, first_trained: int = 0
 ) -> list[list[Action]]:
-    """By stage, its actions; stages before ``first_trained`` have no backward."""
+    """The actions of each stage; stages before ``first_trained`` have no backward."""
     streams = [
         list(PIPELINES[schedule](stage, num_stages, micro_batches)) for stage in range(num_stages)
     ]
@@ -37,7 +37,7 @@ def makespan_s(
     Args:
         schedule: a name in ``schedules.PIPELINES``.
         forward_s, backward_s: by stage, seconds for one micro-batch.
-        hop_s: by cut, seconds from a stage to the next one, and back.
+        hop_s: by cut, seconds of one transfer, the same in both directions.
         first_trained: stages before it have no backward.
     """
     seconds, hop_s = (forward_s, backward_s), (*hop_s, 0.0)
@@ -54,11 +54,11 @@ def makespan_s(
 def _order(
     schedule: str, num_stages: int, micro_batches: int, first_trained: int
 ) -> list[tuple[int, int, int, int]]:
-    """All actions, each after those that it needs: (stage, is a backward, input, cut).
+    """All actions, each after the actions that it needs: (stage, is a backward, input, cut).
 
     ``input`` is the place in this list, from 1, of the action whose result it needs; ``cut`` is
-    the cut that the result crosses. Place 0 and cut -1 stand for an input that is there from the
-    start.
+    the cut that the result crosses. Place 0 and cut -1 stand for an input that is available
+    from the start.
     """
     streams = pipeline_streams(schedule, num_stages, micro_batches, first_trained)
     slots = predicted_slots(streams, [1.0] * num_stages, [1.0] * num_stages)

@@ -1,7 +1,7 @@
-"""A pipeline step on paper: when each stage does what, from its schedule and the seconds.
+"""A predicted pipeline step: when each stage runs which action, from the schedule and the seconds.
 
-This model stands beside the real run. It also finds schedules that can never finish, before
-anything is started. Symbols: P stages, M micro-batches.
+The course shows this model beside the real run. It also finds schedules that can never finish,
+before any process is started. Symbols: P stages, M micro-batches.
 """
 
 from collections import deque
@@ -31,23 +31,23 @@ def predicted_slots(
     backward_s: Sequence[float],
     hop_s: Sequence[float] | None = None,
 ) -> list[Slot]:
-    """Run every action as early as possible: in the stage's order, once its input is there.
+    """Run every action as early as possible: in its stage's order, once its inputs have arrived.
 
-    A forward needs that of the stage before; a backward needs that of the stage after and the
-    stage's own forward. A transfer takes time and occupies no stage. Streams of the first stages
-    leave out the backwards where nothing is trained.
+    A forward needs the same micro-batch's forward on the stage before; a backward needs its
+    backward on the stage after, and its forward on the same stage. A transfer takes time and
+    occupies no stage. Stages before the first trained one have no backwards in their streams.
 
     Args:
         streams: by stage, its actions in order (``schedules.gpipe``, ``one_f_one_b``).
         forward_s, backward_s: by stage, seconds for one micro-batch.
-        hop_s: by cut, seconds from a stage to the next one and back; 0 by default.
+        hop_s: by cut, seconds of one transfer, the same in both directions; 0 by default.
 
     Returns:
         The slots, stage after stage.
 
     Raises:
-        ValueError: a stream lacks an action, repeats one, or waits for what never comes (the
-            message names stages and actions); or seconds are missing for a stage or a cut.
+        ValueError: a stream lacks an action, repeats one, or waits for an action that never runs
+            (the message names stages and actions); or seconds are missing for a stage or a cut.
     """
     _check_streams(streams)
     hop_s = hop_s or [0.0] * (len(streams) - 1)
@@ -88,7 +88,7 @@ def bubble_formula(num_stages: int, num_micro_batches: int) -> float:
 
 
 def _ready_s(ended: _Ended, stage: int, action: Action, hop_s: Sequence[float]) -> float | None:
-    """When the inputs of an action are there; None if one is still missing."""
+    """When all inputs of an action have arrived; None if one is still missing."""
     ready_s = 0.0
     for source, needed in _needs(stage, action, len(hop_s) + 1):
         if (source, needed) not in ended:
@@ -127,13 +127,13 @@ def _check_seconds(num_stages: int, **seconds: Sequence[float]) -> None:
         wanted = num_stages - (name == "hop_s")
         if len(given) != wanted:
             raise ValueError(
-                f"{name} has length {len(given)}, for {format_count(num_stages, 'stage')} it has "
-                f"to be {wanted}"
+                f"{name} has length {len(given)}: with {format_count(num_stages, 'stage')} give "
+                f"{wanted}"
             )
 
 
 def _standstill(todo: Sequence[Sequence[Action]], ended: _Ended) -> str:
-    """Who waits for what when no stage can continue."""
+    """Which stage waits for which action when no stage can continue."""
     waits = []
     for stage, actions in enumerate(todo):
         if not actions:
@@ -143,5 +143,5 @@ def _standstill(todo: Sequence[Sequence[Action]], ended: _Ended) -> str:
             for source, needed in _needs(stage, actions[0], len(todo))
             if (source, needed) not in ended
         ]
-        waits.append(f"stage {stage} stands before {actions[0]} and needs {' and '.join(needs)}")
+        waits.append(f"stage {stage} cannot run {actions[0]} before {' and '.join(needs)}")
     return f"these streams can never finish: {'; '.join(waits)}"

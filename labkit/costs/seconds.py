@@ -21,8 +21,8 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
     rounded down, and the fold adds 2 alpha + 2 S beta + S gamma.
     ring: 2 (P - 1) alpha + 2 (P - 1) / P S beta + (P - 1) / P S gamma.
 
-    It holds if P divides S, and partial sums have the tensor's dtype (float16's and bfloat16's
-    are wider).
+    The formulas hold if P divides S and partial sums have the tensor's dtype (those of float16
+    and bfloat16 are wider).
 
     Raises:
         ValueError: an unknown algorithm, a world size below 1, a negative size.
@@ -37,7 +37,7 @@ def all_reduce_seconds(algorithm: str, num_bytes: float, world_size: int, link: 
 def parameter_server_seconds(
     num_bytes: float, num_workers: int, servers: int, link: Link
 ) -> float:
-    """Predicted seconds of a push of S = ``num_bytes`` by each of W workers, and the pull after.
+    """Predicted seconds of a push of S = ``num_bytes`` by each of W workers, then a pull.
 
     2 M alpha + 2 M S / K beta + (W - 1) S / K gamma, with K = ``servers`` and M = max(W, K).
 
@@ -69,7 +69,7 @@ def crossover_bytes(world_size: int, link: Link) -> float:
     Returns:
         0 where the ring is never slower: alpha is 0, or P is 1 and nothing is sent. ``math.inf``
         where it never catches up: for P = 2 both send S bytes, so only gamma (the ring adds half
-        as much) can make up for its second message.
+        as many bytes) can make up for the ring's second message.
     """
     tree_fixed_s, tree_per_byte_s = _line("tree", world_size, link)
     ring_fixed_s, ring_per_byte_s = _line("ring", world_size, link)

@@ -1,9 +1,10 @@
 """What each collective and each technique sends: steps, messages and bytes.
 
-The counts are exact: tests hold the real runs to them, byte for byte. ``rank`` is the one whose
-cost is asked for, ``element_bytes`` the size of an element. ``partial_bytes`` is that of a partial
-sum, where it differs: float16 and bfloat16 are summed as float32 (``Reduction.wide``). Where only
-partial sums are sent (reduce, share_reduce, reduce_scatter), ``element_bytes`` is theirs.
+The counts are exact: tests compare them with real runs, byte for byte. ``rank`` is the rank that
+the cost is for, ``element_bytes`` the size of an element. ``partial_bytes`` is the size of an
+element of a partial sum, where it differs: float16 and bfloat16 are summed as float32
+(``Reduction.wide``). Where only partial sums are sent (reduce, share_reduce, reduce_scatter),
+``element_bytes`` is the size of their elements.
 
 Symbols: P ranks, N elements of one rank's tensor, S its bytes.
 """
@@ -47,7 +48,7 @@ NOTHING = Cost(0, 0, 0)
 def naive_all_reduce_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
-    """All to rank 0 and back: it receives P - 1 tensors of S bytes, then sends P - 1.
+    """Naive all-reduce: rank 0 receives P - 1 tensors of S bytes, then sends P - 1.
 
     Rank 0 takes 2 (P - 1) steps and sends (P - 1) S bytes; each other rank sends S bytes, once.
     """
@@ -64,8 +65,8 @@ def ring_all_reduce_cost(
 ) -> Cost:
     """Ring all-reduce: 2 (P - 1) steps and messages, 2 (P - 1) / P x S bytes sent by each rank.
 
-    The fraction is exact when P divides N; otherwise chunks differ by one element, and so do the
-    ranks: the sum over the schedule's chunks is always exact.
+    The fraction is exact when P divides N; otherwise chunks differ by one element, and ranks send
+    different amounts. The result is the sum over the chunks sent, so it is always exact.
     """
     partial_sums = num_elements, partial_bytes or element_bytes, world_size, rank
     whole_sums = num_elements, element_bytes, world_size, rank
@@ -75,13 +76,13 @@ def ring_all_reduce_cost(
 def share_reduce_cost(
     num_elements: int, element_bytes: int, world_size: int, rank: int = 0
 ) -> Cost:
-    """Half a ring: P - 1 steps and messages, (P - 1) / P x S bytes of partial sums."""
+    """Half of the ring: P - 1 steps and messages, (P - 1) / P x S bytes of partial sums."""
     steps = ring_share_reduce(rank, world_size)
     return _chunks_cost(steps, num_elements, element_bytes, world_size)
 
 
 def share_only_cost(num_elements: int, element_bytes: int, world_size: int, rank: int = 0) -> Cost:
-    """The other half: P - 1 steps and messages, (P - 1) / P x S bytes."""
+    """The other half of the ring: P - 1 steps and messages, (P - 1) / P x S bytes."""
     steps = ring_share_only(rank, world_size)
     return _chunks_cost(steps, num_elements, element_bytes, world_size)
 
@@ -182,18 +183,18 @@ def parameter_server_cost(
 def async_parameter_server_cost(
     num_elements: int, num_buffers: int, element_bytes: int, pushes: int, serves: bool
 ) -> Cost:
-    """What one side sends for ``pushes`` pushes to an asynchronous parameter server, and pulls.
+    """What the server or the workers send for ``pushes`` asynchronous pushes, and their pulls.
 
     A push is a gradient, and a short message with 2 numbers and the model's buffers; the answer is
     the parameters, and a short message with 1 number and the buffers. A run of E epochs of b
-    batches on W workers takes E b W pushes, and W - 1 more that are under way when it ends.
+    batches on W workers takes E b W pushes, and W - 1 more that arrive after its end.
 
     Args:
         num_elements: trained parameters.
         num_buffers: elements of the model's buffers.
         element_bytes: bytes of an element of either.
         pushes: of one worker, or of all together.
-        serves: whether it is the server's side; otherwise the workers'.
+        serves: True for what the server sends, False for what the workers send.
     """
     short = (1 if serves else 2) + num_buffers
     return Cost(4 * pushes, 2 * pushes, pushes * (num_elements + short) * element_bytes)
@@ -236,8 +237,8 @@ def data_parallel_cost(
         gradient_bytes: of the trained parameters.
 
     Returns:
-        ``scatter``: inputs out. ``replicate``: (P - 1) S. ``gather``: outputs in, and their
-        gradients out. ``reduce``: (P - 1) times the gradients.
+        ``scatter``: the inputs. ``replicate``: (P - 1) S. ``gather``: the outputs to device 0,
+        and their gradients back. ``reduce``: (P - 1) times the gradients.
     """
     used = min(batch_size, world_size)
     elsewhere = batch_size - math.ceil(batch_size / used)
@@ -259,8 +260,8 @@ def ddp_update_cost(
     """One update of ``BucketedDDP``: a ring per bucket, and a broadcast of rank 0's buffers.
 
     Args:
-        bucket_elements: elements of each bucket. The number of buckets changes the messages,
-            2 (P - 1) per bucket, and hardly the bytes.
+        bucket_elements: the elements of each bucket. The number of buckets changes the messages,
+            2 (P - 1) per bucket, but hardly the bytes.
         buffer_bytes: of the module's buffers, one number per dtype.
     """
     rings = [ring_all_reduce_cost(n, element_bytes, world_size, rank) for n in bucket_elements]
@@ -279,13 +280,13 @@ def model_parallel_cost(
     """One training step of a model that is cut into stages, on one rank.
 
     A cut of S bytes per sample carries M messages and B x S bytes forward, and the same backward
-    unless nothing before it is trained. The number of micro-batches changes the messages and not
-    the bytes. What tied parameters on several stages add is left out.
+    unless nothing before it is trained. The number of micro-batches changes the messages but not
+    the bytes. The traffic of parameters that are tied across stages is left out.
 
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
         batch_size: B, samples.
-        rank: whose cost, 0 to P - 1.
+        rank: the rank that the cost is for, 0 to P - 1.
         num_stages: P, one per rank.
         micro_batches: M, at most one per sample.
         first_trained: the first stage that trains anything; P if none does.
@@ -294,8 +295,8 @@ def model_parallel_cost(
             ``ModelParallel``: one micro-batch, and one step per message.
 
     Raises:
-        ValueError: not one number for each of the P - 1 cuts, no such rank or schedule, no
-            micro-batch, or several of them without a schedule.
+        ValueError: not one number for each of the P - 1 cuts, an unknown rank or schedule, no
+            micro-batch, or several micro-batches without a schedule.
     """
     _check_stages(len(cut_bytes_per_sample), rank, num_stages)
     check_integer("micro_batches", micro_batches)

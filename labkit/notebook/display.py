@@ -30,7 +30,7 @@ def show_source(thing: Callable[..., Any] | type) -> Source:
     """Show the source of a labkit function or class, as installed.
 
     Raises:
-        ValueError: it has no Python source, for example because it is written in C.
+        ValueError: ``thing`` has no Python source, for example because it is written in C.
     """
     try:
         text = inspect.getsource(thing)

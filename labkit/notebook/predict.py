@@ -17,8 +17,8 @@ class PredictionRow:
     """One quantity: what was predicted, what a formula gives, what was measured.
 
     Attributes:
-        quantity, unit, prediction, model: as ``predict_row`` takes them, None where there is none.
-        repeats: the measurements, of which the median is shown and compared.
+        quantity, unit, prediction, model: as in ``predict_row``; None for a number not given.
+        repeats: the measurements; their median is shown and compared.
     """
 
     quantity: str
@@ -33,12 +33,12 @@ class PredictionRow:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None without a prediction, or with one of 0."""
+        """Measured over predicted; None without a prediction, or with a prediction of 0."""
         return self.measured / self.prediction if self.prediction else None
 
     @property
     def model_ratio(self) -> float | None:
-        """Measured over the model; None without a model, or with one of 0."""
+        """Measured over the model; None without a model, or with a model of 0."""
         return self.measured / self.model if self.model else None
 
     def cells(self) -> dict[str, str]:
@@ -95,12 +95,12 @@ def predict_row(
         quantity: what it is, for example ``time of one all-reduce``.
         unit: of all three numbers: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other
             word is not.
-        prediction: the learner's number; None or ``...`` where none was made.
-        model: what the formula gives; None where there is none.
+        prediction: the learner's number; None or ``...`` if none was made.
+        model: what the formula gives; None without a formula.
         measured: a number, or the list of repeats.
 
     Raises:
-        ValueError: something that is not a number, or no measurement.
+        ValueError: a value that is not a number, or no measurement.
     """
     return PredictionRow(
         quantity,

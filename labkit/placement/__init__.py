@@ -1,7 +1,7 @@
 """Where to cut a model into stages.
 
 profile        what each layer costs, measured
-stage_costs    layer costs as data, and what stages made of the layers cost
+stage_costs    the costs of layers as data, and the costs of stages made of them
 planner        what a split costs, and the best split
 search         the cheapest cuts: dynamic programming, branch and bound
 even_split     a split by counted FLOPs, the same in every process

@@ -1,4 +1,4 @@
-"""A split by counted work: every process finds the same one, without measuring."""
+"""A split by counted FLOPs: every process finds the same split, without a measurement."""
 
 import copy
 import itertools
@@ -16,13 +16,17 @@ from labkit.workload.layers import Shape, input_dtype, layer_outputs
 def even_split(
     model: nn.Module, input_shape: Shape, num_stages: int, dtype: torch.dtype | None = None
 ) -> tuple[int, ...]:
-    """Split points that minimise the FLOPs of the stage that has the most.
+    """Split points that minimise the forward FLOPs of the stage with the most.
 
-    ``best_split`` of a measured profile also takes the machine into account. ``dtype`` as in
-    ``output_shapes``.
+    ``best_split`` of a measured profile also takes the machine into account.
+
+    Args:
+        model: a chain of layers; it is not changed.
+        input_shape, dtype: of one sample, as in ``output_shapes``.
+        num_stages: P.
 
     Raises:
-        ValueError: fewer layers than stages, or what ``output_shapes`` raises.
+        ValueError: fewer layers than stages, or as ``output_shapes``.
     """
     # One real sample: on the meta device, convolutions import PyTorch's compiler first (seconds).
     sample = torch.zeros((1, *input_shape), dtype=dtype or input_dtype(model))

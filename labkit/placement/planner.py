@@ -1,10 +1,10 @@
-"""What a split costs on paper, and the best split. No torch.
+"""The predicted cost of a split, and the best split. No torch.
 
-What crosses a cut is the output of the layer before it, forward, and a gradient of the same size,
-backward, unless nothing before the cut is trained.
+Forward sends the output of the layer before a cut over it. Backward sends a gradient of the same
+size back, unless nothing before the cut is trained.
 
 The model leaves out that stages share a memory bus or a core, and that a small micro-batch costs
-more per sample than a large one: times of a micro-batch are those of the batch divided by M.
+more per sample than a large one: the times of a micro-batch are those of the batch divided by M.
 
 Symbols: L layers, P stages, M micro-batches. Times and bytes are of one batch unless stated.
 """
@@ -37,10 +37,10 @@ class SplitModel:
         forward_s, backward_s: by stage, seconds for the whole batch.
         hop_bytes: by cut, what the whole batch sends in one direction.
         hop_s: by cut, seconds of these bytes in M messages.
-        memory_bytes: by stage, parameters with what training adds, and activations held.
+        memory_bytes: by stage, parameters with what training adds to them, and activations held.
         step_s: from the start of the first forward to the end of the last backward.
         bubble: share of P x step_s in which a stage does not compute.
-        first_trained: the first stage with a backward; P if there is none. A cut after it carries
+        first_trained: the first stage with a backward; P if there is none. The cuts after it carry
             gradients.
     """
 
@@ -58,11 +58,11 @@ class SplitModel:
 
     @property
     def backward_hop_s(self) -> tuple[float, ...]:
-        """By cut, seconds of the gradients: ``hop_s``, or 0 where none crosses."""
+        """By cut, seconds of the gradients: ``hop_s``, or 0 where no gradient crosses."""
         return tuple(s if cut >= self.first_trained else 0.0 for cut, s in enumerate(self.hop_s))
 
     def slots(self) -> list[Slot]:
-        """What each stage does when; the last slot ends at ``step_s``."""
+        """When each stage does what; the last slot ends at ``step_s``."""
         stages, micro_batches = len(self.forward_s), self.micro_batches
         streams = pipeline_streams(self.schedule, stages, micro_batches, self.first_trained)
         times = [self.forward_s, self.backward_s, self.hop_s]
@@ -82,8 +82,8 @@ def predict_split(
 ) -> SplitModel:
     """One training step of a split model; its hops follow the alpha-beta model.
 
-    With one micro-batch: all stages and hops, one after another. With more: as the schedule
-    overlaps them, where a transfer occupies no stage.
+    With one micro-batch, all stages and hops run one after another. With more, they overlap as
+    the schedule allows, and a transfer occupies no stage.
 
     Args:
         profile: costs of the layers.
@@ -95,7 +95,7 @@ def predict_split(
             first trained parameter have no backward, and a cut before it carries no gradient.
 
     Raises:
-        ValueError: impossible split points or settings; the message names the possible ones.
+        ValueError: impossible split points or settings; the message says which are possible.
     """
     points = check_split_points(split_points, len(profile.layers))
     costs = StageCosts(profile, len(points) + 1, link, micro_batches, schedule, frozen)
@@ -113,23 +113,23 @@ def best_split(
     memory_cap_bytes: float | None = None,
     frozen: int = 0,
 ) -> SplitModel:
-    """The best of all splits by ``predict_split``; of equally good ones, the earliest cuts.
+    """The best of all splits by ``predict_split``; of equal ones, that with the earliest cuts.
 
     The result is exact. "largest_stage", and "step" with one micro-batch (which only has to
-    minimise the hops, as the compute adds up to the same), are dynamic programs. The step of a
-    pipeline is not a sum over its stages: branch and bound finds it, fast for 4 stages, perhaps
-    not for many more.
+    minimise the hops, as the sum of the compute is always the same), are dynamic programs. The
+    step of a pipeline is not a sum over its stages: branch and bound finds the best split,
+    quickly for 4 stages, perhaps slowly for many more.
 
     Args:
         profile, link, micro_batches, schedule, frozen: as in ``predict_split``.
         num_stages: P.
-        objective: "step" minimises the step; "largest_stage" minimises the compute of the stage
-            that has the most, for which a long pipeline waits.
-        memory_cap_bytes: of every stage; None for no limit.
+        objective: "step" minimises the step; "largest_stage" minimises the compute of the
+            slowest stage, which limits a long pipeline.
+        memory_cap_bytes: the limit for every stage; None for no limit.
 
     Raises:
         ValueError: more stages than layers, impossible settings, or a cap that no split keeps
-            (the message names the smallest possible one).
+            (the message names the smallest possible cap).
     """
     check_choice("objective", objective, OBJECTIVES)
     costs = StageCosts(profile, num_stages, link, micro_batches, schedule, frozen)
@@ -168,7 +168,7 @@ def _predict(costs: StageCosts, points: tuple[int, ...]) -> SplitModel:
 
 
 def _capped(cost: StageCost, costs: StageCosts, cap_bytes: float | None) -> StageCost:
-    """``cost``, remembered, and infinite for a stage that needs more memory than the cap."""
+    """``cost`` with a cache, infinite for a stage that needs more memory than the cap."""
     if cap_bytes is None:
         return functools.cache(cost)
 

@@ -30,18 +30,20 @@ def profile_layers(
         model: a chain of layers; it is copied, and only its shapes matter.
         batch_size: samples.
         input_shape: of one sample.
-        repeats: counted passes through the model, after one to warm up.
+        repeats: measured passes through the model, after one to warm up.
+        device: where the layers run.
+        name: of the model in the result; by default its class name.
         dtype: of the samples, as in ``output_shapes``.
 
     Raises:
-        ValueError: as ``output_shapes``; no repeats.
+        ValueError: as ``output_shapes``, or fewer than one repeat.
     """
     if repeats < 1:
         raise ValueError(f"{repeats} repeats measure nothing: give 1 or more")
     dtype = dtype or input_dtype(model)
     outputs = output_shapes(model, input_shape, batch_size, dtype)
     layers = layers_of(copy.deepcopy(model).to(device).train())
-    # Integers are zeros: every nn.Embedding has a row 0.
+    # Integer samples are zeros: every nn.Embedding has a row 0.
     make = torch.randn if dtype.is_floating_point or dtype.is_complex else torch.zeros
     inputs = make((batch_size, *input_shape), dtype=dtype, device=device)
     passes = [_one_pass(layers, inputs) for _ in range(repeats + 1)][1:]
@@ -57,7 +59,7 @@ def profile_layers(
 
 
 def _one_pass(layers: list[nn.Module], inputs: Tensor) -> list[tuple[float, float, int]]:
-    """By layer: seconds forward and backward, and bytes kept between the two."""
+    """By layer: seconds of forward, seconds of backward, and bytes kept between the two."""
     found, value, held = [], inputs, HeldBytes(nn.ModuleList(layers))
     for index, layer in enumerate(layers):
         entering = value.detach().requires_grad_(index > 0 and value.is_floating_point())

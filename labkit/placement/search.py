@@ -16,7 +16,7 @@ from labkit.schedules.split_points import stage_ends
 StageCost = Callable[[int, int, int], float]
 Combine = Callable[[float, float], float]
 
-# A bound and a total add up in different orders, so equal ones may differ in their last bits.
+# A bound and a total sum the same costs in different orders, so their last bits may differ.
 _SAME = 1 + 1e-9
 
 
@@ -26,7 +26,7 @@ def cheapest_rest(
     """Dynamic program over cuts, from the last stage to the first.
 
     rest[s][i] = min over k of combine(cost(s, i, k), rest[s + 1][k]): the best cuts of the layers
-    from i on do not depend on how those before are cut. That holds for the sum (``operator.add``)
+    from i on do not depend on the cuts before them. This holds for the sum (``operator.add``)
     and the maximum (``max``). It evaluates P L^2 / 2 costs.
 
     Args:
@@ -77,12 +77,12 @@ def search_cuts(
     num_layers: int,
     num_stages: int,
 ) -> tuple[int, ...]:
-    """Branch and bound: the split with the least ``total``; of several, the earliest cuts.
+    """Branch and bound: the split with the least ``total``; of equal ones, the earliest cuts.
 
-    A stage takes at least its own cost and ``through`` of all stages before it; with the first
-    cuts given, the stages after them cost at least ``cheapest_rest``. Splits are extended in the
-    order of this lower bound. Once it exceeds the best total, the rest is skipped: it may be most
-    of the (L - 1 choose P - 1) splits, or few.
+    The total is at least the cost of any one stage plus ``through`` of all stages before it; with
+    the first cuts given, the stages after them cost at least ``cheapest_rest``. Splits are
+    extended in the order of this lower bound. Once it exceeds the best total, all other splits
+    are skipped: most of the (L - 1 choose P - 1), or only a few.
 
     Args:
         cost: of one stage; ``math.inf`` where it is not allowed.

@@ -1,4 +1,4 @@
-"""What the layers of a model cost, and what stages made of them cost.
+"""The costs of a model's layers, and of stages made of them.
 
 Symbols: L layers, P stages, M micro-batches, B samples of a batch. Times and bytes are of one
 batch unless stated.
@@ -22,11 +22,11 @@ class LayerCost:
     """What one layer costs for one batch.
 
     Attributes:
-        name: for people.
+        name: for tables and figures.
         forward_s, backward_s: seconds.
-        output_bytes: what it passes to the next layer; a cut after it sends this.
-        parameter_bytes: 0 if it has nothing to train.
-        held_bytes: what it keeps from its forward to its backward.
+        output_bytes: what the layer passes to the next one; a cut after it sends this.
+        parameter_bytes: 0 for a layer without parameters.
+        held_bytes: what the layer keeps from its forward to its backward.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Profile:
 
 
 class StageCosts:
-    """What any stage of a model costs, for one number of stages, link and schedule.
+    """The costs of any stage of a model, for one number of stages, link and schedule.
 
     Stages are given by number and layers, ``start`` to ``end`` - 1. The arguments are those of
     ``planner.best_split``.
 
     Raises:
-        ValueError: settings that no split can have.
+        ValueError: impossible settings.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StageCosts:
         self.micro_batches = micro_batches = min(micro_batches, profile.batch_size)
         self.link, self.schedule = link, schedule
         trained = [i >= frozen and layer.parameter_bytes > 0 for i, layer in enumerate(layers)]
-        # Layers before the first trained one need no gradient, so they hold nothing for one.
+        # Layers before the first trained one have no backward, so they keep nothing for it.
         first = trained.index(True) if any(trained) else self.num_layers
         self.first_trained_layer = first
         self._forward_s = [layer.forward_s for layer in layers]
@@ -116,11 +116,11 @@ class StageCosts:
         return self._output_bytes[cut - 1]
 
     def message_s(self, cut: int) -> float:
-        """One micro-batch over the cut before layer ``cut``, in one direction."""
+        """Seconds of one micro-batch over the cut before layer ``cut``, in one direction."""
         return self.link.message_seconds(self.hop_bytes(cut) / self.micro_batches)
 
     def round_trip_s(self, cut: int) -> float:
-        """One micro-batch over the cut, and its gradient back if there is one."""
+        """Seconds of one micro-batch over the cut, and of its gradient back if there is one."""
         return self.message_s(cut) * (2 if cut > self.first_trained_layer else 1)
 
     def hops_before_s(self, stage: int, start: int, end: int) -> float:
@@ -128,7 +128,7 @@ class StageCosts:
         return self.round_trip_s(start) if stage else 0.0
 
     def through_s(self, stage: int, start: int, end: int) -> float:
-        """One micro-batch through a stage and over the cut after it, and back."""
+        """Seconds of one micro-batch through a stage and over the cut after it, and back."""
         return self.compute_s(stage, start, end) / self.micro_batches + self.round_trip_s(end)
 
     def first_trained_stage(self, points: tuple[int, ...]) -> int:
@@ -136,7 +136,7 @@ class StageCosts:
         return sum(end <= self.first_trained_layer for end in (*points, self.num_layers))
 
     def step_s(self, points: tuple[int, ...]) -> float:
-        """Of a split, from the start of the first forward to the end of the last backward."""
+        """Seconds from the start of a split's first forward to the end of its last backward."""
         bounds = stage_bounds(points, self.num_layers)
         return makespan_s(
             self.schedule,
@@ -152,6 +152,6 @@ def _check_up_to_layers(name: str, value: int, least: int, profile: Profile) -> 
     most = len(profile.layers)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(
-            f"{name} must be an integer from {least} to {most}, the layers of {profile.model}; "
-            f"got {value!r}"
+            f"{name} must be an integer from {least} to {most}, the number of layers of "
+            f"{profile.model}; got {value!r}"
         )

@@ -1,8 +1,8 @@
 """Split points of labkit's vgg16, to compare.
 
-Its layers 0 to 30 are the features (4, 9, 16, 23 and 30 are pools), 31 averages, 32 flattens, 33
+Layers 0 to 30 are the features (4, 9, 16, 23 and 30 are pools), 31 averages, 32 flattens, 33
 classifies. The first four splits are those of the experiment that the course corrects, which did
-not consider the bytes over each cut; the others use as many devices and cut elsewhere.
+not consider the bytes over each cut; the others use as many devices and cut at other layers.
 """
 
 VGG16_SPLITS: dict[str, tuple[int, ...]] = {

@@ -1,4 +1,4 @@
-"""Rules that runs execute: who does what at which step. Pure Python, no torch, no processes.
+"""Rules that runs execute: which rank does what at which step. No torch, no processes.
 
     ring        ring all-reduce and its halves: which chunk goes where at each step
     tree        binomial trees, recursive doubling, pairwise exchange, dissemination
@@ -9,8 +9,8 @@
     stages      where split points cut a list of layers
     pipeline    GPipe and 1F1B: what each stage runs, and the messages in between
 
-The real run executes a schedule, the figures draw it and the tests compare it with the textbook:
-it is written once.
+Each schedule is written once: the real run executes it, the figures draw it, and the tests compare
+it with the textbook.
 """
 
 from labkit.schedules.buckets import assign_buckets as assign_buckets

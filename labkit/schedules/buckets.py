@@ -1,8 +1,8 @@
 """Buckets of gradients: which parameters are sent together.
 
 Backward computes the gradients from the last layer to the first. Every message has a fixed cost
-(alpha), so gradients are sent in buckets. A bucket can leave only when its last gradient is
-there: a single bucket for all of them would leave when no computation is left to hide it.
+(alpha), so gradients are sent in buckets. A bucket can be sent only when all its gradients are
+computed: a single bucket for all gradients would be sent when no computation is left to hide it.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (2020), sections 3.2.2 and 3.2.3.
@@ -24,19 +24,18 @@ def assign_buckets(
     """Put parameters into buckets, in the reverse order of their registration.
 
     A bucket is closed as soon as it holds ``cap_bytes`` or more, so it may exceed the cap by part
-    of a parameter. That is PyTorch's rule, with one difference: a parameter that fills a bucket
-    alone gets one to itself, while the bucket being filled stays open. So a large gradient can be
-    reduced in place, and small ones still gather.
+    of a parameter. This is PyTorch's rule, with one difference: a parameter that fills a bucket
+    alone gets its own bucket, while the bucket being filled stays open. So a large gradient can be
+    reduced in place, and small ones still share a bucket.
 
     Args:
-        sizes_bytes: of the parameters, as the model registers them.
+        sizes_bytes: of the parameters, in the order of their registration.
         cap_bytes: 0 gives every parameter its own bucket.
         first_cap_bytes: cap of the first bucket, where that is less than ``cap_bytes``.
-        kinds: of the parameters (dtype and device); a bucket holds one kind. None: all are alike.
+        kinds: of the parameters (dtype and device); a bucket holds one kind. None: a single kind.
 
     Returns:
-        The buckets in the order in which they become ready (the last gradient of each is that of
-        its smallest index), each a list of parameter indices.
+        The buckets, each a list of parameter indices, in the order in which they become ready.
     """
     buckets: list[list[int]] = []
     filling: list[int] = []

@@ -10,7 +10,7 @@ from labkit.units import check_choice
 
 
 class Action(NamedTuple):
-    """One stage's work on one micro-batch: ``forward`` or ``backward``. Reads as F3 or B3."""
+    """One stage's work on one micro-batch: ``forward`` or ``backward``. Prints as F3 or B3."""
 
     kind: str
     micro_batch: int
@@ -28,7 +28,7 @@ class Message(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """What a stage sends and receives between two actions: if both, at once, as one exchange."""
+    """What a stage sends and receives between two actions; if both, in a single exchange."""
 
     send: Message | None
     recv: Message | None
@@ -42,7 +42,7 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Actio
         stage 2   .  .  F0 F1 F2 B0 B1 B2 .  .
 
     Each stage holds the activations of all M micro-batches when backward begins. The order is the
-    same on every stage; in the gaps it waits (``labkit.costs.pipeline_timeline``).
+    same on every stage; a dot means that the stage waits (``labkit.costs.pipeline_timeline``).
 
     Source: Huang et al., "GPipe: Efficient training of giant neural networks using pipeline
     parallelism" (2019), figure 2c; backward in the order of PyTorch's ``ScheduleGPipe``.
@@ -59,8 +59,8 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> Iterator
         stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .        as forward
         stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-    Stage s runs P - 1 - s forwards ahead, then one forward and one backward in turn. So it holds
-    the activations of at most P - s micro-batches, whatever M is; the bubble is that of ``gpipe``.
+    Stage s runs P - 1 - s forwards ahead, then alternates forward and backward. So it holds the
+    activations of at most P - s micro-batches, whatever M is; the bubble is as in ``gpipe``.
 
     Source: Narayanan et al., "PipeDream" (2019), section 3.2, without its weight versions: the
     update waits for all micro-batches, as in Narayanan et al., "Efficient large-scale language
@@ -105,7 +105,7 @@ def with_hops(
 ) -> Iterator[Action | Hop]:
     """What a stage executes: its actions, and between them the messages that they need.
 
-    A forward needs the activation of the stage before, and its own goes to the next stage;
+    A forward needs the activation of the stage before and sends its own to the next stage;
     gradients go the other way. A send ends only when its receive has begun. So what a stage sends
     to a neighbour and what it next needs from the same neighbour make a single ``Hop``: if stage 0
     sends F1's activation while stage 1 sends B0's gradient, neither waits for the other.

@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 
 class RingStep(NamedTuple):
-    """What one rank does in one step of a ring: one message out, one in, at the same time."""
+    """What one rank does in one step of a ring: it sends and receives a message at the same time.
+
+    ``phase`` is ``share_reduce`` or ``share_only``.
+    """
 
     step: int
     phase: str
@@ -22,15 +25,15 @@ class RingStep(NamedTuple):
 def ring_share_reduce(rank: int, world_size: int) -> Iterator[RingStep]:
     """The first half of ring all-reduce (the literature's reduce-scatter): P - 1 steps.
 
-    At step s rank r sends chunk (r - s) mod P to its right neighbour, and adds the chunk
-    (r - s - 1) mod P that comes from its left one. After the last step rank r holds the complete
-    sum of chunk (r + 1) mod P.
+    At step s rank r sends chunk (r - s) mod P to its right neighbour, receives chunk
+    (r - s - 1) mod P from its left neighbour, and adds it to its own values of that chunk. After
+    the last step rank r holds the complete sum of chunk (r + 1) mod P.
     """
     yield from _ring(rank, world_size, "share_reduce", first=rank)
 
 
 def ring_share_only(rank: int, world_size: int) -> Iterator[RingStep]:
-    """The second half (the literature's all-gather): P - 1 steps.
+    """The second half of ring all-reduce (the literature's all-gather): P - 1 steps.
 
     At step s rank r passes on chunk (r + 1 - s) mod P, which is complete, and receives the
     complete chunk (r - s) mod P.
@@ -39,7 +42,7 @@ def ring_share_only(rank: int, world_size: int) -> Iterator[RingStep]:
 
 
 def ring_all_reduce(rank: int, world_size: int) -> Iterator[RingStep]:
-    """Both halves: 2 (P - 1) steps."""
+    """Ring all-reduce: share-reduce, then share-only; 2 (P - 1) steps."""
     yield from ring_share_reduce(rank, world_size)
     yield from ring_share_only(rank, world_size)
 
@@ -57,10 +60,10 @@ def owned_chunk(rank: int, world_size: int) -> int:
 
 
 def chunk_bounds(num_elements: int, world_size: int) -> list[tuple[int, int]]:
-    """Cut ``num_elements`` into P chunks whose sizes differ by at most one: [(start, end)] * P.
+    """Cut ``num_elements`` into P chunks whose sizes differ by at most one element.
 
-    The first ``num_elements mod P`` chunks are one longer; some are empty when there are fewer
-    elements than ranks.
+    The first ``num_elements mod P`` chunks are one element longer; some are empty when there are
+    fewer elements than ranks. Returns P pairs (start, end), end excluded.
     """
     size, longer = divmod(num_elements, world_size)
     bounds, start = [], 0
@@ -72,9 +75,9 @@ def chunk_bounds(num_elements: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
-    """Whose values each chunk contains: [state][rank][chunk] -> the ranks summed in.
+    """Which ranks' values each chunk contains: [state][rank][chunk] -> the ranks already summed.
 
-    State 0 is the start, and each of the 2 (P - 1) steps adds one.
+    State 0 is the start, and each of the 2 (P - 1) steps adds one state.
     """
     ranks = range(world_size)
     held = [[frozenset({rank}) for _ in ranks] for rank in ranks]

@@ -1,13 +1,14 @@
 """Parameter servers: in which turn a server meets which worker.
 
-In turn t server s meets worker (t + s) mod M, if it exists: each worker meets a different
-server, and after M turns everyone has met everyone. Servers A and B, workers 0, 1 and 2 (M = 3):
+In turn t server s meets worker (t + s) mod M, if there is such a worker: each worker meets a
+different server, and after M turns every server has met every worker. Servers A and B, workers 0,
+1 and 2 (M = 3):
 
     turn 0    A - 0    B - 1
     turn 1    A - 1    B - 2
     turn 2    A - 2    B - 0
 
-All go through the turns in this order, so no cycle of ranks waits for each other.
+All ranks go through the turns in this order, so no cycle of ranks waits for each other.
 
 Symbols: M = max(servers, workers).
 """

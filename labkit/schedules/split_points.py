@@ -29,8 +29,8 @@ def check_devices(num_devices: int, split_points: Sequence[int]) -> None:
     if num_devices != len(split_points) + 1:
         raise ValueError(
             f"{format_count(num_devices, 'device')} for "
-            f"{format_count(len(split_points) + 1, 'stage')}: name one a stage, or leave devices "
-            "out and give each stage a process of its own"
+            f"{format_count(len(split_points) + 1, 'stage')}: name one per stage, or leave "
+            "devices out and give each stage its own process"
         )
 
 
@@ -52,7 +52,7 @@ def check_split_points(
     shown = ", ".join(map(str, points))
     for point in points:
         if isinstance(point, bool) or not isinstance(point, int):
-            raise ValueError(f"split point {point!r} is not an integer: it counts layers from 0")
+            raise ValueError(f"split point {point!r} is not an integer: give a layer's number")
         if not 1 <= point < num_layers:
             raise ValueError(
                 f"split point {point} leaves a stage without layers: with "

@@ -4,11 +4,11 @@ The server's parameters have a version: the number of updates so far. A worker p
 computes a gradient from it, and pushes it. By then other workers have moved the parameters on to
 version V: the update has **staleness** V - v. ``StalenessTracker`` counts it and holds a push back
 where a bound requires that. The server (``strategies.async_parameter_server``) and the model of a
-run (``costs.async_run``) ask the same object.
+run (``costs.async_run``) use the same class.
 
-Why a bound needs to look ahead: a push may be applied only if all gradients that are still under
-way can be applied in time after it, in the worst case one after another. Checking one order is
-enough, oldest version first: if that order works, the server can always fall back on it.
+Why a bound needs to look ahead: a push may be applied only if, after it, the gradients of all the
+other workers can still be applied within the bound, in the worst case one after another. It is
+enough to check one order, oldest version first: the server can always use that order.
 
 Symbols: W workers, V the version, v_j the version that worker j has pulled.
 Sources: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
@@ -27,15 +27,15 @@ class Update(NamedTuple):
 
 
 class StalenessTracker:
-    """Who has pulled which version, whose push waits, and whose may be applied next.
+    """Which worker has pulled which version, which pushes wait, and which may be applied next.
 
     All workers start with version 0.
 
     Attributes:
         version: V, the number of updates so far.
-        updates: all of them, in order.
+        updates: all updates so far, in order.
         pulled: {worker: v_j}.
-        held: the workers whose push waits, in the order in which they pushed.
+        held: the workers with a waiting push, in the order in which they pushed.
 
     Args:
         workers: their ranks.
@@ -54,13 +54,13 @@ class StalenessTracker:
         self.held: list[int] = []
 
     def push(self, worker: int) -> None:
-        """A gradient of ``worker`` has arrived."""
+        """Record that a gradient of ``worker`` has arrived."""
         self.held.append(worker)
 
     def next(self) -> int | None:
         """The worker whose push may be applied now; None if none may be.
 
-        Of the waiting workers it is the one with the oldest version: if it has to wait, all do.
+        It is the waiting worker with the oldest version: if that one has to wait, all have to.
         """
         oldest = min(self.held, key=self.pulled.__getitem__, default=None)
         if oldest is None or self.bound is None:
@@ -69,19 +69,19 @@ class StalenessTracker:
         return oldest if in_time(others, self.version + 1, self.bound) else None
 
     def apply(self, worker: int) -> None:
-        """The gradient of ``worker`` has become an update."""
+        """Record that the gradient of ``worker`` has become an update."""
         self.held.remove(worker)
         self.updates.append(Update(worker, self.version - self.pulled[worker]))
         self.version += 1
 
     def pull(self, worker: int) -> None:
-        """``worker`` gets the latest parameters, and computes its next gradient from them."""
+        """Record that ``worker`` has pulled the latest parameters for its next gradient."""
         if worker in self.held:
             self.held.remove(worker)
         self.pulled[worker] = self.version
 
     def drop(self, worker: int) -> None:
-        """Nothing more comes from ``worker``, so nobody has to wait for it."""
+        """Forget ``worker``: no more gradients come from it, and no other worker waits for it."""
         if worker in self.held:
             self.held.remove(worker)
         del self.pulled[worker]
@@ -108,6 +108,6 @@ def check_bound(workers: int, bound: int | None) -> None:
     if bound is not None and bound < workers - 1:
         raise ValueError(
             f"a staleness of at most {bound} cannot be kept with {workers} workers: all start "
-            f"from version 0, so one of their first updates is {workers - 1} late. Use "
+            f"from version 0, so one of their first gradients is {workers - 1} updates late. Use "
             f"{workers - 1} (every worker once per round) or more, or fewer workers"
         )

@@ -2,5 +2,5 @@
 
 
 def kept_elements(num_elements: int) -> int:
-    """k: 1 % of the elements, rounded down, but at least one (0 of an empty gradient)."""
+    """The k of top-k: 1 % of the elements, rounded down, at least 1 (0 for an empty gradient)."""
     return min(num_elements, max(1, num_elements // 100))

@@ -1,4 +1,4 @@
-"""Trees and exchanges: who sends to whom at each step, for any number of ranks.
+"""Trees and exchanges: which rank sends to which at each step, for any number of ranks.
 
 Symbols: P ranks, Q the largest power of two up to P, r a rank, s a step.
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Transfer(NamedTuple):
-    """What one rank does in one step; it may skip steps.
+    """What one rank does in one step; a rank may take no part in some steps.
 
     Attributes:
         step: its number, the same on all ranks.
@@ -25,10 +25,10 @@ class Transfer(NamedTuple):
 
 
 def binomial_broadcast(rank: int, world_size: int, root: int = 0) -> Iterator[Transfer]:
-    """A binomial tree, from the root to all: ceil(log2 P) steps, each doubles the informed ranks.
+    """Broadcast along a binomial tree: ceil(log2 P) steps; each doubles the ranks with the data.
 
     Count ranks from the root: v = (rank - root) mod P. At step s every v below 2^s has the data
-    and sends it to v + 2^s, if that is a rank.
+    and sends it to v + 2^s, if that is below P.
 
         step 0    0 -> 1
         step 1    0 -> 2, 1 -> 3
@@ -44,7 +44,7 @@ def binomial_broadcast(rank: int, world_size: int, root: int = 0) -> Iterator[Tr
 
 
 def binomial_reduce(rank: int, world_size: int, root: int = 0) -> Iterator[Transfer]:
-    """``binomial_broadcast`` backwards in time, from all to the root: ceil(log2 P) steps."""
+    """Reduce to the root: ``binomial_broadcast`` backwards in time, ceil(log2 P) steps."""
     last = (world_size - 1).bit_length() - 1
     for step, dst, src in reversed(list(binomial_broadcast(rank, world_size, root))):
         yield Transfer(last - step, src, dst)
@@ -87,7 +87,7 @@ def recursive_doubling_return(rank: int, world_size: int) -> Iterator[Transfer]:
 def pairwise_exchange(rank: int, world_size: int) -> Iterator[Transfer]:
     """All-to-all in P - 1 steps: at step s rank r sends to r + s + 1, receives from r - s - 1.
 
-    Numbers are mod P. In each step every rank sends and receives one message: none is flooded.
+    Numbers are mod P. In each step every rank receives one message: none has to take several.
     """
     for step in range(world_size - 1):
         yield Transfer(step, (rank + step + 1) % world_size, (rank - step - 1) % world_size)
@@ -96,8 +96,8 @@ def pairwise_exchange(rank: int, world_size: int) -> Iterator[Transfer]:
 def dissemination(rank: int, world_size: int) -> Iterator[Transfer]:
     """A barrier in ceil(log2 P) steps: after step s a rank has heard from 2^(s + 1) ranks.
 
-    At step s rank r sends to r + 2^s and receives from r - 2^s (mod P). Unlike recursive doubling
-    it needs no fold.
+    At step s rank r sends to r + 2^s and receives from r - 2^s (mod P). The 2^(s + 1) ranks
+    include the rank itself. Unlike recursive doubling, it needs no fold.
     """
     for step in range((world_size - 1).bit_length()):
         reach = 2**step

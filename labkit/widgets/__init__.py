@@ -1,13 +1,13 @@
-"""Figures that answer to sliders, for notebooks with a kernel.
+"""Interactive figures, for notebooks with a kernel.
 
-    bucket_explorer   DDP's buckets on paper: ``plots.bucket_overlap`` under controls
-    split_explorer    a model cut into stages: ``plots.split_costs`` under controls, and a real run
-    ring_stepper      ring all-reduce step by step: ``plots.ring_step`` with two sliders
-    staleness_explorer   late gradients on paper: ``plots.staleness_model`` with three sliders
+    bucket_explorer      the model of DDP's buckets: ``plots.bucket_overlap`` with controls
+    split_explorer       a model cut into stages: ``plots.split_costs`` with controls; runs it
+    ring_stepper         ring all-reduce step by step: ``plots.ring_step`` with two sliders
+    staleness_explorer   the model of late gradients: ``plots.staleness_model`` with three sliders
 
-Each draws by a pure function of ``labkit.plots``, which also draws the static figure for pages
-without a kernel, and prints as a line of text where there is no browser. Controls answer to the
-keyboard, and are attributes of what is returned.
+Each is drawn by a pure function of ``labkit.plots``, which also draws the static figure for pages
+without a kernel, and prints as a line of text where there is no browser. Controls can be used from
+the keyboard, and are attributes of the object returned.
 """
 
 from labkit.widgets.bucket_explorer import bucket_explorer

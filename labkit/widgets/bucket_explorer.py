@@ -1,4 +1,4 @@
-"""DDP's buckets under controls: how large a bucket is, how many ranks, over which link."""
+"""DDP's buckets with controls: the size of a bucket, the number of ranks, and the link."""
 
 import ipywidgets
 
@@ -20,7 +20,7 @@ def bucket_explorer(
         link: to start with, one of ``plots.LINKS``; the control ``link``.
 
     Raises:
-        ValueError: a start that the controls do not have.
+        ValueError: a value to start with that its control does not offer.
     """
     if bucket_mb not in BUCKET_SIZES_MB:
         known = ", ".join(f"{size:g}" for size in BUCKET_SIZES_MB)

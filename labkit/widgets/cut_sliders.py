@@ -9,7 +9,7 @@ WIDE = {"description_width": "8em"}
 
 
 class CutSliders:
-    """A slider for each cut of a model, and beside it the name of the layer behind the cut.
+    """A slider for each cut of a model, and beside it the name of the layer after the cut.
 
     Attributes:
         sliders: one per possible cut, from the first to the last; unused ones are hidden.
@@ -17,7 +17,7 @@ class CutSliders:
     """
 
     def __init__(self, layers: Sequence[str], most: int):
-        """``layers``: their names, L; ``most`` cuts, below L."""
+        """``layers``: the names of the L layers; ``most``: the largest number of cuts, below L."""
         self._layers = list(layers)
         self._shown = most
         look = {"style": WIDE, "layout": {"width": "36em"}}
@@ -34,7 +34,7 @@ class CutSliders:
         return tuple(slider.value for slider in self.sliders[: self._shown])
 
     def move(self, points: Sequence[int]) -> None:
-        """Show cuts at these points. The sliders' ranges leave every stage a layer."""
+        """Show cuts at these points. The sliders' ranges leave each stage at least one layer."""
         self._shown = len(points)
         for cut, (slider, row) in enumerate(zip(self.sliders, self.rows)):
             behind = max(0, self._shown - 1 - cut)
@@ -45,9 +45,9 @@ class CutSliders:
         self._name()
 
     def resize(self, count: int) -> None:
-        """Show ``count`` cuts: the present ones, moved if necessary, then new ones."""
+        """Show ``count`` cuts: the present cuts, moved if necessary, then new ones."""
         points = list(self.points[:count])
-        # Each cut leaves a layer to every stage behind it.
+        # Each cut leaves at least one layer for every stage after it.
         for cut in reversed(range(len(points))):
             points[cut] = min(points[cut], len(self._layers) - count + cut)
         while len(points) < count:
@@ -55,7 +55,7 @@ class CutSliders:
         self.move(points)
 
     def push(self, slider: ipywidgets.IntSlider) -> None:
-        """Move the others out of the way of one that has been moved."""
+        """Move the other sliders as far as needed to keep them in order after ``slider`` moved."""
         moved = self.sliders.index(slider)
         for cut in range(moved + 1, self._shown):
             least = self.sliders[cut - 1].value + 1

@@ -1,4 +1,4 @@
-"""The ring under two sliders: which step, and of how many ranks."""
+"""Ring all-reduce with two sliders: the step, and the number of ranks."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,19 @@ MAX_RANKS = 6
 
 
 def ring_stepper(world_size: int = 4, values: Sequence[Sequence[float]] | None = None) -> Explorer:
-    """Step through a ring all-reduce: who holds what after each step, and what has just moved.
+    """Step through a ring all-reduce: what each rank holds after a step, and what has just moved.
 
     The controls are ``step`` and ``ranks``. ``plots.ring_step`` draws the same figure.
 
     Args:
-        world_size: the number of ranks to start with, 2 to 6. A change keeps the step where the
-            other ring has it.
+        world_size: the number of ranks to start with, 2 to 6. A change keeps the step if the new
+            ring has that step.
         values: [P][P], the number that each rank has for each chunk at the start. Smaller rings
             take the first rows and columns; larger ones than P cannot be chosen. By default rank
             r has (c + 1) x 10^r for chunk c.
 
     Raises:
-        ValueError: a world size out of that range, or values that are not square.
+        ValueError: a world size out of range, or values that are not square.
     """
     most = MAX_RANKS
     if values is not None:
@@ -41,7 +41,7 @@ def ring_stepper(world_size: int = 4, values: Sequence[Sequence[float]] | None =
 
     steps = ipywidgets.IntSlider(0, 0, description="step")
     ranks = ipywidgets.IntSlider(world_size, 2, most, description="ranks")
-    # Before the figure follows the ranks, the steps do: one beyond the new maximum is lowered and
-    # shown, already with the new ranks.
+    # Linked before the Explorer, so that the steps follow the ranks first: a step beyond the new
+    # maximum is lowered before the figure is drawn with the new ranks.
     ipywidgets.dlink((ranks, "value"), (steps, "max"), lambda size: 2 * (size - 1))
     return Explorer(draw, step=steps, ranks=ranks)

@@ -1,4 +1,4 @@
-"""What the sliders of a split can choose, and what the model says of each choice."""
+"""The choices that the sliders of a split offer, and the model's prediction for each."""
 
 import math
 from dataclasses import replace
@@ -11,10 +11,10 @@ from labkit.plots.bucket_overlap import LINKS as NETWORKS
 from labkit.plots.split_costs import AxisRange
 
 HERE = "this machine"
-# Bytes per second are those of the standards, one way: 450e9 is half of what an H100's NVLink
-# carries both ways together (NVIDIA, "H100 Tensor Core GPU Architecture", 2022), 31.5e9 are 16
-# lanes of 16 GT/s with 128b/130b encoding (PCI Express 4.0). The time to start a message is an
-# order of magnitude.
+# Bytes per second are those of the standards, in one direction: 450e9 is half of what an H100's
+# NVLink carries in both directions together (NVIDIA, "H100 Tensor Core GPU Architecture", 2022),
+# 31.5e9 are 16 lanes of 16 GT/s with 128b/130b encoding (PCI Express 4.0). The time to start a
+# message is only an order of magnitude.
 LINKS = {
     "NVLink 4": Link(5e-6, 1 / 450e9),
     "PCIe 4 x16": Link(10e-6, 1 / 31.5e9),
@@ -24,7 +24,7 @@ LINKS = {
 
 
 class Choice(NamedTuple):
-    """A split, and what it is to run on."""
+    """A split, and the settings of its step."""
 
     points: tuple[int, ...]
     link: str
@@ -37,8 +37,9 @@ class SplitModels:
     """The predictions for every choice.
 
     Args:
-        measured: the profile of the neural network at one batch size; others are in proportion.
-        link: between two stages on this machine, or None.
+        measured: the profile of the neural network at one batch size; for other batch sizes, its
+            times and bytes are scaled in proportion.
+        link: between two stages on this machine; None leaves only ``LINKS``.
         frozen: the number of layers, from the first on, that are not trained.
     """
 
@@ -50,7 +51,7 @@ class SplitModels:
         return predict_split(self.profile(choice), choice.points, **self._settings(choice))
 
     def best(self, choice: Choice, objective: str, cap_bytes: float) -> SplitModel:
-        """The best split into as many stages; ``math.inf`` is no cap."""
+        """The best split into as many stages as ``choice``; a cap of ``math.inf`` is no limit."""
         return best_split(
             self.profile(choice),
             len(choice.points) + 1,
@@ -76,7 +77,7 @@ class SplitModels:
         return text if choice.batch_size == size else f"{text}, scaled from {size}"
 
     def axis_range(self, choice: Choice) -> AxisRange:
-        """The longest step and hop, and the largest stage, that any cuts could make."""
+        """Upper limits of step, hop and memory over all cuts."""
         profile, link = self.profile(choice), self.links[choice.link]
         largest = max(layer.output_bytes for layer in profile.layers[:-1])
         messages = choice.micro_batches

@@ -1,4 +1,4 @@
-"""A model cut into stages, under sliders: where to cut, which link, how many micro-batches."""
+"""A model cut into stages, with sliders for the cuts, the link and the micro-batches."""
 
 import html
 import math
@@ -23,7 +23,7 @@ from labkit.widgets.split_choice import HERE, Choice, SplitModels
 
 MAX_STAGES = 4
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-_OBJECTIVES = {"shortest step": "step", "smallest largest stage": "largest_stage"}
+_OBJECTIVES = {"shortest step": "step", "most even compute": "largest_stage"}
 
 
 def split_explorer(
@@ -44,16 +44,18 @@ def split_explorer(
     Args:
         profile: the model's layers, and the batch size to start with.
         link: between two stages on this machine (``training.split_run.stage_link``); None leaves
-            the standard ones.
+            only ``split_choice.LINKS``.
         split_points: to start with, 1 to 3; by default one cut in the middle of the layers.
         micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
         schedule: to start with, ``gpipe`` or ``1f1b``.
         input_shape: of one sample, for the run.
         frozen: the number of layers, from the first on, that are not trained.
-        measure: what the button calls, with the arguments of ``training.split_run.measure_split``.
+        measure: the function that the button calls, with the arguments of
+            ``training.split_run.measure_split``.
 
     Raises:
-        ValueError: a start that the controls do not have, a model that cannot be cut.
+        ValueError: a value to start with that its control does not offer, or a model that cannot
+            be cut.
     """
     points = (len(profile.layers) // 2,) if split_points is None else tuple(split_points)
     if not 1 <= len(points) < MAX_STAGES:
@@ -67,7 +69,7 @@ def split_explorer(
         )
     models = SplitModels(profile, link, frozen)
     start = Choice(points, next(iter(models.links)), micro_batches, schedule, profile.batch_size)
-    models.predicted(start)  # refuses what no split can have
+    models.predicted(start)  # refuses impossible settings
     run = partial(measure, profile.model, input_shape=tuple(input_shape), frozen=frozen)
     return SplitExplorer(models, start, run)
 
@@ -76,14 +78,14 @@ class SplitExplorer(Explorer):
     """Controls and two buttons above a figure.
 
     Attributes:
-        stages: how many, 2 to 4.
+        stages: the slider of the number of stages, 2 to 4.
         cuts: the sliders of the split points; one that is moved pushes the others.
-        link, batch, micro_batches, schedule: what else the figure follows. Every micro-batch
-            has a sample or more, so the batch and their number may move each other.
+        link, batch, micro_batches, schedule: the other controls of the figure. Every micro-batch
+            needs a sample, so ``batch`` and ``micro_batches`` may move each other.
         best: the button that moves the cuts to the best ones, by ``objective``, with at most
             ``cap`` bytes per stage.
-        run: the button that measures the split. The figure shows the measured bars wherever the
-            controls are at what was measured. An error of the run is shown, not raised.
+        run: the button that measures the split. The figure shows measured bars whenever the
+            controls have the values of a measured run. An error of the run is shown, not raised.
         status: what a button is doing, or has done.
     """
 
@@ -92,7 +94,7 @@ class SplitExplorer(Explorer):
         self._measured: dict[Choice, MeasuredSplit] = {}
         self._working = threading.Lock()
         self._make_controls(start)
-        # The other controls follow a control before the figure does.
+        # Observed before the Explorer's own handler: the other controls move before the drawing.
         self.stages.observe(self._resize, "value")
         self.micro_batches.observe(self._fit_batch, "value")
         self.batch.observe(self._fit_micro_batches, "value")
@@ -173,7 +175,7 @@ class SplitExplorer(Explorer):
         self._work("searching ...", self._move_to_best)
 
     def _work(self, doing: str, job: Callable[[], str]) -> None:
-        """Do a button's job and show its outcome; a press meanwhile does nothing."""
+        """Do a button's job and show its outcome; pressing a button meanwhile does nothing."""
         if not self._working.acquire(blocking=False):
             return
         self._say(doing)

@@ -1,4 +1,4 @@
-"""The asynchronous parameter server under sliders: workers, straggler, bound."""
+"""The asynchronous parameter server with sliders: workers, straggler, bound."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from labkit.schedules.staleness import check_bound
 from labkit.widgets.explorer import Explorer
 
 MAX_FACTOR = 8
-# The bound's slider counts from W - 1, the smallest possible; its last place is no bound.
+# The bound's slider has this many values from W - 1, the smallest possible, and then "none".
 _MORE = 12
 
 
@@ -23,13 +23,13 @@ def staleness_explorer(
     The controls are ``workers``, ``factor`` and ``bound``.
 
     Args:
-        workers: W to start with, 2 to 6. A change moves the range of ``bound``, and with it a
-            bound that would be out of it.
+        workers: W to start with, 2 to 6. A change moves the range of ``bound``, and a bound
+            outside the new range with it.
         factor: how many times as long the straggler computes, to start with: an integer, 1 to 8.
         bound: on the staleness to start with, W - 1 to W + 10, or None.
 
     Raises:
-        ValueError: a start that the sliders do not have.
+        ValueError: a value to start with that its slider does not offer.
     """
     if workers not in range(2, MAX_WORKERS + 1):
         raise ValueError(f"the explorer shows 2 to {MAX_WORKERS} workers, got {workers!r}")
@@ -42,9 +42,11 @@ def staleness_explorer(
 
 
 class StalenessExplorer(Explorer):
+    """Sliders ``workers``, ``factor`` and ``bound`` above a predicted asynchronous run."""
+
     def __init__(self, workers: int, factor: float, bound: int | None):
         self.workers = ipywidgets.IntSlider(workers, 2, MAX_WORKERS, description="workers")
-        # Before the figure follows the workers, the bounds do.
+        # Observed before the Explorer's own handler: the bounds move before the drawing.
         self.workers.observe(self._move_bounds, "value")
         self.factor = ipywidgets.IntSlider(factor, 1, MAX_FACTOR, description="straggler")
         self.bound = ipywidgets.SelectionSlider(
@@ -63,7 +65,7 @@ class StalenessExplorer(Explorer):
         least, *_, largest, _ = bounds.values()
         if chosen != math.inf:
             chosen = min(max(chosen, least), largest)
-        # New options select their first one for a moment, which is not to be shown.
+        # Setting new options selects the first one for a moment, which must not be shown.
         with self.moving():
             self.bound.options, self.bound.value = bounds, chosen
 

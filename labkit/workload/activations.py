@@ -1,4 +1,4 @@
-"""Activations in autograd: what a forward pass keeps for its backward, and stages' inputs."""
+"""Activations in autograd: the bytes kept for backward, and the inputs of stages."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ class NonLeaf(torch.autograd.Function):
     """An identity whose output is not a leaf: ``NonLeaf.apply(leaf)`` shares the leaf's memory.
 
     Autograd forbids in-place changes of a leaf, and a layer such as ``nn.ReLU(inplace=True)`` may
-    be the first one that gets it.
+    be the first layer of a stage and get the stage's input, a leaf.
     """
 
     @staticmethod
@@ -26,8 +26,11 @@ class NonLeaf(torch.autograd.Function):
 class HeldBytes:
     """Count, inside ``with``, the bytes that forward passes keep for their backward.
 
-    A storage counts once, however many operations keep it; parameters and buffers exist anyway
-    and do not count. Storages stay alive as long as this object.
+    A storage counts once, however many operations keep it. Storages stay alive as long as this
+    object.
+
+    Args:
+        module: its parameters and buffers exist anyway and do not count.
 
     Attributes:
         num_bytes: counted so far.
@@ -35,7 +38,7 @@ class HeldBytes:
 
     def __init__(self, module: nn.Module):
         own = [t.untyped_storage() for t in (*module.parameters(), *module.buffers())]
-        # Keep the storages themselves: a freed one's address may be given to another.
+        # Keep the storages themselves: the address of a freed one may be used again.
         self._seen = {storage.data_ptr(): storage for storage in own}
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self.num_bytes = 0
@@ -51,6 +54,6 @@ class HeldBytes:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen[storage.data_ptr()] = storage
-            # For a slice of a batch only the slice; for an expanded tensor only what exists.
+            # Of a slice of a batch count only the slice, of an expanded tensor only what exists.
             self.num_bytes += min(storage.nbytes(), tensor.nbytes)
         return tensor

@@ -1,6 +1,6 @@
 """Data sets as tensors in memory.
 
-The sets are small, and a loader with its own worker processes would disturb the measurements.
+No DataLoader: the sets are small, and its worker processes would disturb the measurements.
 """
 
 import hashlib
@@ -92,15 +92,15 @@ def load_dataset(
         root: the folder to look in. By default the workbook's data/digits for digits; for
             torchvision's sets the folder in the environment variable LABKIT_DATA, or else the
             workbook's data/downloads.
-        download: fetch a torchvision set that is missing. With several processes, let one do
-            this first.
+        download: fetch a torchvision set that is missing. Of several processes, let one download
+            it first.
         train_size: keep only the first ``train_size`` training samples; None keeps all. ``fake``
             generates this many.
         dtype: of the inputs.
 
     Raises:
         ValueError: unknown name, train_size out of range, or a file that is damaged.
-        FileNotFoundError: the data are not there; the message says how to get them.
+        FileNotFoundError: the data are missing; the message says how to get them.
         ConnectionError: the download failed.
     """
     check_choice("data set", name, DATASETS)
@@ -127,8 +127,8 @@ def fake_data(
 ) -> Data:
     """Noise of any shape, to measure without a download: inputs [train_size, *input_shape].
 
-    Each class adds its own faint pattern to the noise, so that a model can learn and a loss curve
-    means something.
+    Each class adds its own faint pattern to the noise, so that a model can learn and the loss
+    falls.
     """
     generator = torch.Generator().manual_seed(seed)
     num_samples = train_size + test_size

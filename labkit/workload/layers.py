@@ -13,9 +13,10 @@ Shape = tuple[int, ...]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of an ``nn.Sequential`` in the order in which they run; nested ones are opened.
+    """The layers of an ``nn.Sequential`` in the order in which they run.
 
-    A nested one with hooks stays one layer, so that its hooks run.
+    A nested ``nn.Sequential`` is replaced by its layers, unless it has hooks: then it stays one
+    layer, so that its hooks run.
 
     Raises:
         ValueError: a model that is not a chain of layers, has none, or has hooks as a whole.
@@ -37,8 +38,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         )
     if _has_hooks(model):
         raise ValueError(
-            f"hooks on this {type(model).__name__} would not run, because nothing runs it whole "
-            "once it is cut: register them on its layers"
+            f"hooks on this {type(model).__name__} would not run, because its layers run one by "
+            "one: register them on its layers"
         )
     found: list[tuple[str, nn.Module]] = []
     # named_children() would leave out repetitions of a layer.
@@ -66,7 +67,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def output_shapes(
     model: nn.Module, input_shape: Shape, batch_size: int = 1, dtype: torch.dtype | None = None
 ) -> list[tuple[torch.Size, torch.dtype]]:
-    """By layer, the shape [batch_size, ...] and dtype of its output.
+    """The shape [batch_size, ...] and the dtype of each layer's output.
 
     Args:
         model: a chain of layers, on any device; it is not changed.
@@ -108,7 +109,7 @@ def layer_outputs(model: nn.Module, value: Tensor) -> Iterator[Tensor]:
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"layer {index} ({type(layer).__name__}) returns a {type(value).__name__}: "
-                "between layers there has to be one tensor"
+                "every layer must return one tensor"
             )
         yield value
 
@@ -121,7 +122,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     memo = {id(tensor): _meta(tensor) for tensor in tensors}
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
-        # Hooks look at values or collect them, and need real ones.
+        # Hooks may read values, which meta tensors do not have.
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.update(dict.fromkeys(hooks, lambda *_: None))
     return copied

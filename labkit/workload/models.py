@@ -21,9 +21,9 @@ from torch import nn
 
 from labkit.units import check_choice
 
-# The width up to which an image is small: ImageNet's stems would discard most of its pixels.
+# Images up to this width count as small: a stem made for ImageNet discards most of their pixels.
 SMALL_IMAGE_PIXELS = 64
-# Four values per channel: BatchNorm still works on a rank's share of one sample.
+# 2 x 2 pixels: BatchNorm needs several values per channel, even if a rank has one sample.
 SMALLEST_NORMALISED_MAP = 2
 
 # Configuration D, Simonyan and Zisserman (2015), table 1: channels of the 3x3 convolutions.
@@ -44,12 +44,12 @@ def build_model(
     """Build model ``name`` for inputs [N, *input_shape] and outputs [N, num_classes], on the CPU.
 
     The same seed gives the same parameters in every process; the caller's random state is not
-    changed. The numbers are drawn in float32 and then converted, so a float64 model starts where
-    the float32 one does.
+    changed. The numbers are drawn in float32 and then converted, so a float64 model starts from
+    the same values as the float32 one.
 
     Raises:
         ValueError: unknown name, or a shape that the model cannot take.
-        ImportError: mobilenet and resnet18 need torchvision, and it does not load.
+        ImportError: torchvision, which mobilenet and resnet18 need, does not load.
     """
     check_choice("model", name, MODELS)
     if len(input_shape) != 3 or min(input_shape) < 1:
@@ -69,7 +69,7 @@ def build_model(
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
-    """Two hidden layers of 64: 9,000 parameters on digits, for fast tests."""
+    """Two hidden layers of 64 units: 9,000 parameters on digits, for fast tests."""
     num_inputs = math.prod(input_shape)
     yield nn.Flatten()
     yield from (nn.Linear(num_inputs, 64), nn.Tanh())
@@ -138,9 +138,9 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
 
     The indices of the feature layers are torchvision's at every image size: a pooling layer that
     would leave no pixel (the last two of the five on 8x8) becomes an identity. The published
-    classifier, 120 million parameters for 224x224 images, is replaced by average and linear.
-    Without normalisation it needs a small learning rate: with momentum 0.9 it learns digits at
-    0.005 and fails at 0.02.
+    classifier, 120 million parameters for 224x224 images, is replaced by an average pooling and a
+    linear layer. Without normalisation the model needs a small learning rate: with momentum 0.9
+    it learns digits at 0.005 and fails at 0.02.
     """
     channels, height, width = input_shape
     size = min(height, width)
@@ -155,11 +155,13 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
 
 
 def published_vgg16(num_classes: int = 10) -> nn.Sequential:
-    """VGG16 as published, with its classifier of 120 million parameters: shapes, no memory.
+    """VGG16 as published, with its classifier of 120 million parameters, on the meta device.
 
-    Layers 0 to 30 are the features, as in labkit's ``vgg16``; then come the average to 7x7, the
-    flattening, and seven layers of classifier, with identities for dropout, which does not change
-    shapes. Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
+    It has shapes and takes no memory. Layers 0 to 30 are the features, as in labkit's ``vgg16``;
+    then come an average pooling to 7x7, a flattening, and the seven layers of the classifier, with
+    identities in place of dropout, which does not change shapes.
+
+    Source: Simonyan and Zisserman (2015), table 1, column D; torchvision's layer indices.
     """
     with torch.device("meta"):
         layers: list[nn.Module] = []
@@ -176,7 +178,7 @@ def published_vgg16(num_classes: int = 10) -> nn.Sequential:
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision only where it is needed: it takes a second, in every worker.
+    """Import torchvision only where it is needed: the import takes a second in every process.
 
     Raises:
         ImportError: it is missing, or was built for another version of torch.
@@ -185,7 +187,7 @@ def import_torchvision() -> ModuleType:
         import torchvision
     except (ImportError, RuntimeError) as error:
         raise ImportError(
-            f"torchvision does not load beside torch {torch.__version__}: {error}. Install the "
+            f"torchvision does not load with torch {torch.__version__}: {error}. Install the "
             "pair that requirements.txt names; a CUDA build of one needs a CUDA build of the other"
         ) from error
     return torchvision

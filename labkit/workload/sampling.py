@@ -1,15 +1,15 @@
 """The sampler: which rank works on which samples of an epoch.
 
-Three pure functions, so every rank computes the rule itself and no rank has to send indices:
+Three pure functions: every rank computes its indices itself, so no rank has to send them:
 
     order = epoch_order(len(data.train_targets), epoch=epoch, seed=seed)    the same on all ranks
     for batch in batch_slices(order, batch_size):                           the global batches
         mine = share(batch, rank, world_size)                               this rank's part
 
 Unlike torch.utils.data.DistributedSampler, no sample is repeated to make the shares equal: in an
-epoch each is used exactly once, and shares differ by at most one sample. The mean over a global
-batch is therefore the mean over the shares weighted by len(mine) / len(batch), and a share may be
-empty.
+epoch each sample is used exactly once, and the sizes of the shares differ by at most one. The mean
+over a global batch is therefore the mean over the shares weighted by len(mine) / len(batch), and a
+share may be empty.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ def share(batch: Tensor, index: int, count: int) -> Tensor:
     """Part ``index`` of ``count`` parts of a batch: contiguous, sizes differ by at most one.
 
     The first len(batch) % count parts have the extra sample; with fewer samples than parts the
-    last ones are empty. In order, the parts make up the batch. Part 0 of 0 is empty: a parameter
-    server's.
+    last ones are empty. In order, the parts make up the batch. Part 0 of 0 is empty: the share of
+    a parameter server.
     """
     if (index, count) == (0, 0):
         return batch[:0]

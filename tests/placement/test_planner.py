@@ -250,12 +250,12 @@ def test_a_cap_names_the_smallest_one_that_works():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_stages": 6}, "num_stages .* from 1 to 5, the layers of hand; got 6"),
+        ({"num_stages": 6}, "num_stages .* from 1 to 5, the number of layers of hand; got 6"),
         ({"num_stages": 0}, "num_stages .* got 0"),
         ({"num_stages": 2.0}, "num_stages .* got 2.0"),
         ({"micro_batches": 0}, "micro_batches must be .* from 1 up, got 0"),
         ({"micro_batches": True}, "micro_batches .* got True"),
-        ({"frozen": 6}, "frozen .* from 0 to 5, the layers of hand; got 6"),
+        ({"frozen": 6}, "frozen .* from 0 to 5, the number of layers of hand; got 6"),
         ({"frozen": -1}, "frozen .* got -1"),
         ({"schedule": "zb"}, "unknown schedule 'zb': choose one of gpipe, 1f1b"),
         ({"objective": "bytes"}, "unknown objective 'bytes': choose one of step, largest_stage"),

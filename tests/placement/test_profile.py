@@ -13,7 +13,7 @@ def test_an_even_split_balances_the_products():
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
     assert even_split(nn.Sequential(*layers), (8,), 2) == (3,)
     assert even_split(nn.Sequential(*layers), (8,), 1) == ()
-    with pytest.raises(ValueError, match="from 1 to 5, the layers of Sequential; got 6"):
+    with pytest.raises(ValueError, match="from 1 to 5, the number of layers of Sequential; got 6"):
         even_split(nn.Sequential(*layers), (8,), 6)
 
 

@@ -64,7 +64,7 @@ def test_the_ring_beside_gloo_and_mpi():
 def test_the_machine_of_the_records():
     numbers = {1: "one", 2: "two", 4: "four", 8: "eight"}
     cores = numbers[record("all_reduce")["hardware"]["cores"]]
-    assert f"This is one machine with {cores} cores, named in [data/results/all_reduce" in README
+    assert f"is from one machine with {cores} cores, named in [data/results/all_reduce" in README
     machines = [json.loads(path.read_text())["hardware"] for path in RESULTS.glob("*.json")]
     assert not any(machine["gpus"] for machine in machines)
     assert "So far the course has been run on CPU machines only." in README
