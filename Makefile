@@ -27,7 +27,7 @@ help:
 	@echo "make lab             set up and open the workbook"
 	@echo "make test            set up and run every test: unit, notebooks, browser"
 	@echo "make test-unit       the quick part: no notebooks, no browser, nothing marked fresh or slow"
-	@echo "make test-core       the core's tests with the course around it taken away"
+	@echo "make test-core       the core's tests without the course around it"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH=2.11.0)"
 	@echo "make slowest         run every test and record the 40 slowest in data/results"
