@@ -133,7 +133,7 @@ def _wrong_entering(rank: int, found: Tensor) -> Mistake:
         return Mistake("hops.sent_what_entered", before=rank - 1)
     if same(found, _after(rank + 1)):
         return Mistake("hops.swapped")
-    return Mistake("hops.other_input", before=rank - 1)
+    return Mistake("hops.other_input")
 
 
 def _wrong_graph(rank: int, entering: Tensor, leaving: Tensor, runs: int) -> Mistake | None:

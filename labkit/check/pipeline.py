@@ -295,8 +295,8 @@ def _right_stages(streams: Streams, M: int) -> str:
     pairs = zip(streams, _right_streams(len(streams), M))
     right = [str(stage) for stage, (found, due) in enumerate(pairs) if found == due]
     if len(right) == 1:
-        return f" (stage {right[0]} alone is right)"
-    return f" (stages {', '.join(right)} alone are right)" if right else ""
+        return f" (only stage {right[0]} is right)"
+    return f" (only stages {', '.join(right)} are right)" if right else ""
 
 
 # The 1F1B stream, executed
