@@ -149,8 +149,8 @@ def test_the_checks_give_the_same_text_twice(verdicts):
     again = check.tree.all_reduce(tree.stops_after_one_round, world_sizes=(4,))
     assert repr(again) == repr(verdicts[tree.stops_after_one_round])
     assert repr(again).endswith(
-        "value: with 4 ranks and 96 elements, rank 0 is the first with a wrong result: partial sum: "
-        "it holds rank 0 + rank 1, and lacks ranks 2 and 3\n\n"
+        "value: with 4 ranks and 96 elements, rank 0 is the first with a wrong result: partial "
+        "sum: it holds rank 0 + rank 1, and lacks ranks 2 and 3\n\n"
         "messages: with 4 ranks and 96 elements: 1, where the target is 2: one step too few"
     )
 

@@ -71,7 +71,7 @@ ANSWERS = [
             (everyone_to_everyone, "traffic.off_target", "3, where the target is 3 1 1 1"),
             (collectives.ring_all_reduce, "peers.wrong", "rank 1 sends to rank 2; allowed: 0"),
             (sends_back_twice, "traffic.doubled"),
-            # Nothing raises out of a check.
+            # A check never raises.
             (None, "fn.missing"),
             (lambda comm: None, "fn.signature"),
             (partial(stops_at_rank_1, threading.Lock()), "fn.signature"),

@@ -63,7 +63,7 @@ WRONG_BUBBLES = [
     (
         lambda slots: 0.25,
         "bubble.differs",
-        "4 micro-batches the bubble is 0.3333, but the function returned 0.25",
+        "4 micro-batches, the bubble is 0.3333, but the function returned 0.25",
     ),
     (lambda slots: None, "answer.nothing"),
     (lambda slots: slots["end_s"], "answer.raised"),
