@@ -21,8 +21,8 @@ A page's own exercise, graded by what each rank returns, is ``returns(fn, expect
 anything else is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs no ranks is
 graded with ``answers(fn, {arguments: result})``.
 
-Each check prints one table, returns it as a ``Verdict`` and never raises, so that a notebook runs
-on past an exercise that is not done yet.
+Each check prints one table, returns it as a ``Verdict`` and never raises, so that a notebook
+continues after an exercise that is not done yet.
 """
 
 from labkit.check import (

@@ -70,7 +70,7 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
 
 
 def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, tensors, out, root)``: entry r of the root's list in ``out`` of rank r.
+    """Grade ``fn(comm, tensors, out, root)``: entry r of the root's list to ``out`` of rank r.
 
     ``tensors`` is a list of P tensors on the root, None elsewhere. Target: the root sends P - 1
     messages of S bytes, one to each; the others send nothing.
@@ -98,8 +98,8 @@ def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm)``: no rank leaves it before every rank has entered it.
 
-    Every rank comes late once, and the others have to wait for it. It has to be made of messages,
-    however many.
+    Every rank enters late once, and the others have to wait for it. The barrier has to be made of
+    messages; their number is not judged.
     """
     return returns(
         fn,

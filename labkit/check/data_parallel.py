@@ -1,4 +1,4 @@
-"""Checks of page 02: the parts of data parallelism in one process, on one real rank.
+"""Checks of page 02: the parts of single-process data parallelism, on one real rank.
 
 Symbols: P devices, n samples.
 """
@@ -19,9 +19,10 @@ _MEET_S = 1.0
 
 
 def scatter(fn: Callable) -> Verdict:
-    """Grade ``fn(inputs, num_devices)``: [n, ...] in parts for the devices, in order.
+    """Grade ``fn(inputs, num_devices)``: a list of parts of ``inputs`` [n, ...], in order.
 
-    As many parts as devices, or as samples if there are fewer; sizes differ by one at most.
+    There are as many parts as devices, or as samples if there are fewer; their sizes differ by one
+    at most.
     """
     return returns(
         fn,
@@ -66,10 +67,10 @@ def _judge_parts(case: Case, values: list[Any]) -> Mistake | None:
 
 
 def parallel_apply(fn: Callable) -> Verdict:
-    """Grade ``fn(functions, inputs)``: ``functions[i](inputs[i])`` all at once, in threads.
+    """Grade ``fn(functions, inputs)``: ``functions[i](inputs[i])`` for all i, in threads.
 
-    Expected are the results in the order of the functions, the exception of a thread raised in the
-    caller, and the caller's autograd mode in every thread.
+    The threads have to run at the same time, with the caller's autograd mode. Expected are the
+    results in the order of the functions, and the exception of a thread raised in the caller.
     """
     return returns(
         fn,
@@ -82,7 +83,7 @@ def parallel_apply(fn: Callable) -> Verdict:
 
 
 def _observe(fn: Callable, comm: Any) -> Mistake | None:
-    """On the rank: what is wrong when ``fn`` is tried."""
+    """On the rank: try ``fn``, and return what is wrong with it."""
     wrong = _look_at_threads(fn)
     for failing in (1, 0, 2):
         wrong = wrong or _look_at_error_in(fn, failing)
@@ -95,7 +96,7 @@ def _look_at_threads(fn: Callable) -> Mistake | None:
     def part(number: int) -> int:
         seen.add(threading.get_ident())
         meeting.wait()
-        # The first ends last.
+        # The first thread ends last, so that results in the order of the ends are noticed.
         time.sleep(0.02 * (2 - number))
         return 10 * number
 
@@ -147,8 +148,8 @@ def _look_at_autograd(fn: Callable) -> Mistake | None:
 def reduce(fn: Callable) -> Verdict:
     """Grade ``fn(gradients)``: by device, by parameter -> the sums over the devices, by parameter.
 
-    A gradient may be None on some devices and counts as zero; where all are None, so is the sum.
-    The gradients of devices 1 and up stay as they are.
+    A gradient of None counts as zero; if it is None on all devices, the sum is None. The gradients
+    of devices 1 and up must not change.
     """
     return returns(
         fn,
@@ -162,7 +163,7 @@ def reduce(fn: Callable) -> Verdict:
 
 
 def _gradients() -> list[list[Tensor | None]]:
-    """Three devices, four parameters: everywhere, not on device 0, not on device 2, nowhere."""
+    """Three devices, four parameters: used by all, not by device 0, not by device 2, by none."""
     generator = torch.Generator().manual_seed(3)
     table = [[torch.randn(4, generator=generator) for _ in range(3)] + [None] for _ in range(3)]
     table[0][1] = table[2][2] = None

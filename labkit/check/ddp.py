@@ -35,17 +35,17 @@ _FEATURES, _CLASSES = 4, 3
 def buckets(fn: Callable) -> Verdict:
     """Grade ``fn(sizes_bytes, cap_bytes, first_cap_bytes)``: PyTorch's rule, as lists of indices.
 
-    Runs in this process: no ranks are needed.
+    Runs in this process.
     """
     expected = {case: assign_buckets(*case) for case in _BUCKETINGS}
     return answers(fn, expected, name="ddp.buckets", mistakes=_BUCKET_MISTAKES)
 
 
 def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, model, inputs, targets, batch_size)``: a naive DDP's backward.
+    """Grade ``fn(comm, model, inputs, targets, batch_size)``: the backward of a naive DDP.
 
     At the end each parameter's ``grad`` is the gradient of the mean loss over the B samples of
-    all ranks. Shares have 5, 3 and 2 samples, the last rank's none. Target: one
+    all ranks. The shares have 5, 3 and 2 samples, that of the last rank none. Target: one
     ``ring_all_reduce`` per parameter.
     """
     return _gradients_right(
@@ -78,10 +78,10 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
 
 
 def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, num_samples, epoch, seed)``: this rank's samples, as DistributedSampler's.
+    """Grade ``fn(comm, num_samples, epoch, seed)``: the rank's samples, as in DistributedSampler.
 
-    A list of indices: shuffled by ``seed + epoch``, padded by its beginning until P divides it,
-    every P-th from this rank's number on. No message is sent.
+    All indices are shuffled by ``seed + epoch`` and padded with their beginning until P divides
+    their number; rank r takes every P-th, from position r on. Target: no messages.
     """
     return returns(
         fn,
@@ -100,13 +100,13 @@ def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 # Buckets
 
 
-def _backwards(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[list[int]]:
+def _first_to_last(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[list[int]]:
     found = assign_buckets(sizes[::-1], cap, first_cap)
     return [[len(sizes) - 1 - index for index in bucket] for bucket in found]
 
 
 def _closed_before(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[list[int]]:
-    """A bucket is closed when the next parameter would make it hold more than its cap."""
+    """The rule that closes a bucket when the next parameter would exceed its cap."""
     found: list[list[int]] = [[]]
     for index in reversed(range(len(sizes))):
         limit = cap if len(found) > 1 else first_cap
@@ -117,7 +117,7 @@ def _closed_before(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[lis
 
 
 _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
-    "buckets.forward": _backwards,
+    "buckets.forward": _first_to_last,
     "buckets.order": lambda *case: assign_buckets(*case)[::-1],
     "buckets.order_inside": lambda *case: [sorted(bucket) for bucket in assign_buckets(*case)],
     "buckets.first_cap": lambda sizes, cap, _: assign_buckets(sizes, cap, cap),
@@ -156,7 +156,7 @@ def _micro_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _gradients_of(fn: Callable, comm: Comm, *args: Any) -> list[Tensor] | Mistake:
-    """By parameter."""
+    """On the rank: the gradients that ``fn`` leaves, by parameter."""
     model = _model()
     fn(comm, model, *args)
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -174,7 +174,7 @@ def _one_ring_per_parameter(rank: int, case: Case) -> Target:
 
 
 def _sum_gradient(inputs: Tensor, targets: Tensor) -> Tensor:
-    """[N], of the summed loss: all parameters in one row."""
+    """The gradient of the summed loss, [N]: all parameters in one row."""
     model = _model()
     loss = functional.cross_entropy(model(inputs), targets, reduction="sum")
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -187,12 +187,19 @@ def _by_parameter(row: Tensor) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
 
 
-# Inputs and targets of each part of a rank's share.
+# (rank, case) -> the inputs and targets of each part of the rank's share.
 PartsOfRank = Callable[[int, Case], list[tuple[Tensor, Tensor]]]
 
 
 class _Parts:
-    """What a wrong gradient may be made of: the sums of each rank's parts, and their counts."""
+    """What a wrong gradient may be made of.
+
+    Attributes:
+        sums: by rank [parts, N], the gradient of the summed loss of each part.
+        counts: by rank and part, the number of samples.
+        total: [N], the sum over all ranks.
+        due: [N], the gradient of the mean loss.
+    """
 
     def __init__(self, case: Case, of_rank: PartsOfRank):
         parts = [of_rank(rank, case) for rank in range(case.world_size)]
@@ -218,7 +225,7 @@ class _Parts:
         return (self.sums[rank] / counts.unsqueeze(1)).sum(0)
 
     def summed_each_time(self) -> Tensor:
-        """Every micro-batch's gradient is added to what the ranks have summed before."""
+        """The gradient after an all-reduce per micro-batch that includes the sums before it."""
         held = torch.zeros_like(self.total)
         for each in torch.stack(self.sums, dim=1):
             held = self.world_size * held + each.sum(0)
@@ -277,7 +284,7 @@ _ACCUMULATE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
 
 
 def _indices_of(fn: Callable, comm: Comm, *args: Any) -> list:
-    """In a list, so that a wrong number of indices is a wrong value, and its mistake is named."""
+    """The indices as the only entry of a list: a wrong number of them is then a wrong value."""
     found = fn(comm, *args)
     return [found.tolist() if isinstance(found, Tensor) else found]
 

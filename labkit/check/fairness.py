@@ -1,4 +1,4 @@
-"""The checks of page 15: replicas that agree to the bit, and a fair way to take times.
+"""The checks of page 15: replicas that agree to the bit, and a fair comparison of two times.
 
 Symbols: P ranks.
 """
@@ -15,17 +15,17 @@ from labkit.check.grading import WORLD_SIZES, Case, Mistake, Verdict, returns
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 
-# The size of the tensor says what the replicas are like: one call each, all in one run.
+# The size of the tensor tells how the replicas differ: one call per size, all in one run.
 _FAR, _EQUAL, _LAST_BIT, _ORDER = 6, 7, 8, 9
-# Odd: of an even number, the lower median would equal the median that counts the warm-up.
+# Odd: of an even number of pairs, the lower median would equal the median with the warm-up.
 REPEATS = 7
 
 
 def replicas_agree(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, tensor)``: on every rank, whether all ranks' tensors are equal to the bit.
 
-    The tensors are equal; or the last rank's differs a lot, or in one number's last bit; or rank
-    1 holds the same numbers in another order.
+    Four cases are tried: the tensors are equal; that of the last rank differs a lot; it differs in
+    the last bit of one number; rank 1 holds the same numbers in another order.
     """
     return returns(
         fn,
@@ -68,16 +68,16 @@ def _judge(case: Case, values: list[Any]) -> Mistake | None:
     return Mistake(f"replicas.{blind[case.size]}", last=case.world_size - 1)
 
 
-# How much longer a first call takes, and what else the machine does at the n-th call.
+# The factor of the first call of each, and that of the machine's noise at the n-th call.
 _COLD = {"a": 10.0, "b": 4.0}
 _HICCUPS = (1.0, 1.05, 1.3, 0.95, 0.8, 1.1, 0.9, 2.5, 1.2, 1.0, 0.85)
 
 
 class Stopwatch:
-    """Two contenders on a machine that gets slower and slower: b takes 1.5 times a's time.
+    """Two contenders on a simulated machine that slows down: b takes 1.5 times as long as a.
 
-    The first call of each is cold, which costs a more than b; each call makes the next one slower
-    by a tenth, with a hiccup now and then.
+    The first call of each is cold, which slows a down more than b. Each call takes a tenth longer
+    than the one before, with some noise.
     """
 
     def __init__(self) -> None:
@@ -97,10 +97,11 @@ class Stopwatch:
 
 
 def interleaved_ratio(fn: Callable) -> Verdict:
-    """Grade ``fn(a, b, repeats)``: a and b in turns, and the median of b's seconds / a's.
+    """Grade ``fn(a, b, repeats)``: the median over pairs of runs of b's seconds / a's.
 
-    ``a()`` and ``b()`` return the seconds of one run. Once each to warm up, then ``repeats`` pairs
-    that begin with a and with b by turns. They are played on a made-up machine, which slows down.
+    ``a()`` and ``b()`` return the seconds of one run, on a simulated machine that slows down.
+    ``fn`` has to call each once to warm up, then make ``repeats`` pairs of one run each, which
+    begin with a and with b alternately. Runs in this process.
     """
     name, watch = "fairness.interleaved_ratio", Stopwatch()
     contenders = watch.contender("a", 1.0), watch.contender("b", 1.5)

@@ -1,7 +1,7 @@
 """The checks of page 08 with ranks: a stage's forward with its hops, and its backward.
 
-Symbols: P ranks and stages, n samples. Every stage takes and makes [n, 4], so that a tensor that
-is sent in the place of another arrives, and the mistake can be named.
+Symbols: P ranks and stages, n samples. The input and the output of every stage are [n, 4], so that
+a wrong tensor can be received, too, and the mistake can be named.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,10 @@ _MESSAGE_BYTES = 4 * _SAMPLES * _WIDTH
 def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, layers, inputs)``, the forward of one stage, with its hops.
 
-    Stage 0 takes ``inputs`` [n, 4], any other what the stage before sends. It runs ``layers``
-    once, sends what comes out to the next stage, and returns ``(entering, leaving)``, with
-    autograd's graph between the two; ``entering`` collects a gradient where one has to go back.
+    The stage's input, ``entering`` [n, 4], is ``inputs`` on stage 0, and received from the stage
+    before on any other. ``fn`` runs ``layers`` once, sends their output, ``leaving`` [n, 4], to
+    the next stage, and returns ``(entering, leaving)``, with autograd's graph between the two. On
+    all stages but the first ``entering`` must be able to get a gradient.
     """
     return returns(
         fn,
@@ -41,8 +42,8 @@ def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, entering, leaving)``, the backward of one stage, with its hops.
 
-    On the last stage ``leaving`` is the loss, on any other [n, 4], whose gradient the next stage
-    sends. At the end all parameters have the gradient that they have on one device.
+    On the last stage ``leaving`` is the loss; on any other it is [n, 4], and the next stage sends
+    its gradient. At the end all parameters must have the gradient that they have on one device.
     """
     return returns(
         fn,
@@ -66,7 +67,7 @@ def _inputs() -> Tensor:
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
-    """One message to stage rank + ``step``, if there is one; a call of comm per neighbour."""
+    """One message to stage rank + ``step``, if it exists; one call of comm per neighbour."""
     peer, calls = rank + step, (rank > 0) + (rank < case.world_size - 1)
     if not 0 <= peer < case.world_size:
         return Target(0, 0, calls, frozenset())
@@ -79,7 +80,7 @@ def _target(step: int, rank: int, case: Case) -> Target:
 def _look_at_forward(
     fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor
 ) -> list[Mistake] | Mistake:
-    """On the rank: call ``fn``, and try whether a gradient would come out at the other end."""
+    """On the rank: call ``fn``, and test whether backward would give ``entering`` a gradient."""
     runs: list[int] = []
     layers.register_forward_hook(lambda *_: runs.append(1))
     found = fn(comm, layers, inputs)
@@ -101,7 +102,7 @@ def _judge_forward(case: Case, by_rank: list[list[Mistake]]) -> Mistake | None:
 
 @torch.no_grad()
 def _after(num_stages: int) -> Tensor:
-    """[n, 4]: what leaves the last of the first ``num_stages`` stages."""
+    """The output of the first ``num_stages`` stages, [n, 4]."""
     value = _inputs()
     for rank in range(num_stages):
         value = _stage(rank)(value)
@@ -133,7 +134,7 @@ def _wrong_entering(rank: int, found: Tensor) -> Mistake:
         return Mistake("hops.sent_what_entered", before=rank - 1)
     if same(found, _after(rank + 1)):
         return Mistake("hops.swapped")
-    return Mistake("hops.other_input", before=rank - 1)
+    return Mistake("hops.other_input")
 
 
 def _wrong_graph(rank: int, entering: Tensor, leaving: Tensor, runs: int) -> Mistake | None:
@@ -156,7 +157,7 @@ Gradient = Tensor | None
 
 
 def _ran(rank: int, world_size: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A stage after its forward: layers, what entered, what leaves; of the last one the loss."""
+    """A stage after its forward: layers, input, output (on the last stage the loss)."""
     layers, entering = _stage(rank), _after(rank).requires_grad_(rank > 0)
     leaving = layers(entering)
     if rank == world_size - 1:
@@ -165,7 +166,7 @@ def _ran(rank: int, world_size: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def _gradients_of(fn: Callable, comm: Comm) -> list[Gradient] | Mistake:
-    """By parameter."""
+    """On the rank: the gradients that ``fn`` leaves, by parameter."""
     layers, entering, leaving = _ran(comm.rank, comm.world_size)
     fn(comm, entering, leaving)
     found = [parameter.grad for parameter in layers.parameters()]
@@ -180,12 +181,13 @@ def _gradients_alone(
     begin: Callable = lambda leaving, g: g,
     pass_on: Callable = lambda entering, g, P: entering.grad,
 ) -> list[Gradient]:
-    """Of one rank, by parameter, in one process; each option is a mistake.
+    """The gradients of one stage, by parameter, in one process; each option is for a mistake.
 
     Args:
-        rank, case: whose gradients, on how many stages.
-        begin: (leaving, the gradient that came) -> what a stage's backward begins with.
-        pass_on: (entering, the gradient that came, P) -> what goes to the stage before.
+        rank: the stage.
+        case: P, the number of stages.
+        begin: (leaving, the received gradient) -> the gradient with which backward starts.
+        pass_on: (entering, the received gradient, P) -> what is sent to the stage before.
     """
     layers, came = nn.Module(), None
     for stage in reversed(range(rank, case.world_size)):

@@ -16,7 +16,7 @@ def all_reduce(
 ) -> Verdict:
     """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
 
-    Target: each rank sends its tensor to rank 0, once; rank 0 sends P - 1 messages of S bytes.
+    Target: all other ranks send one message to rank 0, which sends P - 1; each has S bytes.
     """
     exercise = Exercise(
         "naive.all_reduce", expected=partial(reduced, op), target=_target, same_bits=True

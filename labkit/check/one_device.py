@@ -1,4 +1,4 @@
-"""Checks of page 01: what a rank may do alone, and what it must not decide alone.
+"""Checks of page 01: gradient accumulation, loss scaling, top-k with error feedback.
 
 Symbols: P ranks, N elements of a gradient, k of them sent.
 """
@@ -18,8 +18,9 @@ LR, SCALE, KEPT = 0.5, 1024.0, 2
 def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, gradients, num_samples, batch_size)``: accumulate, then all-reduce once.
 
-    ``gradients`` are the means [N] over this rank's micro-batches of ``num_samples`` samples each;
-    expected is the mean over all ``batch_size`` samples of all ranks. Target: 2 (P - 1) messages.
+    ``gradients`` holds the mean [N] over each micro-batch of this rank, ``num_samples`` their
+    sizes; expected is the mean over the ``batch_size`` samples of all ranks. Target: 2 (P - 1)
+    messages.
     """
     return returns(
         fn,
@@ -68,7 +69,7 @@ def _batch_size(case: Case) -> int:
 
 
 def _weighted(rank: int, case: Case) -> Tensor:
-    """[3, N]: of the summed loss of each micro-batch."""
+    """[3, N]: the gradient of the summed loss of each micro-batch."""
     return torch.tensor(_num_samples(rank)).unsqueeze(1) * _gradients(rank, case)
 
 
@@ -84,9 +85,9 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
     """Grade ``fn(comm, weight, gradient, scale, lr)``: one update with loss scaling.
 
     ``gradient`` [N] is this rank's part of ``scale`` times the gradient of the mean loss; it may
-    have overflowed on some rank. Expected is [new weight, new scale]: weight - lr x gradient and
-    the same scale, or, where the sum is not finite, the same weight and half the scale. Target:
-    2 (P - 1) messages.
+    have overflowed on some rank. Expected is [new weight, new scale]: weight - lr x the gradient
+    of the mean loss and the same scale, or, if the sum over the ranks is not finite, the same
+    weight and half the scale. Target: 2 (P - 1) messages.
     """
     return returns(
         fn,
@@ -137,7 +138,7 @@ def _taken(factor: float, rank: int, case: Case) -> list:
 
 
 def _lowered_anyway(overflowed: bool, rank: int, case: Case) -> list:
-    """The update and half the scale, where the sum has overflowed or where not; else nothing."""
+    """The update with half the scale for sums that have overflowed, or have not; else []."""
     if overflowed == bool(_total(rank, case).isfinite().all()):
         return []
     return [_updated(case, _total(rank, case)), SCALE / 2]
@@ -150,7 +151,7 @@ def _patched(rank: int, case: Case) -> list:
 
 
 def _scaled_update(rank: int, case: Case, after: float = SCALE / 2, of: Callable = _total) -> list:
-    """The update, or where this has overflowed the same weight and the scale ``after`` it."""
+    """The update, or the same weight and the scale ``after`` an overflow of ``of(rank, case)``."""
     if of(rank, case).isfinite().all():
         return _taken(1 / SCALE, rank, case)
     return [_weight(case), after]
@@ -159,9 +160,9 @@ def _scaled_update(rank: int, case: Case, after: float = SCALE / 2, of: Callable
 def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, gradient, residual, k)``: a sparse all-reduce with error feedback.
 
-    Expected is [sum over the ranks of the k elements of gradient + residual that are largest in
-    magnitude on each, this rank's new residual], both [N]. Target: (P - 1) k values (float32) and
-    as many indices (int64), 12 (P - 1) k bytes.
+    Each rank sends the k elements of gradient + residual that are largest in magnitude. Expected
+    is [sum over the ranks of what they send, this rank's new residual], both [N]. Target per rank:
+    (P - 1) k values (float32) and as many indices (int64), 12 (P - 1) k bytes.
     """
     return returns(
         fn,
@@ -194,7 +195,7 @@ def _with_memory(rank: int, case: Case) -> Tensor:
 
 
 def _largest(values: Tensor, by: Callable[[Tensor], Tensor] = torch.abs) -> Tensor:
-    """``values`` [N] where they are among the k largest in magnitude, zero elsewhere."""
+    """``values`` [N] with all but the k largest in magnitude (or ``by`` another key) set to 0."""
     places = by(values).topk(KEPT).indices
     return torch.zeros_like(values).index_copy(0, places, values[places])
 

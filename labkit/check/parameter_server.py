@@ -1,6 +1,6 @@
 """Checks of the parameter server's parts: the server, a worker, and ranks that are both.
 
-Where only one part is the learner's, the other ranks run this module's.
+Where the learner writes only one of the parts, the other ranks run this module's code.
 
 Symbols: P ranks, K servers (the first ranks), v the parameters [N], g_r the sum of the gradients
 of rank r's samples [N], B the samples of all workers.
@@ -19,7 +19,7 @@ from labkit.costs.traffic import Cost, parameter_server_cost, ring_all_reduce_co
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 
 LR = 0.1
-# Not divisible by any number of ranks that is tried, so that no wrong divisor comes out right.
+# Different from every number of ranks, so that a wrong divisor never gives the right result.
 BATCH_SIZE = 7
 
 
@@ -44,8 +44,8 @@ def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
 def worker(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, gradient, values, servers)``, one step of the ranks from ``servers`` on.
 
-    It must send slice k of ``gradient`` to server k, which is rank k, and receive into slice k of
-    ``values`` what comes back from there. The slices are ``chunk_bounds(N, servers)``.
+    It must send slice k of ``gradient`` to server k, which is rank k, and receive the answer of
+    server k into slice k of ``values``. The slices are ``chunk_bounds(N, servers)``.
     """
     exercise = Exercise(
         "parameter_server.worker",
@@ -64,8 +64,8 @@ def worker(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
 def shards(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, gradient, values, batch_size)``: every rank is server and worker.
 
-    All ranks must end with ``values - 0.1 * (sum of all gradients) / batch_size``, in place and to
-    the bit alike, and none may send more than in a ring.
+    All ranks must end with ``values - 0.1 * (sum of all gradients) / batch_size``, in place and
+    equal to the bit, and no rank may send more than in a ring all-reduce.
     """
     exercise = Exercise(
         "parameter_server.shards",
@@ -134,12 +134,12 @@ def _all_but_0(case: Case) -> range:
 
 
 def _server_right(rank: int, case: Case, workers_value: Tensor) -> Tensor:
-    """A mistake that only the workers see."""
+    """The values on ``rank`` if only those of the workers are wrong."""
     return workers_value if rank else _updated(case, _all_but_0(case))
 
 
 def _sum_of_sums(case: Case) -> Tensor:
-    """Of the first push, of the first two, and so on."""
+    """The sum of the first push, plus the sum of the first two, and so on, up to all."""
     return case.over_ranks(lambda last: _sum(case, range(1, last + 1)))
 
 

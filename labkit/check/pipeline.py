@@ -50,9 +50,9 @@ def bubble(fn: Callable) -> Verdict:
 def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(stage, num_stages, num_micro_batches)``: the actions of a stage by 1F1B.
 
-    On paper first: each action once, in an order that can finish, no more micro-batches held and
-    no longer a step than 1F1B has. Such streams are then executed: each rank trains its stage by
-    them, and has to find the gradients of one device.
+    The streams are first judged on paper: they have to contain each action once, in an order that
+    can finish, hold no more micro-batches and take no longer than 1F1B. If they are, each rank
+    trains its stage by its stream, and has to get the gradients of one device.
     """
     name = "pipeline.one_f_one_b"
     questions = [
@@ -75,8 +75,9 @@ def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> 
 def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, hop, outgoing, landing)``: carry out one ``schedules.Hop``.
 
-    ``outgoing`` is what to send and ``landing`` the memory to receive into; None where the hop has
-    no such half. All hops of a 1F1B step are played. Target: one call of comm per hop.
+    ``outgoing`` is the tensor to send and ``landing`` the tensor to receive into; None if the hop
+    does not send, or does not receive. All hops of a 1F1B step are carried out. Target: one
+    call of comm per hop.
     """
     return returns(
         fn,
@@ -89,7 +90,7 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     )
 
 
-# The bubble of a predicted_slots
+# The bubble of a timetable
 
 
 def _share_of(fn: Callable, slots: list[Slot]) -> float:
@@ -106,7 +107,7 @@ def _wrong_bubble(question: Question, answer: float) -> Mistake | None:
 
 
 def _tables() -> dict[str, list[Slot]]:
-    """The last three tell mistakes apart that the textbook's table lets pass."""
+    """The last three reveal mistakes that do not show in a textbook's timetable."""
     gpipe, one_f_one_b = schedules.gpipe, schedules.one_f_one_b
     late = [
         slot._replace(start_s=slot.start_s + 10, end_s=slot.end_s + 10)
@@ -181,12 +182,12 @@ def _stream_of(fn: Callable, stage: int, P: int, M: int) -> list[Action]:
     """What ``fn`` yields for a stage; an action may also be a pair, or "F3".
 
     Raises:
-        Wrong: it is something else.
+        Wrong: ``fn`` returns nothing, or something that is not an action.
     """
     yielded = fn(stage, P, M)
     if yielded is None:
         raise Wrong(Mistake("stream.nothing"))
-    # An endless loop must not become one here.
+    # An endless generator must not hang the check.
     return [_action(thing) for thing in itertools.islice(yielded, 4 * M + 4)]
 
 
@@ -220,7 +221,7 @@ def _wrong_streams(question: Question, streams: Streams) -> Mistake | None:
 
 
 def _well_known(streams: Streams, M: int) -> Mistake | None:
-    """A well-known mistake, with what it leads to."""
+    """A well-known mistake with its consequence, or None."""
     P = len(streams)
     if streams == _right_streams(P, M):
         return None
@@ -235,7 +236,7 @@ def _well_known(streams: Streams, M: int) -> Mistake | None:
 
 
 def _problem(streams: Streams, M: int) -> Mistake | None:
-    """What is wrong with streams that may be anything; None for those as good as 1F1B's."""
+    """Return what is wrong with the streams; None if they are as good as those of 1F1B."""
     right = _right_stages(streams, M)
     for stage, stream in enumerate(streams):
         if found := _of_one_stage(stream, M):
@@ -271,7 +272,7 @@ def _of_timetable(streams: Streams, M: int, right: str) -> Mistake | None:
 
 
 def _of_one_stage(stream: list[Action], M: int) -> Mistake | None:
-    """What is wrong with a stream by itself."""
+    """What is wrong with a single stream."""
     wanted = [Action(kind, m) for kind in ("forward", "backward") for m in range(M)]
     if strange := [a for a in stream if a not in wanted]:
         id = "stream.strange_forward" if strange[0].kind == "forward" else "stream.strange"
@@ -295,8 +296,8 @@ def _right_stages(streams: Streams, M: int) -> str:
     pairs = zip(streams, _right_streams(len(streams), M))
     right = [str(stage) for stage, (found, due) in enumerate(pairs) if found == due]
     if len(right) == 1:
-        return f" (stage {right[0]} alone is right)"
-    return f" (stages {', '.join(right)} alone are right)" if right else ""
+        return f" (only stage {right[0]} is right)"
+    return f" (only stages {', '.join(right)} are right)" if right else ""
 
 
 # The 1F1B stream, executed
@@ -315,7 +316,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 
 def _train_by(fn: Callable, comm: Comm) -> list[Tensor | None]:
-    """Forward and backward of this rank's stage by ``fn``'s stream: its gradients."""
+    """Run this rank's stage by ``fn``'s stream; return its gradients, by parameter."""
     split_points = range(1, comm.world_size)
     stage = Stage(comm, _model(comm.world_size), split_points, make_optimizer=torch.optim.SGD)
     inputs, targets = _batch()
@@ -327,13 +328,13 @@ def _train_by(fn: Callable, comm: Comm) -> list[Tensor | None]:
 
 
 def _gradients_alone(rank: int, case: Case) -> list[Tensor | None]:
-    """Of layer ``rank``, which is that rank's stage."""
+    """The gradients of layer ``rank``, that rank's stage, in one process."""
     model, (inputs, targets) = _model(case.world_size), _batch()
     functional.cross_entropy(model(inputs), targets).backward()
     return [parameter.grad for parameter in model[rank].parameters()]
 
 
-# The hop, played
+# The hop, carried out
 
 
 def _hops(rank: int, P: int) -> list[Hop]:
@@ -342,12 +343,12 @@ def _hops(rank: int, P: int) -> list[Hop]:
 
 
 def _payload(message: Message, source: int) -> Tensor:
-    """[3]: what it is, of which micro-batch, from whom."""
+    """[3]: 1 for a gradient or 0 for an activation, the micro-batch, the sending rank."""
     return torch.tensor([float(message.kind == "gradient"), message.micro_batch, source])
 
 
 def _play(fn: Callable, comm: Comm) -> tuple[list[list[float]], int, int]:
-    """All hops of a step, without the work between them: what landed; calls of comm, and hops."""
+    """Carry out all hops of a step: what landed, the calls of comm, the number of hops."""
     landed, hops, before = [], _hops(comm.rank, comm.world_size), comm.operations
     for one in hops:
         outgoing = _payload(one.send, comm.rank) if one.send else None

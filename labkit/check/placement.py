@@ -1,6 +1,6 @@
 """The check of page 08 without ranks: the best cuts of a profile, as good as the planner's.
 
-Symbols: L layers, P stages, a device each.
+Symbols: L layers, P stages, one device per stage.
 """
 
 import math
@@ -21,7 +21,7 @@ from labkit.units import format_bytes, format_count, format_seconds
 
 _NAME = "placement.best_cuts"
 _KIB, _MS = 1024, 1e-3
-# A learner adds up in another order than the planner.
+# A learner may add up in another order than the planner.
 _SAME = 1 + 1e-9
 
 Points = tuple[int, ...]
@@ -30,9 +30,10 @@ Points = tuple[int, ...]
 def best_cuts(fn: Callable) -> Verdict:
     """Grade ``fn(profile, max_stages, link, cap_bytes)``: the split points of the shortest step.
 
-    At most ``max_stages`` devices, one micro-batch, everything trained: a step is the compute of
-    all layers, and an activation and its gradient over each cut. No stage may need more than
-    ``cap_bytes``. Any split is right that is as quick as the planner's. Runs in this process.
+    There are at most ``max_stages`` devices and one micro-batch, and all parameters are trained: a
+    step takes the compute time of all layers, plus the time of an activation and of its gradient
+    over each cut. No stage may need more than ``cap_bytes``. Any split that is as quick as the
+    planner's is right. Runs in this process.
     """
     mistakes = [(id, partial(_search_by, rule)) for id, rule in MISTAKES]
     praise = f"all {len(CASES)} splits are as quick as the planner's, and keep their caps"
@@ -76,17 +77,17 @@ class _Case(NamedTuple):
         return predict_split(self.profile, points, self.link)
 
     def best_s(self) -> float:
-        """The planner's step, over all numbers of stages."""
+        """The planner's shortest step, over all numbers of stages."""
         found = []
         for stages in range(1, self.max_stages + 1):
-            with suppress(ValueError):  # so few stages cannot keep the cap
+            with suppress(ValueError):  # no split into so few stages keeps the cap
                 best = best_split(self.profile, stages, self.link, memory_cap_bytes=self.cap_bytes)
                 found.append(best.step_s)
         return min(found)
 
 
 def _profile(name: str, *layers: tuple[int, int, int, int]) -> Profile:
-    """By layer: ms forward (backward takes twice as long), KiB of output, parameters, held."""
+    """By layer: forward ms (backward takes twice that), KiB of output, parameters and held."""
     costs = (
         LayerCost(f"layer {i}", ms * _MS, 2 * ms * _MS, out * _KIB, own * _KIB, held * _KIB)
         for i, (ms, out, own, held) in enumerate(layers)
@@ -99,7 +100,7 @@ _FUNNEL = _profile(
     *("funnel", (4, 156, 2, 180), (2, 136, 6, 172), (2, 100, 10, 136), (1, 44, 14, 68)),
     *((3, 76, 18, 76), (4, 20, 28, 40), (3, 16, 34, 28), (4, 4, 50, 24), (1, 1, 96, 41)),
 )
-# Two narrow places, and wide ones between them.
+# Small outputs at two places, large ones between them.
 _DUMBBELL = _profile(
     *("dumbbell", (2, 90, 12, 60), (1, 16, 8, 80), (3, 200, 12, 70), (4, 180, 8, 90)),
     *((3, 220, 12, 60), (1, 12, 8, 70), (2, 70, 16, 50), (1, 8, 4, 60), (1, 2, 8, 60)),
@@ -141,7 +142,7 @@ def _wrong_split(case: _Case, answer: Any) -> Mistake | None:
     return Mistake("cuts.slower", points=points, yours=yours, best=best)
 
 
-# The search that is wanted, and what it finds with a mistake in it.
+# The right search, and the same search with a mistake in it.
 
 Cost = Callable[[_Case, Points], float]
 
@@ -156,7 +157,14 @@ def search(
     needed: Cost = _needed,
     cuts: str = "up to all",
 ) -> Points | None:
-    """The cheapest of all splits that keep the cap; None if there is none."""
+    """The cheapest of all splits that keep the cap; None if there is none.
+
+    Args:
+        case: the arguments of a call.
+        cost: what to minimise.
+        needed: the bytes to compare with the cap.
+        cuts: how many: "up to all", "all" that the devices allow, or the "fewest" that fit.
+    """
     layers, most = range(1, len(case.profile.layers)), case.max_stages - 1
     fitting = [
         points

@@ -15,7 +15,7 @@ from labkit.schedules.ring import chunk_bounds, owned_chunk
 
 
 def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
-    """Grade ``fn(comm, chunks)``, the first half of the ring, to the right.
+    """Grade ``fn(comm, chunks)``, the first half of the ring: share-reduce (reduce-scatter).
 
     At the end chunk (rank + 1) mod P holds the sum over the ranks, written in place. Target per
     rank: P - 1 messages of one chunk each, in P - 1 exchanges, all to its right neighbour.
@@ -34,11 +34,11 @@ def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
 def share_only(
     fn: Callable, *, to: str = "right", world_sizes: tuple[int, ...] = WORLD_SIZES
 ) -> Verdict:
-    """Grade ``fn(comm, chunks)``, the second half of the ring.
+    """Grade ``fn(comm, chunks)``, the second half of the ring: share-only (all-gather).
 
     It starts where share-reduce ends: chunk (rank + 1) mod P is complete, the others hold the
-    rank's own values. At the end all are complete. Target per rank: P - 1 messages of one chunk
-    each, in P - 1 exchanges, all to its right (or ``to="left"``) neighbour.
+    rank's own values. At the end all chunks are complete. Target per rank: P - 1 messages of one
+    chunk each, in P - 1 exchanges, all to its right neighbour, or to its left with ``to="left"``.
     """
     exercise = Exercise(
         "ring.share_only",
@@ -57,7 +57,7 @@ def all_reduce(
     """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
 
     Target per rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
-    2 (P - 1) exchanges, all to its right neighbour; the same to the bit on all ranks.
+    2 (P - 1) exchanges, all to its right neighbour. The results must be equal to the bit.
     """
     exercise = Exercise(
         "ring.all_reduce",
@@ -102,7 +102,7 @@ def _one_complete_chunk(rank: int, case: Case) -> tuple:
 
 
 def _leftward_cost(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
-    """Share-only to the left: a rank passes on every chunk but number ``rank``, its last."""
+    """Share-only to the left: a rank sends all chunks but chunk ``rank``, the last to come."""
     start, end = chunk_bounds(num_elements, world_size)[rank]
     steps = world_size - 1
     return Cost(steps, steps, (num_elements - (end - start)) * element_bytes)

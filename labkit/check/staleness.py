@@ -17,7 +17,7 @@ from labkit.schedules.staleness import in_time
 
 Event = tuple[str, int]
 
-# In the first everything goes in turn; in the last a worker pushes twice from one pull.
+# In the first the workers take turns; in the last a worker pushes twice after one pull.
 _HISTORIES = (
     (("pull", 1), ("push", 1), ("pull", 2), ("push", 2)),
     (("pull", 1), ("pull", 2), ("push", 2), ("push", 1)),
@@ -27,13 +27,13 @@ _HISTORIES = (
     ),
     (("pull", 1), ("pull", 2), ("push", 1), ("push", 1), ("push", 2)),
 )
-# Worker 1 pushes, V, {worker: the version it has pulled}, bound.
+# The pushing worker (1), V, {worker: the version that it has pulled}, the bound.
 _SITUATIONS = tuple(
     (1, version, dict(enumerate(pulled, start=1)), bound)
     for version in (0, 2, 3)
     for pulled in itertools.product((3, 2, 1, 0), repeat=3)
     for bound in (2, 3, 4)
-    # Only where nobody is too late already, as a server that keeps to the rule has it.
+    # A server that follows the rule meets only situations where no worker is too late already.
     if max(pulled) <= version and in_time(pulled, version, bound)
 )
 
@@ -55,8 +55,8 @@ def bookkeeping(fn: Callable) -> Verdict:
 def admission(fn: Callable) -> Verdict:
     """Grade ``fn(worker, version, pulled, bound)``: whether a push may be applied now.
 
-    ``pulled`` holds the version that each gradient under way is computed from (the worker's own,
-    too). Runs in this process.
+    ``pulled`` holds the version from which each worker, the pushing one included, computes its
+    current gradient. Runs in this process.
     """
     return answers(
         fn,
@@ -70,8 +70,8 @@ def admission(fn: Callable) -> Verdict:
 def server(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, parameters, num_updates)``: rank 0 of an asynchronous parameter server.
 
-    Workers send a gradient [W] and receive the parameters [W], worker w doing so w times.
-    ``parameters`` [W] has to become parameters - gradient with each. Target: one message per push.
+    Worker w sends a gradient [W] and receives the parameters [W], w times. Each push has to change
+    ``parameters`` [W] in place to parameters - gradient. Target: one message per push.
     """
     return returns(
         fn,
@@ -96,7 +96,7 @@ def _by_version(
     first_pull: bool = False,
     every_event: bool = False,
 ) -> list[int]:
-    """The staleness of every push; each option is a mistake."""
+    """The staleness of every push; each option makes a mistake."""
     version, own, seen, late = 0, {}, {}, []
     for kind, worker in events:
         if kind == "push":

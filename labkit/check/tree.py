@@ -20,7 +20,7 @@ def all_reduce(
     """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
 
     Target per rank, where P is a power of two: log2 P exchanges of S bytes, each with the rank
-    whose number differs in one bit. For any other P only the result is looked at.
+    whose number differs in one bit. For any other P only the result is judged.
     """
     exercise = Exercise(
         "tree.all_reduce", expected=partial(reduced, op), target=_target, same_bits=True

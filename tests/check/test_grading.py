@@ -1,4 +1,4 @@
-"""The kit that all checks share: verdicts, their words, and a page's own exercises."""
+"""What all checks share: verdicts, their words, and a page's own exercises."""
 
 import subprocess
 import sys
@@ -78,11 +78,9 @@ def test_a_page_can_grade_an_exercise_of_its_own(verdicts):
     assert "messages   1         1         1" in repr(right)
     left, kept = verdicts[tell_left], verdicts[keep]
     assert {"value.differs", "peers.left"} <= {*left.ids}
-    assert "with 3 ranks, rank 0 is the first that is wrong: it is 10.0, expected 20.0" in repr(
-        left
-    )
+    assert "rank 0 is the first with a wrong result: it is 10.0, expected 20.0" in repr(left)
     assert "traffic.nothing" in kept.ids
-    assert "rank 0 is the first that is wrong: it is the rank's own number" in repr(kept)
+    assert "rank 0 is the first with a wrong result: it is the rank's own number" in repr(kept)
 
 
 def test_a_function_without_ranks_is_graded_by_its_answers(capsys):
@@ -96,7 +94,7 @@ def test_a_function_without_ranks_is_graded_by_its_answers(capsys):
     assert check.answers(lambda a, b: a[b], sums).ids == ["answer.raised"]
     said = capsys.readouterr().out
     assert "passed: add\nall 2 answers are right" in said
-    assert "max(1, 2) is 3, and yours says 2: it is the larger one" in said
+    assert "max(1, 2) should return 3, but it returned 2: it is the larger one" in said
     assert "TypeError" in said
 
 
@@ -151,8 +149,8 @@ def test_the_checks_give_the_same_text_twice(verdicts):
     again = check.tree.all_reduce(tree.stops_after_one_round, world_sizes=(4,))
     assert repr(again) == repr(verdicts[tree.stops_after_one_round])
     assert repr(again).endswith(
-        "value: with 4 ranks and 96 elements, rank 0 is the first that is wrong: partial sum: it "
-        "holds rank 0 + rank 1, and lacks ranks 2 and 3\n\n"
+        "value: with 4 ranks and 96 elements, rank 0 is the first with a wrong result: partial "
+        "sum: it holds rank 0 + rank 1, and lacks ranks 2 and 3\n\n"
         "messages: with 4 ranks and 96 elements: 1, where the target is 2: one step too few"
     )
 
@@ -232,11 +230,12 @@ def test_only_the_server_of_ranks_imports_the_checks_with_labkit():
 def test_a_mistake_has_words_and_tells_of_those_inside_it():
     with pytest.raises(AssertionError, match="no words"):
         Mistake("ring.nonsense")
+    overwrote = "they overwrote the sum, instead of being added to it"
     inner = Mistake("sum.overwritten", rank=3)
     whole = Mistake("value.zeros")
     outer = Mistake("told.row", row="value", what=whole, why=inner, also=[None, inner])
     assert outer.ids == ["told.row", "value.zeros", "sum.overwritten", "sum.overwritten"]
-    held = "overwritten instead of added: it holds rank 3's values alone"
+    held = f"it holds only the values of rank 3: {overwrote}"
     assert str(outer) == f"value: it is all zeros: {held}. {held}"
     assert named("a page's {own} words") == "a page's {own} words"
 
@@ -320,7 +319,7 @@ def test_a_stream_right_on_paper_is_trained_with_on_ranks():
     calls = []
 
     def right_at_first(stage, P, M):
-        """Right while it is looked at on paper; on a rank, M = 5 with P = 2 comes first here."""
+        """Right on paper; wrong for P = 2 and M = 5, which only the ranks ask for."""
         calls.append(stage)
         return in_words(stage, P, M) if (P, M) != (2, 5) else map(str, gpipe(stage, P, M + 1))
 

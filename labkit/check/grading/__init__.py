@@ -1,6 +1,6 @@
 """What all checks share: run a learner's function, judge values and traffic, say what is wrong.
 
-``exercise`` says what is sent through a learner's function; ``on_ranks`` and ``in_process`` call
+``exercise`` holds what a learner's function is called with; ``on_ranks`` and ``in_process`` call
 it; ``values`` (with ``compare`` and ``contents``) and ``traffic`` judge; ``words`` has the
 sentence of every mistake, and ``report`` the table. ``grader`` puts them together.
 """

@@ -1,4 +1,4 @@
-"""Comparing what a rank ended with and what it should have ended with."""
+"""Compare the result of a rank with the expected one."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from labkit.check.grading.words import Mistake
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Equal up to float32 rounding, through lists; an expected entry of None is not looked at."""
+    """Whether two values, or lists, are equal up to rounding; an expected None fits any entry."""
     if isinstance(expected, torch.Tensor):
         if not isinstance(value, torch.Tensor) or value.shape != expected.shape:
             return False
@@ -24,12 +24,12 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def close(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Which numbers of two tensors of one shape are equal up to float32 rounding."""
+    """Which elements of two tensors of one shape are equal up to float32 rounding."""
     return torch.isclose(value.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
 def agree(answer: Any, due: Any) -> bool:
-    """Whether an answer is the expected one: exactly, except for a float's last digits."""
+    """Whether an answer equals the expected one: exactly, except for the rounding of floats."""
     try:
         if isinstance(answer, float) and isinstance(due, (int, float)):
             return math.isclose(answer, due, rel_tol=1e-6, abs_tol=1e-9)
@@ -39,7 +39,7 @@ def agree(answer: Any, due: Any) -> bool:
 
 
 def other_kind(value: Any, expected: Any) -> Mistake | None:
-    """The mistake of a value of another kind or shape than expected."""
+    """Return the mistake if the value has another kind or shape than expected, else None."""
     found, due = _kind(value), _kind(expected)
     return None if found == due else Mistake("value.kind", found=found, due=due)
 
@@ -55,7 +55,7 @@ def _kind(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A value in a sentence: tensors as lists, numbers with four digits."""
+    """Format a value for a sentence: tensors as lists, floats with four digits."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a wrong tensor is made of, and the mistake that makes it so.
+"""What a wrong tensor is made of, and the mistake that explains it.
 
 The inputs are random, so one linear solve tells how a value was put together: "rank 0's chunk 1
 once, rank 2's chunk 1 twice". Comparing that with what should be in it names the mistake.
@@ -15,12 +15,12 @@ Contents = dict[Piece, float]  # how many times each piece is in a value
 
 
 def contents(value: torch.Tensor, basis: dict[Piece, torch.Tensor], chunk: int) -> Contents | None:
-    """How often each piece is in ``value``; None where that cannot be told.
+    """Return how many times each piece is in ``value``, or None if that cannot be told.
 
     Args:
         value: [n].
         basis: piece -> [n]; pieces of another shape are left out.
-        chunk: the one to look at alone when n is too small to tell all pieces apart.
+        chunk: the only chunk to consider if n is too small to tell all pieces apart.
     """
     pieces = {key: piece for key, piece in basis.items() if piece.shape == value.shape}
     if len(pieces) > value.numel():
@@ -30,7 +30,7 @@ def contents(value: torch.Tensor, basis: dict[Piece, torch.Tensor], chunk: int) 
     matrix = torch.stack([piece.double().flatten() for piece in pieces.values()], dim=1)
     target = value.double().reshape(-1, 1)
     solution = torch.linalg.lstsq(matrix, target).solution
-    # Whole numbers, and what dividing by 2, 3 or 4 ranks makes of them.
+    # Multiples of 1 / 12: whole numbers, also divided by 2, 3 or 4 ranks.
     exact = (solution * 12).round() / 12
     if not torch.allclose(matrix @ exact, target, rtol=1e-3, atol=1e-3):
         return None
@@ -38,11 +38,11 @@ def contents(value: torch.Tensor, basis: dict[Piece, torch.Tensor], chunk: int) 
 
 
 def name_mistake(found: Contents, wanted: Contents, own: Piece, world_size: int) -> Mistake:
-    """The mistake that the difference between two contents looks like.
+    """Return the mistake that the difference between two contents looks like.
 
     Args:
-        found: what is in the value.
-        wanted: what should be.
+        found: the contents of the value.
+        wanted: the expected contents.
         own: the piece that the rank itself started with.
         world_size: P.
     """

@@ -1,7 +1,8 @@
-"""What a check sends through a learner's function, and what each call leaves behind.
+"""What a check calls a learner's function with, and what each call leaves behind.
 
-An ``Exercise`` is the data that a function is graded by: ``inputs`` are its arguments on each
-rank, ``cases`` the sizes and roots that are tried, ``call`` is how it is called. The rest judges.
+An ``Exercise`` is the data by which a function is graded: ``inputs`` are its arguments on each
+rank, ``cases`` the sizes and roots that are tried, ``call`` is how it is called. The other fields
+judge the outcome.
 
 Symbols: P ranks.
 """
@@ -18,18 +19,18 @@ from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost
 from labkit.units import format_count
 
-# The first is divisible by 2, 3 and 4, and leaves enough numbers per chunk to tell what is in it.
+# The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
 
 
 def random_tensor(seed: int, *shape: int) -> Tensor:
-    """float32, the same each time."""
+    """A random tensor, float32, always the same for the same seed and shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def with_parameters(layers: nn.Sequential, seed: int) -> nn.Sequential:
-    """The same layers, with the same parameters each time."""
+    """Fill the layers with random parameters, always the same for the same seed; return them."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in layers.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -37,7 +38,7 @@ def with_parameters(layers: nn.Sequential, seed: int) -> nn.Sequential:
 
 
 class Target(NamedTuple):
-    """What one rank may spend on one call; None is not looked at.
+    """The traffic that one rank may cause in one call; a field of None is not judged.
 
     ``operations`` counts the calls of send, recv and exchange; ``peers`` are the ranks it may send
     to.
@@ -58,7 +59,7 @@ class Case:
     root: int = 0
 
     def tensor(self, rank: int) -> Tensor:
-        """What ``rank`` starts with: float32 [size], random, the same each time."""
+        """What ``rank`` starts with: float32 [size], random, always the same for one case."""
         return random_tensor(97 * rank + self.size + 1, self.size)
 
     def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
@@ -70,7 +71,7 @@ class Case:
         return self.over_ranks(lambda rank: self.tensor(rank).double()).float()
 
     def target(self, cost_of: Callable[..., Cost], *which: int, peers: Iterable[int]) -> Target:
-        """By a formula of ``labkit.costs.traffic``; ``which`` is the rank, and the root if any."""
+        """The target by a formula of ``labkit.costs.traffic``; ``which``: the rank, any root."""
         cost = cost_of(self.size, 4, self.world_size, *which)
         return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
 
@@ -101,7 +102,7 @@ def tensor_and_root(rank: int, case: Case) -> tuple:
 
 
 def no_arguments(rank: int, case: Case) -> tuple:
-    """For functions whose arguments ``call`` makes on the rank."""
+    """No arguments after ``comm``: for exercises whose ``call`` makes them on the rank."""
     return ()
 
 
@@ -111,7 +112,7 @@ def call_plainly(fn: Callable, comm: Comm, *args: Any) -> Any:
 
 
 def nothing(rank: int, case: Case) -> Any:
-    """What is expected where nothing is: None, or anything where a tensor is written in place."""
+    """Expect None, or anything if a tensor is written in place."""
     return None
 
 
@@ -120,28 +121,28 @@ class Exercise:
     """What a function has to do on P ranks.
 
     Attributes:
-        name: how the verdict calls it.
+        name: its name in the verdict.
         expected: (rank, case) -> what the rank must end with: a tensor, a number, or a list of
-            them. None stands for "anything" where it is written in place, and in a list.
+            them. None means "anything" for a value written in place, and for an entry of a list.
         inputs: (rank, case) -> the arguments after ``comm``, made on the rank.
-        signature: the arguments in words, for the sentence about a wrong number of them.
-        written: which argument after ``comm`` is written in place, and graded; None where what
-            the function returns is graded.
-        chunked: name the first wrong chunk: the tensor is thought of as P chunks.
-        target: (rank, case) -> Target, of each rank.
-        total: case -> Target of all ranks together (``operations`` of the busiest), for tasks
-            that do not say which rank sends.
+        signature: the names of all arguments, in one string.
+        written: the position of the argument after ``comm`` that is written in place and graded;
+            None if the returned value is graded.
+        chunked: judge the tensor as P chunks, and name the first wrong one.
+        target: (rank, case) -> Target of this rank.
+        total: case -> Target of all ranks together (``operations`` of the busiest rank), for
+            exercises that do not prescribe which rank sends.
         same_bits: the ranks must agree to the bit.
         mistakes: a mistake's id (or a page's own sentence) -> (rank, case) -> the wrong value that
-            it leads to. One that explains all ranks goes before one that explains the first wrong
-            rank alone.
+            it leads to. A mistake that explains all ranks is preferred to a mistake that explains
+            only the first wrong rank.
         judge: (case, values by rank) -> what is wrong, or None; used instead of ``expected``
-            where the ranks must be looked at together.
-        call: how the function is called on a rank. It returns what is graded, or a ``Mistake``
-            that the rank has noticed itself.
-        sizes: the elements of a rank's tensor, most telling first; () where there is no tensor
-            whose size could change.
-        rooted: what ``case.root`` is, in a word, if every rank takes its turn at it.
+            where the ranks must be judged together.
+        call: (fn, comm, *inputs) -> what is graded, or a ``Mistake`` that the rank has noticed
+            itself.
+        sizes: the numbers of elements to try in a rank's tensor, the most informative first; ()
+            if the exercise has no tensor of variable size.
+        rooted: the word for ``case.root`` in a sentence, if each rank is tried as root; else "".
     """
 
     name: str
@@ -167,7 +168,7 @@ class Exercise:
         return cases + [Case(world_size, sizes[0], root) for root in others]
 
     def to_run(self) -> "Exercise":
-        """Without what only judges: a page's own functions may hold what cannot travel."""
+        """The same without its judging fields, whose functions may not be picklable."""
         parts = {"expected": nothing, "target": None, "total": None, "judge": None, "mistakes": {}}
         return replace(self, **parts)
 
@@ -178,9 +179,9 @@ class Problem:
 
     Attributes:
         row: the row of the table.
-        cell: what stands in it.
-        mistake: what to tell about it; None where another row's mistake explains this one.
-        named: whether a mistake is named, and not only the numbers.
+        cell: the text of its cell.
+        mistake: what to tell about it; None if another row's mistake explains this one.
+        named: whether the mistake has a name, not only numbers.
     """
 
     row: str
@@ -190,14 +191,14 @@ class Problem:
 
 
 def at_its_size(problem: Problem, case: Case, exercise: Exercise) -> Problem:
-    """The cell names its size where that is not the one of the rest of the table."""
+    """Add the size to the problem's cell, if the rest of the table is for another size."""
     if not exercise.sizes or case.size == exercise.sizes[0]:
         return problem
     return replace(problem, cell=f"{problem.cell} (at {case.size})")
 
 
 def where(case: Case, exercise: Exercise) -> str:
-    """``with 4 ranks and 10 elements``, and the root where there is one."""
+    """The case in words: ``with 4 ranks and 10 elements``, and the root if there is one."""
     text = f"with {format_count(case.world_size, 'rank')}"
     if exercise.sizes:
         text += f" and {format_count(case.size, 'element')}"

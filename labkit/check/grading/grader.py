@@ -1,7 +1,7 @@
-"""Run a learner's function on real ranks, and judge what it did.
+"""Run a learner's function on real ranks, and judge its results and its traffic.
 
-``grade`` runs it on each world size (one ``labkit.run`` each, all sizes of tensor inside it),
-looks at values and at traffic, prints one short table, and never raises.
+``grade`` makes one ``labkit.run`` per world size, with all tensor sizes in it, judges values and
+traffic, prints one short table, and never raises.
 """
 
 import inspect
@@ -22,14 +22,15 @@ WORLD_SIZES = (2, 3, 4)
 
 
 def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
-    """Run ``fn`` on real ranks, print how it went, and return the same as an object.
+    """Run ``fn`` on real ranks, print the verdict and return it.
 
     Args:
-        fn: the learner's function, called as ``exercise.signature`` says.
-        exercise: what it has to do.
+        fn: the learner's function, called with the arguments of ``exercise.signature``.
+        exercise: what ``fn`` has to do.
         world_sizes: the P to try, in this order.
 
-    Raises nothing: whatever happens is told in the verdict.
+    Returns:
+        The verdict. Nothing is raised: the verdict tells every failure.
     """
 
     def judge() -> Verdict:
@@ -54,15 +55,17 @@ def returns(
     """Grade a function by what each rank returns: an ``Exercise`` in one call.
 
     Args:
-        fn: the learner's function, called as ``signature`` says.
+        fn: the learner's function, called with the arguments of ``signature``.
         expected: (rank, case) -> what the rank must return.
-        name: of the exercise, the function's own by default.
+        name: the name of the exercise, by default that of the function.
         inputs: (rank, case) -> the arguments after ``comm``.
+        signature: the names of all arguments, in one string.
         world_sizes: the P to try, in this order.
-        sizes: the elements of ``case.tensor(rank)``, if it is used.
+        sizes: the numbers of elements to try in ``case.tensor(rank)``, if it is used.
         more: other fields of ``Exercise``: ``target=``, ``mistakes=``, ``judge=``.
 
-    Raises nothing, prints and returns as ``grade`` does.
+    Returns:
+        The verdict, as ``grade`` does.
     """
     name = name or getattr(fn, "__name__", type(fn).__name__)
     exercise = Exercise(name, expected, inputs, signature, written=None, sizes=sizes, **more)
@@ -70,7 +73,7 @@ def returns(
 
 
 def _misuse(fn: Callable, signature: str) -> Mistake | None:
-    """Why ``fn`` cannot even be called on a rank; None where it can."""
+    """Return why ``fn`` cannot be called on a rank, or None if it can."""
     if not callable(fn):
         return Mistake("fn.missing", kind=type(fn).__name__)
     takes = None
@@ -80,7 +83,7 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
     except TypeError:
         return Mistake("fn.signature", takes=takes, signature=signature)
     except ValueError:
-        pass  # a builtin that does not tell: the call will
+        pass  # a builtin without a signature: wrong arguments show in the call
     try:
         cloudpickle.dumps(fn)
     except Exception as error:
@@ -89,7 +92,7 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
 
 
 def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int]) -> Verdict:
-    """The verdict on a function that can be called, without printing it."""
+    """Return the verdict on a function that can be called, without printing it."""
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, Problem] = {}
     for world_size in world_sizes:
@@ -104,7 +107,7 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
             break
         found = value_problems(exercise, cases, outcomes)
         found += traffic_problems(exercise, cases, outcomes)
-        # Of two world sizes that go wrong alike, the larger one shows more of the mistake.
+        # Where two world sizes have the same problem, the larger one shows more of it.
         problems |= {problem.row: problem for problem in found}
         columns[world_size] = _column(exercise, cases[0], outcomes[0])
         for problem in found:
@@ -113,13 +116,13 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
 
 
 def _not_looked_at(problem: Problem, exercise: Exercise) -> dict[str, str]:
-    """The cells of what is compared only where nothing before it is wrong."""
+    """A dash for each row that is compared only if the rows before it are right."""
     rows = ["shape", "value", *(["same bits"] if exercise.same_bits else [])]
     return dict.fromkeys(rows[rows.index(problem.row) + 1 :] if problem.row in rows else [], "-")
 
 
 def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[str, str]:
-    """The cells of one world size, as they stand where nothing is wrong."""
+    """The cells of one world size if nothing is wrong."""
     cells = {"finished": "yes", "value": "right"}
     if exercise.judge is None:
         cells = {"finished": "yes", "shape": "right", "value": "right"}

@@ -12,7 +12,7 @@ from labkit.check.grading.words import Found, Mistake, named
 
 
 class Question(NamedTuple):
-    """One call of the learner's function: its arguments, and how a sentence names the call."""
+    """One call of the learner's function: its arguments, its name, the expected result."""
 
     args: tuple
     words: str
@@ -20,7 +20,7 @@ class Question(NamedTuple):
 
 
 class Wrong(Exception):
-    """Raised by a ``call`` whose result cannot be judged any further: carries the mistake."""
+    """Raised by ``call`` when an answer cannot be judged; carries the mistake."""
 
     def __init__(self, mistake: Mistake):
         super().__init__(str(mistake))
@@ -35,17 +35,18 @@ def answers(
     mistakes: Mapping[str, Callable[..., Any]] | None = None,
     kind: Callable[[Any], Any] | None = None,
 ) -> Verdict:
-    """Grade a function by what it returns, print how it went, and return the same as an object.
+    """Grade a function by what it returns, print the verdict and return it.
 
     Args:
         fn: the learner's function.
-        expected: the arguments -> what it must return for them; or pairs of the two.
-        name: of the exercise, the function's own by default.
+        expected: the arguments, a tuple -> the expected result; or a list of such pairs.
+        name: the name of the exercise, by default that of the function.
         mistakes: a mistake's id (or a page's own sentence) -> a function that makes this mistake.
-            It is told where all answers are those of that function.
-        kind: ``list`` or ``bool``, where what counts as one is as good.
+            The mistake is named if all answers equal those of that function.
+        kind: ``list`` or ``bool``, to convert each answer, so that other types are accepted.
 
-    Raises nothing: whatever happens is told in the verdict.
+    Returns:
+        The verdict. Nothing is raised: the verdict tells every failure.
     """
     own_name = getattr(fn, "__name__", type(fn).__name__)
     pairs = expected.items() if isinstance(expected, Mapping) else expected
@@ -62,7 +63,7 @@ def answers(
 
 
 def differs(question: Question, answer: Any) -> Mistake | None:
-    """What is wrong with an answer that has to be ``question.due``."""
+    """Return what is wrong with an answer, or None if it equals ``question.due``."""
     if agree(answer, question.due):
         return None
     if answer is None:
@@ -82,22 +83,24 @@ def ask(
     call: Callable[..., Any] = lambda fn, *args: fn(*args),
     right: Callable[[list], str] = lambda answers: f"all {len(answers)} answers are right",
 ) -> Verdict:
-    """The verdict on ``fn``'s answers, without printing it.
+    """Return the verdict on ``fn``'s answers, without printing it.
 
     Args:
+        name: the name of the exercise.
+        fn: the learner's function.
         questions: the calls to make, in this order.
         problem: (question, answer) -> what is wrong with it, or None.
-        mistakes: (id, function that makes this mistake); the first one that gives all of the
-            learner's answers is told with the first wrong answer.
+        mistakes: (id, function that makes this mistake); the first whose answers all equal the
+            learner's explains the first wrong answer.
         call: how the function is called: (fn, arguments) -> its answer.
-        right: the answers -> the sentence for the case that none is wrong.
+        right: the answers -> the sentence to show if none is wrong.
     """
     if not callable(fn):
         return Verdict(name, NOT_YET, notes=[Mistake("fn.missing", kind=type(fn).__name__)])
     answers, broken = [], None
     for question in questions:
         try:
-            # A copy: an answer may change what it is given.
+            # A copy, because the function may change its arguments.
             answers.append(call(fn, *copy.deepcopy(question.args)))
         except Exception as error:
             if from_a_stub(error):
@@ -126,6 +129,6 @@ def _explanation(asked: list[tuple[Question, Any]], mistakes: Iterable) -> Found
 
 
 def from_a_stub(error: Exception) -> bool:
-    """Whether the learner has not begun: the stub's own line raised this."""
+    """Whether ``error`` was raised by the stub's own line: the learner has not begun."""
     last_line = extract_tb(error.__traceback__)[-1].line or ""
     return isinstance(error, NotImplementedError) and STUB in last_line

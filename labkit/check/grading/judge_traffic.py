@@ -1,4 +1,4 @@
-"""Did the ranks send what the algorithm sends: messages, bytes, to whom, in how many rounds.
+"""Compare what the ranks sent with the target: messages, bytes, peers and rounds.
 
 Symbols: P ranks, S bytes of a rank's tensor.
 """
@@ -17,7 +17,7 @@ from labkit.check.grading.exercise import (
 )
 from labkit.check.grading.words import Mistake
 
-# A row of the table -> the field of an outcome, and of a target, that it shows.
+# A row of the table -> the field of an outcome and of a target that it shows.
 FIELDS = {"messages": "messages", "bytes": "num_bytes", "peers": "peers", "rounds": "operations"}
 COUNTED = ("messages", "bytes", "rounds")
 Ranks = tuple[Outcome, ...]
@@ -26,13 +26,13 @@ Ranks = tuple[Outcome, ...]
 def traffic_problems(
     exercise: Exercise, cases: list[Case], outcomes: list[Ranks]
 ) -> list[Problem]:
-    """For each row of the table the first problem, over the cases in their order."""
+    """Return the first problem of each row of the table, over the cases in order."""
     problems: dict[str, Problem] = {}
     for case, ranks in zip(cases, outcomes):
         for problem in _problems(exercise, case, ranks):
             problems.setdefault(problem.row, at_its_size(problem, case, exercise))
     found = [problems[row] for row in FIELDS if row in problems]
-    # Another number of messages explains other bytes and rounds: the table shows them.
+    # A wrong number of messages explains wrong bytes and rounds: only the table shows those.
     return [p if p.named or p is found[0] else replace(p, mistake=None) for p in found]
 
 
@@ -62,7 +62,7 @@ def _problems(exercise: Exercise, case: Case, ranks: Ranks) -> list[Problem]:
 
 
 def by_rank(row: str, things: Iterable[Outcome | Target]) -> list:
-    """What each outcome, or target, has in a row of the table."""
+    """The numbers of the outcomes, or targets, in a row of the table, by rank."""
     return [getattr(thing, FIELDS[row]) for thing in things]
 
 
@@ -82,7 +82,7 @@ def _differs(spent: int, due: int | None, exercise: Exercise, case: Case) -> boo
 
 
 def counts(numbers: list) -> str:
-    """``3`` where all ranks have it, ``3 1 1 1`` by rank where they differ."""
+    """``3`` if all ranks have the same number, else the numbers by rank: ``3 1 1 1``."""
     return str(numbers[0]) if len(set(numbers)) == 1 else " ".join(map(str, numbers))
 
 
@@ -115,7 +115,7 @@ def _look_together(messages: int, due: int) -> Mistake | None:
 
 
 def _bottleneck(ranks: Ranks, targets: list[Target]) -> Mistake | None:
-    """Ranks that all send to one, unless that is what they have to do."""
+    """The mistake that all ranks send to one, unless the target asks for that."""
     hub = _hub([set(outcome.bytes_to) for outcome in ranks])
     if hub is None or hub == _hub([target.peers for target in targets]):
         return None
@@ -123,7 +123,7 @@ def _bottleneck(ranks: Ranks, targets: list[Target]) -> Mistake | None:
 
 
 def _hub(peers: list) -> int | None:
-    """The one rank that each other one sends to; of two ranks, none."""
+    """The only rank to which all others send; None if there is none, or with two ranks."""
     P = len(peers)
     for hub in range(P if P > 2 else 0):
         if all(peers[rank] == {hub} for rank in range(P) if rank != hub):
@@ -132,7 +132,7 @@ def _hub(peers: list) -> int | None:
 
 
 def _peers(place: str, ranks: Ranks, targets: list[Target], hub: Mistake | None) -> list[Problem]:
-    """The first rank that sends to one that it may not send to."""
+    """The problem of the first rank that sends to a peer that is not allowed, if any."""
     P = len(ranks)
     for rank, (outcome, target) in enumerate(zip(ranks, targets)):
         if target.peers is None or not (stray := set(outcome.bytes_to) - target.peers):
@@ -142,7 +142,7 @@ def _peers(place: str, ranks: Ranks, targets: list[Target], hub: Mistake | None)
             why = Mistake("peers.left")
         elif not why and stray == {right} and target.peers == {left}:
             why = Mistake("peers.right")
-        to, may = (", ".join(map(str, sorted(ranks))) for ranks in (stray, target.peers))
+        to, may = (", ".join(map(str, sorted(peers))) for peers in (stray, target.peers))
         to = f"rank {to}" if len(stray) == 1 else f"ranks {to}"
         told = Mistake("peers.wrong", why, place=place, rank=rank, stray=to, allowed=may or "none")
         return [Problem("peers", "wrong", told)]

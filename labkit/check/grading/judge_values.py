@@ -1,6 +1,6 @@
-"""Are the values right, and if not: which rank and which part is the first that is wrong, and why.
+"""Judge the values: name the first wrong rank and part, and what is wrong with it.
 
-What is in a wrong tensor is worked out in ``labkit.check.grading.contents``.
+``labkit.check.grading.contents`` works out what a wrong tensor is made of.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ Ranks = tuple[Outcome, ...]
 
 
 def value_problems(exercise: Exercise, cases: list[Case], outcomes: list[Ranks]) -> list[Problem]:
-    """The first problem with the values, over the cases in their order; none, or one."""
+    """Return the first problem with the values, over the cases in order: a list of at most one."""
     for case, ranks in zip(cases, outcomes):
         found = _told(exercise, case, [outcome.value for outcome in ranks])
         if not found and exercise.judge is None:
@@ -29,7 +29,7 @@ def value_problems(exercise: Exercise, cases: list[Case], outcomes: list[Ranks])
 
 
 def _told(exercise: Exercise, case: Case, values: list[Any]) -> Problem | None:
-    """What a rank has found wrong itself, or what the exercise's judge has."""
+    """What a rank has noticed itself, or what the exercise's judge has found."""
     place = where(case, exercise)
     noticed = [rank for rank, value in enumerate(values) if isinstance(value, Mistake)]
     if noticed:
@@ -71,7 +71,7 @@ def _graded_same(exercise: Exercise, value: Any, expected: Any) -> bool:
 def _whole_mistake(
     exercise: Exercise, case: Case, ranks: Ranks, expected: Any, rank: int
 ) -> Found:
-    """A mistake that explains the whole value: one of the exercise, or a result kept elsewhere."""
+    """A mistake that explains the whole value: the exercise's own, or a result in new tensors."""
     for these in (range(case.world_size), [rank]):
         for key, wrong in exercise.mistakes.items():
             if all(same(ranks[r].value, wrong(r, case)) for r in these):
@@ -96,7 +96,7 @@ def _part_mistake(
 
 
 class _Part(NamedTuple):
-    """What is compared by itself: an entry of a list, a chunk, or the whole value (no name)."""
+    """What is compared separately: an entry of a list, a chunk, or the whole value (no name)."""
 
     name: str
     index: int
@@ -120,7 +120,7 @@ def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_P
 
 
 def _look(exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_Part]) -> Mistake:
-    """What a wrong tensor looks like."""
+    """The mistake that a wrong tensor looks like."""
     value, due = wrong.value, wrong.due
     if kind := other_kind(value, due):
         return kind

@@ -10,19 +10,20 @@ from labkit.comm.comm import Comm
 from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.runtime.launch import run
 
-# A correct attempt takes milliseconds: these limits end endless loops, over all cases, then over
-# one. A run that raised gets the longer one again: a busy machine may start its ranks late.
+# A correct attempt takes milliseconds: these limits end endless loops, in the run of all cases and
+# then in runs of one case each. After an error that is not a timeout, the second runs get the
+# longer limit, too: a busy machine may start its ranks late.
 TIMEOUT_S = 10.0
 AGAIN_S = 3.0
 
 
 class DidNotFinish(Exception):
-    """A run that ended in an error: ``stuck`` or ``error``, and its story as a mistake."""
+    """A run that ended in an error: its ``ending``, ``stuck`` or ``error``, and its mistake."""
 
     def __init__(self, error: Exception, place: str = ""):
         self.ending = "stuck" if isinstance(error, DeadlockError) else "error"
         traceback = getattr(error, "worker_traceback", "")
-        # Lines of code are indented by four in a traceback, places by two, the error by nothing.
+        # In a traceback, code is indented by four spaces, places by two, the error by none.
         last_frame = re.split(r"\n(?=  \S)", f"\n{traceback}")[-1]
         unwritten = rf"  .*\n    .*{STUB}\b(?s:.*)\nNotImplementedError\b"
         self.not_attempted = re.match(unwritten, last_frame) is not None
@@ -32,7 +33,7 @@ class DidNotFinish(Exception):
 
 
 def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tuple[Outcome, ...]]:
-    """What ``fn`` left behind, by case, then by rank. All cases have one world size.
+    """Return what ``fn`` left behind, by case, then by rank. All cases have one world size.
 
     Raises:
         DidNotFinish: a rank raised, left, or never ended.
@@ -44,8 +45,8 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tup
         if failure.not_attempted:
             raise failure from None
         again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
-    # Which case was it? With one case per run, no rank meets another one's next call, and the
-    # explanation names the learner's own lines only.
+    # Find the case that failed. With one case per run, no rank is in the next case, or in the
+    # barrier before it, so the explanation names only the learner's lines.
     for case in cases:
         try:
             _run(fn, exercise, [case], again_s)
@@ -66,7 +67,7 @@ def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) ->
     outcomes = []
     for number, case in enumerate(cases):
         if number:
-            # What one call left unreceived must not be taken for a message of the next.
+            # A message that one call left unreceived must not be received by the next call.
             comm.barrier()
         outcomes.append(_call(comm, fn, exercise, case))
     return outcomes
@@ -82,7 +83,7 @@ def _call(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
     if exercise.written is None or isinstance(returned, Mistake):
         value, meant = returned, None
     messages, num_bytes, operations = (now - then for now, then in zip(_spent(comm), before))
-    # Counters: what is left are the peers that something was sent to.
+    # Subtracting Counters keeps only the peers to which something was sent.
     return Outcome(value, meant, messages, num_bytes, operations, comm.bytes_to - sent_before)
 
 

@@ -1,4 +1,4 @@
-"""The verdict of a check: one short table, as text and as HTML, the same each time."""
+"""The verdict of a check: one short table, as text and as HTML."""
 
 import html
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from labkit.check.grading.words import Mistake
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
 
-# In a traceback's last line of code; PyTorch raises NotImplementedError too, for real mistakes.
+# A stub is told by this line, not by the type: PyTorch raises NotImplementedError, too.
 STUB = "raise NotImplementedError"
 
 
@@ -21,9 +21,10 @@ class Verdict:
         name: the exercise.
         status: ``passed``, ``not yet`` or ``not attempted yet``.
         columns: the world sizes in words, one per column.
-        rows: what was looked at -> a cell for each column.
-        notes: what is wrong, or what was right: mistakes, and sentences.
+        rows: what was judged -> one cell per column.
+        notes: mistakes, or sentences that say what is right.
         caption: what the numbers in the table are.
+        shown: whether the check has just printed it.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Verdict:
 
     @property
     def ids(self) -> list[str]:
-        """The ids of the mistakes that are named."""
+        """The ids of all mistakes in the notes."""
         return [i for note in self.notes if isinstance(note, Mistake) for i in note.ids]
 
     def __bool__(self) -> bool:
@@ -86,7 +87,7 @@ def _aligned(table: list[list[str]]) -> list[str]:
 
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
-    """Print the verdict that ``judge`` returns, or the one that says that it raised."""
+    """Print and return the verdict of ``judge``, or one that says which error it raised."""
     try:
         verdict = judge()
     except Exception as error:

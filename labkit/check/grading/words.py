@@ -1,8 +1,8 @@
 """The words of every diagnosis: a mistake has an id, and its sentence stands once, in words.toml.
 
-A judge names what it finds by id and numbers, as a ``Mistake``; only the report turns it into
-words. The first part of an id says who can find it: the kit (``value``, ``sum``, ``run`` ...), or
-an exercise.
+A judge describes what it finds as a ``Mistake``, an id with numbers; only the report turns it into
+words. The first part of an id says where it is found: in any exercise (``value``, ``sum``, ``run``
+...), or in a particular one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ WORDS: dict[str, str] = {
 
 
 class Mistake:
-    """What is wrong: an id, and what its words name.
+    """What is wrong: an id, and what its sentence is filled in with.
 
     Args:
         id: a key of ``WORDS``.
-        why: told after a colon, if any.
-        also: told after that, each as a sentence.
-        details: the numbers, texts and further mistakes that stand in the words.
+        why: the reason, added after a colon.
+        also: further sentences, added after the reason.
+        details: the numbers, texts and further mistakes that fill in the names in braces.
     """
 
     def __init__(self, id: str, why: Found = None, also: Iterable[Found] = (), **details: Any):
@@ -42,7 +42,7 @@ class Mistake:
         return f"Mistake({self.id!r}, {str(self)!r})"
 
     def explain(self, why: Found) -> None:
-        """Add ``why`` behind the last colon."""
+        """Add ``why`` to the innermost reason that has none yet."""
         if isinstance(self.why, Mistake):
             self.why.explain(why)
         else:
@@ -50,15 +50,15 @@ class Mistake:
 
     @property
     def ids(self) -> list[str]:
-        """Its own id, then those of the mistakes that it names."""
+        """The id of this mistake, then those of the mistakes in its details and reasons."""
         inner = [*self.details.values(), self.why, *self.also]
         return [self.id, *(i for one in inner if isinstance(one, Mistake) for i in one.ids)]
 
 
-# What a judge returns: a mistake, a page's own sentence, or nothing where nothing is wrong.
+# What a judge returns: a mistake, a page's own sentence, or None if nothing is wrong.
 Found = Mistake | str | None
 
 
 def named(key: str) -> Mistake | str:
-    """The mistake with this id; a page's own sentence stands for itself."""
+    """Return the mistake with this id, or ``key`` itself if it is a page's own sentence."""
     return Mistake(key) if key in WORDS else key

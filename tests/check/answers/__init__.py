@@ -1,1 +1,1 @@
-"""Answers to every exercise, right ones and wrong ones: a file has those of its set of checks."""
+"""Right and wrong answers to every exercise, one file per set of checks."""

@@ -16,7 +16,7 @@ travel_by_value(__name__)
 
 
 def buckets_that(close, first=True, order=reversed):
-    """Wrong rules: ``close(held, size, cap)`` before a parameter joins."""
+    """A rule that closes a bucket if ``close(held, size, cap)`` before a parameter joins it."""
 
     def fn(sizes, cap, first_cap):
         found, filling = [], []
@@ -313,7 +313,7 @@ WRONG_SAMPLES = [
 ANSWERS = [
     Answers(check.ddp.buckets, [right_rule, assign_buckets], WRONG_BUCKETS),
     Answers(check.ddp.average, [averages], WRONG_AVERAGES),
-    # With as many ranks as micro-batches it could not tell by which of them was divided.
+    # Three ranks would hide whether the sum was divided by them or by the three micro-batches.
     Answers(check.ddp.accumulate, [accumulates], WRONG_ACCUMULATIONS, 4),
     Answers(check.ddp.sampler, [samples], WRONG_SAMPLES),
 ]

@@ -20,7 +20,7 @@ def right(comm, tensor):
 
 
 def all_say(comm, mine):
-    """What the most doubtful of the ranks says, on all of them."""
+    """Whether all ranks say True, on every rank."""
     return bool(ring_all_reduce(comm, torch.tensor([int(mine)]), "min").item())
 
 

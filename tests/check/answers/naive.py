@@ -1,4 +1,4 @@
-"""Answers to ``check.naive``, and what is said of things that are no answer at all."""
+"""Answers to ``check.naive``, and things that are not an answer at all."""
 
 import sys
 import threading
@@ -67,11 +67,11 @@ ANSWERS = [
             (partial(through_rank_0, add=False), "sum.overwritten"),
             (partial(through_rank_0, first=2), "run.stuck"),
             (rank_0_forgets_itself, "sum.own_missing"),
-            (adds_what_comes_back, "sum.own_twice", "rank 1 is the first that is wrong"),
+            (adds_what_comes_back, "sum.own_twice", "rank 1 is the first with a wrong result"),
             (everyone_to_everyone, "traffic.off_target", "3, where the target is 3 1 1 1"),
             (collectives.ring_all_reduce, "peers.wrong", "rank 1 sends to rank 2; allowed: 0"),
             (sends_back_twice, "traffic.doubled"),
-            # Nothing raises out of a check.
+            # A check never raises.
             (None, "fn.missing"),
             (lambda comm: None, "fn.signature"),
             (partial(stops_at_rank_1, threading.Lock()), "fn.signature"),

@@ -96,7 +96,7 @@ def works(comm, gradient, values, servers, pushed=slice(None), pulled=slice(None
 
 
 def interleaves(comm, gradient, values, servers):
-    """Right, and slower: one server's pull goes before the next one's push."""
+    """Right but slower: it pulls from one server before it pushes to the next."""
     for server, (start, end) in enumerate(chunk_bounds(len(gradient), servers)):
         comm.send(gradient[start:end], server)
         comm.recv(values[start:end], server)

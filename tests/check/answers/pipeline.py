@@ -63,7 +63,7 @@ WRONG_BUBBLES = [
     (
         lambda slots: 0.25,
         "bubble.differs",
-        "4 micro-batches the bubble is 0.3333, and yours says 0.25",
+        "4 micro-batches, the bubble is 0.3333, but the function returned 0.25",
     ),
     (lambda slots: None, "answer.nothing"),
     (lambda slots: slots["end_s"], "answer.raised"),
@@ -74,7 +74,7 @@ WRONG_BUBBLES = [
 
 
 def with_warm_up(ahead):
-    """1F1B with ``ahead(stage, P)`` forwards before the first turn."""
+    """1F1B with a warm-up of ``ahead(stage, P)`` forwards."""
 
     def fn(stage, P, M):
         warm_up = min(ahead(stage, P), M)
@@ -150,13 +150,13 @@ WRONG_STREAMS = [
         with_warm_up(lambda s, P: P - s),
         "stream.too_long",
         "stream.so",
-        "holds 5 micro-batches at once, where 4 suffice",
+        "holds 5 micro-batches at once, but 4 would be enough",
     ),
     (
         with_warm_up(lambda s, P: max(P - 2 - s, 0)),
         "stream.too_short",
         "stream.so",
-        "a step takes 54 where 33 suffice",
+        "a step takes 54 s, but 33 s would be enough",
     ),
     (without_min, "stream.strange_forward"),
     (one_backward_more, "stream.strange"),

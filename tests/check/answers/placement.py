@@ -49,7 +49,7 @@ def with_memory(needs):
 
 
 def with_cost(cost):
-    """Keeps the cap, and makes ``cost(profile, points, link)`` small."""
+    """A search that keeps the cap and minimises ``cost(profile, points, link)``."""
 
     def fn(profile, max_stages, link, cap_bytes):
         return search(

@@ -204,7 +204,7 @@ WRONG_SERVERS = [
 
 
 def takes_its_own_out(worker, version, pulled, bound):
-    """Right, though it changes what it is given."""
+    """Right, although it changes its argument."""
     del pulled[worker]
     return in_time(pulled.values(), version + 1, bound)
 

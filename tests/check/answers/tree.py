@@ -10,7 +10,7 @@ travel_by_value(__name__)
 
 
 def doubles(rounds, peer_of, add=True):
-    """Exchanges with ``peer_of(rank, round)``."""
+    """Exchange with ``peer_of(rank, round)`` in each of ``rounds`` rounds."""
 
     def fn(comm, tensor):
         for round_ in range(rounds):
