@@ -1,4 +1,4 @@
-"""JupyterLab in headless Chromium, for tests: open a notebook, run it, look, move its sliders.
+"""JupyterLab in headless Chromium, for tests: open a notebook, run it, read it, move its sliders.
 
 A test takes the fixture ``lab`` of conftest.py, a `Lab`::
 
@@ -45,7 +45,7 @@ CHROMIUM_OPTIONS = [
 SERVER_OPTIONS = [
     "--no-browser",
     "--ServerApp.ip=127.0.0.1",
-    # Should the tests be killed before they can end the server, it ends by itself.
+    # If the tests are killed before they can end the server, it ends by itself.
     "--ServerApp.shutdown_no_activity_timeout=300",
     "--MappingKernelManager.cull_idle_timeout=300",
     "--MappingKernelManager.cull_interval=30",
@@ -61,19 +61,19 @@ kernel_ports.install()
 from labkit.lab import main
 sys.exit(main(sys.argv[1:]))
 """
-# All cells in the page at once: JupyterLab leaves out those that are scrolled away. A tab that is
-# closed ends its kernel, without asking.
+# All cells are in the page at the same time: by default, JupyterLab leaves out those that are out
+# of sight. A tab that is closed ends its kernel without asking.
 SETTINGS = {
     "@jupyterlab/notebook-extension/tracker": '{"windowingMode": "none", "kernelShutdown": true}'
 }
 
 NOTEBOOK = ".jp-NotebookPanel:not(.lm-mod-hidden)"
-# Light, for it is asked again and again while the notebook has work to do.
+# A cheap query, since it is repeated while the notebook runs.
 READ_PROMPTS = """
 notebook => [...document.querySelectorAll(notebook + ' .jp-InputPrompt')]
   .map(prompt => prompt.textContent).join(' ')
 """
-# One entry a cell, in the notebook's order.
+# One entry per cell, in the order of the notebook.
 READ_CELLS = """
 notebook => [...document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell')].map(cell => ({
   prompt: cell.querySelector('.jp-InputPrompt')?.innerText ?? '',
@@ -82,7 +82,7 @@ notebook => [...document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell')].
   text: cell.querySelector('.jp-Cell-outputWrapper')?.innerText ?? '',
 }))
 """
-# All cells, rendered, and the notebook is the one in front.
+# Whether the notebook in front has this number of cells, all of them rendered.
 HAS_CELLS = """
 ([notebook, number]) =>
   document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell').length == number
@@ -100,7 +100,7 @@ def chromium() -> str | None:
 
 
 def missing() -> str:
-    """What the browser tests lack on this machine, or an empty string."""
+    """What this machine lacks for the browser tests; empty if nothing."""
     if importlib.util.find_spec("playwright") is None:
         return "playwright is not installed: make env"
     if chromium() is None:
@@ -151,7 +151,7 @@ def serve(folder: Path, workbook: Path) -> Iterator[str]:
 
 
 def _environment(folder: Path, token: str) -> dict[str, str]:
-    # As a learner's shell: under PYTEST_CURRENT_TEST a kernel treats child processes differently.
+    # As in a learner's shell: with PYTEST_CURRENT_TEST, kernels treat child processes differently.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LABKIT_"))}
     for name in ("CONFIG", "DATA", "RUNTIME"):
         env[f"JUPYTER_{name}_DIR"] = str(folder / name.lower())
@@ -187,23 +187,25 @@ def _end(process: subprocess.Popen, limit_s: float = 15.0) -> None:
 class Lab:
     """One JupyterLab in one browser window. ``notebooks`` is the served copy: tests may add to it.
 
-    Notebooks are opened as tabs of that window, one at a time: to load JupyterLab takes seconds.
+    Notebooks are opened as tabs of that window, one at a time, since loading JupyterLab takes
+    seconds.
     """
 
     def __init__(self, browser, address: str, notebooks: Path, screenshots: bool):
         self.notebooks = notebooks
         self._screenshots = screenshots
         self._window = browser.new_page(viewport=WINDOW)
-        # Not the page that learners are led to first: a test opens it.
+        # Not the page that opens first for learners: a test opens that one.
         base, query = address.split("/lab", 1)
         self._window.goto(f"{base}/lab/tree/notebooks?token={query.partition('token=')[2]}&reset")
 
     def add(self, name: str, *sources: str, raises: tuple[int, ...] = ()) -> None:
-        """Write a small notebook of a test's own into the served folder.
+        """Write a small notebook into the served folder.
 
         Args:
+            name: of its file.
             sources: of its code cells.
-            raises: the cells that are meant to raise.
+            raises: numbers of the cells that are meant to raise.
         """
         import nbformat  # takes seconds, which only the tests of pages need
 
@@ -215,8 +217,8 @@ class Lab:
         nbformat.write(notebook, self.notebooks / name)
 
     def open(self, name: str) -> "Page":
-        """Open a notebook in a tab and wait until all its cells and images are there."""
-        # A test that failed has left its tab open, and this one's answers would be that tab's.
+        """Open a notebook in a tab and wait until all its cells and images are loaded."""
+        # A test that failed has left its tab open, and the queries would read that tab.
         if self._window.locator(NOTEBOOK).count():
             Page(self._window, self.notebooks / name).close()
         page = Page(self._window, self.notebooks / name, self._screenshots)
@@ -240,7 +242,7 @@ class Page:
         window.on("pageerror", self._note)
 
     def _note(self, error: Exception) -> None:
-        # JupyterLab's own word for work on the tab before, which was closed meanwhile.
+        # JupyterLab raises this for work on the previous tab, which has been closed meanwhile.
         if str(error) != "Disposed":
             self.script_errors.append(str(error))
 
@@ -250,14 +252,14 @@ class Page:
         self.window.locator(".lm-Menu-itemLabel").get_by_text(entry, exact=True).click()
 
     def start_all(self) -> None:
-        """Begin to run every cell anew."""
+        """Start to run all cells again."""
         self._wait_until_idle()
-        # Without the stored numbers: they would look like a run that is already over.
+        # The stored execution numbers would look like a run that has already ended.
         self.menu("Edit", "Clear Outputs of All Cells")
         self.menu("Run", "Run All Cells")
 
     def run_all(self, timeout_s: float = 300.0) -> None:
-        """Run every cell anew, wait until all are done or one has raised, and save."""
+        """Run all cells again, wait until all are done or one has raised, and save."""
         self.start_all()
         self.finish(timeout_s)
 
@@ -275,7 +277,7 @@ class Page:
         self.save()
 
     def _wait_until_idle(self) -> None:
-        # The notebook's own indicator says idle, too, while there is no kernel yet.
+        # The notebook's own indicator also says idle before there is a kernel.
         self.window.locator("#jp-main-statusbar", has_text="| Idle").wait_for(timeout=60_000)
 
     def _is_over(self) -> bool:
@@ -292,7 +294,7 @@ class Page:
         return self.window.evaluate(READ_CELLS, NOTEBOOK)
 
     def problems(self) -> list[str]:
-        """What a learner would take for broken in the last `run_all`: empty when all is well."""
+        """Everything that a learner would see as broken after `run_all`; empty if nothing is."""
         import nbformat
 
         stored = nbformat.read(self.path, as_version=4).cells
@@ -324,14 +326,14 @@ class Page:
         outputs.first.wait_for(timeout=timeout_s * 1000)
 
     def wait_for_image(self, cell: int, *words: str, timeout_s: float = 20.0) -> dict:
-        """The cell's image once its alt text has all these words: its source and alt."""
+        """Wait until the alt text of the cell's image has all these words; its source and alt."""
         selector = "".join(f'[alt*="{part}"]' for part in words)
         image = self.cell(cell).locator(f"img{selector}")
         image.wait_for(timeout=timeout_s * 1000)
         return image.evaluate("one => ({source: one.src, alt: one.alt})")
 
     def save_screenshots(self) -> list[Path]:
-        """The whole notebook as NAME.1.png, NAME.2.png ..., from the top down."""
+        """Save the whole notebook as NAME.1.png, NAME.2.png ..., from top to bottom."""
         for old in SCREENSHOTS.glob(f"{self.path.stem}.*.png"):
             old.unlink()
         self._close_side_bar()
@@ -359,7 +361,7 @@ class Page:
             self.save_screenshots()
         self.menu("File", "Close Tab")
         self.window.wait_for_function(IS_CLOSED_OR_ASKS, arg=NOTEBOOK)
-        # Whether to save it: a kernel that has just started changes the notebook's metadata.
+        # It asks whether to save: a kernel that has just started changes the notebook's metadata.
         discard = self.window.get_by_role("button", name="Discard")
         if discard.is_visible():
             discard.click()

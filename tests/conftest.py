@@ -1,4 +1,4 @@
-"""What all tests share: settings of their processes, their order, JupyterLab in a browser."""
+"""What all tests share: the settings of their processes, their order, JupyterLab in a browser."""
 
 import atexit
 import gc
@@ -20,29 +20,32 @@ STARTED_S = time.time()
 
 def pytest_addoption(parser):
     parser.addoption("--record-slowest", type=Path, metavar="FILE", help="see tests/slowest.py")
-    parser.addoption("--screenshots", action="store_true", help="of pages, in build/screenshots")
+    parser.addoption(
+        "--screenshots", action="store_true", help="save the pages in build/screenshots"
+    )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "browser: drives JupyterLab in headless Chromium")
     config.addinivalue_line("markers", "fresh: waits for a new process that imports torch")
-    config.addinivalue_line("markers", "slow: more than a second of runs, drawings or a deadline")
+    config.addinivalue_line("markers", "slow: runs, draws or waits for more than a second")
     # A script's background jobs, and all their children, start with Ctrl-C ignored. The tests that
     # press Ctrl-C need children as a terminal starts them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Until all tests are imported, which is much quicker without looking for garbage in them.
+    # Until all tests are imported: imports are much quicker without garbage collection.
     gc.disable()
     # Two tests and their ranks share the cores: OpenMP's threads must not spin while they wait,
     # here and in the notebooks' kernels. (It is read when torch is imported.)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # No warning of our own lines passes: in ranks and other processes as here, by pyproject.toml.
+    # A warning in our own code is an error, in ranks and other processes as well. (pyproject.toml
+    # does the same for this process.)
     modules = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / "labkit").rglob("*.py"))
     names = (".".join(module.parts).removesuffix(".__init__") for module in modules)
     os.environ["PYTHONWARNINGS"] = ",".join(f"error:::{name}" for name in sorted(names))
     # The tests may run on a machine with other users, to whom RPC is open for seconds.
     os.environ.setdefault("LABKIT_TRUST_LOCAL_USERS", "1")
-    # Kernels must neither read nor fill the person's own Jupyter and IPython folders.
-    # Beside the one of the process that starts this one, which may end and clean up first.
+    # Kernels must not read or write the user's own Jupyter and IPython folders. Theirs are not
+    # inside the folder of the process that starts this one, which may end and clean up first.
     parent = os.environ.setdefault("TESTS_TMPDIR", tempfile.gettempdir())
     folder = Path(tempfile.mkdtemp(prefix="lk-", dir=parent))
     # After multiprocessing (priority -100), which has a folder in there and expects to remove it.
@@ -51,8 +54,8 @@ def pytest_configure(config):
         os.environ[name] = str(folder / name.lower())
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     kernel_ports.install()
-    # Each process has its own temporary folder: what a test finds in it, a test has left there.
-    # Its path is short, since a socket's path has at most 107 characters.
+    # Each process has its own temporary folder, so that a file in it was left there by a test.
+    # Its path is short, since the path of a socket has at most 107 characters.
     os.environ["TMPDIR"] = str(folder / "t")
     (folder / "t").mkdir()
     tempfile.tempdir = None
@@ -73,26 +76,27 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 def pytest_collection_finish(session):
     from labkit.runtime import preload
 
-    # pytest's asserts are in functions that ranks run: imported once, not by every rank.
+    # Functions that ranks run contain pytest's asserts: import them once, not in every rank.
     preload.FOR_RANKS.append("_pytest.assertion.rewrite")
-    # What was imported stays: tests that collect garbage, to count what is left, are quicker.
+    # Imported objects are not garbage: without them, tests that collect garbage are quicker.
     gc.freeze()
     gc.enable()
-    # Some libraries call what is still frozen at the end of a process a leak.
+    # Some libraries report objects that are still frozen at the end of a process as leaks.
     atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
 def _live_output(monkeypatch):
-    """The notebooks run without live output (see the Makefile); the tests test it."""
+    """Turn live output on: the Makefile turns it off for notebooks, and the tests test it."""
     monkeypatch.delenv("LABKIT_LIVE", raising=False)
 
 
 @pytest.fixture(scope="class")
 def light_server():
-    """For tests that end the forkserver: those started meanwhile import nothing for training.
+    """For tests that end the forkserver: those that they start import nothing for training.
 
-    That is half of their import. The last of them ends here, for the tests that train.
+    This halves the time of their imports. At the end, the last of them is ended, so that tests
+    that train start a complete one.
     """
     from ranks import end_server
 

@@ -1,4 +1,4 @@
-"""The core alone: a copy of the package and its tests with the course taken away.
+"""The core alone: a copy of the package and its tests without the course.
 
 ``make test-core`` runs all of the core's tests there; tests/project/test_core.py a few.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COURSE = {"check", "plots", "widgets", "notebook", "bench"}
-# Tests of what has the course in it: the command line, the names of ``labkit``, the workbook.
+# Tests of parts that need the course: the command line, the names of ``labkit``, the workbook.
 NOT_CORE = {"project", "test_cli.py", "test_limits.py", "test_init.py", "test_lab.py"}
 
-# An installed labkit, or one of another folder, still has the course.
+# An installed labkit, or one in another folder, still has the course: this blocks its import.
 TAKE_AWAY = f"""
 import sys
 
@@ -61,7 +61,7 @@ def test_ranks_run():
 
 
 def copy_core(folder: Path) -> None:
-    """Lay the core, its tests and what they read into an empty folder."""
+    """Copy the core, its tests and the files that they read into an empty folder."""
 
     def left_out(path: str, names: list[str]) -> set[str]:
         tops = {str(ROOT / "labkit"): COURSE, str(ROOT / "tests"): COURSE | NOT_CORE}
@@ -76,7 +76,7 @@ def copy_core(folder: Path) -> None:
 
 
 def run_tests(folder: Path, *arguments: str, **settings) -> subprocess.CompletedProcess:
-    """pytest on the copy's tests."""
+    """Run pytest on the tests of the copy."""
     command = [sys.executable, "-m", "pytest", "-p", "no:nbval", "tests", *arguments]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     return subprocess.run(command, cwd=folder, env=environment, **settings)

@@ -20,14 +20,14 @@ ENDS_ITS_RUN = {"run.stuck", "run.error"}
 
 
 class Answers(NamedTuple):
-    """What a check is tried with.
+    """Answers with which a check is tested.
 
     Attributes:
         check: the check, called with an answer (and ``world_sizes=``, if it takes them).
         right: answers that pass on each of its world sizes.
-        wrong: an answer, and what it has to be told: ids of mistakes, ``not`` and the id of one
-            that it must not be told, and words (with numbers) of the text.
-        on: the world size of the wrong ones.
+        wrong: tuples of an answer and what its verdict must contain: ids of mistakes, ``not``
+            with an id that it must not contain, and words (with numbers) of the text.
+        on: the world size on which the wrong answers are graded.
     """
 
     check: Callable[..., Verdict]
@@ -46,7 +46,7 @@ class Answers(NamedTuple):
         return parameter.default if parameter else ()
 
     def verdicts(self) -> dict[Hashable, Verdict]:
-        """By right answer and world size, and by wrong answer."""
+        """The verdicts, by (right answer, world size) and by wrong answer."""
         found = {(fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes}
         found |= {(fn, None): partial(self.grade, fn) for fn in self.right if not self.sizes}
         together = [fn for fn, *ids in self.wrong if not ENDS_ITS_RUN & {*ids}]
@@ -56,14 +56,15 @@ class Answers(NamedTuple):
 
 
 class _Asked(BaseException):
-    """What a check wants to have run. No Exception: those a check would tell of."""
+    """Carries the run that a check asks for. Not an Exception, since a check reports those."""
 
 
 def in_shared_runs(gradings: dict[Hashable, Callable[[], Verdict]]) -> dict[Hashable, Verdict]:
-    """The verdicts of gradings that take one run at most; those of one world size share one.
+    """The verdicts of gradings that need at most one run; those of one world size share a run.
 
-    On the ranks each answer meets what it meets in a run of its own, one answer after the other.
-    One that raises or stands still ends its run, and then each gets its own: grade it by itself.
+    In the shared run, the ranks execute one answer after another, each as in its own run. If an
+    answer raises or hangs, the shared run ends, and then each answer gets its own run: grade such
+    an answer separately.
     """
     by_size: dict[int, dict] = defaultdict(dict)
     verdicts = {}
@@ -86,7 +87,7 @@ def in_shared_runs(gradings: dict[Hashable, Callable[[], Verdict]]) -> dict[Hash
 
 
 def _with_run(grade: Callable[[], Verdict], run: Callable) -> Verdict:
-    """Grade with ``run`` in the place of ``labkit.run``."""
+    """Grade with ``run`` in place of ``labkit.run``."""
     with mock.patch.object(on_ranks, "run", run):
         return grade()
 
@@ -99,6 +100,6 @@ def _one_after_another(comm, calls):
     outcomes = []
     for attempt, *args in calls:
         outcomes.append(attempt(comm, *args))
-        # What one answer left unreceived must not be taken for a message of the next.
+        # A message that one answer has not received must not be received by the next.
         comm.barrier()
     return outcomes

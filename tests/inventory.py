@@ -1,6 +1,6 @@
-"""Where the code does what could harm: runs what it reads, listens, starts programs, makes files.
+"""Calls that could do harm: those that run code, listen, start programs or make files.
 
-Found by the names of the calls, as a reader with grep would, but without what is in comments.
+They are found by their names, as with grep, but not in comments.
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# By the module they are called on; "" stands for Python's own.
+# By the module on which they are called; "" stands for Python's built-in functions.
 OF_MODULES = {
     "": {"eval", "exec", "compile", "__import__"},
     "pickle": {"load", "loads", "Unpickler"},
@@ -36,7 +36,7 @@ ANYWHERE = {
 
 
 def dangerous_calls() -> set[tuple[str, str, str]]:
-    """(file, function, call) of all there are in the package, the tools and the notebooks."""
+    """(file, function, call) of each such call in the package, the tools and the notebooks."""
     found = set()
     for path in sorted([*ROOT.glob("labkit/**/*.py"), *ROOT.glob("tools/*.py")]):
         found |= _in_module(path, ast.parse(path.read_text()))
@@ -64,7 +64,7 @@ def _in_module(path: Path, tree: ast.Module) -> set[tuple[str, str, str]]:
 def calls(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
     """Names of the dangerous calls below ``node``, each with the function around it.
 
-    One that is imported by its own name counts where it is imported.
+    A function that is imported by its own name counts at its import.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call) and (call := _dangerous(child.func)):

@@ -73,7 +73,7 @@ def with_batch_norm():
 
 
 def with_batch_norm_over_pixels():
-    """One sample a share is enough for it: it has 2 x 3 pixels."""
+    """A share of one sample is enough for it, since a sample has 2 x 3 pixels."""
     layers = [nn.Unflatten(1, (1, 2, 3)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(6, 6)]
     return nn.Sequential(*layers)
 
@@ -100,7 +100,7 @@ def sgd(parameters):
 
 
 def train_by_hand(comm, make_strategy, make_model, batches, end_epoch=True) -> dict[str, Tensor]:
-    """The state that a strategy's steps over ``batches`` end with."""
+    """The full state of the model after a strategy's steps over ``batches``."""
     strategy = make_strategy()
     strategy.setup(comm, seeded(make_model), sgd)
     for inputs, targets in batches:
@@ -114,10 +114,10 @@ def train_by_hand(comm, make_strategy, make_model, batches, end_epoch=True) -> d
 
 
 def in_turn(comm, function: Callable, calls: dict) -> dict:
-    """``function(comm, *args)`` for each of ``calls``, one after the other: one run for all."""
+    """``function(comm, *args)`` for each of ``calls``, one after another in a single run."""
     return {name: function(comm, *args) for name, args in calls.items()}
 
 
 def fit_in_turn(comm, jobs: dict) -> dict:
-    """What ``labkit.training.loop.fit`` reports of each (config, strategy)."""
+    """The reports of ``labkit.training.loop.fit`` on each (config, strategy)."""
     return {name: fit(comm, *job, False) for name, job in jobs.items()}

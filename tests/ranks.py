@@ -22,12 +22,12 @@ import labkit
 
 
 def travel_by_value(module_name: str) -> None:
-    """Let a test module's functions reach the ranks as a notebook's do: by value."""
+    """Send a test module's functions to the ranks by value, like those of a notebook."""
     cloudpickle.register_pickle_by_value(sys.modules[module_name])
 
 
 def server_pid() -> int | None:
-    """Process id of the forkserver of this process; None if there is none yet."""
+    """Process id of the forkserver of this process; None if it has not been started."""
     return forkserver._forkserver._forkserver_pid
 
 
@@ -53,8 +53,10 @@ def running_ranks() -> list[int]:
 
 
 def leftovers() -> set[str]:
-    """What a run could have left: shared memory mapped here, files in this process's temporary
-    folder (the tests have one each); the forkserver's own folder lives as long as the process."""
+    """What a run could have left: mapped shared memory, and files in the temporary folder.
+
+    Each test process has its own temporary folder. The folder of the forkserver in it is expected.
+    """
     maps = Path("/proc/self/maps").read_text().split()
     shared = {name for name in maps if name.startswith("/dev/shm/") and Path(name).exists()}
     folder = Path(tempfile.gettempdir())
@@ -63,7 +65,7 @@ def leftovers() -> set[str]:
 
 
 def wait_until(condition, seconds: float) -> bool:
-    """Poll until ``condition()`` holds; whether it did in time."""
+    """Poll until ``condition()`` holds; return whether it did in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -73,7 +75,7 @@ def wait_until(condition, seconds: float) -> bool:
 
 
 def session_of(leader: int) -> list[int]:
-    """Process ids of a session: what a program started with ``start_new_session`` has started."""
+    """Process ids of a session: those of a program started with ``start_new_session``."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -90,7 +92,7 @@ def is_alive(pid: int) -> bool:
 
 
 def write_program_that_never_ends(folder: Path) -> Path:
-    """``SCRIPT FOLDER`` runs two ranks that meet forever, each known by a file PID.pid."""
+    """Write a script: ``SCRIPT FOLDER`` runs two ranks without end, each with a file PID.pid."""
     script = folder / "kernel.py"
     script.write_text(
         textwrap.dedent("""
@@ -111,8 +113,8 @@ def write_program_that_never_ends(folder: Path) -> Path:
 
 
 def open_descriptors(of: str = "") -> int:
-    """How many files this process holds open, those whose names contain ``of``."""
-    # What an earlier test left to the garbage collector must not go in the middle of this one.
+    """The number of open files of this process whose names contain ``of``."""
+    # Otherwise garbage of an earlier test could be collected between two counts.
     gc.collect()
     found = 0
     for number in os.listdir("/proc/self/fd"):
@@ -133,8 +135,8 @@ def equal(one, other):
 def plain(folder, function, world_size=2, patience_s=30.0, backend="labkit", timeout_s=1800):
     """Run ``function(rank)`` in P processes with a default group: [(exit code, outcome)].
 
-    No launcher of ours watches them. The outcome is what it returned or raised, None for a process
-    that could say neither.
+    No launcher of ours supervises them. The outcome is what the function returned or raised; None
+    for a process that ended without reporting either.
     """
     context = multiprocessing.get_context("forkserver")
     settings = str(folder), pickle.dumps(function), world_size, backend, timeout_s

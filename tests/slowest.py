@@ -1,4 +1,4 @@
-"""The slowest tests are recorded, and start first: no worker is left with a long one at the end.
+"""Record the slowest tests, and start them first: no worker then has a long test at the end.
 
 ``make slowest`` runs all tests and writes the record, data/results/slowest_tests.json.
 """
@@ -13,7 +13,7 @@ NUM_RECORDED = 40
 
 
 def longest_first(items: list) -> None:
-    """Sort what pytest has collected: the classes and files with the longest recorded tests first.
+    """Sort the collected tests: classes and files with the longest recorded tests come first.
 
     xdist hands them out whole, in this order (``--no-loadscope-reorder``).
     """
@@ -30,7 +30,7 @@ def scope_of(test: str) -> str:
 
 
 def record(path: Path, reports: list, started_s: float) -> None:
-    """Write the tests that took longest, each with the seconds of its set-up and tear-down."""
+    """Write the slowest tests with their seconds, including set-up and tear-down."""
     from labkit.devices import hardware, versions
     from labkit.files import write_atomically
 

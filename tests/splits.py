@@ -1,4 +1,4 @@
-"""A toy model in layer costs, and what a run of one of its splits would have measured."""
+"""The layer costs of a toy model, and an invented measurement of one of its splits."""
 
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile
@@ -17,7 +17,7 @@ LINK = Link(1e-3, 1e-9)
 
 
 def measured(split, factor=2.0, batch_size=16):
-    """What a run of this split would return, each time ``factor`` times the model's."""
+    """A measurement of this split in which each time is ``factor`` times the predicted one."""
     steps = [factor * split.step_s * wobble for wobble in (0.8, 1.0, 1.0, 1.0, 1.4)]
     hops = [[factor * s] * 5 for s in split.hop_s]
     return MeasuredSplit(

@@ -1,11 +1,12 @@
-"""A storm of signals: runs hit at random moments, each of which has to end whole and say why.
+"""A storm of signals: runs that are hit by a signal at a random moment.
 
 A strike sends SIGKILL, SIGTERM, SIGABRT or SIGSTOP to a rank, to the forkserver or to the program
-that runs them, some time between the start of a run and a little after its usual end. Whatever is
+that runs them, at a time between the start of a run and a little after its usual end. Whatever is
 hit, the run must end in time, with the right values or with an error that names the cause, and
-leave nothing: no process, no file, no semaphore.
+leave nothing behind: no process, no file, no semaphore.
 
-``make storm`` makes several hundred runs, tests/runtime/test_storm.py a few. The seed repeats one.
+``make storm`` makes several hundred runs, tests/runtime/test_storm.py a few. The same seed repeats
+the same strikes.
 """
 
 import argparse
@@ -45,10 +46,10 @@ from labkit.runtime.preload import FOR_TRAINING
 travel_by_value(__name__)
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSTOP)
-# A run that a stopped rank holds up ends at its deadline; all others much earlier.
+# A run with a stopped rank ends at its deadline; all other runs end much earlier.
 TIMEOUT_S = 2.0
 PATIENCE_S = 10.0
-# A forkserver that was hit before a run is started anew, and imports torch.
+# A forkserver that was hit before a run is started again, and imports torch.
 IMPORT_S = 60.0
 
 
@@ -85,20 +86,22 @@ def sends_around(comm):
     return comm.rank
 
 
-# What is hit by what, in turn.
+# (target, signal) of the strikes, in turn.
 KINDS = list(itertools.product(["rank"] * 3 + ["forkserver"], SIGNALS))
 FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much, sends_around)
 
 
 @dataclass
 class Strike:
-    """One signal on its way.
+    """One signal that is sent during a run.
 
     Attributes:
         function: what the ranks run.
         target: ``rank`` or ``forkserver``.
-        after_s: from the start of the run.
-        rank: which one was hit; None while none was.
+        number: the signal.
+        after_s: seconds from the start of the run to the signal.
+        rank: the rank that was hit; None before, and if none was.
+        has_hit: whether the signal was sent.
     """
 
     function: Callable
@@ -124,7 +127,7 @@ class Strike:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, self.number)
             self.has_hit = True
-            # To abort takes a while: the next run is to find a server that has ended, or lives.
+            # Aborting takes a while: the next run must not find a server that is about to end.
             if self.number != signal.SIGSTOP:
                 wait_until(lambda: not is_alive(pid), 10)
 
@@ -145,10 +148,13 @@ class Strike:
 
 
 def strike_run(strike: Strike, draw: random.Random) -> str:
-    """One run under one strike; what came of it: ``whole`` or ``named``.
+    """Make one run with one strike.
+
+    Returns:
+        ``whole`` if the run ended with its values, ``named`` if its error named the strike.
 
     Raises:
-        AssertionError: it took too long, named something else, or left something.
+        AssertionError: the run took too long, named another cause, or left something behind.
     """
     agents = []
 
@@ -203,9 +209,9 @@ PROGRAM = """
 def strike_program(
     number: signal.Signals, draw: random.Random, send: Callable[[int, int], None] = os.kill
 ) -> str:
-    """A program of many runs is hit itself: everything that it has started must end with it.
+    """Hit a program that makes many runs: everything that it has started must end with it.
 
-    With ``os.killpg`` for ``send`` its whole group is hit, as by a terminal that closes.
+    With ``os.killpg`` as ``send`` its whole process group is hit, as by a terminal that closes.
     """
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
         script, inside = Path(folder) / "program.py", Path(folder) / "t"
@@ -228,7 +234,7 @@ def strike_program(
                 _goes_on(program)
                 os.kill(program.pid, signal.SIGKILL)
             program.wait(10)
-            # A forkserver that is still importing finds out when it has done so.
+            # A forkserver that is still importing notices it only after its imports.
             gone = wait_until(lambda: not any(map(is_alive, session_of(program.pid))), 40)
             assert gone, f"{number.name} to the program left {session_of(program.pid)}"
         finally:
@@ -239,7 +245,7 @@ def strike_program(
         # PyTorch's cache of compiled code is meant to stay.
         left = [name for name in os.listdir(inside) if not name.startswith("torchinductor_")]
         assert not left, f"{number.name} to the program left {left}"
-        # Other programs come and go there too.
+        # Other programs make and remove files there, too.
         new = set(os.listdir("/dev/shm")) - shared_memory
         wait_until(lambda: not new & set(os.listdir("/dev/shm")), 10)
         new &= set(os.listdir("/dev/shm"))
@@ -248,7 +254,7 @@ def strike_program(
 
 
 def _goes_on(program: subprocess.Popen) -> None:
-    """A program that was stopped for a moment runs as before."""
+    """Check that a program that was stopped for a moment continues as before."""
     time.sleep(0.5)
     os.kill(program.pid, signal.SIGCONT)
     for _ in range(8):
@@ -256,7 +262,7 @@ def _goes_on(program: subprocess.Popen) -> None:
 
 
 def weather(runs: int, programs: int, seed: int) -> Counter:
-    """Many strikes; how often each kind came to what."""
+    """Make many strikes; count them by target, signal and outcome."""
     draw = random.Random(seed)
     seen: Counter = Counter()
     run(returns_at_once, world_size=1)
@@ -280,13 +286,13 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=16)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     chosen = parser.parse_args()
-    # No function here trains: a server that was hit is back in half the time.
+    # No function here trains: without these imports, a new forkserver starts in half the time.
     FOR_TRAINING.clear()
     print(f"seed {chosen.seed}")
     started_s = time.monotonic()
-    # The forkserver's folder goes at the end of this process, after the one made here.
+    # The forkserver's folder is removed at the end of this process, after the one made here.
     multiprocessing.util.get_temp_dir()
-    # What others put into the common folder meanwhile was not left by a run.
+    # A folder of this process only: other programs make files in the common one meanwhile.
     with tempfile.TemporaryDirectory(prefix="storms-") as folder:
         os.environ["TMPDIR"], tempfile.tempdir = folder, folder
         seen = weather(chosen.runs, chosen.programs, chosen.seed)

@@ -57,7 +57,7 @@ def test_the_options_of_a_technique_reach_it(tmp_path, capsys):
     found = json.loads(report.read_text())
     options = {name: found["config"][name] for name in ("accumulate", "amp", "compress")}
     assert options == {"accumulate": 2, "amp": "bf16", "compress": "topk"}
-    # 4 updates of 1 % of 8,970 parameters, a value and its place each.
+    # 4 updates of 1 % of 8,970 parameters, with a value and an index each.
     assert found["bytes_sent"] == [4 * 89 * 8] * 2
     assert "compress" in found["phases_s"]
 
@@ -67,7 +67,7 @@ def test_a_builtin_on_our_backend_shows_the_bytes_that_were_counted(tmp_path, ca
     words = ["--strategy", "ddp", "--builtin", "--backend", "labkit", "--world-size", "2"]
     assert main(["train", *words, *QUICK, "--json", str(report)]) == 0
     found = json.loads(report.read_text())
-    # Four updates of 29,066 parameters of four bytes, and what rank 0 tells once.
+    # Four updates of 29,066 parameters of four bytes, and what rank 0 sends once.
     assert found["bytes_sent"][1] == 4 * 29_066 * 4 < found["bytes_sent"][0]
     assert f"bytes sent by rank: {found['bytes_sent']}" in capsys.readouterr().out
 
@@ -127,7 +127,7 @@ def test_errors_of_use_are_one_line_and_exit_2(words, message, tmp_path, monkeyp
 
 
 def test_what_cannot_be_written_is_said_before_the_run(tmp_path, monkeypatch, capsys):
-    # Root may write anywhere, so the answer is played.
+    # Root may write anywhere, so the answer is faked.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for words in (
         ["train", "--strategy", "single", "--json", str(tmp_path / "a")],
@@ -141,7 +141,7 @@ def test_what_cannot_be_written_is_said_before_the_run(tmp_path, monkeypatch, ca
         assert "cannot write" in line
 
 
-# In a mount namespace of its own: nobody else sees the small disk, and it goes with the process.
+# In a private mount namespace: no other process sees the small disk, which ends with this one.
 FULL_DISK = """
 mount -t tmpfs -o size=64k labkit "$1" || exit 77
 printf old > "$1/weights"
@@ -155,7 +155,7 @@ exit $code
 
 @pytest.mark.fresh
 def test_a_disk_that_is_full_after_the_run_costs_the_one_file(tmp_path):
-    """The run was made: all that can be kept of it is kept, and the exit is that of a failure."""
+    """After the run, every file that can be written is written, and the exit status is 1."""
     if not shutil.which("unshare"):
         pytest.skip("no unshare")
     command = ["unshare", "--mount", "sh", "-c", FULL_DISK, "sh", str(tmp_path), sys.executable]
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_after_the_run_costs_the_one_file(tmp_path):
 
 
 def nodes(folder):
-    """A null device of our own (where we may make one) and a pipe: never the system's."""
+    """A pipe, and a null device where the user may make one: never that of the system."""
     made = [folder / "pipe"]
     os.mkfifo(made[0])
     with contextlib.suppress(PermissionError):
@@ -179,7 +179,7 @@ def nodes(folder):
 
 
 def named(path, name, made):
-    """The node under a name that the command takes."""
+    """Link to the node under a file name that the command accepts."""
     link = path / name
     link.unlink(missing_ok=True)
     link.symlink_to(made)
@@ -193,7 +193,7 @@ def test_train_leaves_a_device_and_a_pipe_what_they_are(option, tmp_path, capsys
         words = ["--strategy", "single", "--model", "mlp", *QUICK, option, str(node)]
         code = main(["train", *words])
         assert stat.S_IFMT(node.stat().st_mode) == kind
-        # Of the pipe nobody reads: an error after the run, and no hang.
+        # Nobody reads from the pipe: that is an error after the run, and must not hang.
         assert code == (1 if node.is_fifo() else 0)
         err = capsys.readouterr().err
         assert err == (f"labkit: cannot write {node}: nobody reads from it\n" if code else "")
@@ -204,7 +204,7 @@ STORED = Path(__file__).resolve().parents[1] / "data" / "results" / "compare.jso
 
 @pytest.fixture
 def quick_bench(monkeypatch):
-    """``labkit bench launch`` with figures that are there already."""
+    """``labkit bench launch`` with a result that is not measured."""
     result = LaunchResult("launch", 2, [0.1], [0.2])
     monkeypatch.setitem(bench.BENCHES, "launch", lambda: iter([result]))
 
@@ -231,7 +231,7 @@ def test_bench_and_compare_leave_a_device_and_a_pipe_what_they_are(tmp_path, qui
 
 @pytest.mark.slow
 def test_a_full_disk_ends_bench_and_compare_alike(tmp_path, quick_bench, capsys):
-    """What fits is written; what does not is named, and an old file stays."""
+    """Files that fit are written; those that do not are named, and an old file stays."""
     words = ["compare", "--from", str(STORED), "--figures", str(tmp_path)]
     assert main(words) == 0
     sizes = {path: path.stat().st_size for path in tmp_path.iterdir()}

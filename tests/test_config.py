@@ -1,4 +1,4 @@
-"""RunConfig refuses what cannot run, with the numbers."""
+"""RunConfig refuses settings that cannot run, in messages with the numbers."""
 
 import dataclasses
 

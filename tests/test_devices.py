@@ -1,4 +1,4 @@
-"""Who runs where: the choice for each kind of machine, without needing the machine."""
+"""The devices, backend and transport of ranks on each kind of machine, without such machines."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""The doctor: each finding is true of the machine, and only what stops the course is a stop."""
+"""The doctor: its findings are true of the machine, and only what the course needs is a stop."""
 
 import multiprocessing
 import platform

@@ -1,4 +1,4 @@
-"""Half a file is never left, and what is not a file stays what it is."""
+"""A file is written completely or not at all; links, pipes and devices stay what they are."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def pipe(tmp_path):
 
 @pytest.fixture
 def null(tmp_path):
-    """A null device of our own: nothing here may touch the system's."""
+    """A null device made for the test: no test may touch that of the system."""
     path = tmp_path / "null"
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
@@ -38,7 +38,7 @@ def null(tmp_path):
 
 @contextlib.contextmanager
 def at_most(num_bytes):
-    """No file of this process may be longer, as if the disk were full."""
+    """Limit the size of files that this process writes, as if the disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -105,7 +105,7 @@ def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
     link.symlink_to("folder/target")
-    for text in ("new", "newer"):  # the first time it leads nowhere
+    for text in ("new", "newer"):  # at first, the link has no target
         write_atomically(link, text)
         assert link.is_symlink()
         assert target.read_text() == text
@@ -125,7 +125,7 @@ def test_a_pipe_passes_on_what_is_written_and_stays_a_pipe(pipe):
     read = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    # Until the reader has opened it, nobody reads.
+    # Writing fails until the reader has opened the pipe.
     for _ in range(1000):
         with contextlib.suppress(OutputError):
             write_atomically(pipe, b"x" * 200_000)
@@ -206,12 +206,12 @@ def test_one_file_that_fails_costs_no_other(tmp_path):
 
 
 def test_nobody_else_writes_files():
-    """What is written past this module could replace a device, or leave half a file."""
+    """Code that writes without this module could replace a device, or leave half a file."""
     root = Path(__file__).resolve().parents[1]
     paths = [*root.glob("labkit/**/*.py"), *root.glob("tools/*.py"), *root.glob("data/*.py")]
     writes = re.compile(
         r"\.write_(text|bytes)\(|\bopen\([^)]*[\"'][wax]b?\+?[\"']|savefig\([\"'p]"
     )
     found = {path.name for path in paths if writes.search(path.read_text())}
-    # lab.py writes into a temporary folder of its own, worker.py to its stdout.
+    # lab.py writes into its own temporary folder, worker.py to its stdout.
     assert found <= {"files.py", "lab.py", "worker.py"}

@@ -1,4 +1,4 @@
-"""The package's face: its names are listed once, in __init__.pyi, which editors read, too."""
+"""The public names of the package, listed once, in __init__.pyi, which editors also read."""
 
 import labkit
 

@@ -1,3 +1,5 @@
+"""``labkit lab``: which folder is served, which page opens, and with which options."""
+
 import urllib.request
 
 import browser

@@ -1,4 +1,4 @@
-"""Options and settings: a number that cannot be is refused before a rank starts."""
+"""Options and settings: impossible values are refused before a rank starts."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ BAD_NUMBERS = [*NOT_NUMBERS, "-1", "-inf", "1e308", "1e999", "9" * 5000]
 # In a list, blanks around the commas are allowed.
 BAD_LISTS = [*(set(BAD_INTEGERS) - {" 4", "4 ", "4\n"}), "2,", ",2", "2,,2", "2,x", "2 3"]
 
-# By option, or by what the help shows for it: texts to refuse. A name may be any other text.
+# Texts to refuse, by option or by its placeholder in the help. A name may be any other text.
 BAD = {
     **dict.fromkeys(("N", "B", "E", "K", "--servers", "--micro-batches"), BAD_INTEGERS),
     **dict.fromkeys(("N,N", "B,B"), BAD_LISTS),
@@ -94,7 +94,7 @@ def test_no_setting_takes_a_value_that_cannot_be(field, no_ranks):
     if "int" in kind or "float" in kind:
         bad = [*WRONG_TYPES, *([2.5] if "int" in kind else ())]
         bad += [None] if "None" not in kind else []
-    # These two are allowed: one stage, and a rate that a float holds.
+    # These two are allowed: one stage, and a learning rate that a float32 can hold.
     bad = [v for v in bad if (field.name, v) not in (("split_points", ""), ("lr", 10**30))]
     for value in bad:
         with pytest.raises(ValueError, match=r"\w"):

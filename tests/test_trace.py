@@ -15,7 +15,7 @@ travel_by_value(__name__)
 
 
 class Steps:
-    """A timer whose marks are given: the test is its clock."""
+    """A timer whose time is set by the test."""
 
     def __init__(self):
         self.now = 0.0
@@ -111,7 +111,7 @@ def test_a_thread_has_a_lane_of_its_own():
         thread.join()
         timer.now = 4.0
     trace = Trace.merge([recorder.spans()])
-    # The main thread computes on: its span is not cut, and the sum counts both.
+    # The main thread continues to compute: its span is not cut, and the sum counts both.
     assert [(s.kind, s.start_s, s.end_s, s.lane) for s in trace.spans] == [
         ("compute", 0.0, 4.0, 0),
         ("all_reduce", 1.0, 3.0, 1),
@@ -121,7 +121,7 @@ def test_a_thread_has_a_lane_of_its_own():
     assert trace.of(0, lane=1) == [trace.spans[1]]
 
 
-def test_chrome_trace_has_a_lane_a_rank_and_microseconds(tmp_path):
+def test_chrome_trace_has_a_lane_per_rank_and_microseconds(tmp_path):
     parts = [[Span(0, "compute", 0.5, 1.0, 16, 1, lane=1)], [Span(1, "wait", 0.0, 0.25)]]
     trace = Trace.merge(parts)
     path = trace.save(tmp_path / "trace.json")
@@ -153,7 +153,7 @@ def test_real_spans_are_real_times_on_one_clock():
         assert 0.05 + 0.5 * rank <= compute.duration_s < 5
         spans = sorted(trace.of(rank), key=lambda span: span.start_s)
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
-    # Rank 0 is done first, and its waiting ends when rank 1's computing does.
+    # Rank 0 is ready first, and its wait ends when rank 1 has computed.
     waited = trace.of(0, "wait")[0]
     assert 0 <= waited.end_s - trace.of(1, "compute")[0].end_s < 0.25
     assert not trace.of(1, "wait")

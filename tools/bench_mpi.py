@@ -1,9 +1,9 @@
-"""labkit's all-reduce bench with MPI as a further contender, in turns with the others in one run.
+"""labkit's all-reduce bench with MPI as an additional contender, in turns with the others.
 
     python tools/bench_mpi.py --world-size 2,4 --sizes 4KiB,1MiB --json FILE --figure FILE.png
 
-It needs mpi4py and an MPI. MPI ranks are processes that only mpirun can start. They take turns
-with labkit's ranks all the same: between turns they wait on a socket for rank 0 of labkit's run.
+It needs mpi4py and an MPI library. MPI ranks are separate processes, which only mpirun can start.
+To take turns with labkit's ranks, they wait on a socket for rank 0 of labkit's run.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from labkit.units import parse_bytes, parse_integer
 PROGRAM = Path(__file__).with_name("mpi_rank.py")
 PATIENCE_S = 30.0
 _LOOK_S = 0.2
-# More ranks than cores, and root in a container: Open MPI refuses both unless it is told.
+# Without these, Open MPI refuses more ranks than cores, and root in a container.
 _OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def mpi_turns(comm: Comm) -> Iterator[Callable[[int], float]]:
-    """Rank 0 times the MPI ranks, while the others wait; their part of the time is 0."""
+    """Let rank 0 time the MPI ranks, while the other ranks wait and report 0 s."""
     with started(comm.world_size) if comm.rank == 0 else contextlib.nullcontext() as ranks:
 
         def turn(num_bytes: int) -> float:
@@ -81,10 +81,10 @@ def mpi_turns(comm: Comm) -> Iterator[Callable[[int], float]]:
 
 
 def find(world_size: int) -> str:
-    """The name of this machine's MPI; starts ``world_size`` ranks once, to see that they meet.
+    """The name of this machine's MPI, after a test start of ``world_size`` ranks.
 
     Raises:
-        NoMpiError: none is installed, or it does not start them.
+        NoMpiError: no MPI is installed, or it does not start the ranks as one run.
     """
     if importlib.util.find_spec("mpi4py") is None:
         raise NoMpiError("mpi4py is not installed")
@@ -103,7 +103,7 @@ def find(world_size: int) -> str:
         raise NoMpiError(f"mpirun did not end within {PATIENCE_S:.0f} s") from None
     size, _, library = done.stdout.strip().partition(" ")
     if done.returncode != 0 or size != str(world_size):
-        made = f"asked for {world_size} ranks of one run, mpirun made {size or 'none'}"
+        made = f"mpirun was asked for {world_size} ranks of one run, and made {size or 'none'}"
         raise NoMpiError((done.stderr.strip().splitlines() or [made])[-1])
     return library
 
@@ -113,7 +113,7 @@ def _launcher() -> str | None:
 
 
 def _command(world_size: int, *arguments: str) -> list[str]:
-    # -P: the folder of the program must not hide modules.
+    # -P, so that files in the program's folder do not hide modules of the same name.
     program = [sys.executable, "-P", str(PROGRAM), *arguments]
     return [str(_launcher()), "-n", str(world_size), *program]
 
@@ -126,20 +126,20 @@ class MpiRanks:
         self._answers = [connection.makefile(encoding="ascii") for connection in connections]
 
     def all_reduce(self, num_bytes: int) -> float:
-        """Let them do one checked all-reduce of float32 in place; the last rank's seconds.
+        """Run one checked all-reduce of float32 in place; the slowest rank's seconds.
 
         Raises:
-            RuntimeError: one of them has ended, for instance because its result was wrong.
+            RuntimeError: a rank has ended, for example because its result was wrong.
         """
         for connection in self._connections:
             connection.sendall(f"{num_bytes}\n".encode("ascii"))
         told = [answers.readline() for answers in self._answers]
         if not all(told):
-            raise RuntimeError("an MPI rank has ended: its message stands above")
+            raise RuntimeError("an MPI rank has ended: see its message above")
         return max(map(float, told))
 
     def close(self) -> None:
-        """They end when their sockets close."""
+        """Close the sockets, which ends the ranks."""
         for opened in (*self._answers, *self._connections):
             opened.close()
 
@@ -158,7 +158,7 @@ def started(world_size: int) -> Iterator[MpiRanks]:
 
 
 def _start(world_size: int, stack: contextlib.ExitStack) -> list[socket.socket]:
-    """The ranks' sockets; the folder in which they meet is needed only until then."""
+    """Start the ranks and return their sockets; the folder is needed until they connect."""
     with (
         tempfile.TemporaryDirectory(prefix="labkit-mpi-") as folder,
         socket.socket(socket.AF_UNIX) as listener,
@@ -175,10 +175,10 @@ def _start(world_size: int, stack: contextlib.ExitStack) -> list[socket.socket]:
 def accept(
     listener: socket.socket, world_size: int, exit_code: Callable[[], int | None]
 ) -> list[socket.socket]:
-    """A connection from each rank; waits while some are missing and mpirun still runs.
+    """Accept a connection from each rank, while mpirun runs.
 
     Raises:
-        RuntimeError: it ended, or they took longer than ``PATIENCE_S``.
+        RuntimeError: mpirun ended, or the ranks took longer than ``PATIENCE_S``.
     """
     listener.settimeout(_LOOK_S)
     connections: list[socket.socket] = []

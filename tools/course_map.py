@@ -1,8 +1,9 @@
 """The pages of the course in one table, and every place that shows it.
 
-    python tools/course_map.py      writes the maps in README and page 00, and previous and next
+    python tools/course_map.py      writes the maps in README and page 00, and the links to the
+                                    previous and the next page
 
-A page is "coming" until the folder has it.
+A page is "coming" until its notebook exists.
 """
 
 import re
@@ -14,7 +15,7 @@ import nbformat
 from labkit.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
-# In reading order: what it is called, and what it answers.
+# In reading order: {page: (name, the question that it answers)}
 PAGES = {
     "00_start_here": (
         "start here",
@@ -63,7 +64,7 @@ _NEIGHBOURS = re.compile(r"\| (Previous|Next) \|.*(\n|$)")
 
 
 def existing(root: Path = ROOT) -> list[str]:
-    """The pages that are there, in reading order."""
+    """The pages that exist, in reading order."""
     return [stem for stem in PAGES if (root / "notebooks" / f"{stem}.ipynb").is_file()]
 
 
@@ -71,7 +72,7 @@ def course_map(there: list[str], *, folder: str = "", here: str | None = None) -
     """The table in Markdown.
 
     Args:
-        there: the pages that can be linked to.
+        there: the pages that exist, to which the table links.
         folder: the path to them, with a slash at its end.
         here: the page that shows the table.
     """
@@ -88,7 +89,7 @@ def course_map(there: list[str], *, folder: str = "", here: str | None = None) -
 
 
 def neighbours(there: list[str], stem: str) -> str:
-    """The rows of a page's head that lead to the pages before and after it."""
+    """The rows in the head of a page that link to the previous and the next page."""
     place, rows = there.index(stem), []
     if place:
         rows.append(f"| Previous | {_link(there[place - 1])} |\n")
@@ -105,7 +106,7 @@ def with_map(text: str, table: str) -> str:
     """``text`` with its table of pages replaced.
 
     Raises:
-        ValueError: it has none, or several.
+        ValueError: the text has no such table, or several.
     """
     replaced, count = _TABLE.subn(lambda _: table, text)
     if count != 1:
@@ -114,10 +115,10 @@ def with_map(text: str, table: str) -> str:
 
 
 def with_neighbours(text: str, rows: str) -> str:
-    """A page's first cell with these rows at the end of its table.
+    """The first cell of a page, with these rows at the end of its table.
 
     Raises:
-        ValueError: it has no row "Last run on", which comes before.
+        ValueError: the table has no row "Last run on", after which they belong.
     """
     text = _NEIGHBOURS.sub("", text + "\n")
     replaced, count = re.subn(r"(\| Last run on \|.*\n)", lambda row: row[0] + rows, text)
@@ -127,7 +128,7 @@ def with_neighbours(text: str, rows: str) -> str:
 
 
 def files(root: Path = ROOT) -> dict[Path, str]:
-    """By path: what each file that shows the table has to hold."""
+    """The text that each file with the table should have, by path."""
     there = existing(root)
     readme = root / "README.md"
     found = {readme: with_map(readme.read_text(), course_map(there, folder="notebooks/"))}

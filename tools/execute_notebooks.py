@@ -1,8 +1,8 @@
 """Run notebooks and store their outputs in place: python tools/execute_notebooks.py FILE ...
 
-A notebook is stored only when every cell ran (a cell tagged ``raises-exception`` may raise). Parts
-that differ from run to run without meaning anything are left out, so that a stored notebook
-changes only where its text, its code or its results did.
+A notebook is stored only if every cell ran (a cell tagged ``raises-exception`` may raise). Parts
+that differ from run to run without a meaning are left out, so that a stored notebook changes only
+where its text, its code or its results did.
 """
 
 import argparse
@@ -26,19 +26,19 @@ NOISE = ("execution", "ExecuteTime", "trusted", "collapsed", "scrolled")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Execute each file in turn; the exit status counts the notebooks that were not stored."""
+    """Execute each file in turn; return the number of notebooks that were not stored."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--cell-timeout", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument(
-        "--tidy", action="store_true", help="run nothing; leave out what is noise in these files"
+        "--tidy", action="store_true", help="run nothing; only remove the noise from these files"
     )
     options = parser.parse_args(argv)
     if options.tidy:
         for path in options.notebooks:
             write(path, nbformat.read(path, as_version=4))
         return 0
-    # The kernel must be this environment's, whatever the person's own folders hold.
+    # The kernel must be that of this environment, even if the user has installed another one.
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     failed = [path for path in options.notebooks if not _report(path, options.cell_timeout)]
     return len(failed)
@@ -59,7 +59,7 @@ def store(path: Path, cell_timeout_s: float = 300.0) -> None:
     """Run the notebook in its own folder and write it back with its outputs.
 
     Raises:
-        CellExecutionError, CellTimeoutError, DeadKernelError: the file is left as it was.
+        CellExecutionError, CellTimeoutError, DeadKernelError: the file is not changed.
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
@@ -77,13 +77,13 @@ def store(path: Path, cell_timeout_s: float = 300.0) -> None:
 
 
 def write(path: Path, notebook: nbformat.NotebookNode) -> None:
-    """Write a notebook without its noise: same content, same bytes."""
+    """Write a notebook without its noise, so that the same content gives the same bytes."""
     tidy(notebook)
     write_atomically(path, nbformat.writes(notebook).rstrip("\n") + "\n")
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Leave only what belongs to the notebook."""
+    """Remove everything that may differ between runs with the same results."""
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     notebook.metadata.pop("widgets", None)
     notebook.metadata["kernelspec"] = dict(KERNEL)
@@ -96,12 +96,12 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
         for key in NOISE:
             cell.metadata.pop(key, None)
         for output in cell.get("outputs", []):
-            # A stored view shows as an error without its widget; the text beside it is readable.
+            # Without its widget, a stored view shows as an error; the text beside it is readable.
             output.get("data", {}).pop(WIDGET_VIEW, None)
 
 
 def _cell_id(cell: nbformat.NotebookNode, seen: Counter) -> str:
-    # From the content, not the place: a new cell changes no other cell's id.
+    # From the content, not the position, so that a new cell does not change the ids of others.
     digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
     seen[digest] += 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"

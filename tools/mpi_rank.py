@@ -1,8 +1,8 @@
 """One MPI rank of ``bench_mpi.py``, which starts it through mpirun.
 
-It waits on a socket, so that it takes no processor time while others have their turn. For each
-size that it reads it does one checked all-reduce and answers with its seconds. Without a socket it
-only prints the number of ranks and the name of the MPI.
+It waits on a socket, so that it uses no processor time during the turns of others. For each size
+that it reads, it runs one checked all-reduce and answers with its seconds. Without a socket it
+only prints the number of ranks and the name of the MPI library.
 
 It imports only mpi4py and numpy: with torch it would take seconds to start.
 """
@@ -31,7 +31,7 @@ def main(paths: list[str]) -> None:
 
 
 def serve(comm: MPI.Comm, path: str) -> None:
-    """Answer each size with seconds, until the socket closes."""
+    """Answer each size with the seconds of an all-reduce, until the socket closes."""
     tensors: dict[int, tuple[np.ndarray, ...]] = {}
     with socket.socket(socket.AF_UNIX) as control:
         control.connect(path)

@@ -1,4 +1,4 @@
-"""Make the README's picture: one real training step on four ranks, and what it was made on.
+"""Make the README's picture: one real training step on four ranks, with a record of the run.
 
 Writes data/results/ring_step.png and data/results/ring_step.json.
 """
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def step_bounds(trace: Trace, step: int) -> tuple[float, float]:
-    """From the first rank's start of the step's data to the last rank's end of its update."""
+    """(start, end) of a step: its earliest start on a rank, and the latest start of the next."""
     starts, ends = [], []
     for rank in trace.ranks:
         data = trace.of(rank, "data")

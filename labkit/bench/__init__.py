@@ -6,9 +6,9 @@
     placement     the cuts of VGG16: hops by placement, and every single cut against the planner
     pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
 
-``turns`` has the rules by which they are timed, ``record`` how a recorded result was taken;
-``compare`` is the command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce
-bench with MPI as a further contender.
+``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
+command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce bench with MPI as an
+additional contender.
 """
 
 from labkit.bench.command import BENCHES, main

@@ -25,8 +25,9 @@ _BUDGET_S = 5.0
 _KEPT_SPANS = 1000
 
 AllReduce = Callable[[Tensor], object]
-# A contender from elsewhere, entered once on each rank. What it yields takes S, has one all-reduce
-# of float32 done, and returns this rank's seconds, 0 where another rank has the time.
+# A contender from outside the package: a context manager that each rank enters once. It yields a
+# function that takes S, runs one all-reduce of float32, and returns this rank's seconds (0 on a
+# rank that does not measure the time).
 Guest = Callable[[Comm], contextlib.AbstractContextManager[Callable[[int], float]]]
 
 
@@ -38,10 +39,10 @@ def bench_all_reduce(
     *,
     guests: Mapping[str, Guest] | None = None,
 ) -> Iterator[AllReduceResult]:
-    """Time every all-reduce of float32 that this machine has, one result for each world size.
+    """Time all available all-reduces on float32 tensors; yield one result per world size.
 
-    The tensors are ordinary ones, not laid into shared memory beforehand. Every turn starts from
-    the same values and its result is checked on every rank, so what is timed is right.
+    The tensors are in ordinary memory, not placed in shared memory beforehand. Every turn starts
+    from the same values, and every rank checks its result.
 
     Args:
         world_sizes: of the runs, each at least 2.
@@ -49,7 +50,7 @@ def bench_all_reduce(
         repeats: at most; large tensors get fewer, at least 5.
         device: ``auto``, ``cpu`` or ``cuda``. On ``cuda`` NCCL takes part where each rank has a
             GPU.
-        guests: further contenders by name, as ``tools/bench_mpi.py`` adds MPI.
+        guests: additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
 
     Raises:
         ValueError: impossible sizes or world sizes, before anything runs.
@@ -59,7 +60,9 @@ def bench_all_reduce(
     for size in sizes_bytes:
         check_integer("a size in bytes", size, least=0, most=MOST_BYTES)
         if size < 4 or size % 4:
-            raise ValueError(f"{size} bytes are not full float32 elements: give multiples of 4")
+            raise ValueError(
+                f"{size} bytes are not a whole number of float32 elements: give a multiple of 4"
+            )
     kind = devices.plan(1, device).devices[0].partition(":")[0]
     run = partial(on_ranks, measure, sizes_bytes, repeats, dict(guests or {}), device=device)
     return (AllReduceResult.of(slowest(run(world_size=n)), n, kind) for n in world_sizes)
@@ -68,7 +71,7 @@ def bench_all_reduce(
 def measure(
     comm: Comm, sizes_bytes: tuple[int, ...], repeats: int, guests: dict[str, Guest]
 ) -> dict[str, dict]:
-    """On each rank: everything that one result needs, as this rank's seconds."""
+    """Measure on this rank everything that one result needs; called on every rank."""
     over_gloo = _gloo_comm(comm)
     transports = {"shared" if comm.transport.shares_memory else dist.get_backend(): comm}
     if over_gloo:
@@ -93,7 +96,7 @@ def measure(
 
 
 def _gloo_comm(comm: Comm) -> Comm | None:
-    """The same ranks over gloo; None where the run's Comm is that already, or has no gloo."""
+    """A Comm of the same ranks over gloo; None if ``comm`` uses gloo itself, or has no gloo."""
     if not comm.transport.shares_memory or dist.get_backend() != "gloo":
         return None
     transport = TorchTransport("gloo", comm.device)
@@ -103,7 +106,7 @@ def _gloo_comm(comm: Comm) -> Comm | None:
 def contenders(
     comm: Comm, over_gloo: Comm | None, groups: dict[str, dist.ProcessGroup]
 ) -> dict[str, AllReduce]:
-    """By name, what reduces a tensor in place."""
+    """The all-reduces that are timed, by name; each works in place."""
     found: dict[str, AllReduce] = {
         "fast ring": partial(collectives.fast_ring_all_reduce, comm),
         "ring": partial(collectives.ring_all_reduce, comm),
@@ -121,9 +124,9 @@ def contenders(
 class Tensors:
     """This rank's addend, the sum that all ranks must get, and the tensor to work in.
 
-    Small integers, of which float32 holds every sum exactly: so the order of additions, in which
-    the algorithms differ, makes no difference. They repeat after 1021 elements (a prime), so that
-    a chunk in the wrong place shows.
+    The values are small integers, whose sums float32 holds exactly: the result does not depend on
+    the order of additions, in which the algorithms differ. They repeat after 1021 elements (a
+    prime), so that a chunk in the wrong place gives a wrong sum.
     """
 
     def __init__(self, comm: Comm, num_bytes: int):
@@ -136,8 +139,11 @@ class Tensors:
     def turn(self, name: str, all_reduce: AllReduce) -> float:
         """This rank's seconds of one checked all-reduce, after one that is not timed.
 
-        The other contenders' turns have emptied the caches, of code as well; in a program that
-        calls one all-reduce after the other they are full.
+        The first call fills the caches (of data and of code) again after the other contenders'
+        turns: in a program that calls one all-reduce after another, they are warm.
+
+        Raises:
+            AssertionError: the sum is wrong.
         """
         all_reduce(self.work.zero_())
         self.work.copy_(self.mine)

@@ -24,12 +24,13 @@ _DRAWN = ("fast ring", "ring", "tree", "gloo", "MPI", "NCCL")
 
 @dataclass(frozen=True)
 class AllReduceResult(Result):
-    """All rows of one world size, and what explains them.
+    """The measurements of one world size, with the models that explain them.
 
     Attributes:
         transport: of our own contenders.
-        seconds: by size in bytes, by contender: of each repeat.
-        links: by transport, what a message costs when all ranks send at once.
+        seconds: ``{size in bytes: {contender: [seconds of each repeat]}}``.
+        memory: the memory bandwidth, which limits every all-reduce.
+        links: by transport, the cost of a message when all ranks send at the same time.
     """
 
     world_size: int
@@ -41,7 +42,7 @@ class AllReduceResult(Result):
 
     @classmethod
     def of(cls, seconds: dict[str, Any], world_size: int, device: str) -> "AllReduceResult":
-        """From the last rank's seconds of ``labkit.bench.all_reduce.measure``."""
+        """Build it from ``labkit.bench.all_reduce.measure``, as seconds of the slowest rank."""
         links = fit_links(seconds["messages"])
         memory = Memory.of(seconds["memory"], world_size)
         return cls(world_size, device, next(iter(links)), seconds["all_reduce"], memory, links)
@@ -53,10 +54,11 @@ class AllReduceResult(Result):
         return [name for name in _REFERENCES if name in present]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each contender at each size, as the record keeps it.
+        """One row per size and contender, for the record.
 
-        ``bus_bytes_per_s`` is 2 (P - 1) / P x S / t, what each link has to carry: comparable
-        whatever P is. ``limit_s`` is what the memory alone would take, see ``Memory``.
+        ``bus_bytes_per_s`` is 2 (P - 1) / P x S / t, the bytes per second that each link of a
+        ring carries, which can be compared across P (the bus bandwidth of nccl-tests).
+        ``limit_s`` is the least time that the memory allows, see ``Memory``.
         """
         rows = []
         for size, by_name in self.seconds.items():
@@ -72,11 +74,12 @@ class AllReduceResult(Result):
         return rows
 
     def model_seconds(self, algorithm: str, num_bytes: int, transport: str = "") -> float:
+        """Predicted seconds; ``transport`` is by default that of our own contenders."""
         link = self.links[transport or self.transport]
         return all_reduce_seconds(algorithm, num_bytes, self.world_size, link)
 
     def model_crossover_bytes(self) -> float:
-        """Where the ring overtakes the tree in the model; infinite if never."""
+        """The size from which the ring is faster than the tree in the model; infinite if none."""
         return crossover_bytes(self.world_size, self.links[self.transport])
 
     def measured_crossovers_bytes(self) -> list[float]:
@@ -89,7 +92,7 @@ class AllReduceResult(Result):
         return {size: by_name[name] for size, by_name in self.seconds.items()}
 
     def record(self) -> dict[str, list[dict]]:
-        """Plain numbers; None for a crossover that the model does not have."""
+        """The rows and what explains them; ``model_bytes`` is None if the model never crosses."""
         model_bytes = self.model_crossover_bytes()
         ranks = {"world_size": self.world_size}
         crossover = ranks | {
@@ -124,7 +127,7 @@ class AllReduceResult(Result):
             f"All-reduce of float32 in place, {self.world_size} ranks on {self.device}, in turns."
             "\nTime: from the last rank's start to the last rank's end, median of "
             f"{repeats} (quartiles)."
-            "\nAgainst: the other's time / this one's, repeat by repeat; above 1 this one wins."
+            "\nAgainst: the other's time / this one's, repeat by repeat; above 1, this is faster."
         )
 
     def _table(self) -> str:
@@ -148,7 +151,7 @@ class AllReduceResult(Result):
     def _model_text(self) -> Iterable[str]:
         yield "\n".join(
             f"A message ({transport}): {format_seconds(link.alpha_s)} + "
-            f"{format_number(link.beta_s_per_byte * 1e9)} ns per byte; to add one byte "
+            f"{format_number(link.beta_s_per_byte * 1e9)} ns per byte; adding one byte takes "
             f"{format_number(link.gamma_s_per_byte * 1e9)} ns."
             for transport, link in self.links.items()
         )
@@ -174,7 +177,7 @@ class AllReduceResult(Result):
         return f"{', '.join(numbers)}, {format_number(measured_s / model_s)}"
 
     def figures(self) -> Figures:
-        """The times by size, beside the models of tree and ring."""
+        """The curves of time by size, beside the models of tree and ring."""
         from labkit.plots import size_curves
 
         names = [name for name in _DRAWN if name in next(iter(self.seconds.values()))]

@@ -1,4 +1,4 @@
-"""The command ``labkit bench``: run the benches, print what they find, record and draw it."""
+"""The command ``labkit bench``: run the benches; print, record and draw their results."""
 
 import glob
 import inspect
@@ -40,14 +40,18 @@ def main(
         json_path: where to write one bench's results, with hardware and versions.
         figure_path: where to write its figures.
         words: the command line, for the record.
-        settings: the arguments of the benches that were given.
+        settings: those arguments of the benches that the command line gives.
+
+    Returns:
+        0, the exit status.
 
     Raises:
         ValueError: before anything runs, for options that are wrong or belong to another bench.
+        OutputError: after the runs, a file could not be written.
     """
     chosen = names or list(BENCHES)
     _check(chosen, settings, json_path, figure_path)
-    # Each checks its settings when it is called, and runs when its results are asked for.
+    # A bench checks its settings when it is called, and runs when its results are iterated over.
     runs = {name: BENCHES[name](**settings) for name in chosen}
     for name, results in runs.items():
         how = {"command": command_line(words), "config": _config(name, settings)}
@@ -61,7 +65,7 @@ def show(
     json_path: str | None = None,
     figure_path: str | None = None,
 ) -> None:
-    """Print each result when it is there; then write all of them, and their figures.
+    """Print each result as soon as it is there; then write all of them, and their figures.
 
     ``how`` is the record's first part: at least ``command`` and ``config``.
     """
@@ -85,7 +89,7 @@ def _figures(found: list[Result], path: Path) -> Figures:
 def _check(
     chosen: Sequence[str], settings: dict[str, Any], json_path: str | None, figure_path: str | None
 ) -> None:
-    """Raise ValueError for what does not go together."""
+    """Raise ValueError for options that do not fit the bench or each other."""
     for name in chosen:
         check_choice("bench", name, BENCHES)
         taken = inspect.signature(BENCHES[name]).parameters
@@ -96,7 +100,7 @@ def _check(
         raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
     if figure_path is not None:
         _check_figure(chosen[0], Path(figure_path))
-    # Several figures may be drawn: --json a_2_ranks.png could be one of those of --figure a.png.
+    # --figure a.png may write several files, and a_2_ranks.png could be one of them.
     if json_path is not None and Path(json_path).suffix in _PICTURES:
         raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
 
@@ -111,7 +115,7 @@ def _check_figure(name: str, path: Path) -> None:
 
 
 def _config(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Every option of the bench, defaults too."""
+    """Every option of the bench, including defaults."""
     parameters = inspect.signature(BENCHES[name]).parameters.values()
     options = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
     return {one.name: settings.get(one.name, one.default) for one in options}

@@ -1,7 +1,7 @@
-"""``labkit bench ddp``: a step of data parallelism, PyTorch's on several backends beside ours.
+"""``labkit bench ddp``: a step of PyTorch's DDP on several backends, and of our own DDP.
 
-The same model on the same samples, trained by PyTorch's DistributedDataParallel, where only what
-is below it changes, and by ``labkit.strategies.ddp.bucketed.BucketedDDP``.
+The same model is trained on the same samples by PyTorch's DistributedDataParallel, of which only
+the backend changes, and by ``labkit.strategies.ddp.bucketed.BucketedDDP``.
 """
 
 import copy
@@ -29,9 +29,9 @@ from labkit.workload.models import import_torchvision
 # Steps in which the gradients are compared, before any step is timed.
 _COMPARED_STEPS = 2
 _BUDGET_S = 30.0
-# Beside the backends of PyTorch's DDP: the contender that has no backend.
+# Our DDP, which has no backend, is listed among the backends of PyTorch's DDP under this name.
 OURS = "labkit ddp"
-# By model, each rank's samples per step: few, so that communication counts.
+# Samples per rank and step, by model: few, so that communication is a large part of a step.
 BATCH_SIZES = {"small_cnn": 32, "resnet18": 8, "vgg16": 4}
 
 
@@ -40,7 +40,9 @@ class DdpResult(Result):
     """One model on every backend of PyTorch's DDP, and under our own ("labkit ddp").
 
     Attributes:
-        seconds: by backend: of each step, from the last rank's start to the last rank's end.
+        batch_size: samples per rank and step.
+        seconds: by backend, the seconds of each step, from the latest start to the latest end of
+            a rank.
         gradient_error: by backend, over all parameters the largest difference from gloo's
             gradient, relative to the parameter's largest gradient.
         replicas_equal: by backend, whether all ranks hold the same parameters to the bit at the
@@ -57,7 +59,7 @@ class DdpResult(Result):
     replicas_equal: dict[str, bool]
 
     def times_gloo(self, backend: str) -> list[float]:
-        """gloo's step / this backend's, repeat by repeat: above 1 it is faster than gloo."""
+        """gloo's step / this backend's, repeat by repeat: above 1, the backend is faster."""
         return ratios(self.seconds["gloo"], self.seconds[backend])
 
     def __str__(self) -> str:
@@ -128,7 +130,7 @@ def bench_ddp(
 
 
 def put_together(by_rank: list[dict[str, Any]], model: str, device: str) -> DdpResult:
-    """One result of what ``measure`` returned on each rank."""
+    """Combine what ``measure`` returned on each rank into one result."""
     mine = by_rank[0]
     return DdpResult(
         model,
@@ -143,7 +145,7 @@ def put_together(by_rank: list[dict[str, Any]], model: str, device: str) -> DdpR
 
 
 def measure(comm: Comm, model: str, repeats: int) -> dict[str, Any]:
-    """On each rank, by backend: seconds, error of the gradients, digest of the parameters."""
+    """Measure on this rank, by backend: seconds, gradient error, digest of the parameters."""
     torch.manual_seed(0)
     base = _build(model).to(comm.device)
     with process_groups(comm) as groups:
@@ -166,19 +168,19 @@ def measure(comm: Comm, model: str, repeats: int) -> dict[str, Any]:
 
 
 def _build(name: str) -> nn.Module:
-    """Our small CNN, or torchvision's own model at its full number of parameters."""
+    """Our small CNN, or torchvision's model with its full number of parameters."""
     if name == "small_cnn":
         return build(name)
     model = getattr(import_torchvision().models, name)(num_classes=NUM_CLASSES)
     for module in model.modules():
-        # Random numbers would differ between the replicas, and with them the gradients.
+        # With dropout, each replica would draw other random numbers and get other gradients.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
 
 
 class Replica:
-    """A model under one DDP. Each rank draws other samples, the same under every DDP."""
+    """A model under one DDP. Each rank draws its own samples, the same for every DDP."""
 
     def __init__(self, comm: Comm, model: nn.Module, batch_size: int):
         self.comm = comm
@@ -204,13 +206,15 @@ class Replica:
 
 
 def digest(model: nn.Module) -> str:
-    """Equal for parameters that are equal to the bit; buffers are each rank's own."""
+    """A checksum of the parameters to the bit; buffers may differ by rank and are left out."""
     return checksum({name: p.detach().cpu() for name, p in model.named_parameters()})
 
 
 def compare_gradients(replicas: dict[str, Replica]) -> dict[str, float]:
-    """By backend, the gradients' largest difference from gloo's in a few steps, each of which
-    starts from the same parameters."""
+    """By backend, the largest difference of the gradients from gloo's in a few steps.
+
+    In each step, all replicas start from the same parameters.
+    """
     reference = replicas["gloo"]
     error = dict.fromkeys(replicas, 0.0)
     for _ in range(_COMPARED_STEPS):
@@ -228,6 +232,6 @@ def gradient_error(model: nn.Module, reference: nn.Module) -> float:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    # By number: each DDP puts its own word before the names.
+    # By number, since each DDP adds its own prefix to the names.
     grads = {str(at): parameter.grad for at, parameter in enumerate(model.parameters())}
     return {name: grad for name, grad in grads.items() if grad is not None}

@@ -1,4 +1,4 @@
-"""``labkit bench launch``: from a function to its result, against ``multiprocessing.spawn``."""
+"""``labkit bench launch``: the time of a run, against PyTorch's ``multiprocessing.spawn``."""
 
 import os
 import statistics
@@ -25,7 +25,7 @@ from labkit.units import format_seconds
 
 @dataclass(frozen=True)
 class LaunchResult(Result):
-    """Two ways to launch, in turns: seconds of each repeat, ``other`` beside ``ours``."""
+    """Two ways to launch a run, in turns: the seconds of each repeat of ``ours`` and ``other``."""
 
     name: str
     world_size: int
@@ -52,10 +52,14 @@ class LaunchResult(Result):
 def bench_launch(
     world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3
 ) -> Iterator[LaunchResult]:
-    """From a function to its result: ``labkit.run`` against ``torch.multiprocessing.spawn``.
+    """Time a small run, by ``labkit.run`` and by ``torch.multiprocessing.spawn``.
 
-    Both start the ranks, join them to a gloo group, sum one number over them, and end them. Ours
-    is warm: a notebook's first run pays once for starting the fork server, which is left out.
+    Both start the ranks, join them to a gloo group, sum one number over them, and end them. The
+    start of our forkserver, which only the first run of a program waits for, is left out.
+
+    Args:
+        world_sizes: of the runs; one result for each.
+        repeats: of each run.
 
     Raises:
         ValueError: an impossible world size or number of repeats, before anything runs.

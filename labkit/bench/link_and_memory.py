@@ -1,4 +1,4 @@
-"""What this machine can do: messages (alpha, beta), additions (gamma), memory (the limit).
+"""The speed of this machine: messages (alpha, beta), additions (gamma), memory (the limit).
 
 Symbols: P ranks, S bytes of one rank's tensor.
 """
@@ -15,28 +15,32 @@ from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
 
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
-# Several in a row, as in a collective: they share the cost of leaving the barrier.
+# Several messages in a row, as in a collective, share the cost of leaving the barrier.
 MESSAGES_IN_A_ROW = 4
 _MEMORY_BYTES = 64 * 2**20
-# More are of no use: what follows from them takes their medians.
+# More repeats would not help, since only their medians are used.
 _MOST_REPEATS = 10
-# Seconds for each size of message, and for the memory.
+# Seconds to measure each size of message, and to measure the memory.
 _BUDGET_S = 1.5
 
-# By size in bytes, by transport (and "add"): the seconds of each repeat.
+# {size in bytes: {transport, or "add": [seconds of each repeat]}}
 MessageSeconds = dict[int, dict[str, list[float]]]
 
 
 def measure_messages(comm: Comm, transports: dict[str, Comm], repeats: int) -> MessageSeconds:
     """Time one step of a ring at several sizes: every rank sends right and receives from the left.
 
-    All ranks at once: the times include that they share cores and the memory's bandwidth, and the
-    fit holds for this P. Beside them, under ``add``, the sum of two tensors of that size.
+    All ranks send at the same time: they share cores and memory bandwidth, so the fit holds for
+    this P only.
 
     Args:
         comm: this rank's Comm, for barriers.
         transports: by name, the Comm whose ``exchange`` is timed.
         repeats: at most, and never more than ten.
+
+    Returns:
+        This rank's seconds, by size and transport; under ``add``, those of adding two tensors of
+        that size.
     """
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     found = {}
@@ -62,7 +66,7 @@ def _timed_in_a_row(comm: Comm, action: Callable[[], object]) -> float:
 
 
 def fit_links(seconds: MessageSeconds) -> dict[str, Link]:
-    """By transport, the alpha and beta of its messages; gamma is the beta of the additions."""
+    """Fit alpha and beta to the messages of each transport; gamma is the beta of additions."""
     *transports, _ = next(iter(seconds.values()))
     gamma = _fit(seconds, "add").beta_s_per_byte
     return {name: _fit(seconds, name, gamma) for name in transports}
@@ -85,17 +89,18 @@ def measure_memory(comm: Comm, repeats: int) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Memory:
-    """How fast all P ranks together use the memory, and what follows for an all-reduce.
+    """The memory bandwidth of all P ranks together, and the limit that it sets to an all-reduce.
 
     Attributes:
-        copy_bytes_per_s: a copy, 64 MiB read and 64 MiB written by each rank.
-        add_bytes_per_s: ``target += source``, twice 64 MiB read and 64 MiB written.
+        copy_bytes_per_s: of a copy, in which each rank reads 64 MiB and writes 64 MiB.
+        add_bytes_per_s: of ``target += source``, in which each rank reads twice 64 MiB and writes
+            64 MiB.
 
-    The limit: a ring in place has to read each rank's S bytes once, since they are ordinary
-    memory that no other rank sees, and to write the S bytes of the result once. All that ranks
-    pass to each other can stay in the cache. So 2 P S bytes go through memory, which takes
-    ``seconds(S)`` at the faster of the two speeds above. A tensor that fits into the cache can
-    beat it.
+    The limit: a ring in place has to read each rank's S bytes once, since they are in ordinary
+    memory that no other rank sees, and to write the S bytes of the result once. Everything that
+    ranks send to each other can stay in the cache. So 2 P S bytes go through memory, which takes
+    ``seconds(S)`` at the higher of the two bandwidths above. A tensor that fits into the cache
+    can be faster.
     """
 
     world_size: int
@@ -104,12 +109,12 @@ class Memory:
 
     @classmethod
     def of(cls, seconds: dict[str, list[float]], world_size: int) -> "Memory":
-        """From the last rank's seconds of ``measure_memory``."""
+        """Build it from the slowest rank's seconds of ``measure_memory``."""
         in_all = world_size * _MEMORY_BYTES
         copy_s, add_s = (statistics.median(seconds[name]) for name in ("copy", "add"))
         return cls(world_size, 2 * in_all / copy_s, 3 * in_all / add_s)
 
     def seconds(self, num_bytes: int) -> float:
-        """The least time of an all-reduce of tensors of S = ``num_bytes`` in memory."""
+        """The least time of an all-reduce of S = ``num_bytes``, as far as memory limits it."""
         best = max(self.copy_bytes_per_s, self.add_bytes_per_s)
         return 2 * self.world_size * num_bytes / best

@@ -2,9 +2,9 @@
 
 All contenders train copies of one model, cut at the same layers, on the same samples, in one run:
 ours in shared memory and on gloo, ``torch.distributed.pipelining`` on gloo, the split without
-micro-batches, and one device, for which rank 0 has all cores while the others wait. Then, for each
-schedule, a duel: ours and PyTorch's on the same transport take turns without the others, because
-a difference of a few percent shows only in many pairs.
+micro-batches, and one device, for which rank 0 has all cores while the others wait. A duel per
+schedule follows: our pipeline and PyTorch's take turns on the same transport, without the other
+contenders, because it takes many pairs to show a difference of a few percent.
 """
 
 import time
@@ -31,8 +31,8 @@ from labkit.strategies.single import Single
 from labkit.training.state import largest_difference
 from labkit.units import format_count, format_number, format_seconds
 
-# Micro-batches must not be small: each adds its gradients to all of a model's parameters, and
-# vgg16 has most.
+# Micro-batches must not be small: each one adds its gradients to those of all parameters, and
+# vgg16 has the most parameters.
 BATCH_SIZES = {"vgg16": 64}
 BATCH_SIZE = 32
 MODELS = ("vgg16", "resnet18")
@@ -55,10 +55,12 @@ class PipelineResult(Result):
     """One model, cut evenly, under every contender.
 
     Attributes:
-        seconds: by contender, of each step, from the last rank's start to the last rank's end.
+        seconds: by contender, the seconds of each step, from the latest start to the latest end
+            of a rank.
         difference: by contender, the largest relative difference of its parameters from those of
             our GPipe after some steps; None for one device, which rank 0 alone trains.
-        duels: by schedule, the seconds of the two in ``DUELS``, which took turns alone.
+        duels: by schedule, the seconds of the two contenders in ``DUELS``, which took turns
+            without the others.
     """
 
     model: str
@@ -132,7 +134,7 @@ class PipelineResult(Result):
 def bench_pipeline(
     world_sizes: tuple[int, ...] = (2,), models: tuple[str, ...] = MODELS, repeats: int = 10
 ) -> Iterator[PipelineResult]:
-    """Time steps on the CPU, one result for each model and number of stages.
+    """Time pipeline steps on the CPU; yield one result per model and number of stages.
 
     Args:
         world_sizes: stages, each at least 2.
@@ -176,7 +178,7 @@ def _result(name: str, points: tuple[int, ...], repeats: int) -> PipelineResult:
 def measure(
     comm: Comm, model: str, points: tuple[int, ...], batch_size: int, repeats: int
 ) -> dict[str, dict]:
-    """On each rank: seconds by contender and in the duels, and how far all are from our GPipe."""
+    """Measure on this rank: seconds of steps and duels, and differences from our GPipe."""
     model_step = ModelStep(model, batch_size)
     steps, states = {}, {}
     for name, (strategy, through) in _contenders(comm, points).items():
@@ -225,7 +227,7 @@ def _turn_alone(comm: Comm, model_step: ModelStep) -> Turn:
 
     def turn() -> float:
         seconds = timed(comm, step)
-        # Until the threads that the step has used no longer spin: the next turn needs the cores.
+        # Wait until the threads of the step no longer spin: the next turn needs the cores.
         time.sleep(_SPIN_S)
         return seconds
 

@@ -1,7 +1,8 @@
-"""``labkit bench placement``: what the cuts of VGG16 cost, and whether the planner knows it.
+"""``labkit bench placement``: the costs of the cuts of VGG16, measured and predicted.
 
-A hop between two stages; the hops of every named placement (``placement.VGG16_SPLITS``); and the
-step of every single cut into two stages, unpipelined and as a pipeline, see ``single_cuts``.
+It measures one hop between two stages; the hops of every named placement
+(``placement.VGG16_SPLITS``); and the step of every single cut into two stages, with and without a
+pipeline (see ``single_cuts``).
 """
 
 import itertools
@@ -27,7 +28,7 @@ from labkit.units import check_integer, format_bytes, format_number, format_seco
 
 MODEL = "vgg16"
 BATCH_SIZES = (8, 32)
-BACKBONE = 31  # the features, which the reference project froze
+BACKBONE = 31  # layers of the feature extractor, which the reference project froze
 SCATTER_BATCH, MICRO_BATCHES = 16, 4
 SIZES = tuple(2**k for k in (18, 20, 22, 24, 26))
 _BUDGET_S = 20.0
@@ -36,7 +37,7 @@ SHARED, GLOO, COPY = "shared memory", "gloo", "a plain copy"
 
 @dataclass(frozen=True)
 class HopTimes(Result):
-    """A tensor's way from one stage to the next: by bytes, by way, the seconds of each repeat."""
+    """Times of one hop: ``{bytes: {transport, or "a plain copy": [seconds of each repeat]}}``."""
 
     seconds: dict[int, dict[str, list[float]]]
 
@@ -94,18 +95,18 @@ class PlacementHops(Result):
         return {"hops": [row | {"seconds": rounded(row["seconds"])} for row in self.rows]}
 
     def figures(self) -> Figures:
-        """The hops with everything trained."""
+        """The hops of the placements in which all layers are trained."""
         from labkit.plots.communication_time import communication_time
 
         return {"hops": communication_time([r for r in self.rows if r["trained"] == "all"])}
 
 
 def bench_placement(repeats: int = 6) -> Iterator[Result]:
-    """Measure on the CPU, with a process for each stage.
+    """Measure the hops and cuts of VGG16 on the CPU, with one process per stage.
 
     Args:
-        repeats: counted steps of each placement; each single cut gets half as many, and in the
-            play-off of the best cuts six times that.
+        repeats: counted steps of each placement; each single cut gets half as many, and each cut
+            in the play-off of the best ones about three times as many.
 
     Raises:
         ValueError: an impossible number of repeats, before anything runs.
@@ -125,7 +126,7 @@ def _results(repeats: int) -> Iterator[Result]:
 
 
 def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> HopTimes:
-    """For each size in bytes: a hop in shared memory, one over gloo, a copy in one process."""
+    """Time, by size in bytes: a hop in shared memory, a hop over gloo, a copy in one process."""
     return HopTimes(slowest(on_ranks(_hop_both_ways, repeats, sizes, world_size=2)))
 
 
@@ -155,8 +156,8 @@ def _copy(comm: Comm, tensor: torch.Tensor, landing: torch.Tensor) -> None:
 
 
 def measure_hops(link: Link, repeats: int) -> PlacementHops:
-    """Every placement on more than one device, with everything trained and a frozen backbone."""
-    # Not at the top: every rank of a bench imports this module, and does without matplotlib.
+    """Measure the hops of every placement, with all layers trained and with a frozen backbone."""
+    # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
     from labkit.plots.communication_time import hop_rows
 
     placements = {name: points for name, points in VGG16_SPLITS.items() if points}

@@ -12,7 +12,7 @@ from labkit.files import write_atomically, write_each
 if TYPE_CHECKING:
     from labkit.plots.figure import CaptionedFigure
 
-# By name or path. In a string: every rank of a bench imports this, and does without matplotlib.
+# {name or path: figure}. In a string, since the ranks that import this do not need matplotlib.
 Figures: TypeAlias = "dict[str, CaptionedFigure]"
 _OUTPUTS = {"--json", "--figure", "--figures"}
 _FLAGS = {
@@ -24,23 +24,23 @@ _FLAGS = {
 
 
 class Result:
-    """What a bench yields: printed by ``str``, and part of the record and of the figures."""
+    """What a bench yields: a text (``str``), a part of the record, and figures."""
 
     def record(self) -> dict[str, Any]:
-        """By name, rows of plain numbers and texts; ``merged`` joins those of several results."""
+        """Rows of plain numbers and texts, by name; ``merged`` joins those of several results."""
         raise NotImplementedError
 
     def figures(self) -> Figures:
-        """By name; none unless a bench draws."""
+        """The figures by name; empty for a bench that draws none."""
         return {}
 
     def plain(self) -> dict[str, Any]:
-        """The fields that are one number or text: what all rows of its record share."""
+        """The fields that are one integer or text, which all rows of the record share."""
         return {name: value for name, value in vars(self).items() if isinstance(value, (int, str))}
 
 
 def command_line(words: Sequence[str], program: str = "labkit") -> str:
-    """The command of these words, without the files that it writes."""
+    """The command line of these words, without the options that name output files."""
     kept = [
         word
         for before, word in pairwise(["", *words])
@@ -55,7 +55,7 @@ def flag(setting: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers of a record depend on: hardware and versions."""
+    """The hardware and the versions, on which the numbers of a record depend."""
     return {"hardware": hardware(), "versions": versions()}
 
 
@@ -69,7 +69,7 @@ def merged(results: Iterable[Result]) -> dict[str, Any]:
 
 
 def write(record: dict[str, Any], json_path: str | None, figures: Figures) -> None:
-    """Write the record, if it has a path, and each figure to its own, even if another one fails.
+    """Write the record, if it has a path, and each figure, even if writing another one fails.
 
     Raises:
         OutputError: one or more have failed; the message names all of them.
@@ -86,7 +86,7 @@ def _save(figure: "CaptionedFigure", path: str) -> None:
 
 
 def dumped(record: dict[str, Any]) -> str:
-    """A record as JSON, one line for each row of its lists."""
+    """A record as JSON text, one line for each row of its lists."""
     lines = (f'  "{name}": {_lines(part)}' for name, part in record.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -1,11 +1,11 @@
 """Every single cut of a model into two stages, measured: does the planner know the best one?
 
-All of it is one run. First a sweep: the cuts take turns, a few steps each. The smallest of many
-medians is small partly by luck. Therefore the planner's cut and those that did best meet again, in
-a play-off of many repeats, and the ratio within a repeat is what counts.
+All cuts are measured in one run. In the sweep, they take turns, a few steps each. The smallest of
+many medians is partly luck. Therefore the planner's cut and the fastest of the others are measured
+again, in a play-off of many repeats, and compared by their ratios within a repeat.
 
-Without a pipeline, the model predicts steps within 0.1 % of each other for all cuts of VGG16,
-since a hop is short beside a step: the planner then takes the first, and its choice says little.
+Without a pipeline, the predicted steps of all cuts of VGG16 are within 0.1 % of each other, since
+a hop is short compared with a step: the planner's choice among them then says little.
 """
 
 import statistics
@@ -31,7 +31,7 @@ from labkit.units import format_count, format_seconds
 from labkit.workload.layers import layers_of
 
 RIVALS = 3
-# Repeats of the play-off for each one of the sweep.
+# Repeats of the play-off per repeat of the sweep.
 PLAY_OFF_SHARE = 6
 _BUDGET_S = 60.0
 
@@ -43,8 +43,8 @@ class Cuts(Result):
     Attributes:
         model, batch_size: what was trained.
         micro_batches: 1 is the split without a pipeline.
-        points: rows of ``plots.split_scatter``, of the sweep.
-        play_off: by cut, the planner's first: seconds of its step in each repeat of the play-off.
+        points: the sweep, as rows for ``plots.split_scatter``.
+        play_off: ``{cut: [seconds of each repeat]}`` of the play-off, the planner's cut first.
     """
 
     model: str
@@ -60,12 +60,12 @@ class Cuts(Result):
         return f"Every cut of {self.model}, batch of {self.batch_size}, {how}: a sweep of {steps}"
 
     def duels(self) -> dict[int, Spread]:
-        """By rival, the planner's step / the rival's, repeat by repeat: above 1 the rival wins."""
+        """By rival, planner's step / rival's, repeat by repeat: above 1, the rival is faster."""
         (_, planned_s), *rivals = self.play_off.items()
         return {cut: Spread.of(ratios(planned_s, seconds)) for cut, seconds in rivals}
 
     def verdict(self) -> str:
-        """The planner's cut against the rival that came out best, in a sentence."""
+        """Compare the planner's cut with the fastest rival, in a sentence."""
         planned, *rivals = self.play_off
         duels, repeats = self.duels(), len(self.play_off[planned])
         best = max(duels, key=lambda cut: duels[cut].median)
@@ -113,7 +113,7 @@ class Cuts(Result):
 
 
 def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int) -> Cuts:
-    """The steps of all splits into two stages, on the CPU.
+    """Measure the steps of all splits into two stages, on the CPU.
 
     Args:
         profile: of a model with three layers or more, on images of 3x32x32.
@@ -142,7 +142,7 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
 def _measure(
     comm: Comm, model: str, batch_size: int, micro_batches: int, planned: int, repeats: int
 ) -> dict[str, dict[int, list[float]]]:
-    """On each rank: by cut, seconds of the sweep and of the play-off."""
+    """Measure on this rank: by cut, the seconds of the sweep and of the play-off."""
     model_step = ModelStep(model, batch_size)
 
     def warmed_up(cut: int) -> Callable[[], object]:
@@ -153,7 +153,7 @@ def _measure(
         return step
 
     def turn(cut: int) -> float:
-        # The stage lives only as long as its turn: together, the cuts would hold a model each.
+        # The stage is freed after its turn: kept for all cuts, stages would take a model per cut.
         return timed(comm, warmed_up(cut))
 
     cuts = range(1, len(layers_of(model_step.model)))
@@ -165,9 +165,9 @@ def _measure(
 
 
 def fastest_others(comm: Comm, sweep: dict[int, list[float]], planned: int) -> list[int]:
-    """The cuts other than the planner's that did best, fastest first, the same on every rank.
+    """The fastest cuts other than the planner's, fastest first, the same on every rank.
 
-    ``sweep`` holds this rank's seconds, by cut; the last rank's count.
+    ``sweep`` holds this rank's seconds, by cut; the seconds of the slowest rank decide.
     """
     seconds = torch.tensor(list(sweep.values()), dtype=torch.float64, device=comm.device)
     tree_all_reduce(comm, seconds, "max")

@@ -16,7 +16,7 @@ class Spread:
 
     @classmethod
     def of(cls, repeats: Iterable[float]) -> "Spread":
-        """Raises ValueError if there are no repeats."""
+        """The spread of these repeats; ValueError if there are none."""
         values = list(repeats)
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
@@ -34,14 +34,14 @@ def ratios(others_s: Iterable[float], ours_s: Iterable[float]) -> list[float]:
 
 
 def rounded(seconds: Iterable[float]) -> list[float]:
-    """As a record keeps them: to the nanosecond."""
+    """Round seconds to the nanosecond, for a record."""
     return [round(one, 9) for one in seconds]
 
 
 def step_record(
     seconds: list[float], ratio_to: dict[str, list[float]], time: str = "step_s"
 ) -> dict[str, Any]:
-    """A contender's repeats as a record keeps them, with its ratios to others by their names."""
+    """The part of a record on one contender: its repeats, and its ratios to others by name."""
     return {
         "seconds": rounded(seconds),
         time: asdict(Spread.of(seconds)),

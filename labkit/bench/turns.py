@@ -1,9 +1,9 @@
 """Contenders in turns: the rules by which the benches time what several ranks do together.
 
-On a small machine, other programs change every time by a factor of two. So all contenders run in
-one run: in each repeat every contender has one turn, the next repeat starts with another
-contender, and the ratio within a repeat is what counts. A turn lasts until the *last* rank ends,
-since nobody can use an all-reduce that only some ranks have finished.
+On a small machine, other programs can change a time by a factor of two. Therefore all contenders
+are timed in one run: in each repeat every contender has one turn, the next repeat starts with
+another contender, and they are compared by their ratios within a repeat. A turn lasts until the
+*last* rank ends, since an all-reduce that only some ranks have finished is of no use.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from labkit.runtime.launch import run
 from labkit.units import check_integer
 
 FEWEST_REPEATS = 5
-# Seconds until a bench's run is given up.
+# Timeout of a bench's run.
 _TIMEOUT_S = 1800
 
 # What one contender does when its turn comes; returns this rank's seconds.
@@ -45,19 +45,19 @@ def check_settings(what: str, world_sizes: tuple[int, ...], repeats: int, least:
 def on_ranks(
     function: Callable[..., Any], *arguments: Any, world_size: int, device: str = "cpu"
 ) -> list[Any]:
-    """By rank, what ``function(comm, *arguments)`` returns; see ``labkit.run``."""
+    """Run ``function(comm, *arguments)`` on all ranks by ``labkit.run``; its values by rank."""
     settings = {"world_size": world_size, "device": device, "timeout_s": _TIMEOUT_S}
     return run(function, *arguments, **settings).values
 
 
 def timed(comm: Comm, action: Callable[[], object]) -> float:
-    """Seconds from the last rank's start to this rank's end of ``action``, GPU work included.
+    """Seconds from the latest start of ``action`` on any rank to its end on this rank.
 
-    A rank that sleeps in the barrier leaves it later than one that does not; that is no part of
-    what is timed. All ranks of a machine read one clock.
+    GPU work is included. Ranks start at different times, because a rank that sleeps in the barrier
+    leaves it later; this difference is left out. All ranks of a machine read the same clock.
     """
     _synchronize(comm.device)
-    # The first barrier wakes every sleeping rank, so that all leave the second at about one time.
+    # The first barrier wakes all sleeping ranks, so that they leave the second almost together.
     comm.barrier()
     comm.barrier()
     start_s = time.perf_counter()
@@ -80,14 +80,14 @@ def take_turns(
 
     Args:
         comm: this rank's Comm; every rank passes the same names in the same order.
-        turns: by name, what a contender does.
+        turns: what each contender does, by name.
         most_repeats: repeats at most.
-        budget_s: as many repeats as fit into it, at least ``FEWEST_REPEATS`` (or
-            ``most_repeats``, where that is less).
+        budget_s: seconds for all repeats; as many are made as fit, at least ``FEWEST_REPEATS``
+            (or ``most_repeats``, where that is less).
 
     Returns:
-        By name, this rank's seconds of each repeat. Two rounds before them are not counted: the
-        first meets cold connections, the second tells how long a round takes.
+        This rank's seconds of each repeat, by name. Two earlier rounds are not counted: the first
+        opens connections, the second shows how long a round takes.
     """
     repeat_turns(turns, 1)
     started_s = time.perf_counter()
@@ -97,7 +97,7 @@ def take_turns(
 
 
 def repeat_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float]]:
-    """``take_turns`` with a given number of repeats and no rounds before them."""
+    """Take turns for a given number of repeats, without the uncounted rounds of ``take_turns``."""
     names = list(turns)
     seconds: dict[Name, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
@@ -108,7 +108,7 @@ def repeat_turns(turns: dict[Name, Turn], repeats: int) -> dict[Name, list[float
 
 
 def agree(comm: Comm, number: int) -> int:
-    """Rank 0's number, on every rank."""
+    """Return rank 0's ``number`` on every rank."""
     told = torch.tensor([number], device=comm.device)
     return int(broadcast(comm, told, root=0).item())
 
@@ -133,8 +133,10 @@ def process_groups(comm: Comm) -> Iterator[dict[str, Any]]:
 
 
 def slowest(by_rank: list[Any]) -> Any:
-    """The last rank's seconds of each turn, from what the ranks returned: lists of seconds, or
-    dicts of such lists, to any depth."""
+    """The seconds of the slowest rank in each turn.
+
+    ``by_rank`` has what the ranks returned: lists of seconds, or nested dicts of such lists.
+    """
     first = by_rank[0]
     if isinstance(first, dict):
         return {key: slowest([mine[key] for mine in by_rank]) for key in first}

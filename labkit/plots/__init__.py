@@ -3,20 +3,20 @@
     timeline          what each rank did when
     phases            seconds by kind, stacked
     ring_steps        an all-reduce worked out on paper, state by state (ring_states: the states)
-    ring_step         one step of it, in numbers and words (ring_words: the words)
+    ring_step         one step of a ring all-reduce, in numbers and words (ring_words: the words)
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
     bucket_overlap    a backward pass with DDP's buckets, on paper
-    size_curves       time over the tensor's size (crossings: where two cross)
-    staleness_histogram, staleness_model   how late gradients came, or would come
+    size_curves       time over the tensor's size (crossings: the sizes at which two curves cross)
+    staleness_histogram, staleness_model   staleness of the updates, measured or predicted
     split_costs       a model cut into stages: bytes, memory, time of stages and hops
-    communication_time   each hop by cut, direction and batch size (hop_rows: of one split)
+    communication_time   each hop by cut, direction and batch size (hop_rows: hops of one split)
     split_scatter     many splits, predicted against measured
     pipeline_timetable, pipeline_timeline   a pipeline's step on paper, and as it ran
     step_by_micro_batches   a step's time and memory over the number of micro-batches
 
-Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes. A figure has the name
-of its file, or of its file and more (``ring_steps`` is in ``ring.py``).
+Each returns a ``CaptionedFigure``, which Jupyter shows and ``save`` writes. The name of each
+function begins with the name of its file (``ring_steps`` is in ``ring.py``).
 """
 
 from labkit.plots.bars import bars

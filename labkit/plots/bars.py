@@ -1,4 +1,4 @@
-"""Bars of one quantity, measured beside model."""
+"""Bars of one quantity: measured values beside predictions."""
 
 import itertools
 import statistics
@@ -14,7 +14,7 @@ from labkit.plots.palette import DARK, SERIES, Style, swatch
 from labkit.plots.repeats import counts_words, range_words
 from labkit.units import as_repeats, byte_unit, format_number, format_value, second_unit
 
-# By group, by series: the repeats.
+# {group: {series: repeats}}
 Repeats = dict[str, dict[str, list[float]]]
 
 
@@ -27,15 +27,16 @@ def bars(
     title: str | None = None,
     log: bool = False,
 ) -> CaptionedFigure:
-    """Compare one quantity over groups of bars, measured beside model.
+    """Draw one quantity as groups of bars, measured values beside predictions.
 
     Args:
-        groups: by group, by series, a number or the list of its repeats (the bar is their median,
-            the whisker runs from the smallest to the largest). A series called ``model``, or
-            ending in `` model``, is a prediction: ``{"ring": {"measured": [...], "model": 0.1}}``,
-            or ``{"1 MiB": {"ours": [...], "gloo": [...], "ours model": 0.1}}``.
-        quantity: what is compared: the name of the axis.
-        unit: ``s`` and ``bytes`` are scaled to read well, any other stays as it is.
+        groups: ``{group: {series: value}}``. A value is a number, or the list of its repeats (the
+            bar is their median, the whisker runs from the smallest to the largest). A series
+            called ``model``, or ending in `` model``, is a prediction:
+            ``{"ring": {"measured": [...], "model": 0.1}}``, or
+            ``{"1 MiB": {"ours": [...], "gloo": [...], "ours model": 0.1}}``.
+        quantity: the name of the axis.
+        unit: ``s`` and ``bytes`` are scaled to a readable unit (ms, MiB), other units are not.
         title: above the figure.
         log: a logarithmic axis, for values above 0.
 
@@ -67,7 +68,7 @@ def _check_bars(repeats: Repeats, log: bool) -> None:
     ]
     if log and low:
         raise ValueError(
-            f"a logarithmic axis shows values above 0 only, and {', '.join(low)} is not: "
+            f"a logarithmic axis shows values above 0 only, which excludes {', '.join(low)}: "
             "draw with log=False"
         )
 
@@ -108,7 +109,7 @@ def _model_of(name: str) -> str | None:
 
 
 def _bar_styles(names: list[str]) -> dict[str, Style]:
-    """By series; a model has the colour of what it predicts."""
+    """The style of each series; a model has the colour of the series that it predicts."""
     bases = {name: _model_of(name) or name for name in names}
     styles = itertools.cycle(style for style, *_ in SERIES)
     style_of = dict(zip(dict.fromkeys(bases.values()), styles))
@@ -165,7 +166,7 @@ def _bars_caption(repeats: Repeats) -> str:
 
 
 def _ratios(repeats: Repeats) -> list[float]:
-    """Measured over model, wherever a group has both."""
+    """Measured value / prediction, for each pair of them in a group."""
     ratios = []
     for row in repeats.values():
         for name in row:

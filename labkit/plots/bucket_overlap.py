@@ -1,4 +1,4 @@
-"""DDP's buckets on paper: a backward pass, its buckets on the link, and the best size of one."""
+"""A model of DDP's buckets: a backward pass, its all-reduces, and the step time by bucket size."""
 
 import math
 
@@ -18,25 +18,28 @@ LINKS = {
     "10 Gb/s network": Link(40e-6, 1 / 1.2e9),
     "1 Gb/s network": Link(60e-6, 1 / 0.12e9),
 }
-# MiB; the last is one bucket for all.
+# In MiB; 0 is one bucket per parameter, infinity one bucket for all parameters.
 BUCKET_SIZES_MB = (0, 0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100, math.inf)
 # A network of 120 layers, each with a weight and a bias: 60 MiB, 60 ms of backward.
 _LAYERS = 120
 _SIZES = (MIB // 2, 2048) * _LAYERS
 _LAYER_S = 0.5e-3
-# Both gradients of a layer are ready at once, the last layer's first.
+# Both gradients of a layer are ready at the same time; those of the last layer are ready first.
 _GRADIENT_S = tuple((_LAYERS - index // 2) * _LAYER_S for index in range(2 * _LAYERS))
 
 
 def example_step(bucket_mb: float, world_size: int, link: str) -> StepModel:
-    """The step that ``bucket_overlap`` draws: 120 equal layers, 60 MiB of gradients, 60 ms.
+    """Predict the step that ``bucket_overlap`` draws: 60 MiB of gradients, 60 ms of backward.
+
+    Args:
+        bucket_mb, world_size, link: as in ``bucket_overlap``.
 
     Raises:
         ValueError: an unknown link, fewer than 2 ranks, a negative size.
     """
     check_choice("link", link, LINKS)
     if world_size < 2:
-        raise ValueError(f"one rank sends nothing: give a world_size from 2, got {world_size}")
+        raise ValueError(f"one rank sends nothing: world_size must be 2 or more, got {world_size}")
     if not bucket_mb >= 0:
         raise ValueError(
             f"bucket_mb must be 0 (one bucket per parameter) or more, got {bucket_mb!r}"
@@ -48,11 +51,11 @@ def example_step(bucket_mb: float, world_size: int, link: str) -> StepModel:
 def bucket_overlap(
     bucket_mb: float = 25, world_size: int = 4, link: str = "10 Gb/s network"
 ) -> CaptionedFigure:
-    """Draw ``example_step``: one backward pass with buckets, above the step's time by their size.
+    """Draw ``example_step``: a backward pass with buckets, and below it step time by bucket size.
 
     Args:
         bucket_mb: MiB of gradients per bucket; 0 is one bucket per parameter, ``math.inf`` one
-            for all (but for the small first one).
+            bucket for all parameters (except those in the small first bucket).
         world_size: P, at least 2.
         link: one of ``LINKS``.
 
@@ -69,7 +72,7 @@ def bucket_overlap(
 
 
 def _caption(step: StepModel, sweep: list[float], bucket_mb: float) -> str:
-    """What is exposed, and which size is best."""
+    """The exposed communication time, and the best bucket size."""
     best, best_mb = min(zip(sweep, BUCKET_SIZES_MB))
     text = (
         f"Model: buckets of {size_name(bucket_mb)} make {len(step.buckets)} all-reduces. They end "
@@ -82,7 +85,7 @@ def _caption(step: StepModel, sweep: list[float], bucket_mb: float) -> str:
 
 
 def size_name(bucket_mb: float) -> str:
-    """``25 MiB``, ``one parameter`` or ``everything``."""
+    """The size of a bucket in words: ``25 MiB``, ``one parameter`` or ``everything``."""
     if bucket_mb == 0:
         return "one parameter"
     return "everything" if math.isinf(bucket_mb) else format_bytes(bucket_mb * MIB)
@@ -104,7 +107,7 @@ def _draw(
 ) -> Figure:
     figure = Figure(figsize=(WIDTH_IN, 4.6))
     above, below = figure.subplots(2, height_ratios=[1, 1.3])
-    # The longest step of the sweep sets the scale, so that bars move and the axis does not.
+    # The longest step of the sweep sets the scale, so that a slider moves the bars, not the axis.
     _draw_lanes(above, step, max(*sweep, step.step_s) * 1e3)
     _draw_sweep(below, step, sweep, bucket_mb)
     ranks = format_count(world_size, "rank")
@@ -128,7 +131,7 @@ def _bar(axes, lane: int, start_s: float, end_s: float, kind: str) -> None:
 
 
 def _draw_sweep(axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:
-    """At equal distances, since the two ends, 0 and infinity, have no logarithm."""
+    """Draw step time by bucket size, the sizes at equal distances: 0 and inf have no logarithm."""
     places, sweep_ms = range(len(sweep)), [s * 1e3 for s in sweep]
     axes.plot(places, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")
     axes.axhline(step.backward_s * 1e3, color=STYLES["compute"].color, linestyle=":")

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _TITLES = {"activation": "Activations, forward", "gradient": "Gradients, backward"}
 # In a group of bars: the height of each bar, and the gap between groups.
 _BAR_IN, _GAP_IN = 0.155, 0.14
-# By group, batch size, and whether it is the model's: the place and height of a bar.
+# {(group, batch size, is a prediction): (position, height) of the bar}
 _Places = dict[tuple[str, int, bool], tuple[float, float]]
 
 
 class _Hop(NamedTuple):
-    """What was measured over one cut, in one direction, at one batch size."""
+    """The bytes and the seconds over one cut, in one direction, at one batch size."""
 
     group: str
     direction: str
@@ -39,12 +39,15 @@ class _Hop(NamedTuple):
 def hop_rows(
     placement: str, measured: "MeasuredSplit", predicted: SplitModel | None = None
 ) -> list[dict[str, Any]]:
-    """The hops of a measured split as rows of ``communication_time``.
+    """The hops of a measured split, as rows for ``communication_time``.
 
     Args:
-        placement: what the split is called.
-        measured: ``labkit.training.split_run.measure_split``.
-        predicted: of the same split; None leaves the model out.
+        placement: the name of the split.
+        measured: from ``labkit.training.split_run.measure_split``.
+        predicted: the prediction for the same split; None leaves it out.
+
+    Returns:
+        One row per cut and direction, without the directions in which nothing is sent.
     """
     rows = []
     for cut, point in enumerate(measured.split_points):
@@ -69,15 +72,15 @@ def communication_time(
     """Draw the time of every hop, by cut, direction and batch size, beside its bytes.
 
     Args:
-        rows: as of ``hop_rows``: ``placement`` (its name), ``cut`` (the split point),
-            ``direction`` (``activation`` or ``gradient``), ``batch_size``, ``num_bytes`` and
-            ``seconds`` per batch in that direction (a number, or the repeats: the bar is their
-            median, the whisker spans the middle half), and optionally ``model_s``, the
+        rows: dicts, as ``hop_rows`` returns them: ``placement`` (its name), ``cut`` (the split
+            point), ``direction`` (``activation`` or ``gradient``), ``batch_size``, ``num_bytes``
+            and ``seconds`` per batch in that direction (a number, or the repeats: the bar is
+            their median, the whisker spans the middle half), and optionally ``model_s``, the
             prediction.
         title: above the figure.
 
     Raises:
-        ValueError: no rows, or a time that is not above 0.
+        ValueError: no rows, an unknown direction, or a time that is not above 0.
     """
     hops = [_checked(row) for row in rows]
     if not hops:
@@ -91,11 +94,11 @@ def _checked(row: Mapping[str, Any]) -> _Hop:
     model_s = row.get("model_s")
     seconds = as_repeats(row["seconds"])
     if row["direction"] not in _TITLES:
-        raise ValueError(f"unknown direction {row['direction']!r}: {' or '.join(_TITLES)}")
+        raise ValueError(f"unknown direction {row['direction']!r}: give {' or '.join(_TITLES)}")
     if min(seconds) <= 0 or (model_s is not None and model_s <= 0):
         raise ValueError(
             f"{group!r} has a hop of {min(seconds):g} s, model {model_s}: a logarithmic axis "
-            "shows times above 0 only; leave out what does not cross"
+            "shows times above 0 only; leave out the hops that send nothing"
         )
     sizes = row["batch_size"], row["num_bytes"]
     return _Hop(group, row["direction"], *sizes, seconds, model_s)
@@ -141,7 +144,7 @@ def _draw_times(axes: Axes, hops: list[_Hop], places: _Places, looks: dict[int, 
             axes.barh(place, hop.model_s, height, **looks[hop.batch_size].model.fill)
     times = [value for hop in hops for value in (*hop.seconds, hop.model_s) if value]
     axes.set_xscale("log")
-    # A bar has no natural start on a logarithmic axis; this one leaves the shortest a length.
+    # A bar has no natural start on a logarithmic axis; a third of the least time shows each bar.
     axes.set_xlim(min(times) / 3, max(times) * 6)
     axes.xaxis.set_major_locator(LogLocator(10, numticks=4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))

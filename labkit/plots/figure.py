@@ -1,7 +1,7 @@
-"""What all figures share: their settings, and the figure with alt text and caption.
+"""What all figures share: their settings, and the class of a figure with alt text and caption.
 
-They do not use pyplot, so nothing is shown twice and nothing stays open, and they ignore the
-style that a notebook has set.
+Figures do not use pyplot, so that no figure is shown twice or stays open, and ignore the style
+that a notebook has set.
 """
 
 import base64
@@ -55,14 +55,14 @@ _SETTINGS = {
     "hatch.linewidth": 0.8,
     "svg.hashsalt": "labkit",
 }
-# matplotlib's settings belong to the whole process, and JupyterLab may handle a slider in another
+# matplotlib's settings are global to the process, and JupyterLab may handle a slider in another
 # thread than the cells.
 _LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
 def _own_settings() -> Iterator[None]:
-    """The settings above, whatever the notebook has set."""
+    """Draw with the settings above within the block, whatever the notebook has set."""
     with _LOCK, matplotlib.style.context(["default", _SETTINGS]):
         yield
 
@@ -80,7 +80,7 @@ def new_axes(height_in: float, title: str) -> tuple[Figure, Axes]:
 
 
 def label_lanes(axes: Axes, names: list[str]) -> None:
-    """One lane per name, the first on top; of very many lanes every n-th is named."""
+    """Label one lane per name, the first on top; of more than 32 lanes, label every n-th."""
     every = math.ceil(len(names) / 32)
     axes.set_yticks(range(0, len(names), every), names[::every])
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -88,7 +88,7 @@ def label_lanes(axes: Axes, names: list[str]) -> None:
 
 
 def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
-    """A legend below the axes, in as few rows as fit, the rows about equally long."""
+    """Add a legend below the axes, in as few rows as fit, of about equal length."""
     widths_in = [0.08 * len(handle.get_label()) + 0.85 for handle in handles]
     columns = max(1, int(figure.get_figwidth() / max(widths_in)))
     rows = math.ceil(len(handles) / columns)
@@ -104,7 +104,7 @@ def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
 
 
 def add_title(figure: Figure, title: str) -> None:
-    """A title over several axes."""
+    """Add a title above several axes."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
 
 
@@ -114,7 +114,10 @@ class CaptionedFigure:
     Attributes:
         figure: the matplotlib figure.
         alt: the takeaway in words and numbers, for readers who do not see the picture.
-        caption: the text below it.
+        caption: the text below the picture.
+
+    Raises:
+        ValueError: the alt text is too short, or the caption is empty.
     """
 
     def __init__(self, figure: Figure, *, alt: str, caption: str):
@@ -128,7 +131,7 @@ class CaptionedFigure:
         self._png: bytes | None = None
 
     def png(self) -> bytes:
-        """The picture alone, drawn at the first call."""
+        """The picture as the bytes of a PNG file, drawn at the first call."""
         if self._png is None:
             self._png = _with_palette(self._pixels())
         return self._png
@@ -148,7 +151,12 @@ class CaptionedFigure:
     _repr_html_ = html
 
     def save(self, path: str | Path) -> Path:
-        """Write a ``.png`` or ``.svg`` file, whole or not at all; returns its path."""
+        """Write a ``.png`` or ``.svg`` file, complete or not at all, and return its path.
+
+        Raises:
+            ValueError: another suffix, or a path that can never be written.
+            OutputError: writing failed.
+        """
         path = Path(path)
         if path.suffix not in (".png", ".svg"):
             raise ValueError(f"cannot save {path.name}: a figure is saved as .png or .svg")
@@ -185,7 +193,7 @@ def _with_palette(picture: np.ndarray) -> bytes:
     """
     from PIL import Image
 
-    # Runs of one colour are few and pixels many: for a slider, the difference is felt.
+    # There are far fewer runs of one colour than pixels: working on runs keeps sliders quick.
     plain = picture.view(np.uint32).ravel()
     starts = np.concatenate(([0], np.flatnonzero(plain[1:] != plain[:-1]) + 1))
     lengths = np.diff(starts, append=len(plain))

@@ -21,13 +21,13 @@ def learning_curves(runs: Mapping[str, Any], *, title: str | None = None) -> Cap
     """Draw loss and held-out accuracy, by epoch and by second of training.
 
     Args:
-        runs: by label, a result that has ``.epochs``, or the epochs themselves: dicts with
-            ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch alone). Or a list
-            of such runs: the line goes through their medians, the band spans all of them.
+        runs: ``{label: run}``. A run is a result that has ``.epochs``, or the list of epochs
+            itself: dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch
+            alone). A list of such runs is drawn as their medians, with a band that spans all.
         title: above the figure.
 
     Raises:
-        ValueError: no runs, or one without epochs.
+        ValueError: no runs, a run without epochs, or an epoch that lacks a value.
     """
     curves = {str(label): _median_curve(str(label), run) for label, run in runs.items()}
     if not curves:
@@ -49,7 +49,7 @@ def learning_curves(runs: Mapping[str, Any], *, title: str | None = None) -> Cap
 
 
 def _median_curve(label: str, run: Any) -> Curve:
-    """Medians of the repeats; ``low loss`` and so on are the band's edges, if there are any."""
+    """The medians of the repeats; if there are several, also the band's edges (``low loss``)."""
     run = getattr(run, "epochs", run)
     runs = [run] if not run or isinstance(run[0], Mapping) else run
     repeats = [_curve(label, one) for one in runs]

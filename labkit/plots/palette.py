@@ -1,8 +1,9 @@
-"""One meaning has one look everywhere: a colour of the Okabe-Ito palette and a hatch.
+"""The look of each meaning in all figures: a colour of the Okabe-Ito palette and a hatch.
 
-So no figure needs colour alone. Cool colours work (compute, update, data, evaluate), warm ones
-move bytes (communicate and its phases), grey waits; backward is forward's green, darkened. What
-was measured is filled with its colour; a prediction is pale, hatched, and says "model".
+Because of the hatch, no figure depends on colour alone. Cool colours are for work on a rank
+(compute, update, data, evaluate), warm ones for communication and its phases, grey for waiting;
+backward is a darker green than forward. A measurement is filled with its colour; a prediction is
+pale, hatched and labelled "model".
 """
 
 import itertools
@@ -23,7 +24,7 @@ _MODEL_HATCH = "////"
 
 @dataclass(frozen=True)
 class Style:
-    """How one meaning looks: its colour, its hatch, and the hatch's own colour on that colour."""
+    """The look of one meaning: its colour, its hatch, and the hatch's colour (``ink``)."""
 
     color: str
     hatch: str = ""
@@ -31,7 +32,7 @@ class Style:
 
     @property
     def model(self) -> "Style":
-        """The same meaning, predicted: pale, with the hatch that nothing measured has."""
+        """The look of a prediction: pale, with a hatch that no measurement has."""
         red, green, blue = (0.75 * part for part in to_rgb(self.color))
         return Style(tint(self.color, 0.2), _MODEL_HATCH, ink=to_hex((red, green, blue)))
 
@@ -59,11 +60,11 @@ STYLES = {
     "all_reduce": Style(ORANGE, "xx", DARK),
     "push": Style(VERMILION, "||"),
     "pull": Style(ORANGE, "\\\\\\", DARK),
-    # Over the cut between two stages, forward and backward.
+    # What crosses the cut between two stages, in forward and in backward.
     "activation": Style(VERMILION, ".."),
     "gradient": Style(ORANGE, "--", DARK),
     "wait": Style(GREY, "..", "#595959"),
-    # Time in no span: Python between the spans.
+    # Time outside all spans: Python between the spans.
     "other": Style("#F2F2F2", "//", GREY),
 }
 # For communication phases without a row above, in the order of their names.
@@ -76,7 +77,7 @@ _SPARE = (
     Style(YELLOW, "\\\\\\", DARK),
 )
 
-# Bar, marker and line of what is compared with each other: runs, algorithms.
+# Bar, marker and line style of the series of one figure, such as runs or algorithms.
 SERIES = (
     (Style(BLUE), "o", "-"),
     (Style(VERMILION, ".."), "s", "--"),
@@ -89,20 +90,20 @@ SERIES = (
 
 
 def styles_of(kinds: Iterable[str]) -> dict[str, Style]:
-    """The styles of these kinds, in the table's order."""
+    """The styles of these kinds of span, in the order of ``STYLES``; kinds not in it come last."""
     present = set(kinds)
     styles = {kind: style for kind, style in STYLES.items() if kind in present}
     return styles | dict(zip(sorted(present - styles.keys()), itertools.cycle(_SPARE)))
 
 
 def tint(color: str, strength: float) -> str:
-    """``color`` thinned with white: 1 leaves it, 0 is white."""
+    """Mix ``color`` with white: strength 1 is the colour itself, 0 is white."""
     red, green, blue = (1 - strength * (1 - part) for part in to_rgb(color))
     return to_hex((red, green, blue))
 
 
 def swatch(label: str, style: Style, model: bool = False) -> Patch:
-    """A legend's entry for bars of this style, or for bars that predict it, which says so."""
+    """A legend entry for bars of this style; with ``model``, for predictions, and labelled so."""
     if model:
         label, style = f"{label} (model)", style.model
     return Patch(label=label, **style.fill)

@@ -45,7 +45,7 @@ def phases(result: Any, *, title: str | None = None, model: bool = False) -> Cap
 
 
 def _phase_rows(result: Any) -> dict[str, dict[str, float]]:
-    """By bar, by kind: seconds."""
+    """``{bar: {kind: seconds}}``"""
     if not isinstance(result, Mapping):
         trace = trace_of(result)
         return {f"rank {rank}": trace.seconds_by_kind(rank) for rank in trace.ranks}

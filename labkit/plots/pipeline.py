@@ -1,4 +1,4 @@
-"""Pipelines in time: the timetable on paper, and the same picture of a real run.
+"""The timetable of a pipeline step, as predicted and as measured in a real run.
 
 Symbols: P stages, M micro-batches.
 """
@@ -23,10 +23,10 @@ Streams = Sequence[Sequence[Action]]
 def pipeline_timetable(
     slots: Sequence[Slot], *, title: str | None = None, unit: str | None = None
 ) -> CaptionedFigure:
-    """Draw a pipeline's step on paper: a row per stage, a numbered box per forward or backward.
+    """Draw a predicted pipeline step: one row per stage, one numbered box per forward or backward.
 
     Args:
-        slots: ``labkit.costs.pipeline_timeline.predicted_slots``, or ``SplitModel.slots()``.
+        slots: from ``labkit.costs.pipeline_timeline.predicted_slots`` or ``SplitModel.slots``.
         title: above the figure.
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
 
@@ -54,7 +54,7 @@ def pipeline_timeline(
         title: above the figure.
 
     Raises:
-        ValueError: the trace is not one of these streams.
+        ValueError: as ``measured_slots``.
     """
     slots = measured_slots(result, streams, step=step)
     start_s, end_s = min(slot.start_s for slot in slots), max(slot.end_s for slot in slots)
@@ -82,14 +82,16 @@ def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slo
         step: which of the steps in the trace, the last one by default.
 
     Raises:
-        ValueError: a rank has other numbers of forwards and backwards than its stream.
+        ValueError: the forwards and backwards of a rank are not repeats of its stream, or the
+            trace has no such step.
     """
     trace = trace_of(result)
     steps = [_steps_of(trace, stage, list(stream)) for stage, stream in enumerate(streams)]
     counts = {len(mine) for mine in steps}
     if len(counts) > 1 or not -max(counts) <= step < max(counts):
         raise ValueError(
-            f"there is no step {step}: the stages have {sorted(counts)} of them in this trace"
+            f"there is no step {step}: in this trace, the stages ran "
+            f"{' or '.join(map(str, sorted(counts)))} steps"
         )
     return [slot for mine in steps for slot in mine[step]]
 
@@ -103,7 +105,7 @@ def _steps_of(trace: Trace, stage: int, stream: list[Action]) -> list[list[Slot]
         raise ValueError(
             f"rank {stage} ran {len(spans)} forwards and backwards, which are not repeats of its "
             f"stream's {len(stream)}: give the streams of this run, and a trace of whole steps "
-            "whose batches all make as many micro-batches"
+            "whose batches all have the same number of micro-batches"
         )
     slots = [
         Slot(stage, *action, span.start_s, span.end_s) for action, span in zip(actions, spans)
@@ -163,7 +165,7 @@ def _draw_rows(
 
 
 def _write_number(axes: Axes, slot: Slot, row: int, scale: float, end_s: float) -> None:
-    """``F3``, or ``3`` where the box is too narrow for that, or nothing."""
+    """Write ``F3`` into the box, or ``3``, or nothing, whichever fits its width."""
     pixels = (slot.end_s - slot.start_s) / end_s * (WIDTH_PX - 60)
     name = str(Action(slot.kind, slot.micro_batch))
     for text in (name, name[1:]):
@@ -174,7 +176,7 @@ def _write_number(axes: Axes, slot: Slot, row: int, scale: float, end_s: float) 
 
 
 def _orders(slots: Sequence[Slot]) -> str:
-    """What each stage does in order; with many micro-batches, how it begins."""
+    """What each stage does, in order; of many actions, the first twelve."""
     parts = []
     for stage, mine in _by_stage(slots).items():
         names = [str(Action(slot.kind, slot.micro_batch)) for slot in mine]
@@ -184,7 +186,7 @@ def _orders(slots: Sequence[Slot]) -> str:
 
 
 def _bubble_words(slots: Sequence[Slot]) -> str:
-    """The formula to compare with, and how many activations are held."""
+    """The formula for the bubble, and the number of micro-batches whose activations are held."""
     by_stage = _by_stage(slots)
     count = len({slot.micro_batch for slot in slots})
     formula = bubble_formula(len(by_stage), count)

@@ -1,4 +1,4 @@
-"""Repeats of a measurement: the middle half of them, and how captions speak of them."""
+"""Repeats of a measurement: their quartiles, and the words for them in captions."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from labkit.units import format_number
 
 
 def quartiles(repeats: Sequence[float]) -> tuple[float, float]:
-    """The ends of the middle half; of one value, that value twice."""
+    """The first and the third quartile; for a single value, that value twice."""
     if len(repeats) < 2:
         return repeats[0], repeats[0]
     low, _, high = statistics.quantiles(repeats, n=4, method="inclusive")
@@ -15,7 +15,7 @@ def quartiles(repeats: Sequence[float]) -> tuple[float, float]:
 
 
 def range_words(values: Iterable[float]) -> str:
-    """``0.889 to 1.25``, or ``2`` where all of them read the same."""
+    """``0.889 to 1.25``, or ``2`` where both ends are written the same."""
     values = list(values)
     low, high = format_number(min(values)), format_number(max(values))
     return low if low == high else f"{low} to {high}"

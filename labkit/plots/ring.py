@@ -25,7 +25,7 @@ class RingState:
     Attributes:
         contributions: [P][C], the ranks whose values are summed in that rank's chunk.
         values: [P][C], what the chunk holds; None leaves the values out.
-        messages: (source rank, destination rank, chunk) of what has just arrived.
+        messages: (source rank, destination rank, chunk) of each message that has just arrived.
         title: above this grid.
     """
 
@@ -36,7 +36,7 @@ class RingState:
 
     @property
     def complete(self) -> int:
-        """Cells that hold the sum over all ranks."""
+        """The number of cells that hold the sum over all ranks."""
         world_size = len(self.contributions)
         return sum(len(cell) == world_size for row in self.contributions for cell in row)
 
@@ -44,7 +44,7 @@ class RingState:
 def ring_states(
     world_size: int, values: Sequence[Sequence[float]] | None = None
 ) -> list[RingState]:
-    """Work a ring all-reduce out on paper: the start, then one state for each of 2 (P - 1) steps.
+    """The states of a ring all-reduce: the start, then one state for each of the 2 (P - 1) steps.
 
     Args:
         world_size: P, at least 2.
@@ -81,6 +81,10 @@ def _sums(
 def ring_steps(states: Sequence[RingState], *, title: str | None = None) -> CaptionedFigure:
     """Draw states of an all-reduce in reading order: rows are ranks, columns are chunks.
 
+    Args:
+        states: all of the same size, for example ``ring_states(3)``.
+        title: above the figure.
+
     Raises:
         ValueError: no states; rows of different lengths, or a rank or a chunk that is not in the
             grid.
@@ -106,16 +110,16 @@ def ring_steps(states: Sequence[RingState], *, title: str | None = None) -> Capt
 def ring_step(
     step: int, world_size: int, values: Sequence[Sequence[float]] | None = None
 ) -> CaptionedFigure:
-    """Draw one step of ring all-reduce: what has just moved, and who holds what after it.
+    """Draw one step of ring all-reduce: its messages, and what each rank holds after it.
 
-    All steps of one ring are drawn at the same size, so that nothing jumps from one to the next.
+    All steps of one ring are drawn at the same size, so that nothing moves from step to step.
 
     Args:
         step: 0 (the start) to 2 (P - 1) (the end).
         world_size: P, at least 2.
         values: [P][P], the number that each rank has for each chunk at the start. By default rank
-            r has (c + 1) x 10^r for chunk c: the digits of a sum then say whose numbers are in
-            it.
+            r has (c + 1) x 10^r for chunk c: the digits of a sum then show which ranks' numbers
+            it contains.
 
     Raises:
         ValueError: fewer than 2 ranks, an impossible step, values of another shape.
@@ -141,7 +145,7 @@ def ring_step(
 
 
 def ring_words(step: int, world_size: int) -> str:
-    """Say one step of ring all-reduce in words: the messages, and who holds what after it.
+    """Describe one step of ring all-reduce in words: its messages, and what ranks hold after it.
 
     Raises:
         ValueError: as ``ring_step``.
@@ -167,12 +171,12 @@ def ring_words(step: int, world_size: int) -> str:
 
 
 def _outcome(state: RingState) -> str:
-    """Who holds what now, as a sentence."""
+    """Which sums are complete after the step, as a sentence."""
     world_size = len(state.contributions)
     if not state.complete:
         _, dst, chunk = state.messages[0]
         count = len(state.contributions[dst][chunk])
-        return f"What came in is now a sum of {count} of {world_size} ranks; no chunk is complete."
+        return f"Received chunks are now sums of {count} of {world_size} ranks; none is complete."
     if state.complete == world_size**2:
         return f"Every rank now owns the complete sums of all {world_size} chunks."
     owners = []
@@ -195,7 +199,7 @@ def _check_state(state: RingState) -> None:
             f"contributions must be one row per rank, all of one length: got lengths {sizes}"
         )
     if state.values is not None and [len(row) for row in state.values] != sizes:
-        raise ValueError(f"values must be {ranks} rows of {sizes[0]}, as the contributions are")
+        raise ValueError(f"values must be {ranks} rows of {sizes[0]}, like the contributions")
     named = {rank for row in state.contributions for cell in row for rank in cell}
     named |= {rank for src, dst, _ in state.messages for rank in (src, dst)}
     if foreign := sorted(named - set(range(ranks))):

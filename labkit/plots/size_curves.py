@@ -16,15 +16,15 @@ from labkit.plots.palette import DARK, SERIES
 from labkit.plots.repeats import counts_words, range_words
 from labkit.units import as_repeats, format_bytes, format_seconds
 
-# By name, by size in bytes: the repeats in seconds.
+# {name: {size in bytes: seconds, or the list of their repeats}}
 Measured = Mapping[str, Mapping[int, float | Iterable[float]]]
-# By name, by size in bytes: seconds.
+# {name: {size in bytes: seconds}}
 Model = Mapping[str, Mapping[int, float]]
 Series = dict[str, dict[int, list[float]]]
 
 
 class _Win(NamedTuple):
-    """The fastest at one size, and how many times as fast as the next one it is."""
+    """The fastest algorithm at one size, and how many times as fast as the second it is."""
 
     num_bytes: int
     name: str
@@ -32,7 +32,7 @@ class _Win(NamedTuple):
 
 
 class _Crossover(NamedTuple):
-    """Where the fastest changes: the model's size in bytes, and the measured ones."""
+    """The sizes in bytes at which the fastest algorithm changes: predicted, and measured."""
 
     model_bytes: float
     measured_bytes: list[float]
@@ -52,14 +52,14 @@ def size_curves(
     """Draw the time of an operation over the size of its tensor.
 
     Args:
-        measured: by name, by size in bytes: the seconds it took, or the list of its repeats (the
-            point is their median, the band runs from the smallest to the largest).
-        model: by name, by size in bytes: the seconds predicted; a name that was measured too
+        measured: ``{name: {size in bytes: seconds}}``, seconds as a number or as the list of its
+            repeats (the point is their median, the band runs from the smallest to the largest).
+        model: ``{name: {size in bytes: predicted seconds}}``; a name that is also in ``measured``
             keeps its colour.
-        crossover: the size in bytes at which the fastest changes according to a model (infinite
-            if it never does). The measured crossover is drawn beside it.
+        crossover: the size in bytes at which the fastest algorithm changes according to a model
+            (infinite if it never does). The measured crossovers are drawn beside it.
         title: above the figure.
-        between: the two names whose crossover is meant; by default the only two, or the fastest
+        between: the two names that the crossover is of; by default the only two, or the fastest
             at the smallest size and the fastest at the largest.
 
     Raises:
@@ -92,7 +92,7 @@ def crossings(
     """The sizes in bytes at which two measured curves cross.
 
     Args:
-        first, second: by size in bytes, seconds or the list of their repeats.
+        first, second: ``{size in bytes: seconds, or the list of their repeats}``.
 
     Returns:
         One size per crossing, from a straight line through the medians of neighbouring sizes on
@@ -114,7 +114,7 @@ def crossings(
 
 
 def _checked(series: Measured | Model, what: str) -> Series:
-    """By name, by size in rising order: the repeats. Sizes may be texts, as JSON has them."""
+    """``{name: {size: repeats}}`` in ascending order of size. JSON has the sizes as texts."""
     found: Series = {}
     for name, points in series.items():
         by_size = {int(size): as_repeats(repeats) for size, repeats in points.items()}
@@ -131,7 +131,7 @@ def _checked(series: Measured | Model, what: str) -> Series:
 
 
 def _wins(seconds: Series) -> list[_Win]:
-    """The fastest at each size that more than one has, from the smallest size up."""
+    """The fastest at each size that two or more were measured at, in ascending order of size."""
     wins = []
     for size in sorted({*itertools.chain(*seconds.values())}):
         medians = sorted(
@@ -173,7 +173,7 @@ def _draw(seconds: Series, predicted: Series, change: _Crossover | None, title: 
 
 
 def _draw_series(axes: Axes, measured: Series, predicted: Series) -> list[Line2D]:
-    """What was measured has markers; what was predicted is dashed and says so."""
+    """Draw measurements with markers, predictions as dashed lines; return the lines."""
     names = dict.fromkeys([*measured, *predicted])
     looks = dict(zip(names, itertools.cycle(SERIES)))
     lines = []
@@ -223,7 +223,7 @@ def _label_axes(axes: Axes, sizes: set[int]) -> None:
     axes.set_xticks([2**power for power in powers], [format_bytes(2**power) for power in powers])
     axes.xaxis.set_minor_locator(NullLocator())
     bottom, top = axes.get_ylim()
-    # Few decades have few ticks: then 2 and 5 are labelled, too.
+    # An axis of few decades has few ticks: 2 and 5 are labelled as well.
     subs = (1.0,) if top / bottom > 1000 else (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(10, subs))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
@@ -233,7 +233,7 @@ def _label_axes(axes: Axes, sizes: set[int]) -> None:
 
 
 def _takeaway(wins: list[_Win], seconds: Series) -> str:
-    """Who wins where, and by how much."""
+    """Which algorithm is fastest at which sizes, and by how much."""
     if not wins:
         return f"{'; '.join(_ends_of(name, row) for name, row in seconds.items())}."
     runs = [list(run) for _, run in itertools.groupby(wins, key=lambda win: win.name)]
@@ -242,7 +242,7 @@ def _takeaway(wins: list[_Win], seconds: Series) -> str:
         told = ", ".join(f"{name} at {count}" for name, count in counts.items() if count)
         last = wins[-1]
         return (
-            f"No clear order: of {len(wins)} sizes {told} is fastest. At "
+            f"No clear order. Of {len(wins)} sizes, the fastest is {told}. At "
             f"{format_bytes(last.num_bytes)} it is {last.name}, {_times([last])}."
         )
     parts = [

@@ -1,4 +1,4 @@
-"""A model cut into stages: what the split costs by the model, beside what was measured."""
+"""What it costs to cut a network into stages: predicted costs beside measured ones."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _LOOKS |= {"step": Style(DARK), "memory": Style(BLUE)}
 
 
 class AxisRange(NamedTuple):
-    """The least that the axes show: under a slider, bars should move and axes stay."""
+    """The least upper ends of the axes: with a slider, bars should change and axes stay."""
 
     step_s: float = 0.0
     hop_s: float = 0.0
@@ -34,7 +34,7 @@ class AxisRange(NamedTuple):
 
 
 class _Bar(NamedTuple):
-    """A stacked bar: its parts by meaning, and the repeats of their sum if there are any."""
+    """A stacked bar: its parts by kind, and the repeats of their sum if there are any."""
 
     parts: dict[str, float]
     repeats: Sequence[float] = ()
@@ -52,7 +52,7 @@ class _Bar(NamedTuple):
         return max(self.total, self.quartiles[1])
 
 
-# The model's bars, and the measured ones if there are any: a bar for each group.
+# The predicted bars, then the measured ones if there are any; each list has one bar per group.
 _Columns = list[list[_Bar]]
 
 
@@ -86,7 +86,7 @@ class _SplitBars(NamedTuple):
 
 
 def _hop_bar(there: Sequence[float], back: Sequence[float]) -> _Bar:
-    """``there`` and ``back``: seconds by step; ``back`` is empty where no gradient crosses."""
+    """The bar of one hop from its seconds per step; ``back`` is empty if no gradient crosses."""
     back = back or [0.0] * len(there)
     medians = {"activation": statistics.median(there), "gradient": statistics.median(back)}
     return _Bar(medians, [sum(pair) for pair in zip(there, back)])
@@ -105,11 +105,11 @@ def split_costs(
 
     Args:
         profile: the model's layers, for the same batch size as the split.
-        predicted: ``labkit.placement.planner.predict_split`` of this profile.
-        measured: ``labkit.training.split_run.measure_split`` of the same split; its bars stand
-            beside those of the model, which are hatched. None leaves them out.
+        predicted: from ``labkit.placement.planner.predict_split``, of this profile.
+        measured: from ``labkit.training.split_run.measure_split``, of the same split; its bars
+            are beside the predicted ones, which are hatched. None leaves them out.
         title: above the figure.
-        axis_range: the least that the axes show; by default they end with the bars.
+        axis_range: how far the axes reach at least; by default they end with the bars.
 
     Raises:
         ValueError: the measured split has other split points, micro-batches or batch size.
@@ -131,7 +131,7 @@ def _check_same(profile: Profile, predicted: SplitModel, measured: "MeasuredSpli
     if ours != theirs:
         names = "split points {}, micro_batches {}, batch size {}"
         raise ValueError(
-            f"the model is for {names.format(*ours)}, the measurement for "
+            f"the prediction is for {names.format(*ours)}, the measurement for "
             f"{names.format(*theirs)}: compare the same split"
         )
 
@@ -173,7 +173,7 @@ def _in_words(predicted: SplitModel, bars: _SplitBars) -> str:
 
 
 def _caption(predicted: SplitModel, bars: list[_SplitBars]) -> str:
-    """The step, what is idle, what was measured."""
+    """The predicted step and its idle share, and the measured step."""
     model, *measured = bars
     text = f"Model: the step takes {units.format_seconds(predicted.step_s)}"
     if model.hops:
@@ -199,8 +199,7 @@ def _draw(
     profile: Profile, predicted: SplitModel, bars: list[_SplitBars], title: str, least: AxisRange
 ) -> Figure:
     figure = Figure(figsize=(WIDTH_IN, _HEIGHT_IN))
-    # Finding out what fits where would take longer than drawing, and a slider should move bars
-    # and no axes.
+    # A layout engine would take longer than drawing, and would move the axes under a slider.
     figure.set_layout_engine("none")
     add_title(figure, title)
     _draw_bytes(_panel(figure, 48, 350, 256, "Bytes over a cut"), profile, predicted)
@@ -227,7 +226,7 @@ def _panel(figure: Figure, left: float, right: float, bottom: float, title: str)
     top = bottom + (84 if bottom > height / 2 else 124)
     place = (left / width, bottom / height, (right - left) / width, (top - bottom) / height)
     axes = figure.add_axes(place)
-    # Finding a place for the title would take as long as drawing the axes.
+    # Without y, matplotlib searches for a place for the title, for as long as the axes take.
     axes.set_title(title, y=1.0)
     axes.yaxis.set_label_coords(-30 / (right - left), 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
@@ -237,7 +236,7 @@ def _panel(figure: Figure, left: float, right: float, bottom: float, title: str)
 
 
 def _draw_bytes(axes: Axes, profile: Profile, predicted: SplitModel) -> None:
-    """What would cross, wherever the model were cut; the cuts that are made stand out."""
+    """Draw the bytes that each possible cut would send; the cuts of this split stand out."""
     num_layers, points = len(profile.layers), predicted.split_points
     sizes = [layer.output_bytes for layer in profile.layers[:-1]]
     scale, unit = units.byte_unit(max(sizes, default=0))
@@ -245,10 +244,10 @@ def _draw_bytes(axes: Axes, profile: Profile, predicted: SplitModel) -> None:
     places = range(1, num_layers)
     colors = [VERMILION if place in points else tint(VERMILION, 0.3) for place in places]
     tops = [size / scale for size in sizes]
-    # A line for each bar: one artist is drawn many times as fast as one for each.
+    # Bars as lines of a single artist, which is drawn many times as fast as an artist per bar.
     bar_points = 0.8 * 72 * WIDTH_IN * axes.get_position().width / num_layers
     axes.vlines(places, 0, tops, colors, linewidth=bar_points)
-    # Above the highest bar, room for the names of the stages.
+    # Leave room above the highest bar for the names of the stages.
     axes.set(xlim=(0, num_layers), ylim=(0, 1.2 * highest))
     axes.vlines(points, [tops[point - 1] for point in points], 1.25 * highest, DARK, lw=0.8)
     for stage, (start, end) in enumerate(stage_bounds(points, num_layers)):
@@ -265,14 +264,14 @@ def _draw_memory(axes: Axes, columns: _Columns, least_bytes: float) -> None:
 
 
 def _draw_times(axes: Axes, names: list[str], columns: _Columns, least_s: float) -> None:
-    """``names`` stand under the groups, in two lines each."""
+    """Draw the groups of bars with ``names``, of two lines each, below them."""
     unit = _draw_bars(axes, columns, least_s, units.second_unit, digits=3)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel(f"time ({unit})")
 
 
 def _draw_bars(axes: Axes, columns: _Columns, least: float, unit_of: Callable, digits: int) -> str:
-    """A group of bars for each place, the measured one right of the model's; returns the unit."""
+    """Draw one group of bars per place, measured right of predicted, and return the unit."""
     highest = max(least, *(bar.top for column in columns for bar in column)) or 1.0
     scale, unit = unit_of(highest)
     shifts, width = ((-0.22, 0.22), 0.42) if len(columns) == 2 else ((0.0,), 0.5)
@@ -286,7 +285,7 @@ def _draw_bars(axes: Axes, columns: _Columns, least: float, unit_of: Callable, d
             top = (bar.top + 0.03 * highest) / scale
             axes.text(x, top, _number(bar.total / scale, digits), ha="center")
     axes.set_xlim(-0.5, len(columns[0]) - 0.5)
-    # Room for a number above the highest bar.
+    # Leave room for a number above the highest bar.
     axes.set_ylim(0, 1.2 * highest / scale)
     return unit
 
@@ -304,7 +303,7 @@ def _draw_stacks(
 
 
 def _number(value: float, digits: int) -> str:
-    """As short as bars are narrow: with 3 digits 123, 12.3, 1.23, 0.12, and <.01 for less."""
+    """Short text for a narrow bar: with 3 digits 123, 12.3, 1.23, 0.12, and <.01 for less."""
     places = max(0, digits - len(f"{value:.0f}"))
     if 0 < value < 0.5 * 10**-places:
         return f"<{10**-places:.{places}f}".replace("0.", ".")
@@ -316,7 +315,7 @@ def _stage_names(profile: Profile, predicted: SplitModel) -> list[str]:
     bounds = stage_bounds(predicted.split_points, len(profile.layers))
     for stage, (start, end) in enumerate(bounds):
         layers = str(start) if end == start + 1 else f"{start}-{end - 1}"
-        # Four stages stand too close for the word under each.
+        # With four stages, there is no room for the word under each of them.
         if stage == 0 or len(bounds) < 4:
             layers = f"layer{'s' * (end > start + 1)} {layers}"
         names.append(f"stage {stage}\n{layers}")

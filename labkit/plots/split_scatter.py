@@ -1,4 +1,4 @@
-"""Many splits: predicted against measured steps."""
+"""Predicted against measured step times of many splits."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +27,12 @@ class _Point(NamedTuple):
 def split_scatter(
     points: Iterable[Mapping[str, Any]], *, title: str | None = None
 ) -> CaptionedFigure:
-    """Draw predicted against measured steps of many splits: does the planner choose well?
+    """Draw predicted against measured step times of many splits, to see if the planner is right.
 
     Args:
-        points: ``split_points``, ``predicted_s`` and ``measured_s`` of each split: seconds of a
-            step, measured as a number or as its repeats (the point is their median, the whisker
-            spans the middle half).
+        points: dicts with ``split_points``, ``predicted_s`` and ``measured_s`` of each split:
+            seconds per step, measured as a number or as its repeats (the point is their median,
+            the whisker spans the middle half).
         title: above the figure.
 
     Raises:
@@ -44,7 +44,7 @@ def split_scatter(
     ]
     if len(found) < 2:
         splits = format_count(len(found), "split")
-        raise ValueError(f"{splits}: give two or more, to see which is better")
+        raise ValueError(f"nothing to compare with {splits}: give two or more")
     chosen = min(found, key=lambda point: point.predicted_s)
     best = min(found, key=lambda point: point.median_s)
     words = [
@@ -90,8 +90,8 @@ def _scatter_caption(found: list[_Point], chosen: _Point, best: _Point) -> str:
         text = f"The planner's choice, {chosen.name}, is the fastest that was measured."
     else:
         text = (
-            f"The planner chooses {chosen.name}; measured, it takes "
-            f"{chosen.median_s / best.median_s:.2f} times the fastest, {best.name}."
+            f"The planner chooses {chosen.name}. Its measured step takes "
+            f"{chosen.median_s / best.median_s:.2f} times the fastest one, of {best.name}."
         )
     ratios = [point.median_s / point.predicted_s for point in found]
     return f"{text} Measured steps are {range_words(ratios)} times the model's."

@@ -1,4 +1,4 @@
-"""Staleness: the histogram of a run, and a model of a run under a bound."""
+"""Staleness: the histogram of a run, and a model of a run with a bound."""
 
 import itertools
 import statistics
@@ -27,7 +27,7 @@ from labkit.plots.timeline import draw_spans
 from labkit.units import format_count
 
 MAX_WORKERS = 6
-# The model's unit of time is one gradient on a worker that does not straggle.
+# The model's unit of time is one gradient on a worker that is not a straggler.
 _WATCHED_S = 20.0
 
 Updates = Sequence[tuple[int, int]]
@@ -40,7 +40,7 @@ def staleness_histogram(
     """Draw the number of updates at each staleness, stacked by worker.
 
     Args:
-        updates: (worker, staleness) of each, as in ``result.notes["staleness"]``.
+        updates: (worker, staleness) of each update, as in ``result.notes["staleness"]``.
         bound: the largest staleness that was allowed, drawn as a line.
         title: above the figure.
         model: the updates are predicted, and are drawn as such.
@@ -73,11 +73,11 @@ def staleness_model(
 
     Args:
         workers: W, 1 to 6; worker 1 is the straggler.
-        factor: the straggler computes this many times as long.
+        factor: the straggler takes this many times as long for a gradient, at least 1.
         bound: the largest staleness, W - 1 or more; None allows any.
 
     Raises:
-        ValueError: impossible numbers.
+        ValueError: a value outside these ranges.
     """
     if workers not in range(1, MAX_WORKERS + 1):
         raise ValueError(f"the model draws 1 to {MAX_WORKERS} workers, got {workers!r}")
@@ -104,7 +104,7 @@ def staleness_model(
 
 
 def _model_caption(free: AsyncRun, rounds: AsyncRun, bound: int | None) -> str:
-    """How stale, and how fast compared with synchronous rounds."""
+    """The staleness, and the speed compared with synchronous rounds."""
     largest = max(update.staleness for update in free.updates)
     return (
         f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "

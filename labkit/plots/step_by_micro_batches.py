@@ -15,7 +15,7 @@ from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title
 from labkit.plots.palette import SERIES
 from labkit.plots.repeats import counts_words, quartiles
 
-# By name, the points of a curve in the order of their numbers of micro-batches.
+# {name: the rows of a curve, in ascending order of micro-batches}
 Curves = dict[str, list[Mapping[str, Any]]]
 
 
@@ -26,10 +26,10 @@ def step_by_micro_batches(
     """Draw the time and the memory of a step over the number of micro-batches.
 
     Args:
-        rows: ``schedule`` (the curve's name), ``micro_batches`` and ``step_s`` (a number, or its
-            repeats: the point is their median, the band spans the middle half), and optionally
-            ``model_s`` (the predicted step) and ``memory_bytes`` (by stage: the largest is
-            drawn).
+        rows: dicts with ``schedule`` (the curve's name), ``micro_batches`` and ``step_s`` (a
+            number, or its repeats: the point is their median, the band spans the middle half),
+            and optionally ``model_s`` (the predicted step) and ``memory_bytes`` (of each stage;
+            the largest is drawn).
         title: above the figure.
 
     Raises:
@@ -40,7 +40,7 @@ def step_by_micro_batches(
         curves.setdefault(str(row["schedule"]), []).append(row)
     if not curves:
         raise ValueError(
-            "no rows to draw: measure a split with one number of micro-batches or more"
+            "no rows to draw: measure a split with at least one number of micro-batches"
         )
     return CaptionedFigure(
         _draw_curves(curves, title or "Step and memory by number of micro-batches"),

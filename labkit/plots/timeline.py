@@ -15,7 +15,7 @@ from labkit.plots.palette import styles_of, swatch
 from labkit.trace import LOCAL_KINDS, Span, Trace
 from labkit.units import format_count, format_seconds, second_unit
 
-# By rank or bar, by kind: the share of the whole.
+# {rank or bar: {kind: share of its time}}
 Shares = dict[str, dict[str, float]]
 
 
@@ -31,8 +31,8 @@ def timeline(
 ) -> CaptionedFigure:
     """Draw what each rank did when: one lane per rank, one bar per span.
 
-    A rank with another thread, such as DDP's communication thread, gets a second, thinner lane
-    for it under its own: bars above each other happened at the same time.
+    If a rank has another thread, such as DDP's communication thread, that thread gets a thinner
+    lane under the rank's own: bars one above the other happened at the same time.
 
     Args:
         result: a ``Trace``, or a result that has one as ``.trace``.
@@ -63,7 +63,11 @@ def timeline(
 
 
 def trace_of(result: Any) -> Trace:
-    """The trace of what ``labkit.run`` returned, if it has spans; else ValueError."""
+    """The trace of a result, or ``result`` itself if it is a trace.
+
+    Raises:
+        ValueError: there is no trace, or it has no spans.
+    """
     trace = getattr(result, "trace", result)
     if not isinstance(trace, Trace):
         raise ValueError(
@@ -130,7 +134,7 @@ def draw_spans(
     is too narrow to show its hatch.
 
     Returns:
-        The legend's entries; waiting is called ``idle`` there.
+        The legend's entries, in which ``idle`` is the name of the kind ``wait``.
     """
     corners = _corners(spans, lanes, scale)
     styles = styles_of(span.kind for span in spans)
@@ -185,6 +189,7 @@ def _shares(spans: list[Span], ranks: list[int], start_s: float, end_s: float) -
 
 
 def percents(share: Mapping[str, float], least: float = 0.0) -> str:
+    """``compute 60%, wait 40%``, without the shares that are not above ``least``."""
     return ", ".join(f"{kind} {percent(part)}" for kind, part in share.items() if part > least)
 
 
@@ -221,7 +226,7 @@ def _timeline_caption(shares: Shares, extent_s: float, thin: int) -> str:
 
 
 def _beside_words(beside: Shares) -> tuple[str, str]:
-    """What alt text and caption say of the thin lanes; nothing if there are none."""
+    """The sentences on the thin lanes in alt text and caption; empty if there are none."""
     mean = _mean_share(beside)
     if not mean:
         return "", ""

@@ -100,7 +100,7 @@ def test_the_recorded_command_leaves_out_where_it_wrote():
     [
         (["speed"], "unknown bench 'speed': choose one of launch, all-reduce, ddp"),
         (["all-reduce", "--sizes", "4KB"], "size '4KB' is not known: give bytes, or KiB"),
-        (["all-reduce", "--sizes", "10"], "10 bytes are not full float32 elements"),
+        (["all-reduce", "--sizes", "10"], "10 bytes are not a whole number of float32"),
         (["all-reduce", "--world-size", "1"], "2 ranks or more, got world size 1"),
         (["all-reduce", "--world-size", "two"], "--world-size: 'two' is not an integer"),
         (["all-reduce", "--device", "tpu"], "device 'tpu' is not known"),

@@ -176,7 +176,7 @@ def test_repeats_stop_when_the_budget_is_used_up_and_settings_left_out_are_recor
     compared.run(repeats=None, budget_s=3)
     assert {row["setting"] for row in compared.runs} == {0}
     assert {row["repeat"] for row in compared.runs} == {0}
-    (row,) = [row for row in compared.skipped if row["contender"] == "everybody"]
+    (row,) = [row for row in compared.skipped if row["contender"] == "all contenders"]
     assert row["train_size"] == 50
     assert "budget" in row["reason"]
 
@@ -240,7 +240,7 @@ def test_efficiency_divides_by_the_devices_that_are_used():
     on_gpus = summary.efficiency(record, "ring")
     assert on_gpus[2] == pytest.approx([1.5] * 3)
     assert on_gpus[4] == pytest.approx([0.5] * 3)
-    assert "share 2 cores" in summary.efficiency_rule(made_by_hand())
+    assert "share the 2 cores" in summary.efficiency_rule(made_by_hand())
     assert "has 2 GPUs" in summary.efficiency_rule(record)
 
 
@@ -266,7 +266,7 @@ def test_the_figures_say_what_the_numbers_say():
     batches = "64 samples per batch / epoch at 32, which is 2 times as many: ring 0.8"
     assert batches in said["batch_size"]
     assert "ring 300% at 2, 100% at 4" in said["efficiency"]
-    assert "share 2 cores" in said["efficiency"]
+    assert "share the 2 cores" in said["efficiency"]
     # Three epochs, the first 1 s longer: 3 x 1.1 + 1.
     first = "First at 95%: ring, after 4.3 s. Last: single, after 10.9 s."
     assert first in said["time_to_accuracy"]
@@ -296,8 +296,8 @@ def test_stages_are_told_as_stages_and_serve_nobody():
     assert told in summary.report(record)
     assert told in figures.by_ranks(record).caption
     # Its messages have spans of their own.
-    assert "may communicate" not in figures.epoch_phases(record).caption
-    assert "What Torch may communicate is in" in figures.epoch_phases(made_by_hand()).caption
+    assert "is part of compute" not in figures.epoch_phases(record).caption
+    assert "Communication of Torch, if any, is" in figures.epoch_phases(made_by_hand()).caption
 
 
 @pytest.mark.parametrize("name", strategies.STRATEGIES)
@@ -316,7 +316,7 @@ def test_a_target_that_is_never_reached_is_told_and_drawn(tmp_path):
     assert summary.reached(record, "ring") is None
     assert "not reached" in summary.report(record)
     figure = figures.time_to_accuracy(record)
-    assert "Not there in every repeat after 3 epochs: single, ring, Torch." in figure.caption
+    assert "Not reached in every repeat within 3 epochs: single, ring, Torch." in figure.caption
     assert figure.save(tmp_path / "a.png").stat().st_size > 1000
 
 
@@ -336,7 +336,8 @@ def test_what_did_not_run_is_not_drawn():
     record["runs"] = [run for run in runs if run["contender"] != "single"]
     assert "efficiency" not in figures.draw(record)
     record["runs"] = [run for run in runs if run["contender"] != "ring" or run["setting"] == 0]
-    assert "Only 100 samples have times" in figures.draw(record)["train_size"].caption
+    caption = figures.draw(record)["train_size"].caption
+    assert "Only the runs with 100 samples have times" in caption
     record["runs"] = []
     assert figures.draw(record) == {}
     assert "mlp on digits" in summary.report(record)

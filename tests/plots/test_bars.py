@@ -60,7 +60,7 @@ class TestBars:
     def test_wrong_inputs_are_refused(self):
         with pytest.raises(ValueError, match="no bars"):
             plots.bars({}, quantity="time", unit="s")
-        with pytest.raises(ValueError, match="measured of a is not: draw with log=False"):
+        with pytest.raises(ValueError, match="which excludes measured of a: draw with log=False"):
             plots.bars({"a": {"measured": 0}}, quantity="time", unit="s", log=True)
         with pytest.raises(ValueError, match="a number"):
             plots.bars({"a": {"measured": "3 ms"}}, quantity="time", unit="s")

@@ -33,7 +33,7 @@ class TestBucketOverlap:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ((25, 1), "give a world_size from 2, got 1"),
+            ((25, 1), "world_size must be 2 or more, got 1"),
             ((-1, 2), "bucket_mb must be 0"),
             ((25, 2, "pigeon"), "unknown link 'pigeon': choose one of shared memory"),
         ],

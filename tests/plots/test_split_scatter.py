@@ -25,7 +25,7 @@ class TestSplitScatter:
 
     def test_the_words_tell_what_the_planner_missed(self):
         figure = plots.split_scatter(POINTS)
-        assert "cut 2; measured, it takes 1.25 times the fastest, cut 3." in figure.caption
+        assert "Its measured step takes 1.25 times the fastest one, of cut 3." in figure.caption
         assert "0.889 to 1.25 times the model's" in figure.caption
         assert "cut 3, predicted 9 ms, measured 8 ms" in figure.alt
         agrees = plots.split_scatter(POINTS[:2])

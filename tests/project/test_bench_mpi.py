@@ -50,7 +50,7 @@ def test_an_mpi_that_does_not_run_is_not_a_contender(tool, mpirun):
     with pytest.raises(tool.NoMpiError, match="no slots here"):
         tool.find(2)
     mpirun("echo 1 Some MPI")
-    with pytest.raises(tool.NoMpiError, match="asked for 2 ranks of one run, mpirun made 1"):
+    with pytest.raises(tool.NoMpiError, match="asked for 2 ranks of one run, and made 1"):
         tool.find(2)
     mpirun("exit 3")
     message = "^mpirun ended with code 3 after 0 of 2 ranks had connected$"

@@ -1,11 +1,11 @@
-"""``labkit compare``: all techniques and PyTorch's own, like for like, on this machine.
+"""``labkit compare``: our techniques and PyTorch's, under equal conditions, on this machine.
 
 All contenders get the same model, data, global batch, order of samples, seed and number of steps,
-on the same loop (``labkit.training.loop.fit``), and they take turns. The result is one record,
-from which all tables and figures are drawn, now or later.
+use the same loop (``labkit.training.loop.fit``), and take turns. The result is one record, from
+which all tables and figures are drawn, at once or later.
 
-``contenders`` says what runs, ``measure`` runs it, ``phases`` reads the traces;
-``summary`` and ``figures`` say what a record shows, ``schema`` whether a file is one.
+``contenders`` chooses what runs, ``measure`` runs it, ``phases`` reads the traces; ``summary`` and
+``figures`` show a record, ``schema`` checks whether a file is a record.
 """
 
 from labkit.bench.compare import figures, summary

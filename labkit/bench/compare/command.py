@@ -21,19 +21,21 @@ def main(
     words: Sequence[str] = (),
     **settings: Any,
 ) -> int:
-    """Run, or read a record; print the tables, write the record and the figures.
+    """Run the comparison, or read a record; print its tables, write the record and the figures.
 
     Args:
-        json_path: where the record goes.
+        json_path: where to write the record.
         figures_dir: an existing folder for the figures, ``compare_NAME.png`` each.
-        from_path: a record to read instead of running.
+        from_path: a record to read, instead of running the comparison.
         words: the command line, for the record.
-        settings: the arguments of ``compare`` that were given.
+        settings: those arguments of ``compare`` that the command line gives.
 
-    Returns 1 if a contender started and failed, else 0.
+    Returns:
+        The exit status: 1 if a contender started and failed, else 0.
 
     Raises:
-        ValueError, OSError: before anything runs, what is impossible.
+        ValueError, OSError: before anything runs, for settings or files that are impossible.
+        OutputError: after the run, a file could not be written.
     """
     if figures_dir is not None:
         _check_figures(figures_dir)

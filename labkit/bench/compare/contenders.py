@@ -1,7 +1,7 @@
-"""Who takes part, each once, and what all are given alike.
+"""The contenders of a comparison, and the settings in which all of them run.
 
-The contenders: every technique that shares out the batch, and PyTorch's own. Their settings: a
-main one, and others that differ from it in one thing.
+Contenders are the techniques that split the batch over the ranks, and PyTorch's counterparts.
+There is one main setting; each of the others differs from it in one value.
 """
 
 import statistics
@@ -22,10 +22,11 @@ class Contender:
     """One technique in one implementation.
 
     Attributes:
-        name: of our own, the strategy's; of PyTorch's, its class, and the backend if it has two.
+        name: for ours, the strategy's; for PyTorch's, its class, and the backend if it has two.
         strategy, builtin, backend: as in ``RunConfig``.
-        counterpart: the name of PyTorch's own, for ours.
-        own_pace: its ranks do not keep step, so it need not end where one device does.
+        counterpart: for ours, the name of PyTorch's counterpart, if it has one.
+        own_pace: its ranks do not wait for each other, so its parameters may differ from those
+            of one device.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Contender:
     own_pace: bool = False
 
     def config(self, world_size: int, **settings) -> RunConfig:
-        """The run of this contender; ``single`` stays on its one rank."""
+        """The configuration of a run of this contender; ``single`` always has one rank."""
         return RunConfig(
             strategy=self.strategy,
             builtin=self.builtin,
@@ -47,13 +48,15 @@ class Contender:
 
 
 def find_contenders(names: tuple[str, ...] = (), device: str = "auto") -> list[Contender]:
-    """Ours and PyTorch's of these techniques, ``single`` first: it is the yardstick.
+    """The contenders of these techniques, ours and PyTorch's; ``single``, the baseline, is first.
 
-    By default those that share out the batch. Those that share out the model, for one that does
-    not fit a device, take part when they are named.
+    A class of PyTorch that is the counterpart of several techniques takes part once. If it has an
+    option for the backend and the ranks are on the CPU, it takes part on our backend as well.
 
-    One class can be PyTorch's counterpart of several techniques; it takes part once. Where it
-    takes a backend and the ranks are on the CPU, it takes part on ours, too.
+    Args:
+        names: the techniques; by default all that split the batch. Those that split the model,
+            which are for models that do not fit one device, take part only if they are named.
+        device: as in ``RunConfig``.
 
     Raises:
         ValueError: a name that is not registered.
@@ -84,7 +87,7 @@ def _builtins(strategy: str, theirs: type, device: str) -> list[Contender]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders of a run are given alike."""
+    """The values that are the same for all contenders."""
 
     world_size: int
     train_size: int
@@ -103,14 +106,14 @@ def settings_of(
     epochs: int,
     units: int,
 ) -> list[Setting]:
-    """The main setting first, then each that differs from it in one thing, once.
+    """The main setting first, then every setting that differs from it in one value, once.
 
     Args:
         world_sizes: the main one is the largest with a core (or GPU) for each rank.
         train_sizes: the main one is the largest.
         batch_sizes: the main one is the middle one.
-        epochs: of the main setting; the others serve only for times, and run three at most.
-        units: cores or GPUs.
+        epochs: of the main setting; the others only measure times, and run three at most.
+        units: the number of cores or GPUs.
     """
     fitting = [size for size in world_sizes if size <= units]
     main = max(fitting) if fitting else min(world_sizes)

@@ -23,9 +23,9 @@ from labkit.plots.figure import CaptionedFigure, drawn
 from labkit.trace import LOCAL_KINDS
 from labkit.units import format_count, format_number, format_seconds
 
-# By x: the repeats.
+# {x: repeats}
 Points = dict[int, list[float]]
-# By what varies: the axis, and the figure's title.
+# {what varies: (label of the x axis, title of the figure)}
 _BY = {
     "world_size": ("ranks", "Epoch time by ranks"),
     "train_size": ("training samples", "Epoch time by training samples"),
@@ -35,7 +35,7 @@ _WARM_UP = "Epoch times leave out each run's first epoch (warm-up), evaluation a
 
 
 def draw(record: Record) -> dict[str, CaptionedFigure]:
-    """By name, every figure that the record has the runs for."""
+    """The figures for which the record has runs, by name."""
     if not present(record):
         return {}
     found = {"curves": curves(record)}
@@ -64,7 +64,7 @@ def curves(record: Record, *, builtin: bool = False) -> CaptionedFigure:
 
 
 def epoch_phases(record: Record) -> CaptionedFigure:
-    """Where an epoch's time goes, a stacked bar per contender."""
+    """The time of an epoch by phase, one stacked bar per contender."""
     figure = draw_phases(phases(record), title=f"Where an epoch goes: {_where(record)}")
     told = f"{figure.caption} Means over the ranks of a bar, medians of the repeats."
     caption = " ".join(filter(None, [told, _unseen(record), _WARM_UP]))
@@ -72,14 +72,14 @@ def epoch_phases(record: Record) -> CaptionedFigure:
 
 
 def _unseen(record: Record) -> str:
-    """Whose communication has no spans: that of PyTorch's DDP runs inside backward."""
+    """A sentence on contenders whose communication has no spans (PyTorch's DDP: in backward)."""
     names = []
     for one in _ran(record):
         phases_s = [run["phases_s"] for run in runs_of(record, one["name"])]
         kinds = {kind for roles in phases_s for row in roles.values() for kind in row}
         if one["builtin"] and kinds <= LOCAL_KINDS | {"wait"}:
             names.append(one["name"])
-    return f"What {', '.join(names)} may communicate is in compute." if names else ""
+    return f"Communication of {', '.join(names)}, if any, is part of compute." if names else ""
 
 
 def by_ranks(record: Record) -> CaptionedFigure:
@@ -148,7 +148,7 @@ def _first_to(found: dict[str, list | None], target: float, budget: int) -> str:
         if first != last:
             parts.append(f"Last: {last}, after {format_seconds(seconds[last])}.")
     if never:
-        parts.append(f"Not there in every repeat after {budget} epochs: {', '.join(never)}.")
+        parts.append(f"Not reached in every repeat within {budget} epochs: {', '.join(never)}.")
     return " ".join(parts)
 
 
@@ -170,7 +170,7 @@ def _look(contender: dict) -> str:
 
 
 def _panels(record: Record, points: dict[str, Points]) -> dict[str, dict[str, Points]]:
-    """By technique, by look: the points of the contender that is drawn in its panel, if any."""
+    """``{technique: {look: points}}``: a panel per technique, a line per contender that ran."""
     panels = {}
     counterparts = {one["name"]: one["counterpart"] for one in _ran(record)}
     for name in _ours(record):
@@ -197,7 +197,7 @@ def _fastest(record: Record) -> str:
 
 
 def _slowed(record: Record) -> str:
-    """What the most ranks cost against those of the main setting."""
+    """The epoch time on the most ranks relative to the main setting, as a sentence."""
     main = record["settings"][0]["world_size"]
     most = max(setting["world_size"] for setting in record["settings"])
     ratios = _ratios(record, "world_size", most, main)
@@ -205,7 +205,7 @@ def _slowed(record: Record) -> str:
 
 
 def _ratios(record: Record, field: str, value: int, base: int) -> str:
-    """The epoch at a value of ``field`` / that at ``base``, for those of ours that have both."""
+    """Epoch time at ``value`` / epoch time at ``base``, for those of ours that have both."""
     points = {name: series(record, name, field) for name in _ours(record)}
     return ", ".join(
         f"{name} {format_number(statistics.median(p[value]) / statistics.median(p[base]))}"
@@ -215,11 +215,11 @@ def _ratios(record: Record, field: str, value: int, base: int) -> str:
 
 
 def _growth(record: Record, field: str, unit: str) -> str:
-    """How the epoch changes from the least to the most, for ours."""
+    """How our epoch times change from the smallest value to the largest, as a sentence."""
     values = [x for name in _ours(record) for x in series(record, name, field)]
     least, most = min(values), max(values)
     if least == most:
-        return f"Only {most:,} {unit} have times: nothing else ran."
+        return f"Only the runs with {most:,} {unit} have times."
     return (
         f"Epoch at {most:,} {unit} / epoch at {least:,}, which is {format_number(most / least)} "
         f"times as many: {_ratios(record, field, most, least)}."
@@ -227,7 +227,7 @@ def _growth(record: Record, field: str, unit: str) -> str:
 
 
 def _ends(points: dict[str, Points], unit: str, text: Callable[[float], str]) -> str:
-    """Each series in words: its first and its last value."""
+    """Each series in words: its values at the smallest and at the largest x."""
     parts = []
     for name, by_x in points.items():
         if by_x:

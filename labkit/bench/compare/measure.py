@@ -1,8 +1,8 @@
-"""Running the contenders in turns, within a budget of time.
+"""Run the contenders of a comparison in turns, within a time budget.
 
-A repeat takes all settings, and within a setting all contenders; each repeat begins with another
-contender. So whatever else the machine does affects all of them alike, and the ratio within a
-repeat is what counts. Repeat r of every contender uses seed K + r.
+A repeat runs all settings, and in each setting all contenders; each repeat begins with another
+contender. Other load on the machine then affects all contenders in the same way, and they are
+compared by their ratios within a repeat. Repeat r of every contender uses seed K + r.
 """
 
 import math
@@ -29,7 +29,7 @@ from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 from labkit.workload.datasets import load_dataset
 
-# Leaves room below ten minutes for a setting that takes longer than the last time.
+# Ten minutes, less a reserve for a setting that takes longer than it did the last time.
 BUDGET_S = 480.0
 MOST_REPEATS = 5
 # A run that takes longer is not going to end.
@@ -54,15 +54,15 @@ def compare(
 
     Args:
         strategies: techniques out of ``labkit.strategies.STRATEGIES``, by default all that share
-            out the batch; PyTorch's counterparts and ``single`` take part anyway.
+            out the batch; PyTorch's counterparts and ``single`` always take part.
         world_sizes, train_sizes, batch_sizes: what to vary, one at a time, see ``settings_of``.
             Train sizes are by default a quarter, a half and all of the data.
         repeats: of everything; None takes as many as fit into ``budget_s``, 1 to 5.
         epochs: of the main setting.
         target: held-out accuracy, 0 to 1.
         model, dataset, device: as in ``RunConfig``.
-        budget_s: the time for all of it.
-        say: takes a line of progress.
+        budget_s: seconds for the whole comparison, where ``repeats`` is None.
+        say: called with each line of progress.
 
     Raises:
         ValueError: unknown names, impossible numbers.
@@ -86,7 +86,7 @@ def compare(
 
 
 def _check_counts(world_sizes: tuple[int, ...], counts: dict[str, tuple[int, ...]]) -> None:
-    """What ``RunConfig`` would find too late: the settings are made from these."""
+    """Check the values from which settings are made; ``RunConfig`` would check them too late."""
     for name, sizes in (("world_sizes", world_sizes), ("batch_sizes", counts["batch_size"])):
         if not sizes:
             raise ValueError(f"{name} is empty: name at least one")
@@ -105,13 +105,13 @@ def _parts_of(dataset: str) -> tuple[int, ...]:
 
 @dataclass
 class Comparison:
-    """All runs, as they come in.
+    """The runs of a comparison, collected as they end.
 
     Attributes:
-        common: what ``RunConfig`` takes, of all runs.
-        say: takes a line of progress.
+        common: the arguments of ``RunConfig`` that are the same for all runs.
+        say: called with each line of progress.
         runs: a row for each run, see ``_row``.
-        skipped: what was not run, and why; ``failed`` where it started and failed.
+        skipped: a row for each run without a result, with the reason; ``failed`` if it started.
     """
 
     contenders: list[Contender]
@@ -154,7 +154,7 @@ class Comparison:
                 left_s = budget_s - (time.perf_counter() - started_s)
                 if repeats is None and took_s[setting] >= left_s:
                     if repeat == 0:
-                        self._skip("everybody", setting, "the budget of time was used up")
+                        self._skip("all contenders", setting, "the time budget was used up")
                     continue
                 begun_s = time.perf_counter()
                 self._repeat(setting, repeat)
@@ -162,7 +162,7 @@ class Comparison:
                 self.say(f"repeat {repeat + 1}, {setting.text()}: {took_s[setting]:.0f} s")
 
     def _repeat(self, setting: Setting, repeat: int) -> None:
-        """One run of each contender, compared with one device where that takes part."""
+        """Run each contender once, and compare it with ``single`` where that takes part."""
         taking_part = [one for one in self.contenders if self._takes_part(one, setting)]
         first = repeat % max(1, len(taking_part))
         results: dict[str, tuple[dict, TrainResult]] = {}
@@ -178,7 +178,7 @@ class Comparison:
                 row["difference_from_single"] = far if math.isfinite(far) else None
 
     def _takes_part(self, contender: Contender, setting: Setting) -> bool:
-        # One device has no number of ranks: it runs once for all of them, in the main setting.
+        # One device does not depend on the world size, so it runs only at that of the main one.
         main = self.settings[0]
         if contender.name == SINGLE:
             return setting == main or setting.world_size == main.world_size
@@ -191,7 +191,7 @@ class Comparison:
         try:
             return train_run(contender.config(**common), timeout_s=_TIMEOUT_S)
         except (ValueError, WorkerError) as error:
-            # What a technique cannot do it refuses before a rank starts, by ValueError.
+            # A technique refuses what it cannot do by ValueError, before a rank starts.
             reason = str(error).strip().splitlines()[0]
             self._skip(contender.name, setting, reason, failed=isinstance(error, WorkerError))
         return None
@@ -203,7 +203,7 @@ class Comparison:
 
 
 def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -> dict[str, Any]:
-    """What the record keeps of a run; ``setting`` is the index in the record's list."""
+    """The row of the record on one run; ``setting`` is the index in the record's list."""
     return {
         "contender": contender.name,
         "setting": setting,

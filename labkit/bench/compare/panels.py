@@ -22,18 +22,20 @@ LOOKS: dict[str, tuple[Style, str, Any]] = dict(
 ) | {ONE: (Style(DARK), "", ":")}
 _COLUMNS = 3
 
-# By look, by x: the repeats.
+# {look: {x: repeats}}
 Lines = Mapping[str, Mapping[int, list[float]]]
 
 
 def draw_panels(
     panels: Mapping[str, Lines], x: str, y: str, title: str, *, doubling: bool = False
 ) -> Figure:
-    """Lines through medians, with quartiles as whiskers; a panel for each key of ``panels``.
+    """Draw lines through medians, with quartiles as whiskers; a panel for each key of ``panels``.
 
     Args:
+        panels: ``{title of the panel: {look: {x: repeats}}}``.
         x, y: the axes' names with their units.
-        doubling: each doubling of x is one step.
+        title: above the figure.
+        doubling: the x axis is logarithmic, so that each doubling is one step.
     """
     rows = math.ceil(len(panels) / _COLUMNS)
     figure = Figure(figsize=(WIDTH_IN, 1.3 + 2.2 * rows))
@@ -91,11 +93,13 @@ def draw_rows(
     missing: str,
     title: str,
 ) -> Figure:
-    """Horizontal bars: a row per contender, a panel per quantity; ``missing`` stands for None.
+    """Draw horizontal bars: a row per contender, a panel per quantity.
 
     Args:
-        columns: by quantity with its unit, by contender: the repeats.
-        looks: by contender, its look.
+        columns: ``{quantity with its unit: {contender: repeats, or None}}``.
+        looks: ``{contender: look}``, in the order of the rows.
+        missing: the text in the place of a bar where the repeats are None.
+        title: above the figure.
     """
     names = list(looks)
     figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(names)))

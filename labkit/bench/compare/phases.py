@@ -1,4 +1,4 @@
-"""Where an epoch of one run went, by what a rank is: read from its trace."""
+"""The time of an epoch by kind of span and role of the rank, read from a run's trace."""
 
 import math
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from labkit.trace import Span, Trace
 
 
 def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float | None]]:
-    """Seconds per epoch by kind of span, by what a rank is: a ``worker`` computes a share of the
-    batch, a ``stage`` a part of the model, a ``server`` nothing. Means over the ranks of a role.
+    """Seconds per epoch, ``{role: {kind of span: seconds}}``, means over the ranks of a role.
 
-    Launch, evaluation and the first epoch (warm-up) are left out; where ranks do not keep step,
-    no epoch ends on all of them at once, and the mean is over all epochs.
+    A ``worker`` computes a share of the batch, a ``stage`` a part of the model, a ``server``
+    nothing. Launch, evaluation and the first epoch (warm-up) are left out. Where ranks do not wait
+    for each other, no epoch ends on all of them at once, and the mean is over all epochs.
     """
     by_role: dict[str, list[dict[str, float]]] = {}
     for rank in trace.ranks:
@@ -40,8 +40,8 @@ def _epoch_seconds(spans: list[Span], epochs: int) -> dict[str, float]:
 def epoch_windows(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """(start, end) of each stretch of training in one rank's spans, in the order of time.
 
-    It begins with a batch's data and ends where an evaluation begins, or with the last span. A
-    rank that loads no data serves from its first span on.
+    A stretch begins with the data of a batch (on a server, which loads no data, with any span) and
+    ends where an evaluation begins, or with the last span.
     """
     spans = list(spans)
     opens = {"data"} & {span.kind for span in spans} or {span.kind for span in spans}
@@ -63,5 +63,5 @@ def _means(rows: list[dict[str, float]]) -> dict[str, float | None]:
 
 
 def short(value: float) -> float | None:
-    """Six significant digits: more is noise, and makes a record hard to read. NaN is None."""
+    """Round to six significant digits, since more are noise; None for NaN and infinity."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,6 +1,6 @@
-"""Reading a record of ``labkit compare``, and saying what is wrong with any other file.
+"""Read a record of ``labkit compare``, and explain what is wrong with a file that is not one.
 
-The schema has what the tables and figures use; a record may hold more.
+The schema lists what the tables and figures use; a record may contain more.
 """
 
 import json
@@ -25,7 +25,7 @@ _DEEPEST = 20
 _TEXT, _TRUTH = {"type": "string"}, {"type": "boolean"}
 # Beyond these nothing can be drawn, and an integer may not even fit a float.
 _NUMBER = {"type": "number", "minimum": -1e30, "maximum": 1e30}
-# JSON has no NaN: it is null, in a run whose parameters diverged.
+# JSON has no NaN: in a run whose parameters diverged, null is stored instead.
 _NUMBER_OR_NULL = {**_NUMBER, "type": ["number", "null"]}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _INDEX = {"type": "integer", "minimum": 0, "maximum": MOST}
@@ -45,7 +45,7 @@ _SCHEMA = _object(
     ),
     runs=_list(
         _object(
-            # Where one device takes part; where bytes are counted.
+            # The first is there only if one device took part, the second if bytes are counted.
             optional=("difference_from_single", "bytes_sent"),
             contender=_TEXT,
             setting=_INDEX,
@@ -70,10 +70,10 @@ _SCHEMA = _object(
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read a record.
+    """Read a record and check it.
 
     Raises:
-        ValueError: it is not one; the message names the file and a place that is wrong.
+        ValueError: the file is not a record; the message names the file and one fault in it.
         OSError: the file cannot be read.
     """
     try:
@@ -96,7 +96,7 @@ def _read(path: Path) -> str:
 
 
 def _finite(text: str) -> float:
-    """A number, where Python would also read NaN and Infinity, which JSON does not have."""
+    """Parse a number, but not NaN or Infinity, which Python accepts and JSON does not have."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a finite number")
@@ -118,9 +118,9 @@ def _parts(thing: Any) -> Iterable[Any]:
 
 
 def _check(record: Any) -> None:
-    # All of a record is written again by recursion, also what the schema does not know.
+    # The whole record is written again by recursion, including what the schema does not know.
     _check_depth(record)
-    # It takes seconds to import.
+    # Not at the top, since it takes seconds to import.
     import jsonschema
 
     error = jsonschema.exceptions.best_match(

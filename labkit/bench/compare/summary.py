@@ -1,7 +1,7 @@
-"""What a record says: pure functions from the recorded dict to numbers, and the table.
+"""The numbers and tables of a record: pure functions of the recorded dict.
 
 Epoch time: the median of a run's epochs without the first, which is warm-up (or the only epoch
-that it has). Time to accuracy counts every epoch, the first too: it has to be trained. Neither
+that it has). Time to accuracy counts every epoch, including the first, which also trains. Neither
 contains launch or evaluation.
 """
 
@@ -64,8 +64,11 @@ def varies(record: Record, field: str) -> bool:
 
 
 def series(record: Record, contender: str, field: str) -> dict[int, list[float]]:
-    """Epoch times by ``world_size``, ``train_size`` or ``batch_size``, all else as in the main
-    setting. One device has no number of ranks, so by world size it has one value, at 1."""
+    """Epoch times by the values of a field, with all else as in the main setting.
+
+    ``field`` is ``world_size``, ``train_size`` or ``batch_size``. One device has only one world
+    size, so by ``world_size`` it has one value, at 1.
+    """
     one_rank = contender == SINGLE and field == "world_size"
     return {
         1 if one_rank else setting[field]: times
@@ -75,7 +78,7 @@ def series(record: Record, contender: str, field: str) -> dict[int, list[float]]
 
 
 def _varied(record: Record, field: str) -> list[tuple[int, dict[str, int]]]:
-    """The settings that differ from the main one only in ``field``, by its value: (index, one)."""
+    """(index, setting) of all that differ from the main one only in ``field``, sorted by it."""
     main = record["settings"][0]
     others = {"world_size", "train_size", "batch_size"} - {field}
     found = [
@@ -89,8 +92,8 @@ def _varied(record: Record, field: str) -> list[tuple[int, dict[str, int]]]:
 def efficiency(record: Record, contender: str) -> dict[int, list[float]]:
     """By world size: epoch time of one device / (epoch time x devices used), by repeat.
 
-    Ranks on CPUs share the cores, and one device computes on all of them: they are one device,
-    however many ranks there are. On GPUs each rank uses one, while there are enough.
+    On the CPU, one device computes on all cores, which any number of ranks share: they count as
+    one device. On GPUs, each rank uses one device, as long as there are enough.
     """
     if contender == SINGLE:
         return {}
@@ -117,7 +120,7 @@ def against_pytorch(record: Record, contender: dict) -> list[float]:
 
 
 def phases(record: Record) -> dict[str, dict[str, float]]:
-    """By bar, by kind: seconds of an epoch in the main setting, medians of the repeats.
+    """``{bar: {kind: seconds}}`` of an epoch in the main setting, medians of the repeats.
 
     A bar is as long as the epoch. Time outside all spans is ``other``. Where several threads of a
     rank record spans, these are scaled to fit.
@@ -199,7 +202,7 @@ def _farthest(differences: list[float | None]) -> str:
 
 
 def _most_sent(runs: list[dict]) -> str:
-    """Bytes of the rank that sends most; "-" where they are not counted."""
+    """Bytes sent by the rank that sends the most; "-" where bytes are not counted."""
     most = [max(run["bytes_sent"]) for run in runs if run.get("bytes_sent")]
     return format_bytes(statistics.median(most)) if most else "-"
 
@@ -240,7 +243,7 @@ def _remarks(record: Record) -> list[str]:
 
 
 def ranks_rule(record: Record) -> str:
-    """What ranks are where they are not all workers; empty where they are."""
+    """A sentence on the roles of the ranks, where not all are workers; else empty."""
     roles: dict[str, set[str]] = {}
     for run in record["runs"]:
         roles.setdefault(run["contender"], set()).update(run["phases_s"])
@@ -263,7 +266,7 @@ def efficiency_rule(record: Record) -> str:
     if gpus:
         return f"{start}; this machine has {gpus} GPUs, and more ranks than that share them."
     return (
-        f"{start}. Here all ranks share {cores} cores, on which one device computes already, so "
-        "they count as one device: at 100% they do as much with the cores as it does. More ranks "
-        f"add no cores, and more than {cores} take turns on them."
+        f"{start}. Here all ranks share the {cores} cores that one device also uses, so together "
+        "they count as one device: at 100% they are as fast as one device. More "
+        f"ranks do not add cores, and more than {cores} ranks take turns on them."
     )
