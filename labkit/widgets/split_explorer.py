@@ -54,8 +54,7 @@ def split_explorer(
             ``training.split_run.measure_split``.
 
     Raises:
-        ValueError: a value to start with that its control does not offer, or a model that cannot
-            be cut.
+        ValueError: a start that its control does not offer, or a model that cannot be cut.
     """
     points = (len(profile.layers) // 2,) if split_points is None else tuple(split_points)
     if not 1 <= len(points) < MAX_STAGES:

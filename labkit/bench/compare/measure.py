@@ -57,11 +57,9 @@ def compare(
             out the batch; PyTorch's counterparts and ``single`` always take part.
         world_sizes, train_sizes, batch_sizes: what to vary, one at a time, see ``settings_of``.
             Train sizes are by default a quarter, a half and all of the data.
-        repeats: of everything; None takes as many as fit into ``budget_s``, 1 to 5.
-        epochs: of the main setting.
-        target: held-out accuracy, 0 to 1.
+        repeats: of everything; None takes as many as fit into ``budget_s`` seconds, 1 to 5.
+        epochs, target: of the main setting, and the held-out accuracy to reach, 0 to 1.
         model, dataset, device: as in ``RunConfig``.
-        budget_s: seconds for the whole comparison, where ``repeats`` is None.
         say: called with each line of progress.
 
     Raises:
