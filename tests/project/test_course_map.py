@@ -40,7 +40,7 @@ def test_a_new_page_is_linked_from_the_maps_and_from_its_neighbours(tool):
     there = tool.existing()
     more = sorted([*there, "10_tensor_parallel"])
     before = tool.course_map(there, folder="notebooks/")
-    assert "| 10 tensor parallel | And a layer that is too large? | coming |" in before
+    assert "| 10 tensor parallel | How is one layer split over devices? | coming |" in before
     after = tool.course_map(more, folder="notebooks/")
     assert "| [10 tensor parallel](notebooks/10_tensor_parallel.ipynb) |" in after
     assert tool.neighbours(more, "10_tensor_parallel") == (
