@@ -1,4 +1,4 @@
-"""One device: the reference. Every synchronous technique has to end with the same parameters."""
+"""Training on one device: every synchronous technique has to end with the same parameters."""
 
 from torch import Tensor, nn
 
