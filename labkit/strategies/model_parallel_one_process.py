@@ -127,7 +127,7 @@ class ModelParallelOneProcess(Strategy):
         }
 
     def _summary(self, cut: int, direction: str) -> dict[str, Any] | None:
-        """Statistics of the hops with the most frequent number of bytes; None without hops."""
+        """Statistics of the hops with the most frequent number of bytes; None if nothing moved."""
         hops = [h for h in self.hops if (h.cut, h.direction) == (cut, direction) and h.step > 0]
         if not hops:
             return None

@@ -44,8 +44,8 @@ class RingAllReduce(Strategy):
     ):
         if compress == "topk" and amp == "fp16":
             raise ValueError(
-                "topk keeps what it does not send for the next update, which fp16 may scale "
-                "differently or skip: choose amp bf16, or compress fp16"
+                "topk keeps the values that it does not send for the next update, which fp16 may "
+                "scale differently or skip: choose amp bf16, or compress fp16"
             )
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
         self.all_reduce = all_reduce_of(compress)

@@ -166,7 +166,7 @@ def _endless_shares(config: RunConfig, data: Data, strategy: Strategy) -> Iterat
 
 
 def _correct(data: Data, strategy: Strategy, index: int, count: int) -> Tensor:
-    """The number of correct predictions on part ``index`` of ``count`` of the test data, [1]."""
+    """Count the correct predictions on part ``index`` of ``count`` of the held-out set, [1]."""
     comm = strategy.comm
     correct = torch.zeros(1, dtype=torch.float64, device=comm.device)
     with comm.span("evaluate"):

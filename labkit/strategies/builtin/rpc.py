@@ -1,7 +1,7 @@
 """PyTorch's RPC, next to the ranks' process group, and the base of the techniques that use it.
 
 A rank calls a function on another and waits for its result; RPC's own threads run it. Functions
-and arguments travel as pickles, and RPC does not check who sends them: see SECURITY.md.
+and arguments are sent as pickles, and RPC does not check who sends them: see SECURITY.md.
 
 Here rank 0 is the server, and one remote call is push and pull at once: its argument is the
 worker's gradient, its result the new values. RPC's bytes bypass ``Comm``, so they are not counted;
