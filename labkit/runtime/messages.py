@@ -30,8 +30,8 @@ class Report:
         payload: the pickled value that the function returned.
         spans: the rank's part of the trace.
         messages, bytes_sent: what the rank has sent.
-        summary, location, traceback: of the exception, if ``kind`` is not ``value``; the other
-            fields are empty then.
+        summary, location, traceback: of the exception, if ``kind`` is not ``value``; the fields
+            above them are empty in this case.
         duration_s: how long the function took.
     """
 

@@ -26,7 +26,9 @@ def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise ValueError("no parameter of this model requires a gradient: there is none to train")
+        raise ValueError(
+            "no parameter of this model requires a gradient: there is nothing to train"
+        )
     values = torch.cat([p.detach().flatten() for p in trained])
     gradients = torch.zeros_like(values)
     sizes = [p.numel() for p in trained]

@@ -262,7 +262,7 @@ def _first_trained(stages: list[nn.ModuleList]) -> int:
     for index, stage in enumerate(stages):
         if any(p.requires_grad for p in stage.parameters()):
             return index
-    raise ValueError("no parameter of this model requires a gradient: there is none to train")
+    raise ValueError("no parameter of this model requires a gradient: there is nothing to train")
 
 
 def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:

@@ -56,7 +56,7 @@ class NaiveDDP(nn.Module):
         self.trained = [p for p in module.parameters() if p.requires_grad]
         if not self.trained:
             raise ValueError(
-                "no parameter of this model requires a gradient: there is none to sum"
+                "no parameter of this model requires a gradient: there is nothing to sum"
             )
         self._synchronise, self._in_backward, self._buffers_behind = True, False, False
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -131,7 +131,7 @@ class NaiveDDP(nn.Module):
             self._wait_for_launched()
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Called when backward has computed a gradient; here nothing is done before its end."""
+        """Called when backward has computed a gradient; this class waits until backward ends."""
 
     def _wait_for_launched(self) -> None:
         """Wait for the all-reduces that are under way; here there are none."""
