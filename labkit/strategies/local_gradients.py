@@ -24,8 +24,8 @@ def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> No
     """Raise ValueError if the straggler is one of the first ``servers`` ranks, which serve."""
     if straggler and straggler[0] < servers:
         raise ValueError(
-            f"straggler {straggler[0]}: this rank is a server and computes no gradients, so it "
-            f"cannot compute slowly: choose a worker, rank {servers} or above"
+            f"straggler {straggler[0]}: this rank is a server, and a server computes no "
+            f"gradients; choose a worker, rank {servers} or above"
         )
 
 
