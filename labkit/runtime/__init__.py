@@ -1,1 +1,1 @@
-"""From a function to P processes and back: launch, supervise, gather, end whole."""
+"""Run a function on P processes: launch them, supervise them, gather the results, clean up."""

@@ -1,10 +1,10 @@
 """The engine under ``labkit.run``: PyTorch's elastic agent in a thread, one machine, no socket.
 
-In a thread the agent leaves the calling process's signal handlers alone, and the caller can watch,
-print, and be stopped. PyTorch's ``SimpleElasticAgent`` is made to be extended: the numbering of
-the ranks and the loop are its own; how processes are started, watched and ended is here.
-(PyTorch's ``LocalElasticAgent`` waits without bound for a rank that was killed at its end, makes
-semaphores that a kill leaves in /dev/shm, and looks up names.)
+In a thread the agent cannot replace the calling process's signal handlers, and the caller can
+watch, print, and be interrupted. PyTorch's ``SimpleElasticAgent`` is made to be extended: it
+numbers the ranks and runs the loop; this module starts, watches and ends the processes.
+(PyTorch's ``LocalElasticAgent`` may wait forever for a rank that was killed while it ended, makes
+semaphores that stay in /dev/shm after a kill, and looks up host names.)
 
 Source: ``torch.distributed.elastic.agent.server``, "Extending the Agent".
 """
@@ -29,14 +29,14 @@ from labkit.comm.processes import is_running, kill_group
 from labkit.runtime.forkserver import server_fault, start_method
 
 _LOOPBACK = "127.0.0.1"
-# How often the agent checks, at the least, whether it is to stop.
+# The longest time between two checks whether the agent has to stop.
 _LOOK_S = 0.1
-# Between two checks; PyTorch sleeps this long, and then waits for events anyway.
+# PyTorch sleeps this long between two checks; short, because a check itself waits for events.
 _PAUSE_S = 0.001
 _THREAD_START_S = 1.0
-# For killed ranks to be gone; it takes longer only in the kernel's uninterruptible sleep.
+# Time for killed ranks to disappear; only the kernel's uninterruptible sleep takes longer.
 _END_PATIENCE_S = 5.0
-# What Python says of a child whose end the forkserver could not report.
+# The exit code that Python gives to a child whose end the forkserver could not report.
 _UNKNOWN_CODE = 255
 
 
@@ -49,8 +49,8 @@ class Ranks(api.SimpleElasticAgent):
         args: further arguments, the same for all ranks.
 
     Attributes:
-        exit_codes: of the ranks that have ended, the first to end first; None if unknown.
-        error: why the ranks could not be started; None while they could.
+        exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
+        error: why the ranks could not be started; None if there was no error.
         finished: set once no rank is left and none will be started.
     """
 
@@ -79,11 +79,12 @@ class Ranks(api.SimpleElasticAgent):
         self._stop_asked = threading.Event()
 
     def start(self) -> None:
-        """Start the ranks, in the thread."""
+        """Start the thread, which starts the ranks."""
         self._asked_s = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
+        """Ask the thread to kill the ranks and to finish; return at once."""
         self._stop_asked.set()
 
     @property
@@ -94,8 +95,8 @@ class Ranks(api.SimpleElasticAgent):
     def may_start_ranks(self) -> bool:
         """Whether ranks are running or may still be started.
 
-        ``Thread.is_alive`` does not tell: an interrupt of ``start`` can leave a thread that runs,
-        or is about to, and is not yet marked as alive.
+        ``Thread.is_alive`` is not enough: an interrupt of ``start`` can leave a thread that is
+        running, or about to run, and is not yet marked as alive.
         """
         if self._asked_s is None or self.finished.is_set():
             return False
@@ -124,11 +125,11 @@ class Ranks(api.SimpleElasticAgent):
             try:
                 process.start()
             except BaseException as error:
-                # Recorded before the ranks that have started are ended for it.
+                # Recorded first: the ranks that have started are ended because of this error.
                 self.error = error
                 raise
             self._processes.append(process)
-            # The rank's pipes must end with it: nobody else may hold them open.
+            # The rank's pipes must close when it ends, so no other process may hold them open.
             for end in ends:
                 end.close()
         return self.pids
@@ -136,7 +137,7 @@ class Ranks(api.SimpleElasticAgent):
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
         running = [p for r, p in enumerate(self._processes) if r not in self.exit_codes]
         if any(process.exitcode == _UNKNOWN_CODE for process in running):
-            # Their sentinels are of no use then.
+            # Without the forkserver, a sentinel does not say when its rank ends.
             time.sleep(_LOOK_S / 5)
         else:
             wait([process.sentinel for process in running], _LOOK_S)
@@ -153,21 +154,21 @@ class Ranks(api.SimpleElasticAgent):
             if rank in self.exit_codes or code is None:
                 continue
             if code == _UNKNOWN_CODE and is_running(_pid(process)):
-                # Without its server a rank lives on, and only the system knows when it ends.
+                # A rank survives its server, and then only the system knows when the rank ends.
                 continue
             known = None if code == _UNKNOWN_CODE and server_fault() else code
-            # A new object: the caller's thread may be reading the old one.
+            # A new dict: the caller's thread may be reading the old one.
             self.exit_codes = {**self.exit_codes, rank: known}
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
-        """Kill the ranks that are left: they have returned, or are to end at once."""
+        """Kill the ranks that are left: they have returned, or have to end at once."""
         until_s = time.monotonic() + _END_PATIENCE_S
         for rank, process in enumerate(self._processes):
-            # By its number: a rank that has lost its server is not a child any more. What it has
-            # started ends with it, even when the rank itself has ended.
+            # By process id: a rank that has lost its server is no longer a child. Processes that
+            # a rank has started are killed with its group, even if the rank itself has ended.
             if rank not in self.exit_codes or self._has_left_a_group(_pid(process)):
                 kill_group(_pid(process))
         for process in self._processes:
@@ -177,7 +178,7 @@ class Ranks(api.SimpleElasticAgent):
         self._look()
 
     def _has_left_a_group(self, leader: int) -> bool:
-        # As long as a group has members the system gives its number to no new process.
+        # As long as a group has members, the system does not give its id to a new process.
         try:
             os.killpg(leader, 0)
         except (ProcessLookupError, PermissionError):
@@ -185,15 +186,15 @@ class Ranks(api.SimpleElasticAgent):
         return True
 
     def _construct_event(self, state: str, source: Any, *args: Any, **kwargs: Any) -> events.Event:
-        # PyTorch's own asks a name server for this machine's full name.
+        # PyTorch's own method asks a name server for this machine's full name.
         return events.Event(state, source)
 
 
 class OneMachine(StaticTCPRendezvous):
     """A rendezvous of one agent with itself: no other machine, and no listening socket.
 
-    PyTorch's own make a store that listens, and ``c10d`` also waits and polls for other machines:
-    0.1 to 0.3 s per launch.
+    PyTorch's own rendezvous classes make a store that listens, and ``c10d`` also waits and polls
+    for other machines, which takes 0.1 to 0.3 s per launch.
     """
 
     use_agent_store = False
@@ -202,7 +203,7 @@ class OneMachine(StaticTCPRendezvous):
         super().__init__(_LOOPBACK, 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-        # For programs that read MASTER_PORT; the ranks themselves meet elsewhere.
+        # A free port, for programs that read MASTER_PORT; the ranks meet in a ``MeetingFile``.
         with socket.socket() as probe:
             probe.bind((_LOOPBACK, 0))
             where = rendezvous.RendezvousStoreInfo(_LOOPBACK, probe.getsockname()[1])
@@ -215,7 +216,7 @@ def _pid(process: multiprocessing.process.BaseProcess) -> int:
 
 
 def _environment(worker: api.Worker, group: api.WorkerGroup) -> dict[str, str]:
-    """What torchrun sets for a rank, and what must reach it from a server started long ago."""
+    """What torchrun sets for a rank, and what may have changed since the forkserver started."""
     passed_on = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return {name: os.environ[name] for name in passed_on if name in os.environ} | {
         "RANK": str(worker.global_rank),

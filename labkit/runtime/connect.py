@@ -1,4 +1,4 @@
-"""How a started process becomes a rank: it joins the others and gets its Comm."""
+"""How a started process becomes a rank: it joins the other ranks and gets its Comm."""
 
 import atexit
 import os
@@ -23,7 +23,7 @@ from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
 
-# A rank waits longer than its launcher, whose explanation says more than a timeout.
+# Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
 PATIENCE_S = 30.0
 _RENDEZVOUS_S = 60.0
 
@@ -33,10 +33,16 @@ def connect(
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
 
-    The ranks find each other in ``meeting``, or by the environment's address (``torchrun``).
+    Args:
+        plan: the devices, the backend and the transport.
+        timeout_s: the run's deadline, in seconds.
+        arena: the shared memory that the launcher has made; None under ``torchrun``.
+        meeting: where the ranks find each other; without it they meet at the address in the
+            environment (``torchrun``).
 
     Raises:
         ConnectionError: the other ranks cannot be reached.
+        PeerLostError: another rank ended while the ranks connected.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -46,7 +52,7 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # A launcher watches the deadline itself.
+        # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
         store = meeting.store(world_size) if meeting else None
         _join_group(plan.backend, group_timeout_s, device, store)
@@ -87,10 +93,11 @@ def _join_group(
     except RuntimeError as error:
         raise _not_connected(error) from None
     if backend == "nccl":
-        # It must go before CUDA does. A worker process runs these, and no atexit handlers.
+        # The group must end before CUDA does. A rank's process runs finalizers of multiprocessing
+        # when it exits, but no atexit handlers.
         Finalize(None, dist.destroy_process_group, exitpriority=10)
     else:
-        # Under torchrun gloo's threads have aborted the interpreter when left to its end.
+        # Under torchrun, gloo's threads have aborted the interpreter if they still ran at its end.
         atexit.register(_leave_group)
 
 
@@ -98,7 +105,7 @@ def _unreachable(error: dist.DistError, waited_s: float) -> ConnectionError:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return ConnectionError(
         f"rank {os.environ['RANK']} could not join the others at {where} in {waited_s:.0f} s: "
-        "check that rank 0 runs there and that no firewall is between "
+        "check that rank 0 runs there and that no firewall blocks the connection "
         f"({str(error).splitlines()[0]})"
     )
 
@@ -119,12 +126,12 @@ def _leave_group() -> None:
 
 
 class MeetingFile:
-    """Where the ranks that one launcher starts find each other: a file in memory, and no socket.
+    """The rendezvous of the ranks that one launcher starts: a file in memory, without a socket.
 
-    PyTorch's TCPStore listens on every address of the machine, accepts what anybody sends, and
-    looks up callers' names. This is the file below a FileStore, which no folder lists: it travels
-    to the ranks as an open file, only processes of the same user can open it, and it is gone with
-    the last of them, however they end.
+    PyTorch's TCPStore listens on every address of the machine, accepts messages from everybody,
+    and looks up the host names of its clients. This is the file of a FileStore, and no folder
+    lists it: the ranks receive it as an open file, only processes of the same user can open it,
+    and it disappears with the last process that holds it, however that process ends.
     """
 
     def __init__(self, descriptor: int | None = None, path: str | None = None):
@@ -145,7 +152,7 @@ class MeetingFile:
         return _from_duplicate, (DupFd(self._descriptor),)
 
     def store(self, world_size: int) -> dist.FileStore:
-        """The store, as this rank opens it; call it once per rank."""
+        """Open the store on this rank; to be called once per rank."""
         return dist.FileStore(self._path or f"/proc/self/fd/{self._descriptor}", world_size)
 
     def close(self) -> None:

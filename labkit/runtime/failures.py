@@ -22,7 +22,7 @@ from labkit.runtime.pickling import UnpicklableError
 
 
 def report_of_failure(rank: int, error: BaseException) -> Report:
-    """In the rank: what the launcher is told of an exception."""
+    """In the rank: the report that tells the launcher about an exception."""
     kind, summary = _kind_and_summary(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_internal(frame.filename)]
@@ -41,12 +41,12 @@ def _kind_and_summary(error: BaseException) -> tuple[str, str]:
     if isinstance(error, MismatchError):
         return "mismatch", str(error)
     if isinstance(error, UnpicklableError):
-        return "unpicklable", f"has a result that cannot travel: {error}"
+        return "unpicklable", f"has a result that cannot be sent back: {error}"
     text = described(error)
     if isinstance(error, MemoryError) and not text:
         text = _memory_words()
     summary = f"raised {type(error).__name__}: {text}"
-    # When PyTorch talks to gloo by itself, a lost peer is a RuntimeError.
+    # Where PyTorch uses gloo without labkit, a lost peer is a RuntimeError.
     is_lost_peer = isinstance(error, PeerLostError) or "gloo/transport/" in summary
     return ("peer_lost" if is_lost_peer else "raised"), summary
 
@@ -60,7 +60,7 @@ def _memory_words() -> str:
 
 
 def _learner_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The frames from the learner's function down, without labkit's own at either end."""
+    """The frames of the learner's code, without labkit's own frames before and after them."""
     first, last = 0, len(frames)
     while first < last and is_internal(frames[first].filename):
         first += 1
@@ -71,14 +71,14 @@ def _learner_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary
 
 @dataclass
 class Evidence:
-    """In the launcher: what is known of a run's ranks so far.
+    """In the launcher: what is known so far about the ranks of a run.
 
     Attributes:
-        board: the status board, which the ranks write.
+        board: the status board, to which the ranks write.
         may_lose: ranks that the run can do without.
-        pids: process ids of the ranks that were started.
-        reports: of the ranks that have sent one.
-        exit_codes: of the ranks that have ended, the first one first; None if nobody knows it.
+        pids: {rank: process id} of the ranks that were started.
+        reports: {rank: report} of the ranks that have sent one.
+        exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
         gone: ranks that have ended, or closed their pipe.
     """
 
@@ -95,23 +95,23 @@ class Evidence:
 
     @property
     def lost(self) -> frozenset[int]:
-        """The ranks that have ended early and that the run does without."""
+        """The ranks that have ended early, and without which the run continues."""
         failed = {rank for rank, report in self.reports.items() if report.kind != "value"}
         return self.may_lose & (failed | (self.gone - self.reports.keys()))
 
     @property
     def missing(self) -> set[int]:
-        """The ranks that have ended and that the run cannot do without."""
+        """The ranks that have ended, and that the run cannot do without."""
         return self.gone - self.may_lose
 
     @property
     def failures(self) -> list[Report]:
-        """The reports of ranks that have failed and that the run cannot do without."""
+        """The reports of ranks that have failed, and that the run cannot do without."""
         lost = self.lost
         return [r for r in self.reports.values() if r.kind != "value" and r.rank not in lost]
 
     def why_lost(self, rank: int) -> str:
-        """``raised ValueError: ... at Cell In[3], line 4``, or how its process ended."""
+        """Why a rank was lost: ``raised ValueError: ... at Cell In[3], line 4``, for example."""
         if rank not in self.reports:
             return self.how_it_left(rank)
         report = self.reports[rank]
@@ -119,17 +119,17 @@ class Evidence:
         return f"{readable(report.summary)}{where}"
 
     def how_it_left(self, rank: int) -> str:
-        """How a process without a report ended, ``was killed by SIGKILL in mid-run``."""
+        """How a rank without a report ended: ``was killed by SIGKILL in mid-run``, for example."""
         code, state = self.exit_codes.get(rank), self.board.ranks[rank]["state"]
         when = "in mid-run" if state else "before it had started"
         if state == RETURNED:
             when = "after its function had returned"
         if code is None:
-            why = server_fault() or "its exit code has not come"
-            return f"has ended {when}; how is not known: {why}"
+            why = server_fault() or "its exit code has not arrived"
+            return f"has ended {when}, and how it ended is not known: {why}"
         if code == 1 and not state:
             return (
-                "ended before it had started: in a script, labkit.run has to stand under "
+                "ended before it had started: in a script, labkit.run has to be called under "
                 'if __name__ == "__main__":'
             )
         if code >= 0:
@@ -140,7 +140,7 @@ class Evidence:
         return f"was killed by {name} {when}{hint}"
 
     def who_waited_for(self, rank: int) -> str:
-        """A sentence for each rank that was in an operation with this one."""
+        """A sentence for each other rank that was in an operation with ``rank``."""
         board = self.board.copy()
         sentences = []
         for other in self.ranks:
@@ -152,7 +152,7 @@ class Evidence:
 
 
 def failure_error(evidence: Evidence) -> WorkerError:
-    """The error for ranks that have raised or are gone, the cause before its consequences."""
+    """The error for ranks that have raised or ended; it names the cause, not its consequences."""
     causes = [report for report in evidence.failures if report.kind != "peer_lost"]
     if causes:
         return _report_error(evidence, causes[0])
@@ -179,7 +179,7 @@ def _report_error(evidence: Evidence, report: Report) -> WorkerError:
     if where:
         message += f"\n  at {where}"
     for rank in sorted(evidence.lost):
-        message += f"\n  before that rank {rank} {evidence.why_lost(rank)}"
+        message += f"\n  before that, rank {rank} {evidence.why_lost(rank)}"
     if report.kind == "raised":
         message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
     return kind(message, rank=report.rank, location=where, worker_traceback=trace)
@@ -198,15 +198,17 @@ def deadline_error(
     """The error for a run that was still going at its deadline.
 
     Args:
-        stacks: the stack dumps of the running ranks.
-        stopped: the ranks that could not be asked: a signal has suspended them.
+        evidence: what is known about the ranks.
+        timeout_s: the deadline, in seconds.
+        stacks: {rank: stack dump} of the running ranks.
+        stopped: the ranks that could not be asked, because a signal has suspended them.
     """
     board = evidence.board
     lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
     lines += [f"rank {rank} {_doing(board, rank, stacks[rank])}" for rank in sorted(stacks)]
     lines += [
         f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
-        f"{evidence.pids[rank]} would have let it go on."
+        f"{evidence.pids[rank]} would have let it continue."
         for rank in stopped
     ]
     returned = [rank for rank in evidence.ranks if board.ranks[rank]["state"] == RETURNED]
@@ -216,7 +218,7 @@ def deadline_error(
     if fault := server_fault():
         lines.append(f"{fault}.")
     elif not stopped:
-        lines.append("Next step: look for a loop without an end, or give the run more timeout_s.")
+        lines.append("Next step: look for an endless loop, or give the run a larger timeout_s.")
     return DeadlineError("\n".join(lines))
 
 
@@ -226,4 +228,4 @@ def _doing(board: Board, rank: int, stack: str) -> str:
     op = board.ranks[rank]["op"].decode()
     doing = f"was in {op}" if op else "was in its own code"
     where = readable(learner_frames(stack))
-    return f"{doing}:\n{where}" if where else f"{doing}; it did not tell where."
+    return f"{doing}:\n{where}" if where else f"{doing}; it did not report where."

@@ -1,7 +1,7 @@
 """The process that ranks are forked from: Python's forkserver, with torch imported already.
 
-A rank starts from it in tenths of a second, and is a fresh process all the same, which a CUDA
-context of the caller cannot break. This module is the one that knows the server's private names.
+A rank starts from it in tenths of a second, and is still a fresh process, which a CUDA context of
+the caller cannot break. Only this module and ``preload_last`` use the server's private names.
 """
 
 import atexit
@@ -19,31 +19,36 @@ from typing import Any
 from labkit.comm.processes import is_running, is_stopped, signal_name
 
 _server: Any = multiprocessing.forkserver._forkserver
-# Ctrl-Z stops the server and its caller, and fg continues them one after the other.
+# How long a stopped server may take to continue: after Ctrl-Z, fg continues the caller and the
+# server one after the other.
 _STOPPED_PATIENCE_S = 1.0
-# A local socket's path has 107 characters at most, and Python adds some 30 to the folder's.
+# The path of a Unix socket has at most 107 characters, of which Python's file names take some 30.
 _LONGEST_FOLDER = 70
 _SHORT_FOLDER = "/tmp"
 
 
 def start_method() -> str:
-    """``forkserver`` (0.1 s per start); ``spawn`` where the system has none."""
+    """``forkserver`` (0.1 s per start), or ``spawn`` where the system has no forkserver."""
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def start_server(preload: list[str]) -> None:
-    """Start the server if it does not run; it imports ``preload`` in the background."""
+    """Start the server if it is not running; it imports ``preload`` in the background.
+
+    Args:
+        preload: names of modules, in the order in which to import them.
+    """
     end_stopped_server()
     _open_standard_files()
     _make_short_folder()
     multiprocessing.forkserver.set_forkserver_preload(preload)
-    # Ctrl-C and the stop button signal the whole process group; the server would die of it while
-    # it imports. It inherits the mask of the thread that starts it.
-    # (The resource tracker unblocks the signal when it starts, so it has to run before.)
+    # Ctrl-C and the stop button signal the whole process group, which would kill a server that is
+    # still importing. The server inherits the signal mask of the thread that starts it.
+    # (The resource tracker unblocks the signal when it starts, so it has to be started first.)
     multiprocessing.resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # OpenMP's threads spin while they wait. With another program on the cores, the spinning takes
-    # more time than the work: it has slowed a rank of two threads down tenfold.
+    # more time than the work: a rank with two threads was ten times slower in a measurement.
     chosen = os.environ.get("OMP_WAIT_POLICY")
     os.environ["OMP_WAIT_POLICY"] = chosen or "passive"
     try:
@@ -55,7 +60,7 @@ def start_server(preload: list[str]) -> None:
 
 
 def server_fault() -> str:
-    """Why the server can neither start ranks nor tell how they end; empty when it can."""
+    """Why the server can neither start ranks nor report how they end; empty if it works."""
     pid = _server._forkserver_pid
     if pid is None:
         return ""
@@ -63,7 +68,7 @@ def server_fault() -> str:
     if is_stopped(pid):
         return f"{name} is stopped by a signal"
     try:
-        # WNOWAIT leaves its exit status to Python, which looks for it before the next run.
+        # WNOWAIT leaves the exit status to Python, which asks for it before the next run.
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return f"{name} has ended"
@@ -78,14 +83,14 @@ def server_fault() -> str:
 def end_stopped_server() -> None:
     """Kill a server that a signal has stopped, so that nothing waits for it.
 
-    It would start no rank, report the end of none, and outlive this process. The next run starts
-    another one.
+    A stopped server would start no ranks, would not report that ranks have ended, and would
+    outlive this process. The next run starts a new server.
     """
     pid = _server._forkserver_pid
     if pid is None or _comes_true(lambda: not is_stopped(pid)):
         return
     os.kill(pid, signal.SIGKILL)
-    # Python believes that a server runs until the system has seen it end.
+    # Python starts a new server only after the system has reported the end of the old one.
     _comes_true(lambda: not is_running(pid))
 
 
@@ -99,7 +104,7 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 
 def _open_standard_files() -> None:
-    """Open 0 to 2 where they are closed (a service): no pipe of a rank may get their numbers."""
+    """Open descriptors 0 to 2 if they are closed (in a service): no pipe may get these numbers."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -125,7 +130,7 @@ def _process_config() -> dict[str, Any]:
 
 
 def _forget_server() -> None:
-    """In a forked child: the server, and the folder of its socket, are the parent's."""
+    """Make a forked child forget the server and its socket's folder, which are the parent's."""
     _server.__init__()
     _process_config().pop("tempdir", None)
 

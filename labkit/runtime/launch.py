@@ -19,7 +19,7 @@ from labkit.runtime.worker import Job
 from labkit.trace import Trace
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 
-# Per rank: both ends of two pipes, and what tells how its process ends.
+# Per rank: both ends of two pipes, and two descriptors that report how its process ends.
 _OPEN_FILES_PER_RANK = 6
 # What Python, a notebook's kernel and the learner's program hold open.
 _OPEN_FILES = 100
@@ -35,8 +35,8 @@ class RunResult:
         duration_s: the longest time that ``fn`` took on any rank, without the launch.
         messages: messages sent, by rank.
         bytes_sent: payload bytes sent, by rank.
-        lost: for each rank in ``may_lose`` that ended early, why. Its value is None, and what it
-            sent and did is not counted.
+        lost: {rank: why} for the ranks in ``may_lose`` that ended early. Their values are None,
+            and their messages, bytes and spans are not included.
     """
 
     values: list[Any]
@@ -65,19 +65,21 @@ def run(
         device: ``auto`` (GPUs if there are any), ``cpu`` or ``cuda``.
         transport: ``shared`` (memory, on one machine), ``gloo`` (PyTorch's point-to-point), or
             ``auto``: shared memory for CPU ranks, where the system has it.
-        timeout_s: the deadline of the whole run, counted from the start of the ranks.
-        may_lose: ranks that the run can do without. If one fails after all have started, the
-            others continue, and get a PeerLostError where they wait for it. torchrun knows no
-            such ranks: it ends all when one fails.
+        timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
+        may_lose: ranks that the run can do without. If one of them fails after all ranks have
+            started, the others continue, and get a PeerLostError where they wait for it. Without
+            effect under ``torchrun``, which ends all ranks when one fails.
+
+    Returns:
+        The values by rank, the trace, and what was sent. Under ``torchrun`` the ranks exist
+        already: this process is one of them, and every rank gets the same result.
 
     Raises:
         ValueError: an impossible world size, device, transport or timeout; ``fn`` or ``args``
-            that cannot travel; a run inside a run.
-        WorkerError: a rank raised, was killed, or left early.
+            that cannot be pickled; a run inside a run.
+        WorkerError: a rank raised, was killed, or exited early.
         DeadlockError: the ranks can never finish; the message says why.
         DeadlineError: the deadline passed; the message holds each rank's stack.
-
-    Under ``torchrun`` the ranks exist already: then this process is one of them.
     """
     _check(world_size, timeout_s, may_lose)
     if under_torchrun():
@@ -129,7 +131,7 @@ def _check_open_files(world_size: int) -> None:
         raise ValueError(
             f"world_size {world_size} needs about "
             f"{_OPEN_FILES + world_size * _OPEN_FILES_PER_RANK} open files, and this process may "
-            f"have {most}: {fewer}raise the limit (ulimit -n) before Python starts"
+            f"have {most}: {fewer}raise the limit (ulimit -n) before you start Python"
         )
 
 

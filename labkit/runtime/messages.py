@@ -1,7 +1,7 @@
 """The messages between a rank and its launcher, over the rank's pipe.
 
-A rank sends one report; the launcher answers with one byte that lets it go. Each learns from the
-end of the pipe that the other is gone.
+A rank sends one report; the launcher answers with one byte, after which the rank may exit. Each
+side learns from the end of the pipe that the other process has ended.
 """
 
 import os
@@ -15,16 +15,24 @@ from labkit.trace import Span
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
 _GO = b"g"
-# Per text in a report: a person reads it below a cell.
+# The limit for each text in a report: people read it below a notebook cell.
 _MOST_CHARS = 20_000
 
 
 @dataclass(frozen=True)
 class Report:
-    """How one rank ended, as it tells the launcher.
+    """What a rank tells the launcher about how it ended.
 
-    ``kind`` is ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch``, ``peer_lost`` or
-    ``unpicklable``.
+    Attributes:
+        rank: which rank.
+        kind: ``value``, ``raised``, ``exited`` (SystemExit), ``mismatch``, ``peer_lost`` or
+            ``unpicklable``.
+        payload: the pickled value that the function returned.
+        spans: the rank's part of the trace.
+        messages, bytes_sent: what the rank has sent.
+        summary, location, traceback: of the exception, if ``kind`` is not ``value``; the fields
+            above them are empty in this case.
+        duration_s: how long the function took.
     """
 
     rank: int
@@ -40,7 +48,7 @@ class Report:
 
 
 def send_report(control: Connection, report: Report) -> None:
-    """Send it all, however many writes that takes."""
+    """Send the whole report, in as many writes as the pipe needs."""
     data = memoryview(pickle.dumps(report))
     for part in (_LENGTH.pack(len(data)), data):
         while part:
@@ -48,7 +56,7 @@ def send_report(control: Connection, report: Report) -> None:
 
 
 def let_go(control: Connection) -> None:
-    """Tell a rank that all ranks have returned: it may end."""
+    """Tell a rank that it may exit, because all ranks have returned."""
     os.write(control.fileno(), _GO)
 
 
@@ -61,11 +69,11 @@ def may_go(control: Connection) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """An error's text, shortened; its class may even fail to make one."""
+    """The text of an error, shortened; a note instead if the error's ``__str__`` raises."""
     try:
         return shortened(str(error))
     except Exception as failure:
-        return f"(its text cannot be made: {type(failure).__name__})"
+        return f"(its str() raised {type(failure).__name__})"
 
 
 def shortened(text: str) -> str:
@@ -77,7 +85,7 @@ def shortened(text: str) -> str:
 
 
 class Inbox:
-    """The launcher's end of a rank's pipe: it reads what is there, and never waits for the rest.
+    """The launcher's end of a rank's pipe: reads what has arrived, never waits for the rest.
 
     A rank that is stopped in the middle of a large report must not stop its launcher too.
     """
@@ -87,10 +95,10 @@ class Inbox:
         self._data = bytearray()
 
     def read(self) -> Report | None:
-        """Read what has arrived; the report, once it is complete.
+        """Read what has arrived; return the report once it is complete, None until then.
 
         Raises:
-            EOFError: the rank is gone.
+            EOFError: the rank has ended, or closed its end.
         """
         try:
             data = os.read(self.control.fileno(), _READ_BYTES)

@@ -1,4 +1,4 @@
-"""What the calling process shows during a run: what the ranks print, and how far they are."""
+"""What the calling process shows during a run: the ranks' output and their progress."""
 
 import os
 import time
@@ -10,21 +10,21 @@ from labkit.comm.board import Board
 
 MAX_CHARS = 200_000
 # Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
-# terminal and under test. A rank's lines wait for the ranks below it, but only this long.
+# terminal and under test. A rank's lines wait for the ranks below it, at most this long.
 _HOLD_S = 2.0
 
-# A run that is over sooner shows no bar.
+# A run that ends sooner shows no bar.
 _BAR_AFTER_S = 0.5
 _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 
 
 def is_live() -> bool:
-    """Whether to show anything during a run; with LABKIT_LIVE=0 a cell's output is repeatable."""
+    """Whether to show output during a run; LABKIT_LIVE=0 makes a cell's output repeatable."""
     return os.environ.get("LABKIT_LIVE", "1") != "0"
 
 
 class Output:
-    """Collects the ranks' output and shows it by line, after the rank's name, up to a limit."""
+    """Collects the ranks' output and prints it by line, with the rank's name, up to a limit."""
 
     def __init__(self, connections: list[Connection]):
         self._open = {connection: rank for rank, connection in enumerate(connections)}
@@ -39,7 +39,7 @@ class Output:
         return list(self._open)
 
     def read(self, ready: Collection[object]) -> None:
-        """Read from those of the connections that are ``ready``."""
+        """Read from the connections that are in ``ready``."""
         for connection in self.connections:
             if connection in ready:
                 self._read(connection)
@@ -78,7 +78,10 @@ class Output:
             self._held_since_s = time.monotonic()
 
     def show(self, finished: set[int]) -> None:
-        """Print rank 0's lines at once, and others' once the ranks below have finished."""
+        """Print rank 0's lines at once, and another rank's when all below it have finished.
+
+        Lines that have waited too long are printed without waiting for ``finished`` ranks.
+        """
         if self._held_since_s is None or not is_live():
             return
         overdue = time.monotonic() - self._held_since_s > _HOLD_S
@@ -93,7 +96,7 @@ class Output:
         self._print(due)
 
     def flush(self) -> None:
-        """Print everything that is left, and how much was cut."""
+        """Print all lines that are left, and how many characters were cut."""
         due = []
         for rank, lines in enumerate(self._lines):
             due += lines
@@ -111,7 +114,7 @@ class Output:
             print("\n".join(lines), flush=True)
 
     def take_pending(self, rank: int) -> str:
-        """The rank's unshown lines, for a message that quotes them (its stack dump)."""
+        """Remove and return a rank's unprinted lines, for a message that quotes them."""
         lines = [line.removeprefix(f"[rank {rank}] ") for line in self._lines[rank]]
         self._lines[rank].clear()
         return "\n".join(lines)
@@ -123,9 +126,9 @@ class Output:
 
 
 class ProgressBar:
-    """The progress of a run's slowest rank, as it stands on the board, in one bar.
+    """One bar for a run: the progress of its slowest rank, read from the status board.
 
-    It is a widget in a notebook, text in a terminal, and nothing in a file.
+    The bar is a widget in a notebook and text in a terminal; in a file it is left out.
     """
 
     def __init__(self, board: Board):
@@ -144,7 +147,7 @@ class ProgressBar:
         done, total = int(slowest["done"]), int(slowest["total"])
         label = slowest["label"].decode()
         if self._bar is None:
-            # Not before it is needed: in a notebook it imports ipywidgets.
+            # Imported only when needed: in a notebook, tqdm imports ipywidgets.
             from tqdm.auto import tqdm
 
             now = {"initial": done, "total": total, "desc": label}

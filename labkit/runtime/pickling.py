@@ -1,4 +1,4 @@
-"""What travels between the caller and the ranks as pickles; what cannot is named."""
+"""Pickling between the caller and the ranks; errors name the part that cannot be pickled."""
 
 import pickle
 from collections.abc import Callable
@@ -11,19 +11,20 @@ from torch.utils._pytree import tree_map_only
 from labkit.errors import WorkerError
 from labkit.runtime.messages import Report, described
 
-# How many containers deep a value that cannot be pickled is searched.
+# How many levels of nested containers are searched for the part that cannot be pickled.
 _MOST_DEPTH = 20
 
 
 class UnpicklableError(ValueError):
-    """A function, an argument or a result cannot travel between processes."""
+    """A function, an argument or a result cannot be sent to another process."""
 
 
 def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a function with its arguments, by value where no rank could import it.
+    """Pickle a function with its arguments, by value if the ranks could not import it.
 
     Raises:
-        UnpicklableError: names the argument, global or closure variable that cannot travel.
+        ValueError: ``fn`` is not callable.
+        UnpicklableError: names the argument, global or closure variable that cannot be pickled.
     """
     if not callable(fn):
         raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
@@ -31,15 +32,15 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return cloudpickle.dumps((fn, args))
     except Exception as error:
         culprits = (find_unpicklable(*item) for item in _used_by(fn, args).items())
-        culprit = next(filter(None, culprits), "a part of it")
+        culprit = next(filter(None, culprits), "an object")
         raise UnpicklableError(
             f"{getattr(fn, '__name__', 'fn')} cannot be sent to other processes: it uses "
-            f"{culprit}, which cannot be pickled ({error}). Make that inside the function."
+            f"{culprit}, which cannot be pickled ({error}). Create it inside the function."
         ) from None
 
 
 def _used_by(fn: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """What ``fn`` takes along: its arguments, the globals it names, its closure."""
+    """The values that ``fn`` uses, by name: arguments, globals and closure variables."""
     used = {f"args[{index}]": arg for index, arg in enumerate(args)}
     if (code := getattr(fn, "__code__", None)) is not None:
         values = getattr(fn, "__globals__", {})
@@ -50,10 +51,10 @@ def _used_by(fn: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def dump_value(value: Any) -> bytes:
-    """Pickle a rank's result, its tensors on the CPU (the launcher must never initialise CUDA).
+    """Pickle a rank's result, with tensors on the CPU: the launcher must never initialise CUDA.
 
     Raises:
-        UnpicklableError: names the part that cannot travel.
+        UnpicklableError: names the part that cannot be pickled.
     """
     try:
         value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
@@ -67,10 +68,10 @@ def dump_value(value: Any) -> bytes:
 
 
 def load_value(report: Report) -> Any:
-    """What a rank returned.
+    """Unpickle the value that a rank returned.
 
     Raises:
-        WorkerError: unpickling runs code of the value's class, and that raised.
+        WorkerError: unpickling runs code of the value's class, and this code raised.
     """
     try:
         return pickle.loads(report.payload)
@@ -84,14 +85,17 @@ def load_value(report: Report) -> Any:
 
 
 def find_unpicklable(name: str, value: Any, depth: int = 0) -> str:
-    """The path to the first part that cannot be pickled, ``value['lock'] (lock)``; or empty."""
+    """The path to the first part that cannot be pickled, as ``value['lock'] (_thread.lock)``.
+
+    The path is empty if ``value`` can be pickled.
+    """
     try:
         cloudpickle.dumps(value)
         return ""
     except (Exception, SystemExit):
         pass
     parts: list[tuple[str, Any]] = []
-    # A value that contains itself has no innermost part.
+    # The depth has a limit: a value that contains itself has no innermost part.
     if isinstance(value, dict) and depth < _MOST_DEPTH:
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, (list, tuple)) and depth < _MOST_DEPTH:

@@ -1,4 +1,4 @@
-"""What is imported before the first run needs it, and in which process."""
+"""Import torch before the first run needs it, in the process that ranks are forked from."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from types import FrameType
 
 from labkit.runtime.forkserver import start_method, start_server
 
-# What the forkserver imports before it forks ranks: the runtime's own part of a rank. Rooms above
-# add what their ranks need; this one knows none of them.
+# What the forkserver imports before it forks ranks. The packages above the runtime append the
+# modules that their ranks need: the runtime does not know these packages.
 FOR_RANKS = ["labkit.runtime.preload_first", "labkit.runtime.worker", "labkit.collectives"]
-# The first optimizer of a process imports torch._dynamo: seconds in every rank.
+# The first optimizer in a process imports torch._dynamo, which takes seconds in every rank.
 FOR_TRAINING = ["torch._dynamo"]
 
 
@@ -22,14 +22,14 @@ def under_torchrun() -> bool:
 
 
 def warm_up(*, training: bool = True) -> None:
-    """Start the process that all ranks are forked from, in the background; returns at once.
+    """Start the process that all ranks are forked from, in the background; return at once.
 
-    It imports torch (some seconds). A notebook calls this first, so that it is ready when the
-    reader gets to the first run; otherwise the first run starts it.
+    The process needs some seconds to import torch. A notebook calls this function first, so that
+    the process is ready when the reader gets to the first run; otherwise the first run starts it.
 
     Args:
-        training: import what training needs, too. Without it the first run starts sooner, and
-            every rank that makes an optimizer takes seconds for it.
+        training: also import what training needs. Without these imports the first run starts
+            sooner, but every rank that makes an optimizer spends seconds on them.
     """
     if under_torchrun() or start_method() != "forkserver":
         return
@@ -39,7 +39,7 @@ def warm_up(*, training: bool = True) -> None:
 
 @contextlib.contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Hold Ctrl-C and the stop button back until the end of the block.
+    """Delay Ctrl-C and the stop button until the end of the block.
 
     PyTorch cannot be imported again in a process where an interrupt has cut its import short.
     """

@@ -1,8 +1,8 @@
-"""The last import of the forkserver: all ranks share what it has loaded by then.
+"""The last import of the forkserver: freeze the objects that all ranks will share.
 
-A rank is a fork: a page of memory is copied when either process writes to it. Python's garbage
-collection writes to every object it visits, except frozen ones. So a rank starts in about half the
-processor time.
+A rank is a fork of the server: a page of memory is copied when either process writes to it.
+Python's garbage collection writes to every object it visits, except frozen ones. With frozen
+objects a rank starts in about half the processor time.
 """
 
 import atexit
@@ -17,9 +17,9 @@ _server: Any = multiprocessing.forkserver._forkserver
 
 @atexit.register
 def _remove_socket() -> None:
-    """Remove the server's socket and its folder, which a parent that was killed could not.
+    """Remove the server's socket and its folder, which a killed parent cannot remove.
 
-    The server ends when no process is left that could ask it for another.
+    The server ends when no process is left that could ask it for a new rank.
     """
     with contextlib.suppress(OSError, TypeError):
         socket = Path(_server._forkserver_address)
@@ -30,5 +30,5 @@ def _remove_socket() -> None:
 gc.collect()
 gc.freeze()
 gc.enable()
-# Before the server's own end: some libraries report what is still frozen then as a leak.
+# Unfreeze before the server exits: some libraries report objects that are still frozen as leaks.
 atexit.register(gc.unfreeze)

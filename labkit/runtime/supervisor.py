@@ -1,8 +1,8 @@
 """Watching a run from outside, and ending it completely, whatever happens.
 
 The supervisor reads what the ranks report and print, finds ranks that are gone or stuck, enforces
-the deadline, and leaves no process behind. What it has seen becomes an error in
-``labkit.runtime.failures``.
+the deadline, and leaves no process behind. ``labkit.runtime.failures`` makes an error of what the
+supervisor has seen.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from labkit.runtime.preload import warm_up
 from labkit.runtime.worker import Job, run_rank
 
 _POLL_S = 0.05
-# After a first sign of failure: time for the ranks' own reports and exit codes to arrive.
+# After the first sign of a failure: time for the ranks' reports and exit codes to arrive.
 _SETTLE_S = 0.5
 _EXIT_CODE_S = 0.6
 _STACKS_S = 0.5
@@ -35,13 +35,20 @@ _START_PATIENCE_S = 120.0
 # How long a start may take before the forkserver is checked.
 _SERVER_PATIENCE_S = 1.0
 _ABORT_PATIENCE_S = 5.0
-# For ranks that have returned to clean up by themselves, and for killed ones to be gone.
+# Time for ranks that have returned to clean up and exit, and for killed ranks to disappear.
 _LEAVE_PATIENCE_S = 3.0
 _END_PATIENCE_S = 10.0
 
 
 class Supervisor:
-    """Watches one run from outside and ends it completely."""
+    """Watches one run from outside and ends it completely.
+
+    Args:
+        job: what every rank runs.
+
+    Attributes:
+        lost: {rank: why} for the ranks in ``job.may_lose`` that ended early; set by ``run``.
+    """
 
     def __init__(self, job: Job):
         self.job = job
@@ -67,13 +74,13 @@ class Supervisor:
     def run(self) -> list[Report | None]:
         """Start the ranks, wait for all of them, and return their reports in rank order.
 
-        A rank in ``job.may_lose`` that ended early has None, and then ``lost`` says why.
+        The report of a rank in ``job.may_lose`` that ended early is None, and ``lost`` says why.
 
         Raises:
-            WorkerError: or one of its kinds, when the run failed.
+            WorkerError: or a subclass of it, if the run has failed.
         """
         try:
-            # An interrupt can come between any two of these: whatever has started must end.
+            # An interrupt can come between any two of these calls: whatever has started must end.
             warm_up()
             self.agent.start()
             verdict = self._watch()
@@ -88,7 +95,7 @@ class Supervisor:
         return [None if rank in self.lost else self._seen.reports[rank] for rank in ranks]
 
     def _watch(self) -> WorkerError | None:
-        """Until every rank has returned (None), or the run has failed (the error to raise)."""
+        """Watch until all ranks have returned (None) or the run has failed (an error to raise)."""
         seen = self._seen
         failed_s: float | None = None
         while True:
@@ -102,7 +109,7 @@ class Supervisor:
             if why := self._why_not_started(now_s):
                 return WorkerError(f"the ranks could not be started: {why}")
             if self.agent.error is not None:
-                # Whatever else is seen now follows from it.
+                # Everything else that is seen now is a consequence of this error.
                 continue
             if self._started_s is None and all(map(self._has_started, seen.ranks)):
                 self._started_s = now_s
@@ -116,7 +123,7 @@ class Supervisor:
                 return self._deadline_error()
 
     def _read(self, timeout_s: float) -> None:
-        """Take in what the ranks have sent, and who has ended."""
+        """Read what the ranks have sent, and note which ranks have ended."""
         seen = self._seen
         ended = self.agent.exit_codes
         sources = set(wait([*self._inboxes, *self._output.connections], timeout_s))
@@ -124,7 +131,7 @@ class Supervisor:
             self._read_report(control)
         self._output.read(sources)
         seen.exit_codes, seen.pids = self.agent.exit_codes, self.agent.pids
-        # The pipe of an ended rank stays open if a process that it has forked holds it.
+        # The pipe of a rank that has ended stays open if a process forked by the rank holds it.
         silent = {rank for control, (rank, _) in self._inboxes.items() if control not in sources}
         seen.gone |= silent & ended.keys()
         for rank in seen.lost:
@@ -142,16 +149,16 @@ class Supervisor:
             self._seen.gone.add(rank)
 
     def _has_started(self, rank: int) -> bool:
-        # A rank that is stopped at once has not yet posted its process id.
+        # A rank that a signal stops right after its start has not written its pid to the board.
         pid = self._seen.pids.get(rank)
         there = self._seen.board.ranks[rank]["pid"] or rank in self._seen.exit_codes
         return bool(there or (pid and is_stopped(pid)))
 
     def _why_not_started(self, now_s: float) -> str:
-        """Why some rank never will; empty while all may."""
+        """Why some rank will never start; empty while all ranks still may."""
         if (error := self.agent.error) is not None:
             self._error_s = self._error_s or now_s
-            # A server that aborts takes a while to have ended.
+            # A server that aborts takes some time until it has ended.
             broke_off = isinstance(error, EOFError | OSError)
             if broke_off and now_s - self._error_s < _ABORT_PATIENCE_S:
                 return server_fault()
@@ -160,10 +167,10 @@ class Supervisor:
         return fault if is_late and "is stopped" in (fault := server_fault()) else ""
 
     def _settled(self, waited_s: float) -> bool:
-        """Whether the cause of a failure is known, or need not be waited for any longer."""
+        """Whether the cause of a failure is known, or has been waited for long enough."""
         kinds = {report.kind for report in self._seen.failures} - {"peer_lost"}
         if kinds == {"exited"}:
-            # A rank that needs this one will be waiting for it in a moment, and can be named then.
+            # A rank that needs the one that exited will soon wait for it, and can then be named.
             return waited_s > _SETTLE_S
         if kinds:
             return True
@@ -172,7 +179,7 @@ class Supervisor:
         return waited_s > _SETTLE_S
 
     def _check_stuck(self) -> list[int]:
-        """Ranks that can never continue, seen twice with nothing moved in between."""
+        """The ranks that can never continue: found stuck twice, with no progress in between."""
         if time.monotonic() - self._looked_s < _POLL_S:
             return []
         self._looked_s = time.monotonic()
@@ -183,19 +190,19 @@ class Supervisor:
         return stuck if still else []
 
     def _deadline_s(self) -> float:
-        # The first run of a process waits for the server to import torch: not the run's time.
+        # In the first run of a process the server imports torch; this does not count as run time.
         if self._started_s is None:
             return self._launched_s + self.job.timeout_s + _START_PATIENCE_S
         return self._started_s + self.job.timeout_s
 
     def _deadline_error(self) -> WorkerError:
-        # What the ranks were doing before they were asked for their stacks.
+        # A copy, because the error describes the ranks before they are asked for their stacks.
         seen = replace(self._seen, board=self._seen.board.copy())
         stopped = [rank for rank, pid in seen.pids.items() if is_stopped(pid)]
         return deadline_error(seen, self.job.timeout_s, self._stacks(stopped), stopped)
 
     def _stacks(self, silent: list[int]) -> dict[int, str]:
-        """Ask each running rank for its stack, and collect what comes in time."""
+        """Ask the running ranks for their stacks, and collect those that arrive in time."""
         self._output.flush()
         states, over = self._seen.board.ranks["state"], (RETURNED, LOST)
         asked = [r for r in self._seen.ranks if r not in silent and states[r] not in over]
@@ -208,13 +215,13 @@ class Supervisor:
 
     def _signal(self, rank: int, number: int) -> None:
         pid = int(self._seen.board.ranks[rank]["pid"])
-        # The system may have given the number of an ended process to another one.
+        # The system may have given the pid of a process that has ended to another process.
         if pid and rank not in self._seen.gone | self._seen.lost:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def _let_go(self) -> None:
-        """Let the ranks end by themselves, for a moment: they clean up what they hold."""
+        """Let the ranks clean up and exit by themselves, within a limited time."""
         for control in self._inboxes:
             with contextlib.suppress(OSError):
                 let_go(control)
@@ -225,24 +232,25 @@ class Supervisor:
                 break
 
     def _end(self) -> None:
-        """Leave nothing: processes ended and joined, pipes closed, the last output shown."""
+        """Leave nothing behind: end and join processes, show the last output, close the pipes."""
         for _ in range(2):
             try:
                 self._end_ranks()
                 break
             except KeyboardInterrupt:
-                # All were sent SIGKILL before the first wait; after a second Ctrl-C none is left.
+                # All ranks were sent SIGKILL before the first wait, so none survives even if a
+                # second Ctrl-C cuts the second attempt short.
                 continue
         self._show_the_rest()
         for end in (*self._inboxes, *(end for pair in self._rank_ends for end in pair)):
             end.close()
-        # An error keeps this object as long as itself: the shared memory must not stay with it.
+        # The traceback of an error keeps this object alive; it must not keep the shared memory.
         del self._seen.board, self._bar
         self._arena.close()
         self._meeting.close()
 
     def _end_ranks(self) -> None:
-        """Kill the ranks that are left, and wait for their end, within a limit."""
+        """Kill the ranks that are left, and wait a limited time until they have ended."""
         self.agent.stop()
         until_s = time.monotonic() + _END_PATIENCE_S
         while self.agent.may_start_ranks() and time.monotonic() < until_s:
@@ -251,7 +259,7 @@ class Supervisor:
                     kill_group(pid)
             if self.agent.finished.wait(_POLL_S):
                 break
-            # A server that is stopped would never say that a rank is gone.
+            # A server that is stopped would never report that a rank has ended.
             end_stopped_server()
 
     def _show_the_rest(self) -> None:

@@ -1,4 +1,4 @@
-"""``labkit.run`` in a process that ``torchrun`` has started: it is one of the ranks itself."""
+"""``labkit.run`` in a process that ``torchrun`` has started, which is itself one of the ranks."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ from labkit.runtime.messages import Report
 from labkit.runtime.worker import success
 from labkit.units import format_count
 
-# Whether this process is in a function that ``run_as_rank`` has called.
+# Whether ``run_as_rank`` is calling a function in this process at the moment.
 inside_a_run = False
 
 
@@ -34,10 +34,13 @@ def run_as_rank(
 ) -> list[Report]:
     """Run ``fn`` in this process, one of torchrun's ranks, and return all ranks' reports.
 
+    Args:
+        fn, args, world_size, device, transport, timeout_s: see ``labkit.run``.
+
     Raises:
-        ValueError: ``world_size`` is not what torchrun started.
+        ValueError: ``world_size`` is not the number of ranks that torchrun has started.
         ConnectionError: the other ranks cannot be reached.
-        Whatever ``fn`` raises: torchrun then ends the other ranks.
+        Any exception of ``fn``: torchrun then ends the other ranks.
     """
     global inside_a_run
     local_world_size = _local_world_size(world_size, transport)
@@ -62,7 +65,11 @@ def run_as_rank(
 
 
 def _local_world_size(world_size: int, transport: str) -> int:
-    """The number of ranks on this machine, if the run fits what torchrun has started."""
+    """The number of ranks on this machine.
+
+    Raises:
+        ValueError: the run does not fit the ranks that torchrun has started.
+    """
     started = int(os.environ["WORLD_SIZE"])
     if world_size != started:
         raise ValueError(
@@ -72,8 +79,8 @@ def _local_world_size(world_size: int, transport: str) -> int:
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if transport == "shared" and local_world_size < world_size:
         raise ValueError(
-            f"transport 'shared' is for ranks of one machine, and here are {local_world_size} of "
-            f"{world_size}: use 'auto' or 'gloo'"
+            f"transport 'shared' is for ranks of one machine, and this machine has only "
+            f"{local_world_size} of the {world_size} ranks: use 'auto' or 'gloo'"
         )
     return local_world_size
 
@@ -81,12 +88,12 @@ def _local_world_size(world_size: int, transport: str) -> int:
 def _report_memory(comm: Comm, local_world_size: int, timeout_s: float) -> Comm | None:
     """A Comm over memory that only this user's processes can open, to exchange reports.
 
-    Reports are pickles, and who writes a pickle has its reader run code. gloo takes its addresses
-    from the store, and its sockets authenticate nobody. None on several machines, and where the
-    system has no such memory: gloo is all there is then.
+    Reports are pickles, and a pickle can make its reader run any code. gloo takes its addresses
+    from the store, and its sockets do not check who connects. The result is None on several
+    machines, and where the system has no such memory: the reports then travel over gloo.
 
     Raises:
-        ConnectionError: the ranks of one machine cannot open it, though its system has it.
+        ConnectionError: the ranks of one machine cannot open the memory, though the system has it.
     """
     if local_world_size < comm.world_size:
         return None
@@ -96,7 +103,7 @@ def _report_memory(comm: Comm, local_world_size: int, timeout_s: float) -> Comm 
             return None
         raise ConnectionError(
             "the ranks of this machine cannot open each other's memory through /proc/PID/fd, and "
-            "labkit takes pickled results from nowhere else: run it without torchrun"
+            "labkit takes pickled results only from there: run it without torchrun"
         )
     transport = SharedTransport(arena, comm.rank, timeout_s + PATIENCE_S)
     return Comm(comm.rank, comm.world_size, torch.device("cpu"), transport)

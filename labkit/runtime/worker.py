@@ -1,4 +1,4 @@
-"""What a rank's process does, from its start to its end: connect, call the function, report."""
+"""The process of a rank, from start to end: connect, call the function, report the result."""
 
 import contextlib
 import faulthandler
@@ -54,9 +54,19 @@ def run_rank(
     arena: Arena,
     meeting: MeetingFile,
 ) -> None:
-    """The body of a rank's process."""
+    """The body of a rank's process.
+
+    Args:
+        rank: this rank.
+        environment: variables to set, including those that ``torchrun`` sets.
+        control: this rank's end of the pipe for its report and the launcher's answer.
+        output: the writing end of the pipe for stdout and stderr.
+        job: what to run.
+        arena: the shared memory of all ranks, with the status board.
+        meeting: the rendezvous of the ranks.
+    """
     os.environ.update(environment)
-    # A process group of its own: what this rank starts is ended with it.
+    # A separate process group, so that processes which this rank starts can be ended with it.
     os.setpgid(0, 0)
     me = arena.board.ranks[rank]["pid"] = os.getpid()
     let_go = _watch_launcher(control)
@@ -66,14 +76,14 @@ def run_rank(
     report = _call(job, rank, arena, meeting)
     _flush()
     if os.getpid() != me:
-        # A process that the function has forked is not a rank, and has nothing to report.
+        # A child that the function has forked gets here, too; only the rank itself reports.
         os._exit(0)
     send_report(control, report)
     if report.kind != "value" and rank in job.may_lose:
-        # The other ranks find out by themselves, and continue.
+        # The other ranks notice that this one has ended, and continue.
         os._exit(1)
-    # Leaving now would break the connections of ranks that are still fine, and after a failure
-    # hide the cause behind theirs. The launcher lets this process go, or kills it.
+    # Exiting now would break the connections of ranks that are still running, and after a failure
+    # their errors would hide its cause. The launcher lets this process exit, or kills it.
     let_go.wait()
 
 
@@ -94,10 +104,10 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
 
 
 def success(comm: Comm, value: Any, duration_s: float) -> Report:
-    """The report of a rank whose function has returned ``value``; its Comm is closed.
+    """Close the Comm of a rank whose function has returned ``value``, and return its report.
 
     Raises:
-        UnpicklableError: the value cannot travel.
+        UnpicklableError: the value cannot be pickled.
     """
     payload = dump_value(value)
     comm.session.close()
@@ -113,11 +123,11 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
 
 
 def _watch_launcher(control: Connection) -> threading.Event:
-    """An event that is set once the launcher lets this rank go.
+    """Watch the launcher in a thread; return an event that is set once this rank may exit.
 
-    A killed launcher (SIGKILL) ends nobody by itself. So a thread waits for the end of its pipe
-    and of its process (a child that the launcher has forked may hold the pipe open), and then
-    kills this rank.
+    A launcher that is killed (SIGKILL) cannot end its ranks. So the thread waits until the
+    launcher's pipe or process has ended (a child that the launcher has forked may hold the pipe
+    open), and then kills this rank's process group.
     """
     let_go = threading.Event()
     parent = parent_process()
@@ -135,7 +145,7 @@ def _watch_launcher(control: Connection) -> threading.Event:
 
 
 def _flush() -> None:
-    # A function may have replaced the streams by anything.
+    # The function may have replaced a stream by an object that cannot be flushed.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,11 +1,11 @@
-"""The techniques, one a file. They import neither each other nor the training loop."""
+"""The techniques, one per file or folder. They do not import each other or the training loop."""
 
 import importlib
 from typing import TYPE_CHECKING
 
 from labkit.units import check_choice
 
-if TYPE_CHECKING:  # it imports torch, and to check a name should take no time
+if TYPE_CHECKING:  # base imports torch, and checking a name should take no time
     from labkit.strategies.base import Strategy
 
 # name -> (ours, PyTorch's counterpart), each as module.class
@@ -28,7 +28,7 @@ TECHNIQUES = {
     "pipeline": ("pipeline.Pipeline", "builtin.pipeline.TorchPipeline"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
 }
-# Where devices are named: one process instead of a rank for each device.
+# The variants for runs that name devices: one process instead of one rank per device.
 IN_ONE_PROCESS = {"model_parallel": "model_parallel_one_process.ModelParallelOneProcess"}
 STRATEGIES = tuple(TECHNIQUES)
 
@@ -42,9 +42,9 @@ def get(name: str, *, builtin: bool = False, in_one_process: bool = False) -> "t
     """The class that implements a technique, ours or PyTorch's counterpart.
 
     Args:
-        name: of the technique.
-        builtin: PyTorch's counterpart.
-        in_one_process: the variant that names its devices, where ours has one.
+        name: one of ``STRATEGIES``.
+        builtin: return PyTorch's counterpart.
+        in_one_process: return our variant for several devices in one process, if there is one.
 
     Raises:
         ValueError: unknown name.

@@ -1,10 +1,10 @@
 """An asynchronous parameter server: no worker waits for another.
 
-Rank 0 holds the parameters, the others compute gradients for them. 1. A worker computes the
-gradient of its share of a batch. 2. It **pushes** it to the server, which makes an update of it at
-once, while the others are still computing. 3. It **pulls** the parameters as they are then, and
-continues with its share of the next batch. A slow worker delays no other; its gradients come late,
-and how late is counted and can be bounded: ``labkit.schedules.staleness``.
+Rank 0 holds the parameters, the other ranks compute gradients for them. 1. A worker computes the
+gradient of its share of a batch. 2. It **pushes** the gradient to the server, which applies it at
+once, while other workers are still computing. 3. It **pulls** the current parameters, and
+continues with its share of the next batch. A slow worker does not delay the others. Its gradients
+are stale; the staleness is counted and can be bounded: ``labkit.schedules.staleness``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch. So W pushes,
 one per worker, together move the parameters about as far as one synchronous step.
@@ -38,20 +38,21 @@ class AsyncParameterServer(OwnPaceStrategy):
     pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A gradient that the bound
     holds back stays with its worker until its turn.
 
-    An epoch ends when its number of shares have been worked through, by any workers: meanwhile a
-    fast one takes its shares of the next epoch. An empty share counts as worked through and makes
-    no update. The loss of an epoch is the mean over the samples pushed during it.
+    An epoch ends when the server has received as many shares as the epoch has, from any workers: a
+    fast worker may be working on its shares of the next epoch by then. An empty share counts, but
+    makes no update. The loss of an epoch is the mean over the samples pushed during it.
 
-    Batch statistics (BatchNorm): each worker normalises with its own share's. The server takes the
-    running averages and counters of the latest push as they are, and a pull returns them: they are
-    one worker's at a time, never a mix of two.
+    Batch statistics (BatchNorm): each worker normalises with the statistics of its own share. The
+    server takes the running averages and counters of the latest push as they are, and a pull
+    returns them: they always come from one worker and are never mixed.
 
-    A worker that dies is left out from then on, with its part of every batch; the death of the
-    last one is an error. (Under ``torchrun`` any death ends the run: that is torchrun's rule.)
+    A worker that dies is left out from then on, and so are its shares; if the last worker dies,
+    the run fails. (``torchrun`` ends the run whenever a rank dies.)
 
     Args:
         accumulate, straggler: see ``LocalGradients``.
-        max_staleness: updates by others that a gradient may miss, W - 1 or more; None for any.
+        max_staleness: the most updates by other workers that a gradient may miss, W - 1 or more;
+            None for no limit.
 
     Raises:
         ValueError: the straggler would be the server; in ``setup``, a bound on several machines.
@@ -92,7 +93,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.lost: dict[int, str] = {}
         self.samples = 0  # of this epoch so far
         if comm.rank == _SERVER:
-            # SGD works element by element, so to it they may as well be one parameter.
+            # SGD works element by element, so one flat parameter gives the same updates.
             flat = nn.Parameter(self.parameters)
             flat.grad = self.gradient
             self.optimizer = make_optimizer([flat])
@@ -100,14 +101,14 @@ class AsyncParameterServer(OwnPaceStrategy):
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == _SERVER:
             for passed_s, loss in self.serve(steps * (self.comm.world_size - 1), epochs):
-                # Some shares may have been pushed twice and others not yet: count the samples.
+                # Shares differ in size, and any workers' shares fill an epoch: count the samples.
                 yield passed_s, loss / self.samples
                 self.samples = 0
         else:
             self.work(batches)
 
     def work(self, batches: Iterator[Batch]) -> None:
-        """On a worker: gradient, push, pull, until the server says that it was the last."""
+        """On a worker: compute a gradient, push it, pull, until the server says to stop."""
         go_on = True
         while go_on:
             inputs, targets, batch_size = next(batches)
@@ -123,7 +124,11 @@ class AsyncParameterServer(OwnPaceStrategy):
             go_on = bool(answer[0])
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
-        """On the server: an update for each push as it comes, ``epochs`` x ``shares`` of them."""
+        """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all.
+
+        Yields:
+            After each epoch, the seconds since the start and the sum of the epoch's losses.
+        """
         start_s, done, loss = time.perf_counter(), 0, self.report.new_zeros((), dtype=torch.double)
         while done < shares * epochs:
             while (worker := self.tracker.next()) is None:
@@ -141,7 +146,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.dismiss()
 
     def hear(self) -> None:
-        """Sleep until some worker has something to push."""
+        """Wait until a worker begins a push, and receive the push's first message."""
         if not self.tracker.pulled:
             raise RuntimeError(
                 f"no worker is left after {self.tracker.version} updates: "
@@ -166,14 +171,14 @@ class AsyncParameterServer(OwnPaceStrategy):
         return loss
 
     def answer(self, worker: int, go_on: bool) -> None:
-        """Let ``worker`` pull the parameters; without ``go_on`` for the last time."""
+        """Send ``worker`` the parameters that it pulls; if not ``go_on``, for the last time."""
         with self.comm.span("pull"):
             self.comm.send(self.parameters, worker)
             self.comm.send(self._with_buffers(go_on), worker)
         self.tracker.pull(worker) if go_on else self.tracker.drop(worker)
 
     def dismiss(self) -> None:
-        """After the last update: receive the pushes under way, answer them with the result."""
+        """After the last update: receive all late pushes, answer with the final parameters."""
         while self.tracker.pulled:
             if not self.tracker.held:
                 self.hear()
@@ -185,7 +190,7 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     @contextlib.contextmanager
     def _may_be_lost(self) -> Iterator[None]:
-        """A worker that dies in here is left out from now on."""
+        """A context that leaves a worker out from then on, if the worker dies in it."""
         try:
             yield
         except PeerLostError as error:

@@ -1,7 +1,7 @@
 """What every technique has in common: the hooks that the training loop calls, with defaults.
 
-A technique states how it sets up and how it takes a step; everything else it inherits, unless it
-differs. One object per rank.
+A technique defines ``setup`` and ``step``, and overrides other hooks only where it differs from
+the defaults. There is one object per rank.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from labkit.comm.comm import Comm
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
-# Seconds since the start, and the mean loss of the samples that were worked through.
+# Seconds since the start, and the mean loss of the samples that were processed.
 EpochEnd = tuple[float, Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -23,20 +23,21 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class Strategy:
     """One technique on one rank. The parameters of its constructor are the options it takes.
 
-    It is made before the ranks start and travels to each of them, so its constructor refuses
+    It is made before the ranks start, and each rank gets a copy. So its constructor only refuses
     options that do not go together, and ``setup`` does everything else.
 
-    Where samples are divided, frozen parameters are left out, and a parameter without a gradient
-    counts as zero. With dropout no run equals one device: each rank draws its own random numbers.
+    Where ranks divide the samples of a batch, frozen parameters are not communicated, and a
+    missing gradient counts as zero. With dropout no run equals that of one device, because each
+    rank draws its own random numbers.
 
     Attributes:
-        in_one_process: world size N means N ``devices`` in one process instead of N ranks.
+        in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         devices: of a technique in one process, one per replica or stage.
-        survives_lost_workers: the run continues when a rank other than 0 dies.
-        through_comm: all its traffic passes through ``comm``, which counts it.
+        survives_lost_workers: whether the run continues when a rank other than 0 dies.
+        through_comm: whether all traffic passes through ``comm``, which counts it.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
-            ``devices[0]``. A technique that does not hold one there has its own ``predict`` and
-            ``full_state``.
+            ``devices[0]``. A technique that does not hold the whole model there overrides
+            ``predict`` and ``full_state``.
     """
 
     in_one_process = False
@@ -55,12 +56,18 @@ class Strategy:
         """Raise ValueError unless this technique can run with ``world_size``."""
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        """Place or replicate ``model`` (the same seeded one on every rank) and make optimizers."""
+        """Place or replicate the model, and make optimizers.
+
+        Args:
+            comm: this rank's Comm.
+            model: on every rank the same, from the same seed.
+            make_optimizer: makes an optimizer of the parameters that it is given.
+        """
         raise NotImplementedError
 
     @property
     def workers(self) -> range:
-        """The ranks that divide each batch among themselves; any others serve them."""
+        """The ranks that divide each batch among themselves; any other ranks serve them."""
         return range(self.comm.world_size)
 
     def share(self) -> tuple[int, int]:
@@ -76,18 +83,19 @@ class Strategy:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
         ``inputs`` [n, C, H, W] and ``targets`` [n] are this rank's part (n may be 0) of a global
-        batch of ``batch_size`` samples. The update is that of the mean over the global batch.
+        batch of ``batch_size`` samples. The update uses the gradient of the mean loss of the
+        global batch.
         """
         raise NotImplementedError
 
     def end_epoch(self) -> None:
-        """Make equal on all ranks what the steps leave different, such as batch statistics."""
+        """Make equal on all ranks what differs after the steps, such as batch statistics."""
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
         """Logits [n, classes] in evaluation mode; the model is left in training mode.
 
-        None on a rank that does not obtain them, because it holds only a part of the model.
+        None on a rank that does not get the logits, because it holds only a part of the model.
         """
         self.model.eval()
         logits = self.model(inputs.to(self.devices[0] if self.devices else self.comm.device))
@@ -100,25 +108,25 @@ class Strategy:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
     def notes(self) -> dict[str, Any]:
-        """What is special about the run, for the report; the same keys on every rank."""
+        """Facts about the run that are special to the technique; the same keys on every rank."""
         return {}
 
     def sent(self) -> tuple[int, int] | None:
-        """Messages and bytes that this rank has sent so far; None where nobody counts them."""
+        """Messages and bytes that this rank has sent so far; None if they are not counted."""
         return (self.comm.messages, self.comm.bytes_sent) if self.through_comm else None
 
     def close(self) -> None:
-        """End what ``setup`` opened. Called last, on all ranks, unless one has failed."""
+        """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
 class OwnPaceStrategy(Strategy):
     """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
 
-    Rank 0 serves, the others work.
+    Rank 0 is the server, all other ranks are workers.
 
     Attributes:
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
-        lost: by worker that died, why; set by ``setup``.
+        lost: {rank: why} for the workers that died; set by ``setup``.
     """
 
     updates: Sequence[Sequence[int]]
@@ -136,16 +144,17 @@ class OwnPaceStrategy(Strategy):
         return range(1, self.comm.world_size)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
-        """Train until the samples of all epochs have been worked through, by whichever rank.
+        """Train until the workers together have processed as many shares as all epochs have.
 
         Args:
             batches: this rank's share of one batch after another, without end: a rank that is
                 ahead continues with its share of the next epoch. n may be 0.
             steps: global batches per epoch.
-            epochs: to train for.
+            epochs: the number of epochs.
 
-        Yields, on the server, an ``EpochEnd`` whenever an epoch is complete; ``full_state`` is
-        read at once. The workers yield nothing.
+        Yields:
+            On the server, an ``EpochEnd`` whenever an epoch is complete; the caller reads
+            ``full_state`` before it continues. On the workers, nothing.
         """
         raise NotImplementedError
 
@@ -154,8 +163,11 @@ class OwnPaceStrategy(Strategy):
         self.model.load_state_dict(state)
 
     def notes(self) -> dict[str, Any]:
-        """``staleness``: [worker, staleness] of every update; ``updates_by_rank``; ``lost_ranks``,
-        {rank: why}. Rank 0 knows them."""
+        """``staleness`` and ``updates_by_rank`` of the updates, and ``lost_ranks``; from rank 0.
+
+        ``staleness`` is a list of [worker, staleness], one per update; ``lost_ranks`` is
+        {rank: why}.
+        """
         updates = [list(update) for update in self.updates]
         counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
         return {"staleness": updates, "updates_by_rank": counts, "lost_ranks": dict(self.lost)}

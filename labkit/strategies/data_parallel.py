@@ -1,4 +1,4 @@
-"""Data parallelism in one process: one model, several devices, a thread for each.
+"""Data parallelism in one process: one model, several devices, one thread per device.
 
 Every step:
 
@@ -11,8 +11,8 @@ Every step:
     update      device 0 alone; the other replicas are overwritten in the next step
 
 So device 0 holds what every device holds, and in addition the whole batch, all outputs, the
-gradients being summed and the optimizer's state. All threads share one interpreter, whose lock
-(the GIL) lets only one of them run Python at a time.
+summed gradients and the optimizer's state. All threads share one interpreter, whose lock (the
+GIL) lets only one of them run Python at a time.
 
 Symbols: P devices. Source: PyTorch's ``nn.DataParallel`` (Li et al. 2020, "PyTorch Distributed",
 section 2.2), which runs the same steps; there autograd runs back through gather and replicate.
@@ -34,15 +34,15 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 
 
 class DataParallel(Strategy):
-    """Synchronous data parallelism on the devices of one process, by hand.
+    """Synchronous data parallelism on several devices of one process.
 
-    Batch statistics (BatchNorm): each replica normalises with its own part's, and device 0's
-    running averages are kept, as in ``nn.DataParallel``; the others are overwritten. A batch of
-    fewer samples than devices leaves the last devices idle. Parameters of several dtypes travel in
-    the widest.
+    Batch statistics (BatchNorm): each replica normalises with the statistics of its own part.
+    Device 0's running averages are kept, as in ``nn.DataParallel``; the others are overwritten. A
+    batch of fewer samples than devices leaves the last devices idle. Parameters of several dtypes
+    are copied in the widest of these dtypes.
 
     Args:
-        devices: of the replicas, by name: ``("cpu", "cpu")``; one may be named twice.
+        devices: one name per replica, as in ``("cpu", "cpu")``; a name may occur several times.
     """
 
     in_one_process = True
@@ -61,7 +61,8 @@ class DataParallel(Strategy):
         self.bytes_moved: Counter[str] = Counter(scatter=0, replicate=0, gather=0, reduce=0)
         # The threads compute at the same time, and each would otherwise use all cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(self.devices)))
-        # One worker each, so that a replica keeps its thread. Device 0 uses the caller's.
+        # One pool of one thread per replica, so that a replica keeps its thread. Device 0 uses
+        # the calling thread.
         self.threads = [ThreadPoolExecutor(max_workers=1) for _ in others]
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
@@ -76,7 +77,7 @@ class DataParallel(Strategy):
         return loss.to(self.comm.device)
 
     def scatter(self, inputs: Tensor) -> list[Tensor]:
-        """[n, ...] -> up to P parts on their devices; sizes differ by one at most, none is 0."""
+        """Cut ``inputs`` [n, ...] into min(n, P) parts of almost equal size, one per device."""
         with self.comm.span("scatter"):
             count = max(1, min(len(inputs), len(self.devices)))
             parts = inputs.tensor_split(count)
@@ -86,7 +87,7 @@ class DataParallel(Strategy):
     def replicate(self, count: int) -> list[nn.Module]:
         """Give the first ``count`` replicas the parameters and buffers of device 0."""
         with self.comm.span("replicate"):
-            # One copy per device, not one per parameter: each has a fixed cost.
+            # One copy per device, not one per parameter, because every copy has a fixed cost.
             flat = torch.cat([parameter.flatten() for parameter in self.model.parameters()])
             sizes = [parameter.numel() for parameter in self.model.parameters()]
             for index, replica in enumerate(self.replicas[1:count], start=1):
@@ -100,9 +101,9 @@ class DataParallel(Strategy):
         return self.replicas[:count]
 
     def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-        """``fn(*arguments[.., i])`` for every i at once, in thread i; results in that order.
+        """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; return the results by i.
 
-        An exception in a thread is raised here, when all have ended.
+        An exception in a thread is raised here, after all threads have ended.
         """
         first, *rest = zip(*arguments)
         grad = torch.is_grad_enabled()  # each thread has its own mode
@@ -122,10 +123,10 @@ class DataParallel(Strategy):
     def loss_on_device_0(
         self, outputs: list[Tensor], targets: Tensor, batch_size: int
     ) -> tuple[Tensor, list[Tensor]]:
-        """Gather the outputs, compute the loss there, and send its gradient back.
+        """Gather the outputs on device 0, compute the loss there, and send its gradient back.
 
         Returns:
-            The sum of the losses, a scalar, and by device d(mean loss)/d(output), [n_i, classes].
+            The sum of the losses, a scalar, and d(mean loss)/d(output) by device, [n_i, classes].
         """
         with self.comm.span("gather"):
             gathered = torch.cat(
@@ -164,23 +165,23 @@ class DataParallel(Strategy):
             return fn(*args)
 
     def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
-        """``tensor`` from device 0 to device ``index``; a real copy between CPU replicas, too."""
+        """Copy ``tensor`` from device 0 to device ``index``, also if both are the CPU."""
         self.bytes_moved[phase] += tensor.nbytes if index else 0
         device = self.devices[index]
         return tensor.to(device, non_blocking=device.type == "cuda", copy=index > 0)
 
     def _fetch(self, phase: str, tensor: Tensor, index: int) -> Tensor:
-        """``tensor`` from device ``index`` to device 0."""
+        """Move ``tensor`` from device ``index`` to device 0."""
         self.bytes_moved[phase] += tensor.nbytes if index else 0
         return tensor.to(self.devices[0], non_blocking=self.devices[0].type == "cuda")
 
     def notes(self) -> dict[str, Any]:
-        """Bytes moved between devices, by phase: they bypass ``comm``."""
+        """The devices, and the bytes moved between them by phase, which bypass ``comm``."""
         return {"devices": [str(d) for d in self.devices], "bytes_moved": dict(self.bytes_moved)}
 
 
 def _gradients(model: nn.Module) -> Tensor:
-    """[N]: the gradients of the trained parameters as one; zeros where there is none."""
+    """The gradients of all trained parameters as one tensor [N]; zeros for a missing gradient."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]

@@ -1,7 +1,7 @@
 """A model's parameters as one flat tensor, and its buffers: flat as well, or averaged.
 
-A flat tensor [N] can be cut anywhere, into chunks of equal size, and one message carries all of
-it. A list of tensors cuts badly, and many small messages cost many latencies.
+A flat tensor [N] can be cut anywhere, into chunks of equal size, and one message can carry all of
+it. A list of tensors cannot be cut evenly, and each of many small messages has a latency.
 """
 
 import torch
@@ -14,11 +14,11 @@ from labkit.comm.comm import Comm
 def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
     """Move a model's trained parameters into one flat tensor, and make them views of it.
 
-    Frozen parameters are left out, a tied one is included once.
+    Frozen parameters are left out; a tied parameter is included once.
 
     Returns:
-        (values [N], gradients [N]), the latter all zeros; the parameters' ``grad`` are views of
-        it, to which backward adds. Zero it with ``gradients.zero_()``: an optimizer's
+        (values [N], gradients [N]); the gradients are zeros. The parameters' ``grad`` are views of
+        ``gradients``, to which backward adds. Reset it with ``gradients.zero_()``: an optimizer's
         ``zero_grad`` would remove the views.
 
     Raises:
@@ -26,7 +26,9 @@ def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise ValueError("no parameter of this model requires a gradient: there is none to train")
+        raise ValueError(
+            "no parameter of this model requires a gradient: there is nothing to train"
+        )
     values = torch.cat([p.detach().flatten() for p in trained])
     gradients = torch.zeros_like(values)
     sizes = [p.numel() for p in trained]
@@ -40,7 +42,8 @@ def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
 def average_buffers(comm: Comm, model: nn.Module, workers: range) -> None:
     """Give all ranks the mean of the workers' buffers (BatchNorm's running averages).
 
-    Counters are the first worker's: it has a share of every batch, others may have missed one.
+    Counters are those of the first worker, which has a share of every batch; the shares of other
+    workers may have been empty.
     """
     for buffer in model.buffers():
         averaged = buffer.is_floating_point()

@@ -24,22 +24,23 @@ def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> No
     """Raise ValueError if the straggler is one of the first ``servers`` ranks, which serve."""
     if straggler and straggler[0] < servers:
         raise ValueError(
-            f"straggler {straggler[0]}: this rank serves and computes nothing to be slow at, "
-            f"choose a worker, rank {servers} or above"
+            f"straggler {straggler[0]}: this rank is a server, and a server computes no "
+            f"gradients; choose a worker, rank {servers} or above"
         )
 
 
 class LocalGradients:
-    """Forward and backward of one rank's share of a batch, and the update that suits them.
+    """Forward and backward of one rank's share of a batch, and the matching update.
 
     Args:
+        comm: this rank's Comm.
         model: on ``comm.device``, in training mode; parameters keep their dtype.
         accumulate: micro-batches that a share is cut into, as evenly as possible. The gradient is
-            that of the whole share, unless layers look across samples: BatchNorm normalises each
+            that of the whole share, unless layers combine samples: BatchNorm normalises each
             micro-batch separately.
         amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
             loss is scaled up so that small gradients do not vanish, and an update whose gradients
-            overflow is skipped. All ranks decide alike, from the summed gradients.
+            overflow is skipped. All ranks decide the same, from the same summed gradients.
         straggler: (rank, factor): that rank takes ``factor`` times as long to compute.
     """
 
@@ -57,7 +58,7 @@ class LocalGradients:
         self.accumulate = accumulate
         self.half = _HALVES[amp] if amp else None
         self.scaler = torch.amp.GradScaler(comm.device.type, enabled=amp == "fp16")
-        # It is initialised when it first scales, and this rank's first share may be empty.
+        # The scaler is initialised by its first scale(), and this rank's first share may be empty.
         self.scaler.scale(torch.zeros((), device=comm.device))
         slow, factor = straggler or (None, 1.0)
         self.slowdown = factor if comm.rank == slow else 1.0
@@ -74,8 +75,8 @@ class LocalGradients:
 
         Args:
             inputs, targets: [n, ...] and [n], this rank's share; n may be 0.
-            divisor: the samples of the global batch, for the gradient of their mean.
-            no_sync: every micro-batch but the last runs inside it.
+            divisor: the size of the global batch, if the gradient is to be that of the mean loss.
+            no_sync: a context in which every micro-batch except the last one runs.
             even_if_empty: run the model on an empty share, too, for hooks that rely on it.
 
         Returns:
@@ -90,7 +91,7 @@ class LocalGradients:
         return total
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of ``optimizer``; with fp16 only if no gradient has overflowed."""
+        """Make one step of ``optimizer``; with fp16, only if no gradient has overflowed."""
         with self.comm.span("update"):
             self.scaler.step(optimizer)
             self.scaler.update()
@@ -109,11 +110,11 @@ class LocalGradients:
         with torch.autocast(self.comm.device.type, self.half, enabled=self.half is not None):
             logits = self.model(inputs)
         if self.half is not None:
-            # The sum of many losses needs more than 8 significant bits.
+            # The sum of many losses needs more than the 8 significant bits of bf16.
             logits = logits.float()
         if self.slowdown > 1:
-            # DDP waits for other ranks at the end of backward, which is not computing. This is
-            # queued when backward starts, so it runs before.
+            # DDP waits for other ranks at the end of backward, and waiting must not be slowed
+            # down. This callback is queued when backward starts, so it runs before DDP's.
             queue = Variable._execution_engine.queue_callback
             logits.register_hook(lambda _: queue(lambda: self._fall_behind(start_s)))
         loss = functional.cross_entropy(logits, targets, reduction="sum")

@@ -7,11 +7,11 @@ The batch passes through the stages one after another, forward and then backward
     stage 2   . . F B . .
 
 A rank needs memory only for its own stage: that is the purpose of the technique. While one stage
-works all others wait, so it is no faster than one device; ``pipeline`` improves on that.
-``model_parallel_one_process`` does the same in one process, on the devices of one machine.
+works, all others wait, so the technique is no faster than one device; ``pipeline`` improves on
+that. ``model_parallel_one_process`` does the same in one process, on the devices of one machine.
 
-Source: the manual placement that PyTorch's tutorials call model parallelism, here with a process
-per device.
+Source: the manual placement that PyTorch's tutorials call model parallelism, here with one
+process per device.
 """
 
 from torch import Tensor
@@ -23,8 +23,12 @@ from labkit.strategies.stage import StagedModel
 class ModelParallel(StagedModel):
     """Rank s holds the layers from split point s to the next one.
 
-    Every layer sees the whole batch, so this equals one device, BatchNorm included. Parameters may
-    be tied across stages; no gradient is sent to the first stages if these are frozen.
+    Every layer sees the whole batch, so the result equals that of one device, BatchNorm included.
+    Parameters may be tied across stages. No gradient is sent to the first stages if they are
+    frozen.
+
+    Args:
+        split_points: layers that begin a stage, one fewer than there are ranks.
     """
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

@@ -1,12 +1,12 @@
 """Model parallelism in one process: layers on several devices, activations moved by ``.to``.
 
-What a script on a machine with several GPUs does first. With one GPU, ``("cuda:0", "cpu")`` cuts
-the model between the card and the host, and the hop is the bus between them.
+This is the simplest way for a script to use several GPUs. With one GPU,
+``("cuda:0", "cpu")`` cuts the model between GPU and host, and a hop crosses the bus between them.
 
-A copy between devices is queued on a stream and returns at once, so a clock around it measures
-nothing; and an event says nothing about another device's stream. PyTorch copies on the current
-stream of the source device, or, from the host, of the target device. The events of a hop are
-recorded there, forward and backward separately.
+A copy between devices is queued on a stream and returns at once, so a clock around the call does
+not measure the copy; and a CUDA event says nothing about another device's stream. PyTorch copies
+on the current stream of the source device, or, from the host, of the target device. The events of
+a hop are recorded on this stream, forward and backward separately.
 
 Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
@@ -33,15 +33,16 @@ _KEPT_HOPS = 10_000
 class ModelParallelOneProcess(Strategy):
     """Stage s of the model on device s, all in one process.
 
-    Every layer sees the whole batch, so this equals one device, BatchNorm included. ``notes`` has
-    the bytes and seconds of the hops, except in the first step, which warms up.
+    Every layer sees the whole batch, so the result equals that of one device, BatchNorm included.
+    ``notes`` has the bytes and seconds of the hops, except for the first step, which warms up.
 
     Args:
         split_points: layers that begin a stage, one fewer than there are devices.
-        devices: of the stages, by name, each once.
+        devices: one name per stage; each device once.
 
     Raises:
-        ValueError: a device twice, or not one per stage; in ``setup``, a tied parameter on two.
+        ValueError: a device is named twice, or there is not one per stage; in ``setup``, a tied
+            parameter belongs to layers on two devices.
     """
 
     in_one_process = True
@@ -126,7 +127,7 @@ class ModelParallelOneProcess(Strategy):
         }
 
     def _summary(self, cut: int, direction: str) -> dict[str, Any] | None:
-        """Of the hops with the most frequent number of bytes; None if nothing was moved."""
+        """Statistics of the hops with the most frequent number of bytes; None if nothing moved."""
         hops = [h for h in self.hops if (h.cut, h.direction) == (cut, direction) and h.step > 0]
         if not hops:
             return None

@@ -3,10 +3,11 @@
 All trained parameters form one flat tensor [N], cut into K slices, one per server. In each step a
 worker computes the gradient of its share of the batch, **pushes** each slice of it to that slice's
 server, and **pulls** the slice's new values. A server sums what the workers push, makes the
-update, and sends the result to each: the update is made once, not on every rank.
+update, and sends the result to each worker: the update is made once, not on every rank.
 
-A server's link carries W slices in and W out, a worker's one of each per server, so a step takes
-longer with every worker: ``costs.parameter_server_seconds``. More servers share the load.
+In a step, a server's link carries W slices in and W slices out, so a step takes longer with every
+additional worker: ``costs.parameter_server_seconds``. More servers share the load. A worker's link
+carries K slices out and K slices in.
 
 Symbols: P ranks, K servers (ranks 0 to K - 1), W = P - K workers, N trainable parameters.
 Source: Li et al., "Scaling distributed machine learning with the parameter server" (2014); this
@@ -27,17 +28,18 @@ from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 
 class ParameterServer(Strategy):
-    """Synchronous data parallelism through servers: all wait for the slowest worker.
+    """Synchronous data parallelism through servers: all ranks wait for the slowest worker.
 
-    Servers work on no samples; a batch is cut into P - K equal parts. With world size 1 the one
-    rank is server and worker. Each server always adds in the same order, so a run can be repeated
-    to the bit; all workers pull the same bits.
+    Servers work on no samples; a batch is cut into P - K parts of almost equal size. With world
+    size 1 the only rank is server and worker. Each server always adds in the same order, so a run
+    can be repeated to the bit; all workers pull the same bits.
 
-    Batch statistics (BatchNorm): each worker normalises with its own share's; at the end of an
-    epoch all ranks get the mean of the workers' running averages, and the first worker's counters.
+    Batch statistics (BatchNorm): each worker normalises with the statistics of its own share; at
+    the end of an epoch all ranks get the mean of the workers' running averages, and the first
+    worker's counters.
 
     Args:
-        servers: K, below the world size.
+        servers: K, below the world size (1 if the world size is 1).
         accumulate, straggler: see ``LocalGradients``.
 
     Raises:
@@ -61,7 +63,7 @@ class ParameterServer(Strategy):
         self._take_role()
         if self.serves:
             start, end = self.slices[comm.rank]
-            # SGD works element by element, so to it a slice is a parameter like any other.
+            # SGD works element by element, so a slice gives the same updates as its parameters.
             self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
             parameter = nn.Parameter(self.slice)
             parameter.grad = self.slice_gradient
@@ -72,7 +74,7 @@ class ParameterServer(Strategy):
         return range(self.servers, self.comm.world_size) or range(1)
 
     def _take_role(self) -> None:
-        """Whom this rank talks to, in the order of its turns; see ``schedules.server_turns``."""
+        """Set this rank's role, and its peers in the order of ``schedules.servers``."""
         rank, servers = self.comm.rank, self.servers
         workers = self.comm.world_size - servers
         self.serves, self.works = rank < servers, rank in self.workers
@@ -108,7 +110,7 @@ class ParameterServer(Strategy):
 
     @torch.no_grad()
     def serve(self, batch_size: int) -> None:
-        """On a server: sum what all workers push, update the slice, send it to all."""
+        """On a server: sum what all workers push, update the slice, send it to all workers."""
         with self.comm.span("push"):
             for turn, worker in enumerate(self.peers):
                 receive = self.comm.recv_add if turn else self.comm.recv

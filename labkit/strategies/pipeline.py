@@ -1,9 +1,10 @@
-"""Pipeline parallelism: a batch passes through the stages in micro-batches, so that all work.
+"""Pipeline parallelism: a batch passes through the stages in micro-batches.
 
-Each stage executes a stream of instructions: ``gpipe`` or ``one_f_one_b`` of
-``labkit.schedules.pipeline`` say which stage runs which micro-batch when, ``with_hops`` adds the
-messages between them. The update waits for all micro-batches, so the technique is synchronous: it
-equals one device that accumulates the gradients of the same micro-batches.
+So all stages can work at the same time, on different micro-batches. Each stage executes a stream
+of instructions: ``gpipe`` or ``one_f_one_b`` of ``labkit.schedules.pipeline`` says which stage
+runs which micro-batch when, and ``with_hops`` adds the messages between the stages. The update
+waits for all micro-batches, so the technique is synchronous: its result equals that of one device
+that accumulates the gradients of the same micro-batches.
 
 Symbols: P stages, M micro-batches. A stage idles for (P - 1) / (M + P - 1) of the step if all
 stages take equally long (``costs.bubble_formula``).
@@ -24,8 +25,8 @@ from labkit.units import check_integer
 class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
-    Batch statistics (BatchNorm): each micro-batch is normalised by its own, and the running
-    averages take them in one by one, as with gradient accumulation on one device.
+    Batch statistics (BatchNorm): each micro-batch is normalised with its own statistics, and each
+    updates the running averages, as with gradient accumulation on one device.
 
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.
@@ -33,7 +34,7 @@ class Pipeline(StagedModel):
         schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
 
     Raises:
-        ValueError: unknown schedule, or no micro-batch.
+        ValueError: unknown schedule, or ``micro_batches`` below 1.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ of the batch. 3. All gradients, as one flat tensor [N], are summed by ring all-r
 share_reduce, then share_only. 4. The sum is divided by the number of samples in the global batch,
 and every rank makes the same update.
 
-Dividing by the number of samples, not of ranks, makes it equal one device when the shares differ
-in size. Symbols: P ranks, N trainable parameters.
+The sum is divided by the number of samples, not of ranks, so that the update equals that of one
+device even if the shares differ in size. Symbols: P ranks, N trainable parameters.
 """
 
 import torch
@@ -22,14 +22,17 @@ from labkit.strategies.local_gradients import LocalGradients
 class RingAllReduce(Strategy):
     """Synchronous data parallelism over ``labkit.collectives.ring``.
 
-    Batch statistics (BatchNorm): each rank normalises with its own share's, as in DDP; at the end
-    of an epoch the running averages are averaged over the ranks, and counters taken from rank 0,
-    so that replicas agree.
+    Batch statistics (BatchNorm): each rank normalises with the statistics of its own share, as in
+    DDP. At the end of an epoch the running averages are averaged over the ranks, and the counters
+    are taken from rank 0, so that replicas agree.
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
         compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.collectives.compressed``: replicas
             still agree, but the run no longer equals that of one device.
+
+    Raises:
+        ValueError: ``topk`` together with amp ``fp16``.
     """
 
     def __init__(
@@ -41,8 +44,8 @@ class RingAllReduce(Strategy):
     ):
         if compress == "topk" and amp == "fp16":
             raise ValueError(
-                "topk keeps what it does not send for the next update, which fp16 may scale "
-                "differently or skip: choose amp bf16, or compress fp16"
+                "topk keeps the values that it does not send for the next update, which fp16 may "
+                "scale differently or skip: choose amp bf16, or compress fp16"
             )
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
         self.all_reduce = all_reduce_of(compress)
@@ -78,7 +81,7 @@ class RingAllReduce(Strategy):
         with self.comm.span("update"):
             self.flat /= batch_size
             for piece, parameter in zip(self.slices, self.trained):
-                # Gradients of several dtypes have travelled in the widest.
+                # Gradients of several dtypes were summed in the widest of these dtypes.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
     def end_epoch(self) -> None:

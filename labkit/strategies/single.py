@@ -1,4 +1,7 @@
-"""One device: the reference. Every synchronous technique has to end with the same parameters."""
+"""Training on one device: the reference for all synchronous techniques.
+
+Each of them has to end with the same parameters.
+"""
 
 from torch import Tensor, nn
 

@@ -3,11 +3,12 @@
 Rank s of P holds stage s. Going forward it receives an activation from rank s - 1, runs its
 layers, and sends the output to rank s + 1; going backward it receives the gradient of that
 output, and sends the gradient of its own input to rank s - 1. Autograd sees none of these hops:
-each stage's graph begins with a leaf and ends with a tensor that is given its gradient.
+each stage's graph begins with a leaf and ends with a tensor whose gradient is passed to backward.
 
-What to run when is not decided here: a stage executes the instructions of ``schedules.pipeline``.
+The order of this work is not decided here: a stage executes the instructions of
+``schedules.pipeline``.
 
-Symbols: P ranks and stages, n samples of a micro-batch.
+Symbols: P ranks and stages, n samples in a micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,28 +30,31 @@ from labkit.workload.layers import meta_copy, named_layers, output_shapes
 
 
 class Stage:
-    """This rank's layers, and what is under way in them, by micro-batch.
+    """This rank's layers, and the micro-batches that are under way in them.
 
-    Every rank is given the same seeded model and keeps its slice. A tied parameter, of layers on
-    several stages, lives on each of them: ``update`` sums its gradients first, so that all stages
-    make the same step. Where nothing before a cut is trained, no gradient crosses it.
+    Every rank is given the same seeded model and keeps its own layers. A tied parameter that
+    belongs to layers on several stages is kept by each of these stages: ``update`` sums its
+    gradients first, so that they all make the same step. No gradient crosses a cut if nothing
+    before the cut is trained.
 
     Args:
         comm: this rank's Comm; its world size is the number of stages.
         model: a chain of layers, see ``workload.layers.layers_of``.
         split_points: P - 1 of them, see ``schedules.split_points.check_split_points``.
-        make_optimizer: of a list of parameters; a stage that trains none does not call it.
+        make_optimizer: makes an optimizer of a list of parameters; a stage that trains none does
+            not call it.
 
     Attributes:
+        index, count: s and P.
         module: this stage's layers.
         first_trained: the first stage that trains anything.
         loss: the sum of the losses so far in this step, on the last stage.
-        held_bytes: the most that forwards had kept for their backward at one time, measured in
+        held_bytes: the most bytes that forwards kept for their backward at one time, measured in
             the first step.
 
     Raises:
-        ValueError: no chain of layers, impossible split points, nothing to train, or a buffer
-            (BatchNorm's averages) of layers on several stages.
+        ValueError: the model is not a chain of layers, impossible split points, nothing to train,
+            or a buffer (BatchNorm's averages) that layers on several stages share.
     """
 
     def __init__(
@@ -81,13 +85,13 @@ class Stage:
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1
     ) -> None:
-        """Begin a step: cut the batch into micro-batches, as evenly as it goes.
+        """Begin a step: cut the batch into micro-batches, as evenly as possible.
 
         Args:
             inputs, targets: [batch_size, ...] and [batch_size], on every rank; the first stage
-                uses the inputs, the last one the targets, the others only their sizes.
+                uses the inputs, the last one the targets, all others only the sizes.
             batch_size: the sum of the losses is divided by it.
-            micro_batches: how many; fewer if there are fewer samples.
+            micro_batches: the number of micro-batches; fewer if there are fewer samples.
         """
         count = min(micro_batches, len(targets))
         self.micro_batches = count
@@ -106,12 +110,12 @@ class Stage:
             self._leaving[micro_batch] = self._run(self._enter(micro_batch), micro_batch)
 
     def backward(self, micro_batch: int) -> None:
-        """From the gradient of the stage's output to the gradient of its input."""
+        """Compute the gradient of the stage's input from the gradient of its output."""
         with self.comm.span("backward"):
-            # The last stage's output is the loss.
+            # None on the last stage, whose output is the loss.
             gradient = self._gradients.pop(micro_batch, None)
             leaving = self._leaving.pop(micro_batch)
-            # Layers that detach, or output integers, end the way back: zeros are sent instead.
+            # No gradient passes through layers that detach or output integers: zeros are sent.
             if leaving.requires_grad or self.is_last:
                 torch.autograd.backward(leaving, gradient)
             self._held.pop(micro_batch, None)
@@ -156,7 +160,7 @@ class Stage:
         """Logits [n, classes] in evaluation mode on the last stage, None on the others.
 
         Args:
-            inputs: [n, ...] on every rank; the first stage uses them, the others only their size.
+            inputs: [n, ...] on every rank; the first stage uses them, all others only their size.
         """
         self.module.eval()
         value = inputs
@@ -228,7 +232,7 @@ class Stage:
         return self._gradients.setdefault(message.micro_batch, gradient)
 
     def _empty(self, inputs: Tensor, layer: int) -> Tensor:
-        """[n, ...]: what enters ``layer`` when ``inputs`` [n, ...] enter the model."""
+        """Memory for the input of ``layer``, [n, ...], if ``inputs`` [n, ...] enter the model."""
         key = inputs.shape, inputs.dtype
         if key not in self._shapes:
             n, *sample = inputs.shape
@@ -239,7 +243,7 @@ class Stage:
     def _sum_over(self, stages: list[int], parameter: nn.Parameter) -> Tensor:
         """The gradient of a tied parameter: summed on its first stage, and sent to the others.
 
-        Not by a ring: only some of the stages take part, and all need the same bits.
+        This is not a ring all-reduce, because only some of the stages take part.
         """
         gradient = parameter.grad
         total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
@@ -258,14 +262,14 @@ def _first_trained(stages: list[nn.ModuleList]) -> int:
     for index, stage in enumerate(stages):
         if any(p.requires_grad for p in stage.parameters()):
             return index
-    raise ValueError("no parameter of this model requires a gradient: there is none to train")
+    raise ValueError("no parameter of this model requires a gradient: there is nothing to train")
 
 
 def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
-    """Trained parameters that are on several stages, each with these stages.
+    """Trained parameters that are on several stages, each with the list of its stages.
 
     Raises:
-        ValueError: a buffer is on several stages: each would change its own copy.
+        ValueError: a buffer is on several stages, each of which would change its own copy.
     """
     tied = []
     for tensor, places in on_several(stages):
@@ -280,7 +284,7 @@ def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
 
 
 def on_several(stages: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[int]]]:
-    """Parameters and buffers that are on several stages, each with these stages."""
+    """Parameters and buffers that are on several stages, each with the list of its stages."""
     homes: dict[int, tuple[Tensor, list[int]]] = {}
     for index, stage in enumerate(stages):
         for tensor in {id(t): t for t in (*stage.parameters(), *stage.buffers())}.values():
@@ -289,7 +293,7 @@ def on_several(stages: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[int]]
 
 
 class StagedModel(Strategy):
-    """What the techniques that cut a model into stages have in common; they add ``step``.
+    """The base of the techniques that cut a model into stages; they add ``step``.
 
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.
@@ -323,7 +327,7 @@ class StagedModel(Strategy):
         return self.stage.full_state()
 
     def notes(self) -> dict[str, Any]:
-        """Where the model was cut, and by stage the most bytes of activations that it held."""
+        """The split points, and by stage the most bytes of activations held at one time."""
         held = torch.tensor([self.stage.held_bytes], device=self.comm.device)
         by_stage = torch.cat(all_gather(self.comm, held)).tolist()
         return {"split_points": list(self.split_points), "held_bytes": by_stage}

@@ -1,1 +1,1 @@
-"""A training run: the loop that all techniques share, and the run from outside."""
+"""Training runs: the loop that all techniques share, and the functions that start a run."""

@@ -1,7 +1,7 @@
 """The training loop that all techniques share.
 
-The loop owns the data, the epochs and the measurements; a strategy owns the model and keeps the
-ranks together. So two techniques differ in nothing but the technique.
+The loop owns the data, the epochs and the measurements; a strategy owns the model and synchronises
+the ranks. So the runs of two techniques differ only in the technique.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from labkit.workload.sampling import batch_slices, epoch_order, share
 _EVALUATION_BATCH = 512
 
 Row = dict[str, float]
-# Messages and bytes; None where nobody counts them.
+# Messages and bytes; None if they are not counted.
 Sent = tuple[int, int] | None
 
 
@@ -36,7 +36,7 @@ class RankReport:
 
     Attributes:
         epochs: by epoch, ``loss``, ``test_accuracy`` and the ``seconds`` of training.
-        messages, bytes_sent: by this rank while it trained; None where nobody counts them.
+        messages, bytes_sent: by this rank while it trained; None if they are not counted.
         checksum: of the parameters and buffers.
         state: these parameters and buffers, on rank 0 only.
         notes: the strategy's.
@@ -51,14 +51,21 @@ class RankReport:
 
 
 def fit(comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool) -> RankReport:
-    """Train on this rank; ``labkit.run`` calls this function on all of them."""
+    """Train on this rank; ``labkit.run`` calls this function on every rank.
+
+    Args:
+        comm: this rank's Comm.
+        config: the settings of the run.
+        strategy: the technique, not set up yet.
+        verbose: whether rank 0 prints a line per epoch.
+    """
     if comm.device.type == "cuda":
-        # TF32 rounds to 10 bits, and no run would equal another.
+        # TF32 rounds to 10 bits, too few for the runs of two techniques to agree.
         torch.backends.cudnn.allow_tf32 = False
     dtype = getattr(torch, config.dtype)
     data = load_dataset(config.dataset, train_size=config.train_size, dtype=dtype)
     sizes = {"num_classes": data.num_classes, "input_shape": data.input_shape}
-    # No name for the model here: a strategy may keep only a part of it, and free the rest.
+    # The model gets no name here: a strategy may keep only a part of it, and the rest is freed.
     strategy.setup(
         comm,
         build_model(config.model, **sizes, seed=config.seed, dtype=dtype),
@@ -77,14 +84,14 @@ def fit(comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool) -> Ran
 def _in_step(
     config: RunConfig, data: Data, strategy: Strategy, verbose: bool
 ) -> tuple[list[Row], Sent]:
-    """All ranks work on the same batch."""
+    """Train with all ranks on the same batch; return the epochs and what this rank has sent."""
     epochs: list[Row] = []
     sent: Sent = (0, 0)
     for epoch in range(config.epochs):
         before, start_s = strategy.sent(), time.perf_counter()
         loss_sum = _train_epoch(config, data, strategy, epoch)
         seconds = time.perf_counter() - start_s
-        # Evaluation stays outside the clock and the counters: it is not the technique's.
+        # Evaluation is not part of the technique, so it is neither timed nor counted.
         sent = _added(sent, before, strategy.sent())
         correct = _correct(data, strategy, *strategy.share())
         epochs.append(_row(strategy.comm, data, loss_sum, correct) | {"seconds": seconds})
@@ -106,7 +113,7 @@ def _train_epoch(config: RunConfig, data: Data, strategy: Strategy, epoch: int) 
 
 
 def _added(total: Sent, before: Sent, after: Sent) -> Sent:
-    """``total`` and what was sent between ``before`` and ``after``."""
+    """``total`` plus what was sent between ``before`` and ``after``."""
     if total is None or before is None or after is None:
         return None
     return total[0] + after[0] - before[0], total[1] + after[1] - before[1]
@@ -115,10 +122,10 @@ def _added(total: Sent, before: Sent, after: Sent) -> Sent:
 def _at_own_pace(
     config: RunConfig, data: Data, strategy: OwnPaceStrategy, verbose: bool
 ) -> tuple[list[Row], Sent]:
-    """No rank waits for the others.
+    """Train so that no rank waits for the others; return the epochs and what this rank has sent.
 
-    Held-out accuracy is measured afterwards, from the parameters at the end of each epoch: to stop
-    for it would make the ranks wait for each other.
+    Held-out accuracy is measured afterwards, from the parameters at the end of each epoch: during
+    the training, the measurement would make the ranks wait for each other.
     """
     steps = len(_epoch_batches(config, data, 0))
     batches = _endless_shares(config, data, strategy)
@@ -159,7 +166,7 @@ def _endless_shares(config: RunConfig, data: Data, strategy: Strategy) -> Iterat
 
 
 def _correct(data: Data, strategy: Strategy, index: int, count: int) -> Tensor:
-    """How many of part ``index`` of ``count`` of the held-out samples are classified right, [1]"""
+    """Count the correct predictions on part ``index`` of ``count`` of the held-out set, [1]."""
     comm = strategy.comm
     correct = torch.zeros(1, dtype=torch.float64, device=comm.device)
     with comm.span("evaluate"):

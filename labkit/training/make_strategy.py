@@ -50,10 +50,10 @@ def _check_backend(config: RunConfig, device: str) -> None:
 
 
 def _options(config: RunConfig, technique: type[Strategy]) -> dict[str, Any]:
-    """The technique's own options that were given, as its constructor takes them.
+    """The options that were given for this technique, as its constructor takes them.
 
     Raises:
-        ValueError: one that this technique does not take; the message lists those it does.
+        ValueError: an option that this technique does not take; the message lists its options.
     """
     taken = [name for name in OPTIONS if name in technique.options()]
     given = config.options()
@@ -71,7 +71,8 @@ def _devices(config: RunConfig) -> tuple[str, ...]:
     """The devices of a technique that runs in one process, one per replica or stage.
 
     Raises:
-        ValueError: not on this machine, at odds with ``device``, or several ranks were started.
+        ValueError: a device that this machine does not have, or that contradicts
+            ``config.device``; or torchrun has started several ranks.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and under_torchrun():
         raise ValueError(
@@ -84,7 +85,7 @@ def _devices(config: RunConfig) -> tuple[str, ...]:
     for name in devices:
         kind, _, number = name.partition(":")
         if config.device not in ("auto", kind):
-            raise ValueError(f"devices {config.devices!r} do not go with device {config.device!r}")
+            raise ValueError(f"devices {config.devices!r} contradict device {config.device!r}")
         if kind == "cuda" and int(number) >= gpus:
             has = format_count(gpus, "CUDA GPU")
             raise ValueError(
@@ -95,10 +96,10 @@ def _devices(config: RunConfig) -> tuple[str, ...]:
 
 
 def _split_points(config: RunConfig, download: bool) -> tuple[int, ...]:
-    """Those given, or an even split by FLOPs of the layers of this model on this data set.
+    """The given split points, or an even split by FLOPs of this model's layers on this data set.
 
     Raises:
-        ValueError: they do not cut these layers into ``world_size`` stages.
+        ValueError: the split points do not cut these layers into ``world_size`` stages.
     """
     data = load_dataset(config.dataset, train_size=config.train_size, download=download)
     model = build_model(

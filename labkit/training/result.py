@@ -16,15 +16,15 @@ from labkit.training.state import largest_difference
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run gave.
+    """The result of a training run.
 
     Attributes:
         config: the settings.
         epochs: one ``{"loss", "test_accuracy", "seconds"}`` per epoch; seconds of training alone.
-        phases_s: seconds by kind of span, the mean over the ranks; of the main thread alone where
-            replicas run in threads.
-        bytes_sent, messages: of the technique, by rank, counted as they leave; None where nobody
-            counts: a builtin that is not on our backend, or a technique in one process (its
+        phases_s: seconds by kind of span, the mean over the ranks; for a technique in one process,
+            of the main thread alone.
+        bytes_sent, messages: of the technique, by rank, counted as they leave; None if they are
+            not counted: a builtin that is not on our backend, or a technique in one process (its
             ``notes`` say what it moves).
         state: parameters and buffers of the whole model, on the CPU.
         checksums: of every rank's parameters and buffers.
@@ -63,7 +63,7 @@ class TrainResult:
         return largest_difference(self.state, other.state)
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``--json`` writes."""
+        """The object that ``--json`` writes: all of the result but the state and the trace."""
         # JSON has no NaN, which is the loss of a run that diverged.
         epochs = [
             {k: v if math.isfinite(v) else None for k, v in row.items()} for row in self.epochs
@@ -81,6 +81,7 @@ class TrainResult:
         }
 
     def save_json(self, path: str | Path) -> None:
+        """Write ``as_dict`` as a JSON file."""
         write_atomically(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def save_state(self, path: str | Path) -> None:

@@ -1,8 +1,8 @@
 """A split model on real processes, measured stage by stage and hop by hop.
 
-What ``placement.predict_split`` says on paper is run here: the same model, split points, schedule
-and batch, on random samples, every step from barrier to barrier. Times of hops are those of the
-transfers alone: the trace distinguishes them from waiting for the other stage.
+This module runs what ``placement.predict_split`` predicts: the same model, split points, schedule
+and batch size, on random samples, with a barrier before every step. Times of hops are those of
+the transfers alone: the trace distinguishes them from waiting for the other stage.
 
 Symbols: P stages and ranks, M micro-batches.
 """
@@ -34,7 +34,7 @@ NUM_CLASSES = 10
 _LEARNING_RATE = 1e-3
 _TIMEOUT_S = 600
 _WARM_UP = 1
-# A span of almost no length, where a step begins.
+# The kind of a span of almost no length, which marks where a step begins.
 _MARK = "data"
 
 
@@ -47,10 +47,11 @@ class MeasuredSplit:
         forward_s, backward_s: by stage, seconds per batch, the median over the steps.
         forward_hop_s, backward_hop_s: by cut and step, seconds of all transfers over the cut in
             that direction; empty where nothing crosses.
-        hop_bytes: by cut, of one step in one direction.
-        step_s: by step, from the first rank's start to the last one's end.
-        memory_bytes: by stage, parameters, gradients, momentum, and the most activations held.
-        held_bytes: by stage, the most activations held.
+        hop_bytes: by cut, bytes of one step in one direction.
+        step_s: by step, seconds from the first rank's start to the last one's end.
+        memory_bytes: by stage, bytes of parameters, buffers, gradients and momentum, plus
+            ``held_bytes``.
+        held_bytes: by stage, the most bytes of activations held at one time.
         trace: of the counted steps.
     """
 
@@ -82,7 +83,7 @@ def measure_split(
     transport: str = "auto",
     device: str = "auto",
 ) -> MeasuredSplit:
-    """Train ``model`` for some steps with a process per stage, and measure.
+    """Train ``model`` for some steps, with one process per stage, and measure time and memory.
 
     Args:
         model: one of ``labkit.workload.models.MODELS``.
@@ -92,12 +93,12 @@ def measure_split(
         micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
         schedule: ``gpipe`` or ``1f1b``.
         frozen: the number of first layers that are not trained, as in a frozen backbone.
-        steps: to measure, after one that warms up.
+        steps: the number of measured steps, after one step that warms up.
         transport, device: see ``labkit.run``.
 
     Raises:
-        ValueError: unknown model or schedule, impossible split points or frozen layers, no steps,
-            no micro-batch.
+        ValueError: unknown model or schedule, impossible split points or frozen layers, or fewer
+            than one step, sample or micro-batch.
         WorkerError: a stage failed.
     """
     points, build = as_split_points(split_points), partial(_build, model, input_shape, frozen)
@@ -159,7 +160,15 @@ def measure_profile(
     repeats: int = 5,
     device: str = "auto",
 ) -> Profile:
-    """``profile_layers`` in a process that has the cores of one of ``num_stages`` stages."""
+    """Run ``profile_layers`` in a process with the cores that one of ``num_stages`` stages has.
+
+    Args:
+        model: one of ``labkit.workload.models.MODELS``.
+        batch_size: samples per pass.
+        input_shape: of one sample.
+        num_stages: P, which divide this machine's cores.
+        repeats, device: see ``profile_layers`` and ``labkit.run``.
+    """
 
     def profiled(comm: Comm) -> Profile:
         torch.set_num_threads(max(1, num_cores() // num_stages))
@@ -176,19 +185,25 @@ def stage_link(
     transport: str = "auto",
     device: str = "auto",
 ) -> Link:
-    """alpha and beta of a hop between two ranks of this machine, measured in both directions.
+    """Latency (alpha) and seconds per byte (beta) of a hop between two ranks of this machine.
 
-    A line fitted to the median times of the transfers alone, without waiting for the other rank.
+    A line is fitted to the median times of the transfers alone, in both directions, without
+    waiting for the other rank.
+
+    Args:
+        sizes_bytes: the sizes of the messages.
+        repeats: transfers per size and direction, after one that warms up.
+        transport, device: see ``labkit.run``.
     """
 
-    def to_and_fro(comm: Comm) -> None:
+    def back_and_forth(comm: Comm) -> None:
         tensors = [torch.ones(size, dtype=torch.uint8, device=comm.device) for size in sizes_bytes]
         transfers = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
         for tensor in tensors * (repeats + 1):
             for transfer in transfers:
                 transfer(tensor, 1 - comm.rank)
 
-    result = run(to_and_fro, world_size=2, transport=transport, device=device)
+    result = run(back_and_forth, world_size=2, transport=transport, device=device)
     hops = [span for span in result.trace.of(kind="communicate") if span.num_bytes]
     # The first round warms up.
     hops = hops[2 * len(sizes_bytes) :]
@@ -198,7 +213,7 @@ def stage_link(
 def _train(
     comm: Comm, strategy: StagedModel, build: Callable, shape: tuple[int, ...], steps: int
 ) -> tuple[int, int]:
-    """Take the steps on this rank; (bytes of activations held, bytes of everything else)."""
+    """Take the steps on this rank; return the bytes of activations, and of everything else."""
     strategy.setup(comm, build(), partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
     torch.manual_seed(0)
     inputs = torch.randn(shape, device=comm.device)
@@ -215,7 +230,7 @@ def _train(
 
 
 def _by_step(trace: Trace) -> list[Trace]:
-    """The trace cut at the marks: a step's spans, from its mark to the update that ends it."""
+    """Cut the trace at the marks: one trace per step, from its mark to the update that ends it."""
     steps: list[list[Span]] = []
     for rank in trace.ranks:
         number = -1
@@ -223,7 +238,7 @@ def _by_step(trace: Trace) -> list[Trace]:
             if span.kind == _MARK:
                 number += 1
                 steps += [[] for _ in range(number + 1 - len(steps))]
-            # Before the first mark, and from a step's end to the next mark, ranks meet.
+            # Ranks meet before the first mark and between two steps; no step contains this time.
             is_meeting = span.kind == "wait" and span.peer is None
             if number >= 0 and not is_meeting:
                 steps[number].append(span)

@@ -1,4 +1,4 @@
-"""Comparing the states that runs end with."""
+"""Comparisons of the states with which runs end."""
 
 import hashlib
 import math
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def checksum(state: dict[str, Tensor]) -> str:
-    """SHA-256 of all values, bit for bit: equal on two ranks only when their replicas are."""
+    """SHA-256 of all names and values: equal on two ranks only if their replicas are equal."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(name.encode())
@@ -19,8 +19,8 @@ def checksum(state: dict[str, Tensor]) -> str:
 def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest relative difference between two states: max over tensors of |a - b| / |b|.
 
-    The norm is each tensor's largest magnitude, so that values near zero do not decide. NaN where
-    a tensor holds one.
+    The norm is each tensor's largest magnitude, so that values near zero do not dominate. The
+    result is NaN if a tensor contains NaN.
 
     Raises:
         ValueError: the states do not hold the same tensors.

@@ -1,4 +1,4 @@
-"""A training run from outside: check the settings, start the ranks, gather the result."""
+"""Start a training run: check the settings, start the ranks, gather the result."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def train_with(
         settings: the other fields of ``RunConfig``.
 
     Raises:
-        What ``train_run`` raises.
+        The errors of ``train_run``.
     """
     config = RunConfig(strategy=strategy, **settings)
     return train_run(config, timeout_s=timeout_s, download=download, verbose=verbose)
@@ -42,16 +42,17 @@ def train_run(
     download: bool = False,
     verbose: bool = False,
 ) -> TrainResult:
-    """Train as ``config`` says.
+    """Train on real processes, as ``config`` says, and return the gathered result.
 
     Args:
-        timeout_s: the run's deadline.
-        download: fetch the data set first where it is absent.
+        config: the settings.
+        timeout_s: the run's deadline, in seconds.
+        download: fetch the data set first if it is absent.
         verbose: print a line per epoch.
 
     Raises:
-        ValueError: settings that cannot be; unknown names (the message lists the known ones).
-        FileNotFoundError: the data set is not there; the message says how to get it.
+        ValueError: impossible settings, or unknown names (the message lists the known ones).
+        FileNotFoundError: the data set is absent; the message says how to get it.
         WorkerError: a rank failed.
     """
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
@@ -68,10 +69,10 @@ def train_run(
 
 
 def _gather(config: RunConfig, strategy: Strategy, result: RunResult) -> TrainResult:
-    """What the ranks report, in one result; a lost rank reports nothing."""
+    """Combine the reports of the ranks in one result; a lost rank has no report."""
     reports = [report for report in result.values if report is not None]
     first, is_counted = reports[0], reports[0].bytes_sent is not None
-    # Threads compute at the same time: the main one alone shows where the time went.
+    # Threads compute at the same time, so only the main thread's seconds add up to the run's.
     seconds = result.trace.seconds_by_kind(lane=0 if strategy.in_one_process else None)
     return TrainResult(
         config=config,

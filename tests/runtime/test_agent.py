@@ -145,7 +145,7 @@ class TestEndsOfRanks:
             run(one_stops, world_size=2, timeout_s=1)
         assert "rank 0 was in barrier" in str(caught.value)
         assert "rank 1 is stopped by a signal (SIGSTOP, or Ctrl-Z)" in str(caught.value)
-        assert "loop without an end" not in str(caught.value)
+        assert "endless loop" not in str(caught.value)
         assert wait_until(lambda: not running_ranks(), 1)
 
     def test_a_rank_that_a_child_of_its_own_outlives_is_missed_at_once(self):

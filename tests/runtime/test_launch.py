@@ -708,7 +708,7 @@ class TestScripts:
         script.write_text(self.RUN.format(guard=""))
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
-        assert 'labkit.run has to stand under if __name__ == "__main__":' in done.stderr
+        assert 'labkit.run has to be called under if __name__ == "__main__":' in done.stderr
 
     def test_a_program_from_standard_input_is_refused(self):
         done = subprocess.run(

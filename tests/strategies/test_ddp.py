@@ -342,7 +342,7 @@ def refusals(comm):
 
 def test_a_model_without_anything_to_train_is_refused(two_ranks):
     for nothing, _ in by_rank(refusals, two_ranks):
-        assert "none to sum" in nothing
+        assert "nothing to sum" in nothing
 
 
 def test_an_error_in_the_thread_is_raised_by_the_learners_backward(two_ranks):

@@ -32,5 +32,5 @@ def half_the_gradient(model, inputs):
 
 
 def test_a_model_that_is_all_frozen_is_refused():
-    with pytest.raises(ValueError, match="there is none to train"):
+    with pytest.raises(ValueError, match="there is nothing to train"):
         lay_end_to_end(nn.Linear(2, 2).requires_grad_(False))

@@ -45,7 +45,7 @@ REFUSED = {
     "strategy=model_parallel split_points=3 world_size=3": "'3' makes 2 stages, but world_size is",
     "strategy=model_parallel world_size=8": "has 7 layers, .* use world_size 7 or less, got 8",
     "strategy=pipeline world_size=3 micro_batches=2 schedule=1f1b builtin=True": (
-        "no fewer micro-batches than stages, got 2 for 3"
+        "at least as many micro-batches as stages, got 2 for 3 stages"
     ),
 }
 NUMBERS = {"world_size": int, "servers": int, "max_staleness": int, "micro_batches": int}

@@ -1,1 +1,1 @@
-"""PyTorch's counterparts, under the names of ours, on the same loop, data and batches."""
+"""PyTorch's counterparts of our techniques, under the same names, in the same training loop."""

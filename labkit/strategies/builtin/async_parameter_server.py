@@ -1,4 +1,4 @@
-"""The asynchronous parameter server on PyTorch's RPC: every gradient makes an update at once."""
+"""The asynchronous parameter server on PyTorch's RPC: every gradient is applied at once."""
 
 import queue
 import threading
@@ -15,14 +15,19 @@ from labkit.strategies.flat_parameters import flat_buffers, load_flat_buffers
 
 
 class OwnPaceServer:
-    """Makes an update of every gradient as it comes: asynchronous.
+    """Applies every gradient as soon as it arrives: asynchronous.
 
     Args:
         values: [N], updated in place.
-        optimizer: of a parameter that ``values`` is the memory of.
-        buffers: [B], of the model.
+        optimizer: the optimizer of ``values``.
+        buffers: [B], the model's buffers.
         shares: pushes per epoch.
-        epochs: after them nothing is changed any more.
+        epochs: the number of epochs; later gradients are ignored.
+
+    Attributes:
+        ends: for each epoch that has ended: when, the mean loss of its samples, and the values
+            and buffers at its end.
+        updates: [worker, staleness] of every update.
     """
 
     def __init__(
@@ -35,7 +40,6 @@ class OwnPaceServer:
     ):
         self.values, self.optimizer, self.buffers = values, optimizer, buffers
         self.shares, self.epochs = shares, epochs
-        # At the end of each epoch: (when, mean loss of its samples, values, buffers).
         self.ends: queue.SimpleQueue[tuple[float, Tensor, Tensor, Tensor]] = queue.SimpleQueue()
         self.updates: list[list[int]] = []
         self._lock = threading.Lock()
@@ -50,8 +54,19 @@ class OwnPaceServer:
         samples: int,
         buffers: Tensor,
     ) -> tuple[Tensor, Tensor, int, bool]:
-        """Apply a gradient of the parameters after ``version`` updates; returns the latest values,
-        buffers and version, and whether to continue."""
+        """Apply a gradient, and return the latest parameters.
+
+        Args:
+            worker: which rank has computed the gradient.
+            version: of the parameters that the worker used; the number of updates before them.
+            gradient: [N], of the worker's share of a batch.
+            loss: the sum of the losses of the share.
+            samples: the size of the share.
+            buffers: [B], of the worker's replica.
+
+        Returns:
+            The latest values [N], buffers [B] and version, and whether to continue.
+        """
         with self._lock:
             if self._done < self.shares * self.epochs:
                 self._done += 1
@@ -64,7 +79,7 @@ class OwnPaceServer:
                 if self._done % self.shares == 0:
                     self._end_epoch()
             go_on = self._done < self.shares * self.epochs
-            # The next update must not change what is still being sent.
+            # A copy: the next update must not change values that are still being sent.
             return self.values.detach().clone(), self.buffers, len(self.updates), go_on
 
     def _end_epoch(self) -> None:
@@ -74,7 +89,7 @@ class OwnPaceServer:
         self._loss.zero_()
 
 
-# RPC finds a function by its name, so that function has to find its server by name, too.
+# RPC calls a function by its name, so the function can find its server only as a global.
 _server: OwnPaceServer
 
 
@@ -103,7 +118,7 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
             self.work(batches)
 
     def work(self, batches: Iterator[Batch]) -> None:
-        """On a worker: gradient, push and pull, until the server says that it was the last."""
+        """On a worker: compute a gradient, push and pull it, until the server says to stop."""
         version, go_on = 0, True
         while go_on:
             inputs, targets, batch_size = next(batches)
@@ -118,7 +133,7 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
                 self._load(values, buffers)
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
-        """On the server: yield the ends of epochs, while RPC's threads serve."""
+        """On the server: yield an ``EpochEnd`` per epoch, while RPC's threads serve."""
         global _server
         served = nn.Parameter(self.values.cpu().clone())
         buffers = flat_buffers(self.model).cpu()

@@ -1,4 +1,4 @@
-"""PyTorch's DataParallel, on the same loop, data and batches as ours."""
+"""PyTorch's DataParallel, in the same loop and with the same batches as ours."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,13 @@ class TorchDataParallel(Strategy):
     On a machine without GPUs nn.DataParallel calls the module itself: on the CPU, with the whole
     batch, without replicas or threads, however many devices are named. Its result is right, and
     its time is that of one device. ``notes`` says so.
-    Batch statistics as in ``DataParallel``. What it moves is not counted.
+    Batch statistics as in ``DataParallel``. The bytes that it moves are not counted.
 
     Args:
         devices: different GPUs, or ``cpu`` any number of times.
+
+    Raises:
+        ValueError: a GPU that is named twice, or GPUs together with ``cpu``.
     """
 
     in_one_process = True
@@ -39,7 +42,7 @@ class TorchDataParallel(Strategy):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = model.to(self.devices[0]).train()
         gpus = [device.index for device in self.devices if device.type == "cuda"]
-        # On a machine with GPUs it would refuse a module on the CPU.
+        # On a machine with GPUs nn.DataParallel would refuse a module on the CPU.
         as_it_is = not gpus and torch.cuda.is_available()
         self.replicas = self.model if as_it_is else nn.DataParallel(self.model, gpus or None)
         self.comm = comm

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel, on the same loop, data and batches as ours."""
+"""PyTorch's DistributedDataParallel, in the same loop and with the same batches as ours."""
 
 from typing import Any
 
@@ -17,9 +17,10 @@ class TorchDDP(Strategy):
 
     DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
     rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
-    Batch statistics (BatchNorm): each rank normalises with its own share's, and all get rank 0's
-    running averages, before every forward pass and here at the end of an epoch.
-    Its traffic bypasses ``Comm``; only our backend counts it.
+    Batch statistics (BatchNorm): each rank normalises with the statistics of its own share, and
+    all ranks get rank 0's running averages before every forward pass, here also at the end of an
+    epoch.
+    DDP's traffic bypasses ``Comm``; only our backend counts it.
 
     Args:
         backend: of a new process group, ``gloo``, ``nccl`` or ``labkit``; ``auto`` uses the group
@@ -60,7 +61,7 @@ class TorchDDP(Strategy):
         return loss
 
     def end_epoch(self) -> None:
-        # DDP would do it in the next forward pass; after the last step there is none.
+        # DDP broadcasts buffers in the next forward pass, but no pass follows the last step.
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0, group=self.group)
 

@@ -6,7 +6,11 @@ from labkit.strategies.builtin.pipeline import TorchPipeline
 
 
 class TorchModelParallel(TorchPipeline):
-    """``TorchPipeline`` with one micro-batch, the counterpart of ``ModelParallel``."""
+    """``TorchPipeline`` with one micro-batch, the counterpart of ``ModelParallel``.
+
+    Args:
+        split_points: layers that begin a stage, one fewer than there are ranks.
+    """
 
     def __init__(self, split_points: Sequence[int] = ()):
         super().__init__(split_points, micro_batches=1)

@@ -22,8 +22,11 @@ class BatchServer:
 
     Args:
         values: [N], updated in place.
-        optimizer: of a parameter that ``values`` is the memory of.
-        workers: gradients per update.
+        optimizer: the optimizer of ``values``.
+        workers: the number of workers, which is the number of gradients per update.
+
+    Attributes:
+        updates: released once per update.
     """
 
     def __init__(self, values: nn.Parameter, optimizer: torch.optim.Optimizer, workers: int):
@@ -37,6 +40,7 @@ class BatchServer:
         self._updated = torch.futures.Future()
 
     def push_and_pull(self, worker: int, gradient: Tensor) -> "torch.futures.Future[Tensor]":
+        """Take a worker's gradient [N]; return a future of the values [N] after the update."""
         with self._lock:
             updated = self._updated
             self._pushed[worker] = gradient
@@ -47,13 +51,13 @@ class BatchServer:
             self.values.grad = sum(others, start=first)
             self.optimizer.step()
             self._begin()
-        # No worker pushes again before all have the answer, so no copy is needed.
+        # The values change only after every worker has pushed again, so no copy is needed.
         updated.set_result(self.values.detach())
         self.updates.release()
         return updated
 
 
-# RPC finds a function by its name, so that function has to find its server by name, too.
+# RPC calls a function by its name, so the function can find its server only as a global.
 _server: BatchServer
 
 
@@ -65,8 +69,9 @@ def _push_and_pull(worker: int, gradient: Tensor) -> "torch.futures.Future[Tenso
 class RpcParameterServer(ServedByRpc):
     """``ParameterServer`` with one server, on ``torch.distributed.rpc``.
 
-    The contract is the same: equal to one device, batch statistics per share (averaged over the
-    workers, through ``Comm``), no samples on the server unless it is the only rank.
+    The contract is the same: the result equals that of one device, batch statistics are those of
+    each share (averaged over the workers, through ``Comm``), and the server works on no samples
+    unless it is the only rank.
     """
 
     name = "parameter_server"
@@ -89,7 +94,7 @@ class RpcParameterServer(ServedByRpc):
                 arguments = self.comm.rank, self.gradient.cpu()
                 self.values.copy_(call_server(_push_and_pull, *arguments))
         else:
-            # RPC's threads serve; this one only waits for each update.
+            # RPC's threads serve; this thread only waits for each update.
             with self.comm.span("wait"):
                 _server.updates.acquire()
         return loss

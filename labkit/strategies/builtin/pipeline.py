@@ -2,15 +2,15 @@
 
 A ``PipelineStage`` wraps a rank's layers, a schedule sends micro-batches through it, and all
 messages are ``isend`` and ``irecv`` of the ranks' process group. Each stage has receive buffers of
-one shape, so all micro-batches of a step must be equally large. Where a batch does not divide, the
-smaller ones are padded with empty rows; layers and loss skip these, so that nothing is computed
-that one device would not compute.
+one shape, so all micro-batches of a step must be equally large. If a batch does not divide evenly,
+the smaller micro-batches are padded with empty rows; layers and loss skip these rows, so that
+nothing is computed that one device would not compute.
 
 Symbols: P stages, M micro-batches.
 
 Correct over gloo from PyTorch 2.8 on: before, the schedules kept only one handle of a batch of
-messages (NCCL makes one), so on gloo the others were not waited for (issue 132644, fixed by
-152938).
+messages (NCCL makes only one), so on gloo they did not wait for the other messages (issue 132644,
+fixed by 152938).
 """
 
 import math
@@ -41,8 +41,8 @@ class TorchPipeline(StagedModel):
     """``ScheduleGPipe`` or ``Schedule1F1B``, the counterpart of ``Pipeline``, with its contract.
 
     PyTorch leaves tied parameters to the user: their gradients are summed as in ``Pipeline``.
-    Held-out samples use our own hops. What PyTorch sends is not counted; in the trace
-    ``communicate`` is everything in a step but forward, backward and update, waiting included.
+    The evaluation uses our own hops. The bytes that PyTorch sends are not counted; in the trace
+    ``communicate`` is everything in a step except forward, backward and update, waiting included.
 
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.
@@ -51,9 +51,9 @@ class TorchPipeline(StagedModel):
         schedule: ``gpipe`` or ``1f1b``.
 
     Raises:
-        ValueError: unknown schedule, or no micro-batch; in ``check_ranks``, ``1f1b`` with M < P;
-            in ``setup``, ranks that share a GPU; in the first step, integers at a cut that a
-            gradient has to cross.
+        ValueError: unknown schedule, or ``micro_batches`` below 1; in ``check_ranks``, ``1f1b``
+            with M < P; in ``setup``, ranks that share a GPU; in the first step, integers at a cut
+            that a gradient has to cross.
     """
 
     through_comm = False
@@ -62,7 +62,7 @@ class TorchPipeline(StagedModel):
         self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
     ):
         super().__init__(split_points)
-        pipeline_schedule(schedule)  # refuses what is none
+        pipeline_schedule(schedule)  # raises ValueError for an unknown schedule
         check_integer("micro_batches", micro_batches)
         self.micro_batches, self.schedule = micro_batches, schedule
 
@@ -70,16 +70,16 @@ class TorchPipeline(StagedModel):
         super().check_ranks(world_size)
         if self.schedule == "1f1b" and self.micro_batches < world_size:
             raise ValueError(
-                f"PyTorch's 1F1B takes no fewer micro-batches than stages, got "
-                f"{self.micro_batches} for {world_size}: use {world_size} or more, schedule "
-                "gpipe, or our own (without builtin)"
+                f"PyTorch's 1F1B needs at least as many micro-batches as stages, got "
+                f"{self.micro_batches} for {world_size} stages: use {world_size} or more, "
+                "schedule gpipe, or our own (without builtin)"
             )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         if comm.world_size > 1 and comm.device.type == "cuda" and dist.get_backend() == "gloo":
             raise ValueError(
                 "PyTorch's pipelines send from GPU to GPU, and gloo, which ranks that share a GPU "
-                "meet in, sends host memory only: use device cpu, or our own (without builtin)"
+                "have to use, sends host memory only: use device cpu, or our own (without builtin)"
             )
         super().setup(comm, model, make_optimizer)
         self.layers = _OnSamples(self.stage.module)
@@ -108,7 +108,7 @@ class TorchPipeline(StagedModel):
         schedule.step(*entering, target=expected, return_outputs=False, **options)
 
     def _schedule(self, count: int, rows: int, inputs: Tensor) -> Any:
-        """For ``count`` micro-batches of ``rows`` rows; made once for each such shape."""
+        """The schedule for ``count`` micro-batches of ``rows`` rows, made once per shape."""
         key = count, rows, inputs.shape[1:], inputs.dtype
         if key not in self._prepared:
             name = self.schedule if count >= self.stage.count else "gpipe"
@@ -118,10 +118,10 @@ class TorchPipeline(StagedModel):
         return self._prepared[key]
 
     def _pipeline_stage(self, rows: int, inputs: Tensor) -> PipelineStage:
-        """This rank's, for micro-batches of ``rows`` rows.
+        """This rank's stage, for micro-batches of ``rows`` rows.
 
-        With given shapes: PyTorch would find them by a pass through the layers, which would change
-        BatchNorm's averages (up to 2.11).
+        The shapes are given: otherwise PyTorch (up to 2.11) finds them by a pass through the
+        layers, which changes BatchNorm's averages.
         """
         stage, sample = self.stage, tuple(inputs.shape[1:])
         outputs = output_shapes(stage.meta_model, sample, rows, inputs.dtype)
@@ -138,16 +138,16 @@ class TorchPipeline(StagedModel):
         ).traced_by(stage.comm)
 
     def _check_dtypes(self, dtype_by_layer: list[torch.dtype]) -> None:
-        """Raise ValueError, on all ranks alike, if integers cross a cut and gradients have to."""
+        """Raise ValueError, on all ranks, if integers cross a cut that a gradient has to cross."""
         # No gradient crosses the cuts before this one.
         first = self.stage.first_trained
         for point in self.split_points[first:]:
             dtype = dtype_by_layer[point]
             if not (dtype.is_floating_point or dtype.is_complex):
                 raise ValueError(
-                    f"what crosses the cut at split point {point} is {dtype}, and PyTorch's "
-                    "pipelines want a gradient of it: move this split point, or use our own "
-                    "(without builtin), which sends zeros back"
+                    f"the activation at split point {point} is {dtype}, and PyTorch's pipelines "
+                    "need its gradient: move this split point, or use our own (without builtin), "
+                    "which sends zeros back"
                 )
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -172,8 +172,8 @@ class _OnSamples(nn.Module):
         self.layers = layers
 
     def forward(self, rows: Tensor, samples: Tensor | None = None) -> Tensor:
-        # A different tensor: if layers return the same one that they get, PyTorch up to 2.11
-        # detaches the buffer into which it will receive the next one.
+        # A new tensor: if the layers return their input itself, PyTorch (up to 2.11) detaches the
+        # buffer into which it will receive the next input.
         entering = NonLeaf.apply(rows)
         if samples is None:
             return self.layers(entering).contiguous()

@@ -1,11 +1,11 @@
-"""PyTorch's RPC beside the ranks' own process group, and what the techniques on it have in common.
+"""PyTorch's RPC, next to the ranks' process group, and the base of the techniques that use it.
 
 A rank calls a function on another and waits for its result; RPC's own threads run it. Functions
-and arguments travel as pickles, and RPC does not check who sends them: see SECURITY.md.
+and arguments are sent as pickles, and RPC does not check who sends them: see SECURITY.md.
 
-Here rank 0 serves, and one remote call is push and pull at once: its argument is the worker's
-gradient, its result the new values. RPC's bytes bypass ``Comm``, so they are not counted, and pass
-through host memory.
+Here rank 0 is the server, and one remote call is push and pull at once: its argument is the
+worker's gradient, its result the new values. RPC's bytes bypass ``Comm``, so they are not counted;
+they pass through host memory.
 """
 
 import contextlib
@@ -30,22 +30,23 @@ from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 # Waiting for a straggler is not an error, and the run has its own deadline.
 _PATIENCE_S = 24 * 3600.0
-# Set to 1, it says that everyone on this machine may run code as this user.
+# If this variable is 1, everyone on this machine may run code as this user.
 TRUST = "LABKIT_TRUST_LOCAL_USERS"
-# By login.defs(5) people's ids begin here; those from a directory service are far higher.
+# By login.defs(5) the user ids of people begin here; ids from a directory service are far higher.
 _FIRST_PERSON = 1000
-# systemd's dynamic users: services.
+# The ids of systemd's dynamic users, which are services.
 _SERVICES = range(61_184, 65_520)
 
 
 class ServedByRpc(Strategy):
-    """A technique whose workers push and pull by calls of rank 0.
+    """A technique whose workers push and pull by remote calls to rank 0.
 
     Args:
         accumulate, straggler: see ``LocalGradients``.
 
     Raises:
-        ValueError: this PyTorch has no RPC, or the straggler would be the server.
+        ValueError: this PyTorch has no RPC, other users of this machine could call it, or the
+            straggler would be the server.
     """
 
     through_comm = False
@@ -66,21 +67,21 @@ class ServedByRpc(Strategy):
         join_rpc(comm)
 
     def prepare(self) -> None:
-        """Make what has to be there before the first call."""
+        """Make what has to exist before the first remote call."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Wait until no rank makes calls any more, then end RPC on all of them."""
+        """Wait until no rank makes calls any more, then end RPC on all ranks."""
         rpc.shutdown()
 
 
 def async_execution(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``rpc.functions.async_execution``, where RPC exists: the function returns a ``Future``."""
+    """``rpc.functions.async_execution`` where RPC exists, for a function that returns a Future."""
     return rpc.functions.async_execution(function) if rpc.is_available() else function
 
 
 def check_available(technique: str) -> None:
-    """ValueError where this PyTorch is built without RPC, or where strangers could call it too."""
+    """Raise ValueError if PyTorch is built without RPC, or if other people could call it, too."""
     if not rpc.is_available():
         raise ValueError(
             f"PyTorch {torch.__version__} on this system has no torch.distributed.rpc: run "
@@ -89,8 +90,8 @@ def check_available(technique: str) -> None:
     people = other_people()
     if people and os.environ.get(TRUST) != "1":
         raise ValueError(
-            f"PyTorch's RPC does what it is asked to by any process of this machine, and other "
-            f"people work here (user {', '.join(map(str, people))}): run {technique} without "
+            f"PyTorch's RPC runs what any process of this machine asks for, and other people use "
+            f"this machine (user {', '.join(map(str, people))}): run {technique} without "
             f"builtin, or start Python with {TRUST}=1 if they may run code as you"
         )
 
@@ -110,25 +111,25 @@ def call_server(function: Callable[..., Any], *arguments: Any) -> Any:
 
     Raises:
         PeerLostError: the server has ended.
-        Whatever the function raises there.
+        Any exception of the function.
     """
     try:
         return rpc.rpc_sync(name_of(0), function, args=arguments)
     except RuntimeError as error:
         if "originated at tensorpipe" not in str(error):
             raise
-        raise PeerLostError(f"a remote call of rank 0 broke off: {error}", rank=0) from error
+        raise PeerLostError(f"a remote call to rank 0 broke off: {error}", rank=0) from error
 
 
 def name_of(rank: int) -> str:
-    """What RPC calls a rank."""
+    """The name of a rank in RPC."""
     return f"rank{rank}"
 
 
 def join_rpc(comm: Comm) -> None:
-    """Start RPC beside the ranks' process group; they find each other through its store.
+    """Start RPC next to the ranks' process group; the ranks find each other in its store.
 
-    So no second port needs to be free, and no second address can be wrong.
+    So RPC needs no second free port and no second address.
     """
     if loopback_or_chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback_or_chosen)
@@ -144,7 +145,7 @@ def join_rpc(comm: Comm) -> None:
     scheme = f"labkit{meetings}"
     register_rendezvous_handler(scheme, handler)
     with warnings.catch_warnings():
-        # From PyTorch's own code, which gathers the devices through a deprecated kind of group.
+        # PyTorch itself causes this warning: it uses a deprecated kind of group.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(
             name_of(comm.rank),

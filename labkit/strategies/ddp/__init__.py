@@ -1,1 +1,1 @@
-"""Distributed data parallelism: ``naive`` sums after backward, ``bucketed`` beside it."""
+"""Distributed data parallelism: ``naive`` sums after backward, ``bucketed`` overlaps with it."""

@@ -1,8 +1,8 @@
 """DDP, fast: gradients are all-reduced in buckets, while backward is still running.
 
-As ``naive``, but for step 3: backward computes the gradients from the last layer to the first; a
-hook puts each into its bucket, and a full bucket is sent (``gradient_ready`` says when): another
-thread sums it by ring all-reduce, beside the rest of backward.
+The same as ``naive``, except for step 3. Backward computes the gradients from the last layer to
+the first; a hook puts each gradient into its bucket; another thread sums a full bucket by ring
+all-reduce, while the rest of backward runs (``gradient_ready`` says when).
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (2020), sections 3.2.2 and 3.2.3.
@@ -22,14 +22,14 @@ from labkit.comm.work_queue import WorkQueue
 from labkit.schedules.buckets import MIB, assign_buckets
 from labkit.strategies.ddp.naive import NaiveDDP
 
-# How long a process that ends waits for a bucket that is under way.
+# How long a process that exits waits for a bucket that is under way.
 _LAST_PATIENCE_S = 2.0
 
 
 class BucketedDDP(NaiveDDP):
-    """A ``NaiveDDP`` that sums gradients in buckets, beside the rest of backward.
+    """A ``NaiveDDP`` that sums gradients in buckets, while the rest of backward runs.
 
-    The gradients are views of their buckets, so a sum is never copied back.
+    The gradients are views of their buckets, so that sums need not be copied back.
 
     Args:
         bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
@@ -50,9 +50,10 @@ class BucketedDDP(NaiveDDP):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Put a gradient into its bucket, and send the buckets whose turn has come.
 
-        A bucket is sent when it is full and all before it have been sent. Strictly in order: ranks
-        may find their gradients in different orders, but must all-reduce the same buckets at once.
-        The last one is sent when backward has ended: nothing is left to run beside it.
+        A bucket is sent when it is full and all buckets before it have been sent: backward may
+        compute gradients in different orders on different ranks, but all ranks must all-reduce
+        the buckets in the same order. The last bucket is sent when backward has ended, because no
+        computation is left that could overlap with it.
         """
         self._bucket_of[parameter].take(parameter)
         while len(self._launched) < len(self.buckets) - 1:
@@ -77,7 +78,7 @@ class BucketedDDP(NaiveDDP):
             bucket.missing = set(bucket.parameters)
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool) -> None:
-        """Queue a bucket; one that is waited for runs in this thread, if no other is under way.
+        """Queue a bucket; one that is waited for runs in this thread if no other is under way.
 
         On a GPU every bucket counts as waited for: the calls only queue work on the stream.
         """
@@ -97,10 +98,11 @@ class BucketedDDP(NaiveDDP):
 
 
 class Bucket:
-    """Gradients that travel together, in one flat tensor; a single one is not copied.
+    """Gradients that are all-reduced together, in one flat tensor; a single one is not copied.
 
     Attributes:
-        missing: parameters whose gradients have not come in this backward; none: it is full.
+        parameters: those whose gradients belong to the bucket.
+        missing: those without a gradient so far in this backward; if empty, the bucket is full.
         flat: [N], of which the gradients are views; None for a single gradient.
     """
 
@@ -128,7 +130,7 @@ class Bucket:
         parameter.grad = place
 
     def gradients(self) -> Tensor:
-        """What is all-reduced."""
+        """The tensor that is all-reduced: ``flat``, or the single gradient."""
         if self.flat is not None:
             return self.flat
         (parameter,) = self.parameters
@@ -138,8 +140,11 @@ class Bucket:
 
 @functools.cache
 def _work_queue_of(comm: Comm) -> WorkQueue:
-    """One for all replicas on a comm: two of them in one backward must not mix their messages."""
-    # The run has a deadline of its own.
+    """The work queue of all replicas on a comm.
+
+    They share one queue, so that two replicas in one backward do not mix their messages.
+    """
+    # No timeout here: the run has a deadline.
     work_queue = WorkQueue("labkit-ddp", comm, timeout_s=float("inf"))
     atexit.register(work_queue.end, _LAST_PATIENCE_S)
     return work_queue

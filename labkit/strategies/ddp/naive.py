@@ -1,4 +1,4 @@
-"""DDP, naive: when backward has ended, gradients are all-reduced one by one.
+"""DDP, naive: after backward has ended, the gradients are all-reduced one by one.
 
 1. Every rank holds the whole model; rank 0's parameters and buffers are broadcast once. 2. Each
 rank computes the gradients of its share of the batch. 3. ``sum_gradients``: each gradient becomes
@@ -22,24 +22,26 @@ from labkit.comm.comm import Comm
 
 
 class NaiveDDP(nn.Module):
-    """A replica of ``module`` whose gradients are those of all ranks when backward returns.
+    """A replica of ``module`` whose gradients are all-reduced when backward returns.
 
-    Used like the module itself. Call ``zero_grad`` before each update: old gradients would be
-    summed again.
+    It is used like the module itself. Call ``zero_grad`` after each update: otherwise the old
+    gradients, which are summed already, are summed again.
 
     Buffers (BatchNorm's statistics) are rank 0's: they are broadcast before the first forward
-    after an update. Each rank normalises with its own share's statistics. Both are PyTorch's
-    rules. A parameter without a gradient on this rank counts as zero; without one on any rank it
-    gets zeros, and an optimizer with momentum still moves it, where one device would not.
+    after an update. Each rank normalises with the statistics of its own share. PyTorch's DDP does
+    both. A gradient that is missing on this rank counts as zeros. If it is missing on all ranks,
+    it becomes zeros, and an optimizer with momentum still changes the parameter; on one device it
+    would not.
 
     Args:
         comm: this rank's Comm. Send nothing else on it until backward has returned.
         module: on ``comm.device``; values may differ between ranks, rank 0's are taken.
         op: ``mean`` over the ranks, as in PyTorch, or ``sum``, for a loss that is divided already.
-        find_unused: one more all-reduce, of a byte per parameter, finds the parameters that no
+        find_unused: one more all-reduce, of one byte per parameter, finds the parameters that no
             rank has used: their gradients stay None, as on one device.
 
-    Which parameters are trained is decided here: one that is unfrozen later is not summed.
+    The constructor lists the trained parameters: the gradient of a parameter that is unfrozen
+    later is not summed.
 
     Raises:
         ValueError: nothing in the module requires a gradient.
@@ -54,7 +56,7 @@ class NaiveDDP(nn.Module):
         self.trained = [p for p in module.parameters() if p.requires_grad]
         if not self.trained:
             raise ValueError(
-                "no parameter of this model requires a gradient: there is none to sum"
+                "no parameter of this model requires a gradient: there is nothing to sum"
             )
         self._synchronise, self._in_backward, self._buffers_behind = True, False, False
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -70,7 +72,10 @@ class NaiveDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in here only adds to this rank's gradients; the first one after it sums all."""
+        """A context in which backward only adds to this rank's gradients, without all-reduce.
+
+        The first backward after the context all-reduces the accumulated gradients.
+        """
         before, self._synchronise = self._synchronise, False
         try:
             yield
@@ -78,7 +83,7 @@ class NaiveDDP(nn.Module):
             self._synchronise = before
 
     def without_samples(self) -> None:
-        """Replaces forward and backward on a rank that has no sample while others have some."""
+        """Replace forward and backward on a rank without samples, while other ranks have some."""
         self._give_up_interrupted()
         self.broadcast_buffers()
         if self._synchronise:
@@ -86,7 +91,7 @@ class NaiveDDP(nn.Module):
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's buffers, unless none can have changed."""
+        """Give all ranks rank 0's buffers, if any buffer can have changed since the last call."""
         if not self._buffers_behind:
             return
         self._buffers_behind = False
@@ -119,20 +124,20 @@ class NaiveDDP(nn.Module):
                     parameter.grad = None
 
     def _give_up_interrupted(self) -> None:
-        """After a backward that raised and so never ended: let the next one start afresh."""
-        # Checkpointing, too, runs a forward in the middle of a backward.
+        """Reset what is left of a backward that raised, so that the next one starts clean."""
+        # Not inside a backward that is still running: checkpointing calls forward there.
         if self._in_backward and torch._C._current_graph_task_id() < 0:
             self._in_backward = False
             self._wait_for_launched()
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Backward has computed a gradient of this rank; the naive way waits for all of them."""
+        """Called when backward has computed a gradient; this class waits until backward ends."""
 
     def _wait_for_launched(self) -> None:
-        """Wait for the all-reduces under way; the naive way has none."""
+        """Wait for the all-reduces that are under way; here there are none."""
 
     def sum_gradients(self) -> None:
-        """Backward has ended on this rank: turn every gradient into that of all ranks."""
+        """All-reduce every gradient; called when backward has ended on this rank."""
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -143,7 +148,10 @@ class NaiveDDP(nn.Module):
 
 
 def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """A hook that does not keep its replica alive: the garbage collector does not see hooks."""
+    """A hook that calls ``method`` without keeping its replica alive.
+
+    The garbage collector does not see hooks, so it could not free a replica that they refer to.
+    """
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: nn.Parameter) -> None:

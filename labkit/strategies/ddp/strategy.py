@@ -1,10 +1,10 @@
-"""Distributed data parallelism: communication runs beside the rest of backward.
+"""Distributed data parallelism: communication overlaps with the rest of backward.
 
 A training step on top of ``labkit.strategies.ddp.bucketed``: each rank computes the gradient of
-(sum of its losses) / (samples in the global batch), and the replicas sum them.
+(sum of its losses) / (samples in the global batch), and the replicas sum these gradients.
 
-The loss is divided, not the gradients: it is one number, and the sum over the ranks is then the
-gradient of the mean over the global batch, whatever the sizes of the shares.
+The loss is divided, because it is one number and the gradients are many. The sum over the ranks is
+then the gradient of the mean over the global batch, whatever the sizes of the shares.
 """
 
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ from labkit.strategies.local_gradients import LocalGradients
 class DDP(Strategy):
     """Synchronous data parallelism with ``BucketedDDP``.
 
-    Batch statistics (BatchNorm): each rank normalises with its own share's; all replicas have rank
-    0's running averages, as in PyTorch's DDP. A rank without a sample adds zeros.
+    Batch statistics (BatchNorm): each rank normalises with the statistics of its own share; all
+    replicas have rank 0's running averages, as in PyTorch's DDP. The gradients of a rank without
+    samples count as zeros.
 
     Args:
         bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
