@@ -57,6 +57,7 @@ def test_one_is_singular():
     counts = [format_count(count, "rank") for count in (0, 1, 2)]
     assert counts == ["0 ranks", "1 rank", "2 ranks"]
     assert format_count(3, "micro-batch") == "3 micro-batches"
+    assert format_count(3, "epoch") == "3 epochs"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from labkit.units import format_count
+
 
 @dataclass(frozen=True)
 class Link:
@@ -83,7 +85,8 @@ def fit_link(
 def _medians(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> list[tuple[float, float]]:
     """(size, median seconds) by size; checks the arguments of ``fit_link``."""
     if len(sizes_bytes) != len(seconds):
-        counts = f"{len(sizes_bytes)} sizes and {len(seconds)} times"
+        sizes, times = (len(sizes_bytes), "size"), (len(seconds), "time")
+        counts = f"{format_count(*sizes)} and {format_count(*times)}"
         raise ValueError(f"{counts}: give one time per size")
     by_size: dict[float, list[float]] = {}
     for size, time_s in zip(sizes_bytes, seconds):

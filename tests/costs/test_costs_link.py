@@ -40,7 +40,7 @@ def test_a_fit_is_never_negative():
 @pytest.mark.parametrize(
     ("sizes", "seconds", "words"),
     [
-        ([1, 2], [1.0], "2 sizes and 1 times"),
+        ([1, 2], [1.0], "2 sizes and 1 time:"),
         ([8, 8], [1.0, 2.0], r"two different sizes, got \[8\]"),
         ([], [], "two different sizes"),
         ([1, 2], [1.0, 0.0], "2 bytes in 0.0 s is not a measurement"),
