@@ -308,7 +308,7 @@ for _name in arguments.REFUSED:
 
 
 def _keep_compilers_out(*classes: type) -> None:
-    """Let torch.compile run these methods, and the functions they call, uncompiled."""
+    """Make torch.compile leave these methods, and the functions they call, uncompiled."""
     frames = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):
         return

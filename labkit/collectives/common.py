@@ -20,7 +20,7 @@ def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
     Raises:
         ValueError: not a dense tensor, or an expanded one (its elements share memory, so they
-            cannot take different values). Every rank raises the same, before any message is sent.
+            cannot take different values). Every rank raises the same error, before any message.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")

@@ -24,7 +24,7 @@ ROUNDED = {"sum", "mean", "product"}
 BITWISE = {"band", "bor", "bxor"}
 
 # PyTorch stores more dtypes than it can add: float8, uint16 to uint64 and quantised ones are
-# missing here. 16-bit floats are added in 32 bits: P - 1 roundings to 16 bits would be visible.
+# missing here. 16-bit floats are added in 32 bits: P - 1 roundings to 16 bits would add up.
 WIDE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,

@@ -10,8 +10,9 @@ the ring, and every rank adds its own values to it; at the end each rank owns on
 Used alone, the two halves are ``reduce_scatter`` and ``all_gather``, where the tensor of rank r
 takes the place of the chunk that rank r owns.
 
-Each rank sends 2 (P - 1) / P x S bytes in 2 (P - 1) messages: never more than 2 S, however many
-ranks there are. ``labkit.schedules.ring`` says which chunk goes where in each step.
+Each rank sends 2 (P - 1) / P x S bytes in 2 (P - 1) messages: always less than 2 S, however many
+ranks there are (16-bit floats: less than 3 S, see ``share_reduce``). ``labkit.schedules.ring``
+says which chunk goes where in each step.
 
 Symbols: P ranks, S bytes. Source: Patarasuk and Yuan (2009), section 3.
 """
@@ -46,7 +47,7 @@ def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
 
 
 def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> None:
-    """Add up the chunks in P - 1 steps along the ring (literature: reduce-scatter).
+    """Reduce the chunks in P - 1 steps along the ring (literature: reduce-scatter).
 
     In step s rank r sends chunk r - s to its right neighbour, receives the partial sum of chunk
     r - s - 1 from its left neighbour, and adds its own values to it (numbers mod P).

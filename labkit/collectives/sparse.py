@@ -46,7 +46,7 @@ def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torc
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    # Checks are off, as the entries come from coalesced tensors; unless told, PyTorch warns.
+    # Entries of coalesced tensors need no check; without an explicit choice PyTorch warns.
     return torch.sparse_coo_tensor(
         indices, values, shape, check_invariants=False, is_coalesced=True
     )

@@ -72,7 +72,7 @@ class Channel:
         return iter(())
 
     def slot(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The slot whose turn it is, as a tensor [num_elements] of ``dtype``; does not wait."""
+        """The current slot, as a tensor [num_elements] of ``dtype``; does not wait."""
         self._slot_bytes = num_elements * dtype.itemsize
         key = self._next, num_elements, dtype
         if key not in self._views:

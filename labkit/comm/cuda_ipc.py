@@ -99,7 +99,7 @@ class CudaTransport(SharedTransport):
     An operation returns when its transfer is queued on the current stream, as with NCCL.
     """
 
-    # A peer's queued reads may still need this rank's slots, which must not be freed before.
+    # A peer's queued reads may still need this rank's slots, so these must not be freed yet.
     ends_together = True
 
     def __init__(self, arena: Arena, rank: int, device: torch.device, timeout_s: float):
@@ -118,7 +118,7 @@ FIRST_HANDLE = 6
 
 
 def export(tensor: Tensor) -> list:
-    """The arguments that open ``tensor``'s memory in another process: numbers, and bytes."""
+    """The arguments that open ``tensor``'s memory in another process: numbers and handles."""
     _, arguments = reductions.reduce_tensor(tensor)
     return list(arguments[FIRST_HANDLE:])
 

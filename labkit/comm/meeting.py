@@ -75,7 +75,7 @@ def _agree(answers: list[bytes], arena: Arena | None, rank: int) -> Arena | None
         return None
     arena.close_file()
     if _NOT_OPEN in answers:
-        # A forged store may have given a rank other answers: it must not wait for this one.
+        # A rank that got other answers, from a forged store, must not wait for this one.
         arena.board.ranks[rank]["state"] = LEFT
         return None
     for other, pid in enumerate(arena.board.ranks["pid"]):

@@ -39,7 +39,7 @@ def kill_group(leader: int) -> None:
 def _state(pid: int) -> str:
     """The state letter in ``/proc/PID/stat``; X if there is no such process."""
     if not PROCESSES.is_dir():
-        # Without /proc, the simple question is only whether the process exists.
+        # Without /proc, the only simple check is whether the process exists.
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
