@@ -16,7 +16,7 @@ def __getattr__(name: str):
 
 
 register_backend()
-# A script's ranks import the launcher when they load the script.
+# The ranks of a script load that script, and so import the launcher.
 FOR_RANKS.append("labkit.runtime.launch")
-# A notebook warms up before it imports the checks, whose ranks would each import them anew.
+# A notebook warms up before it imports the checks: otherwise each rank would import them again.
 FOR_TRAINING.extend(["labkit.training.loop", "labkit.check"])

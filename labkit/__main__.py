@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # One line, like every error of use; argparse would print the usage before it.
+        # One line, as for every usage error; argparse would print the usage before it.
         _refuse(f"{message} (see {self.prog} --help)")
 
 
@@ -29,7 +29,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``parse`` with its own message; argparse would name the function instead."""
+    """``parse``, whose error message is shown; argparse would show only the function's name."""
 
     def typed(text: str) -> Any:
         try:
@@ -73,9 +73,9 @@ def _add_train(commands) -> None:
         _add_setting(train, setting)
     add = train.add_argument
     seconds = {"type": _typed(units.parse_number), "metavar": "SECONDS"}
-    add("--timeout", default=24 * 3600, help="deadline of the run (a day)", **seconds)
+    add("--timeout", default=24 * 3600, help="deadline of the run (one day)", **seconds)
     add("--download", action="store_true", help="fetch the data set if it is absent")
-    add("--json", metavar="FILE", help="write settings, epochs, phases, bytes as one object")
+    add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
     add("--save", metavar="FILE", help="write the parameters as a safetensors file")
 
 
@@ -103,15 +103,15 @@ def _add_bench(commands) -> None:
     add("names", nargs="*", metavar="NAME", help=names)
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
-    sizes = "all-reduce: of the tensor, 4KiB,1MiB for example"
+    sizes = "all-reduce: tensor sizes, for example 4KiB,1MiB"
     parse_sizes = _list_of(units.parse_bytes)
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
     add("--models", type=_list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
     add("--repeats", type=_integer, metavar="N", help="at most N repeats; slow ones get fewer")
     add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
-    record = "record one bench's figures with the hardware"
+    record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    draw = "all-reduce, placement: draw the times"
+    draw = "all-reduce, placement: draw the times, to FILE.png"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 
@@ -119,13 +119,13 @@ def _add_compare(commands) -> None:
     compare = commands.add_parser("compare", help="all techniques and PyTorch's, like for like")
     add = compare.add_argument
     add_list = partial(add, type=_integers)
-    some = "some of them; PyTorch's counterparts take part as well"
+    some = "compare only these techniques, with PyTorch's counterparts"
     add("--strategies", type=_list_of(str), metavar="S,S", help=some)
     add_list("--world-size", dest="world_sizes", metavar="N,N", help="numbers of ranks (1,2,3,4)")
     samples = "numbers of training samples (a quarter, a half, all)"
     add_list("--train-size", dest="train_sizes", metavar="N,N", help=samples)
     add_list("--batch-size", dest="batch_sizes", metavar="B,B", help="global batches (64,128,256)")
-    repeats = "runs of each; by default as many as fit into 8 minutes"
+    repeats = "runs of each technique; by default as many as fit into 8 minutes"
     add("--repeats", type=_integer, metavar="N", help=repeats)
     add("--epochs", type=_integer, metavar="E", help="epochs per run (6)")
     accuracy = "held-out accuracy to reach (95)"
@@ -133,8 +133,8 @@ def _add_compare(commands) -> None:
     add("--model", metavar="M", help="as for train")
     add("--dataset", metavar="D", help="as for train")
     add("--device", metavar="auto|cpu|cuda", help="as for train")
-    add("--json", dest="json_path", metavar="FILE", help="record all runs with the hardware")
-    add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png there")
+    add("--json", dest="json_path", metavar="FILE", help="record runs and hardware in FILE")
+    add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png in DIR")
     add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
 
 
@@ -146,7 +146,7 @@ def _train(arguments: argparse.Namespace) -> int:
     strategies.check_name(config.strategy)
     units.check_above_zero("--timeout", arguments.timeout, units.MOST_SECONDS)
     check_outputs({"--json": arguments.json, "--save": arguments.save}, {})
-    # Before torch is imported here: the two take seconds each, and go side by side.
+    # Before torch is imported here, so that both imports, some seconds each, run in parallel.
     preload.warm_up()
     from labkit.training.train_run import train_run
 
@@ -159,7 +159,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:
-    """The settings that ``labkit train`` was given; under torchrun, its number of ranks.
+    """The settings from the command line; under torchrun the world size is torchrun's.
 
     Raises:
         ValueError: what ``RunConfig`` refuses.
@@ -209,7 +209,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, and the command line's words for the record."""
+    """The options that were given, and the words of the command line, which are recorded."""
     options = {name: value for name, value in vars(arguments).items() if value is not None}
     return {name: value for name, value in options.items() if name not in ("command", "rest")}
 
@@ -224,7 +224,10 @@ _COMMANDS = dict(train=_train, bench=_bench, compare=_compare, doctor=_doctor, l
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse and call. Errors of use are one line and exit 2; a run or a file that failed is 1."""
+    """Run a command. Returns the exit status: 1 if a run or an output file failed.
+
+    A usage error is printed as one line on stderr and exits with status 2.
+    """
     parser, words = make_parser(), sys.argv[1:] if argv is None else argv
     arguments, arguments.rest = parser.parse_known_args(words)
     if arguments.rest and arguments.command != "lab":

@@ -1,4 +1,4 @@
-"""RunConfig: everything that decides a training run: defaults, limits and help in one place."""
+"""RunConfig: all settings of a training run, with their defaults, limits and help texts."""
 
 import re
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from labkit.schedules.split_points import check_devices
 from labkit.units import format_count
 
 BACKENDS = ("auto", "gloo", "nccl", "labkit")
-# Their ranks divide the model between them, not the batch.
+# Techniques whose ranks divide the model between them, not the batch.
 STAGED = ("model_parallel", "pipeline")
 
 _MOST_MB = units.MOST_BYTES // 2**20
-# Repeats count upwards from a seed, and torch's generators take 64 bits.
+# Repeats count upwards from the seed, and torch's generators take 64 bits.
 _MOST_SEED = 2**32 - 1
 # The largest learning rate that a parameter of this type can hold; PyTorch refuses more.
 _MOST_LR = {"float32": 3.4e38, "float64": 1.7e308}
-# A straggler sleeps this many times as long as it has computed.
+# The largest factor by which a straggler may be slower.
 _MOST_SLOWDOWN = 1e6
 
 
@@ -32,7 +32,7 @@ def _setting(
     check: Callable[[str, Any], None],
     parse: Callable[[str], Any] = str,
 ) -> Any:
-    """A field that knows its help text, how its text is parsed, and which values are valid."""
+    """A field with its help text, the parser of its text, and the check of its values."""
     metadata = {"metavar": metavar, "help": help, "check": check, "parse": parse}
     return field(default=default, metadata=metadata)
 
@@ -59,7 +59,7 @@ def _number(default: float | None, metavar: str, help: str, most: float) -> Any:
 
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be a text, got {value!r}")
+        raise ValueError(f"{name} must be a string, got {value!r}")
 
 
 def _check_flag(name: str, value: Any) -> None:
@@ -71,23 +71,23 @@ def _check_flag(name: str, value: Any) -> None:
 class RunConfig:
     """The settings of one training run; ``labkit train`` has an option for each.
 
-    From ``backend`` on, a setting belongs to some techniques only (``OPTIONS``). ``None`` leaves
-    it to the technique's own default. ``devices`` and ``split_points`` decide the world size,
-    which may then be left at 1.
+    The settings from ``backend`` on belong to some techniques only (``OPTIONS``); ``None`` means
+    the technique's own default. ``devices`` and ``split_points`` determine the world size, which
+    may then be left at 1.
 
     Raises:
         ValueError: a value outside its limits, or settings that contradict each other.
     """
 
-    strategy: str = _text("single", "S", "the technique, ring_all_reduce for example")
+    strategy: str = _text("single", "S", "the technique, for example ring_all_reduce")
     world_size: int = _integer(1, "N", "number of ranks", most=units.MOST_RANKS)
     # Global, so that runs with other world sizes do the same arithmetic.
     batch_size: int = _integer(64, "B", "global batch size, over all ranks together")
     epochs: int = _integer(1, "E", "passes over the training samples")
-    model: str = _text("small_cnn", "M", "its name, see labkit.workload.models")
-    dataset: str = _text("digits", "D", "its name, see labkit.workload.datasets")
+    model: str = _text("small_cnn", "M", "name of the model, see labkit.workload.models")
+    dataset: str = _text("digits", "D", "name of the data set, see labkit.workload.datasets")
     device: str = _text("auto", "auto|cpu|cuda", "where the ranks run")
-    seed: int = _integer(0, "K", "of the parameters and of the order of samples", 0, _MOST_SEED)
+    seed: int = _integer(0, "K", "random seed of parameters and sample order", 0, _MOST_SEED)
     # How large a learning rate may be depends on the dtype.
     lr: float = _setting(
         0.05,
@@ -96,31 +96,31 @@ class RunConfig:
         check=partial(units.check_above_zero, most=float("inf")),
         parse=units.parse_number,
     )
-    # With a momentum of 1 no gradient would ever fade.
+    # With a momentum of 1 the weight of past gradients would never decrease.
     momentum: float = _number(0.9, "X", "momentum of plain SGD", most=0.999999)
-    dtype: str = _choice("float32", tuple(_MOST_LR), "of the parameters; float64 is for tests")
+    dtype: str = _choice("float32", tuple(_MOST_LR), "type of parameters; float64 is for tests")
     builtin: bool = _setting(False, "", "run PyTorch's counterpart of the technique", _check_flag)
     transport: str = _text("auto", "auto|shared|gloo", "how messages travel, see labkit.run")
     train_size: int | None = _integer(None, "N", "only the first N training samples")
 
-    backend: str = _choice("auto", BACKENDS, "below --builtin; labkit is this package's own")
+    backend: str = _choice("auto", BACKENDS, "for --builtin; labkit is this package's own")
     bucket_mb: float | None = _number(
-        None, "MB", "ddp: MiB of gradients sent together; 0 sends each alone", most=_MOST_MB
+        None, "MB", "ddp: bucket size in MiB; 0 gives each parameter a bucket", most=_MOST_MB
     )
     accumulate: int | None = _integer(None, "N", "micro-batches per update and synchronisation")
     amp: str | None = _choice(None, ("bf16", "fp16"), "mixed precision")
     compress: str | None = _choice(
-        None, ("fp16", "bf16", "topk"), "ring_all_reduce: gradients on the wire"
+        None, ("fp16", "bf16", "topk"), "ring_all_reduce: compress gradients on the wire"
     )
     servers: int | None = _integer(None, "S", "parameter_server: ranks that hold parameters")
     straggler: str | None = _text(
         None, "RANK:FACTOR", "1:4.0 makes rank 1 compute four times as slowly"
     )
     max_staleness: int | None = _integer(
-        None, "N", "async_parameter_server: updates by others that one may have missed", least=0
+        None, "N", "async_parameter_server: updates by others that a gradient may miss", least=0
     )
     devices: str | None = _text(
-        None, "D,D", "one process with a replica or a stage on each, cuda:0,cpu for example"
+        None, "D,D", "one process with a replica or a stage on each, for example cuda:0,cpu"
     )
     split_points: str | None = _text(
         None, "K,K", "layers that begin a stage; by default an even split by FLOPs"
@@ -161,7 +161,7 @@ class RunConfig:
             )
 
     def _follow(self, name: str, count: int) -> None:
-        """Let an option decide the world size, which may be left at 1."""
+        """Set the world size from an option; ValueError if another world size was given."""
         if self.world_size not in (1, count):
             made = format_count(count, {"devices": "device", "split_points": "stage"}[name])
             raise ValueError(
@@ -171,7 +171,7 @@ class RunConfig:
         object.__setattr__(self, "world_size", count)
 
     def options(self) -> dict[str, Any]:
-        """The technique's own options that were given, as its constructor takes them."""
+        """The technique's own options that were given, as keyword arguments of its constructor."""
         defaults = {setting.name: setting.default for setting in fields(self)}
         given = {name: getattr(self, name) for name in OPTIONS}
         return {name: value for name, value in given.items() if value != defaults[name]}
@@ -181,7 +181,7 @@ class RunConfig:
 
 
 _NAMES = [setting.name for setting in fields(RunConfig)]
-# What a technique may take beside the settings that all of them have.
+# Options of some techniques only, beside the settings of all techniques.
 OPTIONS = tuple(_NAMES[_NAMES.index("backend") :])
 
 
@@ -208,7 +208,7 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
 
 
 def check_servers(servers: int, world_size: int) -> None:
-    """Refuse servers that leave no rank to work; with world size 1 the one rank does both.
+    """Refuse so many servers that no worker is left; with world size 1, rank 0 is both.
 
     Raises:
         ValueError: as many servers as ranks, or more.
@@ -225,13 +225,13 @@ def parse_devices(text: str) -> tuple[str, ...]:
     """``"cpu,cpu"`` is ("cpu", "cpu"); GPUs are ``cuda:0``, ``cuda:1``, ...
 
     Raises:
-        ValueError: a name of another form.
+        ValueError: a name that is neither ``cpu`` nor ``cuda:NUMBER``.
     """
     names = tuple(name.strip() for name in str(text).split(","))
     for name in names:
         if not re.fullmatch(r"cpu|cuda:[0-9]{1,4}", name):
             raise ValueError(
-                "devices must be cpu or cuda:NUMBER with commas between, got "
+                "devices must be cpu or cuda:NUMBER, separated by commas, got "
                 f"{shortened(name)} in {shortened(text)}"
             )
     return names
@@ -241,7 +241,7 @@ def parse_split_points(text: str) -> tuple[int, ...]:
     """``"5,12"`` is (5, 12); an empty text is one stage.
 
     Raises:
-        ValueError: not integers with commas between.
+        ValueError: not integers separated by commas.
     """
     words = [word.strip() for word in str(text).split(",")] if str(text).strip() else []
     if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):

@@ -1,4 +1,4 @@
-"""What this machine has, and which device and backend each rank gets."""
+"""The hardware of this machine, and which device and backend each rank gets."""
 
 import os
 import platform
@@ -32,14 +32,14 @@ class Plan:
 
 
 def num_cores() -> int:
-    """The cores that this process may use; a container may allow fewer than the machine has."""
+    """The number of cores this process may use; a container may have fewer than the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def num_gpus() -> int:
-    """The visible CUDA devices, counted without initialising CUDA in this process."""
+    """The number of visible CUDA devices; does not initialise CUDA in this process."""
     import torch
 
     return torch.cuda.device_count()
@@ -50,8 +50,14 @@ def plan(
 ) -> Plan:
     """Choose backend, devices and transport for the ranks of this machine.
 
-    NCCL needs a GPU per rank. Ranks that share one talk over gloo, with tensors staged through
+    NCCL needs a GPU per rank. Ranks that share a GPU talk over gloo, with tensors staged through
     host memory, or with ``transport="shared"`` through CUDA IPC.
+
+    Args:
+        local_world_size: the number of ranks on this machine.
+        device: one of ``DEVICES``.
+        transport: one of ``TRANSPORTS``.
+        gpus: the number of GPUs to plan for; None counts those of this machine.
 
     Raises:
         ValueError: an unknown ``device`` or ``transport``, or one that this machine lacks.
@@ -77,7 +83,7 @@ def plan(
 
 
 def _sharing_note(ranks: int, gpus: int, moved_by: str) -> str:
-    """What it means that ranks outnumber GPUs; empty if they do not."""
+    """The consequence of having more ranks than GPUs, in one line; empty if there are enough."""
     if ranks <= gpus:
         return ""
     way = "CUDA IPC" if moved_by == "shared" else "gloo through host memory"
@@ -93,7 +99,7 @@ def _can_share(transport: str) -> bool:
         raise ValueError(
             f"transport {transport!r} is not known: use one of {', '.join(TRANSPORTS)}"
         )
-    # Elsewhere no semaphore can live in shared memory.
+    # On other systems a semaphore cannot be placed in shared memory.
     on_linux = sys.platform.startswith("linux")
     if transport == "shared" and not on_linux:
         raise ValueError(
@@ -104,10 +110,10 @@ def _can_share(transport: str) -> bool:
 
 
 def check_world_size(world_size: int, *, warn: bool = True) -> None:
-    """Refuse an impossible world size; warn of one that is too large for this machine.
+    """Refuse an impossible world size; warn if it is too large for this machine.
 
     Raises:
-        ValueError: not an integer from 1 up, or more ranks than any machine starts.
+        ValueError: not an integer from 1 to ``MOST_RANKS``.
     """
     check_integer("world_size", world_size, most=MOST_RANKS)
     cores = num_cores()
@@ -121,7 +127,7 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
 
 
 def _level_of_caller() -> int:
-    """How many frames up the first line outside this package is, for a warning to name it."""
+    """The ``stacklevel`` with which a warning names the first line outside this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "labkit":
         frame, level = frame.f_back, level + 1
@@ -129,7 +135,7 @@ def _level_of_caller() -> int:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine, for results to name what they were measured on."""
+    """The machine's hardware and system, to be recorded with results measured on it."""
     import torch
 
     gpus = [torch.cuda.get_device_properties(i).name for i in range(num_gpus())]
@@ -143,7 +149,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The software, for the same reason."""
+    """The versions of Python, torch, numpy and labkit, to be recorded with results."""
     import numpy
     import torch
 

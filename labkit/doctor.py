@@ -1,8 +1,8 @@
-"""``python -m labkit doctor``: what this machine has, and what to do where something is missing.
+"""``python -m labkit doctor``: what this machine has, and what to do if something is missing.
 
 A check takes its name in the table and returns a Finding; an exception becomes a finding, too.
-What may be absent or broken is imported inside its check, so that the doctor also runs where the
-installation does not.
+Packages that may be absent or broken are imported inside their checks, so that the doctor also
+runs where the installation is broken.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
 # What a container may use; the file is absent, or says "max", where there is no limit.
 CONTAINER_MEMORY = Path("/sys/fs/cgroup/memory.max")
-# What it means when one is absent: the status, and what needs it.
+# For each package, the status if it is absent, and what needs it.
 PACKAGES = {
     "torch": ("stop", "everything runs on it"),
     "torchvision": ("note", "for ResNet-18, VGG16, MobileNetV2 and the data sets to download"),
     "matplotlib": ("stop", "every page draws with it"),
-    "jupyterlab": ("note", "make lab opens the pages in it; another notebook editor will do"),
+    "jupyterlab": ("note", "make lab opens the pages in it; another notebook editor works, too"),
     "ipywidgets": ("note", "the sliders need it; the figures beside them do not"),
     "nbval": ("note", "make test runs the notebooks with it"),
 }
@@ -54,7 +54,7 @@ _RANKS_ADVICE = (
     "CUDA_VISIBLE_DEVICES=-1 to work without them. This prints the whole error: "
     "python -m labkit train --strategy ring_all_reduce --world-size 2"
 )
-# What an exception in a check means, and what to do; in any other it is a note.
+# The status and the advice if a check raises; a check that is not listed gives a note.
 _IF_RAISED = {
     "torch loads": ("stop", _REINSTALL),
     "torchvision loads": ("note", _REINSTALL),
@@ -65,7 +65,7 @@ _IF_RAISED = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What the check ``name`` found, and what to do if that is not as it should be.
+    """The result of the check ``name``, with advice if something should be changed.
 
     The status is ``ok``, ``note`` (the course runs, with a limit), or ``stop`` (it does not).
     """
@@ -81,7 +81,7 @@ def main() -> int:
     with contextlib.suppress(Exception):  # what fails here fails again in check_ranks
         from labkit.runtime.preload import warm_up
 
-        # The process that ranks are forked from imports torch during the checks here.
+        # The process that ranks are forked from imports torch while the checks run here.
         warm_up(training=False)
     stops = []
     try:
@@ -111,7 +111,7 @@ def examine(name: str, check: Callable[[str], Finding]) -> Finding:
 
 
 def render(finding: Finding) -> str:
-    """The finding on a line, its advice below, both wrapped at WIDTH in their column."""
+    """The finding, its advice on the lines below, both wrapped at WIDTH in one column."""
     head = f"{finding.name:<17}  {finding.status:<4}  "
     rows = [(head, finding.found), (" " * (len(head) - 3) + "-> ", finding.advice)]
     return "\n".join(
@@ -147,7 +147,7 @@ def check_package(name: str) -> Finding:
     ranges = {requirement.name: requirement.specifier for requirement in needed}
     if ranges[name].contains(found, prereleases=True):
         return Finding(name, "ok", f"{found} ({ranges[name]})")
-    # Never a stop: it is tried for real below, and a vendor's build may have an unusual number.
+    # Never a stop: packages are also loaded below, and a vendor's version may be unusual.
     return Finding(name, "note", f"{found}, but labkit is made for {ranges[name]}", _INSTALL)
 
 
@@ -164,7 +164,7 @@ def check_torchvision_loads(name: str) -> Finding:
     spec = find_spec("torchvision")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'torchvision'")
-    # Only its compiled part: to import all of torchvision takes seconds.
+    # Only its compiled part: importing all of torchvision takes seconds.
     for library in Path(spec.origin).parent.glob("_C*.so"):
         torch.ops.load_library(library)
     torch.ops.torchvision.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
@@ -175,7 +175,7 @@ def check_gpus(name: str) -> Finding:
     import torch
 
     if not num_gpus():
-        advice = "the whole course runs on CPU. Should there be a GPU? Ask nvidia-smi"
+        advice = "the whole course runs on CPU; if there should be a GPU, run nvidia-smi"
         return Finding(name, "note", "none", advice)
     gpus = [torch.cuda.get_device_properties(index) for index in range(num_gpus())]
     kinds = Counter(f"{gpu.name}, {format_bytes(gpu.total_memory)}" for gpu in gpus)
@@ -220,7 +220,7 @@ def check_gloo(name: str) -> Finding:
 def check_cores(name: str) -> Finding:
     if num_cores() > 1:
         return Finding(name, "ok", f"{num_cores()} for this process")
-    advice = "all of it works, but ranks take turns: do not expect more of them to be faster"
+    advice = "everything works, but ranks take turns: more ranks are not faster"
     return Finding(name, "note", "1 for this process", advice)
 
 
@@ -232,7 +232,7 @@ def check_memory(name: str) -> Finding:
     if available_bytes >= ENOUGH_MEMORY_BYTES:
         return Finding(name, "ok", found)
     world_size = max(2, available_bytes // 2**30)
-    advice = f"close other programs, or stay at world sizes up to {world_size}"
+    advice = f"close other programs, or use world sizes up to {world_size}"
     return Finding(name, "note", found, advice)
 
 

@@ -7,7 +7,7 @@ class WorkerError(RuntimeError):
     Attributes:
         rank: the rank that failed first (None when no single rank did).
         location: the learner's own line, as ``file, line N: source``; empty when unknown.
-        worker_traceback: the rank's traceback as text; empty when it could not make one.
+        worker_traceback: the rank's traceback as text; empty if the rank could not make one.
     """
 
     def __init__(
@@ -29,18 +29,18 @@ class DeadlockError(WorkerError):
 
 
 class DeadlineError(DeadlockError, TimeoutError):
-    """The run was still going at its ``timeout_s``; the message holds each rank's stack."""
+    """The run had not ended after its ``timeout_s``; the message holds each rank's stack."""
 
 
 class MismatchError(ValueError):
-    """Raised inside a rank, before the transfer: the two ends disagree on shape or dtype."""
+    """Raised inside a rank, before a transfer: ranks disagree on shape, dtype or collective."""
 
 
 class PeerLostError(ConnectionError):
-    """Raised inside a rank whose peer vanished during a transfer: a consequence, not a cause.
+    """Raised inside a rank whose peer was lost during a transfer: a consequence, not the cause.
 
     Attributes:
-        rank: the peer; None if it could have been any of several.
+        rank: the lost peer; None if it could be any of several.
     """
 
     def __init__(self, message: str, rank: int | None = None):
@@ -49,4 +49,4 @@ class PeerLostError(ConnectionError):
 
 
 class OutputError(OSError):
-    """An output could not be written, for example to a full disk; an old one is intact."""
+    """An output could not be written, for example to a full disk; an old file stays intact."""

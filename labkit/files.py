@@ -1,7 +1,7 @@
 """Writing outputs: a file completely or not at all, a pipe or a device in place.
 
-A crash, a stop or a full disk never leaves half a file, and a pipe or a device is not replaced by
-a file.
+A crash, an interrupt or a full disk never leaves half a file, and a pipe or a device is never
+replaced by a file.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from labkit.errors import OutputError
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write beside, then rename: a full disk or a stop leaves the old file as it was.
+    """Write a new file and rename it, so that a failure leaves the old file as it was.
 
-    A link stays, and its target is replaced; the new file has the old one's mode and owner. A
-    pipe, a character device, and the file that stdout or stderr goes to are written in place.
+    For a link, its target is replaced; the new file has the old one's mode and owner. A pipe, a
+    character device, and the file that stdout or stderr goes to are written in place.
 
     Raises:
-        ValueError: what ``check_writable`` refuses.
+        ValueError: ``check_writable`` refuses the path.
         OutputError: the writing failed; the message names the path.
     """
     check_writable(path)
@@ -45,7 +45,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Refuse a path now, not after an hour of training.
+    """Refuse a path that cannot be written, before hours of training and not after.
 
     Raises:
         ValueError: no folder to hold it, no permission, or neither a file, a pipe nor a character
@@ -69,7 +69,7 @@ def check_writable(path: str | Path) -> None:
         )
     if old and not os.access(path, os.W_OK):
         raise ValueError(f"cannot write {path}: no permission to change it")
-    # A file is written beside the old one and renamed: it is the folder that decides.
+    # The new file is written beside the old one and renamed: that needs the folder's permission.
     if (old is None or stat.S_ISREG(old.st_mode)) and not os.access(folder, os.W_OK):
         raise ValueError(f"cannot write {path}: no permission to write to {folder}")
 
@@ -97,9 +97,10 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, str | 
 
 
 def is_same_file(path: str | Path, other: str | Path) -> bool:
-    """Whether two paths lead to one file, there or not yet, by links or another spelling.
+    """Whether two paths lead to the same file, which may not exist yet.
 
-    Names that differ in upper and lower case count as one: some file systems take them so.
+    Links are followed. Names that differ only in case, or in the Unicode form of a letter, count
+    as the same, as they do on some file systems.
     """
     if os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other):
         return True
@@ -107,7 +108,7 @@ def is_same_file(path: str | Path, other: str | Path) -> bool:
 
 
 def write_each(*writes: Callable[[], object]) -> None:
-    """Do every write, even if another one fails.
+    """Call every function of ``writes``, even if another one fails.
 
     Raises:
         OutputError: one or more have failed; the message names all of them.
@@ -129,7 +130,7 @@ def _find(path: str | Path) -> os.stat_result | None:
 
 
 def _stream(found: os.stat_result | None) -> int | None:
-    """1 or 2, if stdout or stderr go to what was found: text printed there must not be lost."""
+    """1 or 2 if stdout or stderr goes to this file, whose printed text must not be lost."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             if found and os.path.samestat(found, os.fstat(descriptor)):
@@ -155,7 +156,7 @@ def _write_to(descriptor: int, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes, old: os.stat_result | None) -> None:
-    # An unpredictable name, and "x": in a shared folder it could be somebody else's link.
+    # An unpredictable name, and "x": in a shared folder another user could have put a link there.
     beside = path.with_name(f".labkit-{secrets.token_hex(8)}.part")
     try:
         with open(beside, "xb") as file:

@@ -1,8 +1,8 @@
-"""Open the workbook: JupyterLab on the first notebook, on any machine, with nothing to set.
+"""Open the workbook: JupyterLab on the first notebook, on any machine, with no set-up.
 
-JupyterLab reads the user's settings as always; what the workbook adds (no question about news, a
-window layout) lives in a temporary folder and in the environment's folder, so that nothing of the
-user's is changed.
+JupyterLab reads the user's settings as usual. The settings that the workbook adds (no question
+about news, a window layout) are in a temporary folder and in the environment's folder, so that no
+file of the user is changed.
 """
 
 import getpass
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve the workbook until Ctrl-C; ``argv`` goes to JupyterLab (``--port=9000`` and such).
 
     Raises:
-        ValueError: when there is no ``notebooks`` folder here or beside the package.
+        ValueError: there is no ``notebooks`` folder here or beside the package.
     """
     root = workbook_root()
     argv = [*launch_options(root), *(argv or [])]
@@ -46,7 +46,7 @@ def workbook_root() -> Path:
 
 
 def first_page(root: Path) -> str:
-    """The page to open, as JupyterLab's path below its address."""
+    """The page to open, as a path below JupyterLab's address."""
     notebooks = sorted((root / "notebooks").glob("*.ipynb"))
     first = root / "notebooks" / FIRST_NOTEBOOK
     if first not in notebooks and notebooks:
@@ -88,7 +88,7 @@ def _prepare_environment(folder: Path) -> None:
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
     # A kernel named python3 in the user's folders must not win over this environment's.
     os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
-    # A separate layout: otherwise the tabs of another project open here, and ours there.
+    # A separate layout: otherwise the tabs of other projects would open here, and ours there.
     os.environ.setdefault("JUPYTERLAB_WORKSPACES_DIR", f"{sys.prefix}/var/labkit/workspaces")
 
 

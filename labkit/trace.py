@@ -1,8 +1,8 @@
-"""Spans: what each rank did, from when to when. Timers that measure them. Chrome trace export.
+"""Spans: what each rank did and when; the timers that measure them; export as Chrome trace.
 
-One rule makes the sums honest: the spans of one rank and one thread, a lane, never overlap. An
-operation inside a region closes the region's span, records its own, and opens the region again. So
-seconds by kind add up to the time the lane was busy, and the timeline shows what really happened.
+The spans of one lane, which is one thread of one rank, never overlap: an operation inside a region
+closes the region's span, records its own, and opens the region again. So the seconds by kind add
+up to the time the lane was busy.
 """
 
 import itertools
@@ -25,13 +25,13 @@ LOCAL_KINDS = frozenset({"compute", "forward", "backward", "update", "data", "ev
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of one rank's time.
+    """One period of time in which one rank did one kind of work.
 
     ``kind`` is ``compute``, ``communicate``, ``wait``, ``update``, ``data``, ``evaluate`` or the
     name of a communication phase such as ``share_reduce``. ``num_bytes`` are the bytes this rank
     sent in the span; ``peer`` is the rank they went to (or came from, when nothing was sent).
-    ``lane`` tells a rank's threads apart: 0 is its main thread, 1 and up those that work beside
-    it, such as DDP's communication thread.
+    ``lane`` is the thread: 0 is the rank's main thread, 1 and up are other threads, such as DDP's
+    communication thread.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of a run, all ranks, by their start. Second 0 is when all ranks had started."""
+    """The spans of all ranks of a run, sorted by start. At second 0 all ranks had started."""
 
     spans: tuple[Span, ...] = field(default=())
 
@@ -69,7 +69,7 @@ class Trace:
     def of(
         self, rank: int | None = None, kind: str | None = None, lane: int | None = None
     ) -> list[Span]:
-        """The spans of one rank, of one kind, in one lane; None means all of them."""
+        """The spans of one rank, one kind and one lane; None means all of them."""
         return [
             span
             for span in self.spans
@@ -83,8 +83,8 @@ class Trace:
     ) -> dict[str, float]:
         """Seconds spent in each kind, by one rank or summed over all of them.
 
-        Summed over the lanes, too: what a rank does in two threads at once counts twice, so the
-        sum may exceed the time that passed. ``lane=0`` is the main thread's time alone.
+        Also summed over lanes: work of two threads at the same time counts twice, so the sum may
+        exceed the elapsed time. ``lane=0`` counts the main thread only.
         """
         seconds: dict[str, float] = defaultdict(float)
         for span in self.of(rank, lane=lane):
@@ -92,7 +92,7 @@ class Trace:
         return dict(seconds)
 
     def save(self, path: str | Path) -> Path:
-        """Write Chrome trace JSON, which https://ui.perfetto.dev opens: a process per rank."""
+        """Write Chrome trace JSON, one process per rank; https://ui.perfetto.dev opens it."""
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             for rank in self.ranks
@@ -119,7 +119,7 @@ class Trace:
 
 
 class Timer(Protocol):
-    """What measures spans: a mark is a moment, of a type that only the timer knows."""
+    """A clock for spans. A mark is a moment, of a type that only the timer interprets."""
 
     def mark(self) -> Any: ...
 
@@ -127,7 +127,7 @@ class Timer(Protocol):
 
 
 class ClockTimer:
-    """Marks are host times: right for CPU work and for transfers that block the host."""
+    """Marks are host times, suitable for CPU work and for transfers that block the host."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -160,9 +160,9 @@ class CudaTimer:
 
 
 class Recorder:
-    """Collects one rank's spans; regions nest, their spans do not overlap.
+    """Collects one rank's spans; regions may nest, but their spans do not overlap.
 
-    Each thread has its lane: 0 for the one that makes the recorder.
+    Each thread has its own lane: 0 is the thread that makes the recorder.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Recorder:
         self.rank = rank
         self.timer: Timer = timer or ClockTimer()
         self.origin = self.timer.mark() if origin is None else origin
-        # A program that never ends keeps only the latest spans.
+        # A long-running program keeps only the latest spans.
         self._raw: deque[tuple] = deque(maxlen=keep)
         self._open = threading.local()
         self._lanes = itertools.count()
@@ -189,7 +189,7 @@ class Recorder:
 
     @contextmanager
     def region(self, kind: str) -> Iterator[None]:
-        """Everything inside counts as ``kind``, except what records itself."""
+        """Record the block as ``kind``, except for operations that record their own spans."""
         stack = self._stack()
         start = self.timer.mark()
         if stack:

@@ -1,6 +1,6 @@
-"""Numbers: checked when a user gives them, and written with their units when they are shown.
+"""Numbers: parsing and checking what a user gives, and formatting with units for display.
 
-Texts of the command line and arguments are checked alike, before a rank starts.
+Command-line options and function arguments are checked in the same way, before a rank starts.
 """
 
 import re
@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable
 from reprlib import repr as shortened
 from typing import Any
 
-# A count has to fit 32 bits: PyTorch counts in 64, and bytes are a multiple of a count.
+# Counts fit in 32 bits, so that bytes, a multiple of a count, fit in PyTorch's 64 bits.
 MOST = 2**31 - 1
-# A larger number is a typing mistake, and would start processes until memory is full.
+# A larger number must be a typing mistake, and would start processes until memory is full.
 MOST_RANKS = 4096
-# Eleven days; poll(2) waits for 24 at most.
+# Eleven days; poll(2) can wait for at most 24 days.
 MOST_SECONDS = 1e6
-# A terabyte: more than the memory of a machine that someone learns on.
+# One TiB, more memory than a learner's machine has.
 MOST_BYTES = 2**40
 
 _INTEGER = re.compile(r"-?[0-9]+")
@@ -23,19 +23,19 @@ _NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
 def parse_integer(text: str) -> int:
-    """``"12"`` is 12. ``int`` would take ``+12``, ``1_2``, and the digits of every script.
+    """``"12"`` is 12. Python's ``int`` also accepts ``+12``, ``1_2`` and the digits of any script.
 
     Raises:
         ValueError: anything but the digits 0 to 9, perhaps after a minus sign.
     """
     if not _INTEGER.fullmatch(text):
         raise ValueError(f"{shortened(text)} is not an integer")
-    # Longer than the largest limit, and Python refuses to convert thousands of digits.
+    # 10**40 exceeds every limit; Python itself refuses to convert thousands of digits.
     return int(text) if len(text) < 40 else 10**40
 
 
 def parse_number(text: str) -> float:
-    """``"1.5"`` and ``"1e-3"``, as ``float`` takes them, without its ``nan``, ``inf`` and ``1_0``.
+    """``"1.5"`` is 1.5 and ``"1e-3"`` is 0.001; ``nan``, ``inf`` and ``1_0`` are refused.
 
     Raises:
         ValueError: not of this form.
@@ -46,7 +46,7 @@ def parse_number(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """``parse_bytes("4KiB")`` is 4096.
+    """``"4KiB"`` is 4096.
 
     Raises:
         ValueError: not a number, or an unknown unit (KB is not KiB, and is refused).
@@ -60,21 +60,21 @@ def parse_bytes(text: str) -> int:
 
 
 def check_choice(kind: str, value: object, known: Collection[str]) -> None:
-    """Refuse what is not in ``known``.
+    """Refuse a value that is not in ``known``.
 
     Raises:
-        ValueError: the message lists what is.
+        ValueError: unknown; the message lists the known values.
     """
-    # A list, not a dict: what is not hashable is refused like anything else.
+    # In a list: a look-up in a dict would fail for values that are not hashable.
     if value not in list(known):
         raise ValueError(f"unknown {kind} {value!r}: choose one of {', '.join(known)}")
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> None:
-    """Refuse what is not an integer from ``least`` to ``most``.
+    """Refuse a value that is not an integer from ``least`` to ``most``.
 
     Raises:
-        ValueError: the message says the limit.
+        ValueError: the message gives the limit.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an integer from {least} up, got {shortened(value)}")
@@ -82,10 +82,10 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> No
 
 
 def check_number(name: str, value: Any, least: float, most: float) -> None:
-    """Refuse what is not a number from ``least`` to ``most``; NaN is refused.
+    """Refuse a value that is not a number from ``least`` to ``most``; NaN is refused.
 
     Raises:
-        ValueError: the message says the limit.
+        ValueError: the message gives the limit.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not value >= least:
@@ -94,10 +94,10 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
 
 
 def check_above_zero(name: str, value: Any, most: float) -> None:
-    """Refuse what is not a number above 0, up to ``most``.
+    """Refuse a value that is not a number above 0, up to ``most``.
 
     Raises:
-        ValueError: the message says the limit.
+        ValueError: the message gives the limit.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not value > 0:
@@ -142,23 +142,23 @@ def format_value(value: float, unit: str) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """``format_count(2, "rank")`` is ``2 ranks``, of 1 it is ``1 rank``."""
+    """``format_count(2, "rank")`` is ``2 ranks``, ``format_count(1, "rank")`` is ``1 rank``."""
     plural = f"{noun}es" if noun.endswith("ch") and noun != "epoch" else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
 
 
 def format_number(value: float) -> str:
-    """Three significant digits, no fraction from 100 up: ``0.123``, ``12,345``."""
+    """Three significant digits; no fraction for 100 and more: ``0.123``, ``12,345``."""
     if abs(value) < 99.95:
         return f"{value:.3g}"
     return f"{value:,.0f}"
 
 
 def byte_unit(num_bytes: float) -> tuple[float, str]:
-    """The unit in which ``num_bytes`` reads well: (bytes in it, its name)."""
+    """The unit in which to show ``num_bytes``: (its size in bytes, its name)."""
     scale, size = 1.0, abs(num_bytes)
     for unit in _BYTE_UNITS[:-1]:
-        # What would be printed as 1,024 belongs to the next unit.
+        # A number that would be printed as 1,024 is shown in the next unit.
         if not size / scale >= 1023.5:
             return scale, unit
         scale *= 1024
@@ -166,7 +166,7 @@ def byte_unit(num_bytes: float) -> tuple[float, str]:
 
 
 def second_unit(seconds: float) -> tuple[float, str]:
-    """The unit in which ``seconds`` reads well: (seconds in it, its name)."""
+    """The unit in which to show ``seconds``: (its length in seconds, its name)."""
     size = abs(seconds)
     for scale, unit in _SECOND_UNITS:
         if size >= 0.9995 * scale:

@@ -107,7 +107,7 @@ def test_a_builtin_on_our_backend_shows_the_bytes_that_were_counted(tmp_path, ca
         ([], "the following arguments are required: --strategy"),
         ([*PLACED, "cpu,cpu"], "cpu comes twice, and two stages on one device share its memory"),
         ([*PLACED, "cpu,cuda:99"], "counted from cuda:0; name others, or leave devices out"),
-        ([*PLACED, "cpu,"], "devices must be cpu or cuda:NUMBER with commas between, got ''"),
+        ([*PLACED, "cpu,"], "devices must be cpu or cuda:NUMBER, separated by commas, got ''"),
         ([*PLACED, "cpu", "--split-points", "3"], "1 device for 2 stages: name one per stage"),
         ([*PLACED, "cpu,cuda:0", "--split-points", "3,5"], "2 devices for 3 stages: name one"),
         (["--strategy", "single", "--split-points", "3"], "single takes no option split_points"),

@@ -41,7 +41,7 @@ def test_defaults_stand_and_are_frozen():
         ({"amp": "bf16", "dtype": "float64"}, "amp bf16 is for dtype float32, got float64"),
         ({"compress": "zip"}, "unknown compress 'zip': choose one of fp16, bf16, topk"),
         ({"straggler": "2:4", "world_size": 2}, "with world_size 2 the ranks are 0 to 1"),
-        ({"devices": "cpu,", "world_size": 2}, "with commas between, got '' in 'cpu,'"),
+        ({"devices": "cpu,", "world_size": 2}, "separated by commas, got '' in 'cpu,'"),
         ({"devices": "cpu,cpu", "world_size": 3}, "'cpu,cpu' makes 2 devices, but world_"),
         ({"devices": "cpu,cpu", "batch_size": 1}, "batch_size 1 is smaller than world_size 2"),
     ],

@@ -1,4 +1,4 @@
-"""What PyTorch passes to a backend: reductions, outputs, splits, checked before any message."""
+"""Checks of what PyTorch passes to a backend (reductions, outputs, splits), before any message."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ REDUCTIONS = {
 # Methods of a process group and reductions that are not supported, with the reason or what to
 # call instead.
 REFUSED = {
-    "PREMUL_SUM": "it multiplies on the GPU, on the way; multiply the tensor, then use SUM",
+    "PREMUL_SUM": "it multiplies on the GPU, with NCCL; multiply the tensor first, then use SUM",
     "new_window": "one-sided access is for GPUs with NCCL; use send and recv",
     "reconfigure": "the ranks of a group stay the same; make another with new_group",
     "get_reconfigure_handle": "the ranks of a group stay the same; make another with new_group",
@@ -33,11 +33,12 @@ REFUSED = {
 
 
 def refusal(name: str) -> ValueError:
-    return ValueError(f'the "labkit" backend does not serve {name}: {REFUSED[name]}')
+    """The error for an unsupported ``name``, with the reason from ``REFUSED``."""
+    return ValueError(f'the "labkit" backend does not support {name}: {REFUSED[name]}')
 
 
 def reduction_of(opts: Any) -> str:
-    """The name that ``Reduction`` has for the options' reduction.
+    """The name, in ``Reduction``, of the reduction that ``opts`` asks for; by default the sum.
 
     Raises:
         ValueError: it is not supported.
@@ -50,7 +51,7 @@ def reduction_of(opts: Any) -> str:
 
 
 def equal_parts(whole: Tensor, size: int, like: Tensor) -> list[Tensor]:
-    """P views of ``whole``, each of the shape of ``like``."""
+    """Cut ``whole`` into P views, each of the shape of ``like``; ValueError if that fails."""
     if whole.numel() != size * like.numel() or whole.dtype != like.dtype:
         raise ValueError(
             f"{size} parts of {describe(like)} do not make {describe(whole)}: "
@@ -60,7 +61,7 @@ def equal_parts(whole: Tensor, size: int, like: Tensor) -> list[Tensor]:
 
 
 def split_parts(whole: Tensor, size: int, splits: list[int]) -> list[Tensor]:
-    """P views of ``whole``: of the given lengths, or all of equal length."""
+    """Cut ``whole`` into P views along dimension 0: of the given lengths, or of equal length."""
     length, rest = divmod(len(whole), size)
     if not splits and rest:
         raise ValueError(
@@ -70,12 +71,12 @@ def split_parts(whole: Tensor, size: int, splits: list[int]) -> list[Tensor]:
 
 
 def check_outputs(outputs: list[Tensor], tensor: Tensor, size: int) -> None:
-    """ValueError unless there is one output per rank, each like ``tensor``."""
+    """Raise ValueError unless there is one output per rank, each like ``tensor``."""
     if len(outputs) != size:
         given = format_count(len(outputs), "output tensor")
         raise ValueError(f"{given} for {format_count(size, 'rank')}: give one for each rank")
     for output in outputs:
-        check_fits(tensor, output, "what every rank sends")
+        check_fits(tensor, output, "the tensor that every rank sends")
 
 
 def copy_all(outputs: list[Tensor], values: list[Tensor]) -> None:

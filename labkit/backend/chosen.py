@@ -23,7 +23,7 @@ def use(all_reduce: AllReduce | None) -> None:
         all_reduce: ``all_reduce(comm, tensor)`` sums a flat tensor [N] over the ranks, in place
             or by returning the sum; None restores ``fast_ring_all_reduce``.
 
-    Call it on every rank. DDP only ever asks for sums; other reductions stay with labkit.
+    Call it on every rank. DDP asks for sums only; other reductions always use labkit's functions.
     """
     global _learners
     if all_reduce is not None and not callable(all_reduce):
@@ -42,7 +42,7 @@ def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     with in_place(tensor) as flat, comm.collective(name, tensor, op):
         result = _learners(comm, flat)
         if result is not None and result is not flat:
-            check_fits(result, flat, f"what {name} returns")
+            check_fits(result, flat, f"the result of {name}")
             flat.copy_(result)
         if op == "mean":
             flat.div_(comm.world_size)
@@ -52,8 +52,8 @@ def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
 def ddp_hook(comm: Comm, bucket: dist.GradBucket) -> Future[Tensor]:
     """A communication hook: ``model.register_comm_hook(comm, labkit.backend.ddp_hook)``.
 
-    Works whatever DDP's own backend is: only the gradients go through ``comm``. Returns the
-    bucket's mean over the ranks, in a future that is done.
+    It works with any backend of DDP: only the gradients go through ``comm``. Returns the bucket's
+    mean over the ranks, in a completed future.
     """
     future: Future[Tensor] = Future()
     future.set_result(all_reduce(comm, bucket.buffer(), "mean"))

@@ -34,7 +34,7 @@ from labkit.comm.work import Work
 # PyTorch's flight recorder listens to hooks that a group in Python never calls, and would fail.
 getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("labkit")
 
-# Untyped: PyTorch's stubs describe a C++ class, whose overloads nothing calls on a Python group.
+# Untyped: the overloads of the C++ class in PyTorch's stubs do not apply to a group in Python.
 ProcessGroup: Any = dist.ProcessGroup
 
 Tensors = list[Tensor]
@@ -43,20 +43,20 @@ Tensors = list[Tensor]
 class LabkitGroup(ProcessGroup):
     """A process group whose collectives are ``labkit.collectives``, for CPU tensors.
 
-    It has a method for each one of PyTorch's ``ProcessGroup`` interface, hence their number, their
+    It implements the methods of PyTorch's ``ProcessGroup``, which determines their number, their
     names and the lists that they take. Each checks its arguments, queues the collective
     (``labkit.backend.queues``), and returns its ``Work``.
 
     Raises (from the method): ValueError for what is not supported. (From ``wait`` of the ``Work``
     returned): MismatchError when the ranks call different collectives, PeerLostError when a rank
-    has ended, TimeoutError when what is under way takes longer than ``timeout``.
+    has ended, TimeoutError when an operation takes longer than ``timeout``.
     """
 
-    # ``split_group`` asks the backend of a group, which is the group itself.
+    # ``dist.split_group`` asks the group's backend for these; here that is the group itself.
     supports_splitting = True
     supports_coalescing = False
 
-    # A ProcessGroup of PyTorch's own gets these from the backends that it holds.
+    # PyTorch's own ProcessGroup gets these from its backends.
     group_name = group_desc = ""
     _device_types = (torch.device("cpu"),)
 
@@ -92,7 +92,7 @@ class LabkitGroup(ProcessGroup):
     get_backend = _get_backend
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The longest wait from now on, also for what is under way."""
+        """Set the longest wait from now on, also for operations under way."""
         self._timeout = timeout
         self._mailbox.timeout_s = timeout.total_seconds()
         self._queues.set_timeout(timeout.total_seconds())
@@ -106,7 +106,7 @@ class LabkitGroup(ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> "LabkitGroup | None":
-        """A group of some of these ranks, in the order given; None on the others."""
+        """Make a group of ``ranks``, in that order; returns None on the ranks left out."""
         if self.rank() not in ranks:
             return None
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
@@ -125,7 +125,7 @@ class LabkitGroup(ProcessGroup):
     ) -> Work:
         """Queue a collective, or carry it out at once when PyTorch is going to wait for it.
 
-        The result is in ``inputs`` where no other tensors are named.
+        ``result`` lists the tensors that hold the result; None means ``inputs``.
         """
         is_waited_for = not getattr(opts, "asyncOp", True)
         result = inputs if result is None else result
@@ -260,7 +260,7 @@ class LabkitGroup(ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier through the store, which names the ranks that do not come."""
+        """Wait for all ranks, through the store; the error names the ranks that do not come."""
         monitored_barrier(
             self._store, self.rank(), self.size(), timeout or self._timeout, wait_all_ranks
         )
@@ -276,7 +276,7 @@ class LabkitGroup(ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self.recv(tensors, None, tag)
 
-    # The names of torch 2.11.
+    # Names of the same methods in torch 2.11.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -285,14 +285,14 @@ class LabkitGroup(ProcessGroup):
     gather_into_tensor = gather_single
 
     def shutdown(self) -> None:
-        """End the threads, after all that is queued; PyTorch calls it to destroy the group.
+        """End the threads after all queued operations; PyTorch calls this to destroy the group.
 
-        Warns of an operation that takes longer than the group's timeout, and leaves it behind.
+        An operation that takes longer than the group's timeout is left running, with a warning.
         """
         self._mailbox.end()
         if left_behind := self._queues.end():
-            # An error here would keep PyTorch from forgetting the group.
-            warnings.warn(f"the group has ended, but not {left_behind}", stacklevel=2)
+            # After an error here, PyTorch would keep the group registered.
+            warnings.warn(f"the process group has ended, but {left_behind}", stacklevel=2)
 
 
 def _refuse(name: str) -> Callable[..., None]:
@@ -308,7 +308,7 @@ for _name in arguments.REFUSED:
 
 
 def _keep_compilers_out(*classes: type) -> None:
-    """Let torch.compile run these methods, and what they call, as they are."""
+    """Make torch.compile leave these methods, and the functions they call, uncompiled."""
     frames = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):
         return

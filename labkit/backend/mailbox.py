@@ -1,10 +1,10 @@
 """Messages matched by source and tag, on a ``Comm`` whose edges are first in, first out.
 
 Every message travels as an envelope (its tag, dtype and shape) and then its tensor. A receiver
-reads the edges it waits for. A message that arrives before it is asked for is kept as an
+reads only the edges it waits for. A message that arrives before it is asked for is kept as an
 *unexpected message*; a receive that is called before its message arrives is a *posted receive*. So
-a send ends when the receiver reads that edge, which it does only while a receive is posted that
-this edge could fill.
+a send ends when the receiver reads that edge, and the receiver reads it only while a posted
+receive accepts messages from that edge.
 
 Source: the two queues of MPI implementations, for example Gropp and Lusk, "An abstract device
 definition to support the implementation of a high-level point-to-point message-passing interface"
@@ -30,13 +30,13 @@ _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_DIMENSIONS = 13
 # Tag, dtype, number of dimensions, sizes.
 _ENVELOPE_LENGTH = 3 + _MOST_DIMENSIONS
-# When the group is destroyed: for all the receives together that nobody has waited for.
+# When the group is destroyed: the longest wait for all posted receives together.
 _LAST_PATIENCE_S = 1.0
 
 
 @dataclass(eq=False)
 class _Receive:
-    """A posted receive: what may fill it, and when it was posted."""
+    """A posted receive: which messages may fill it, and when it was posted."""
 
     tensor: Tensor
     tag: int
@@ -47,9 +47,9 @@ class _Receive:
 
 
 class Mailbox:
-    """The messages of one rank of a process group, each waited for up to ``timeout_s``.
+    """The messages of one rank of a process group; a receive waits for up to ``timeout_s``.
 
-    ``queue("to", dst)`` and ``queue("from", src)`` give the queue of an edge.
+    ``queue("to", dst)`` and ``queue("from", src)`` return the queue of an edge.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Mailbox:
         self._broken: dict[int, BaseException] = {}
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        """Queue a message; one to this rank itself arrives at once."""
+        """Queue a message to ``dst``; a message to this rank itself arrives at once."""
         _check_tag(tag)
         envelope = _envelope(tensor, tag)
         if dst == self.rank:
@@ -80,7 +80,7 @@ class Mailbox:
         return self._queue("to", dst).add("send", send, [tensor], [tensor])
 
     def recv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
-        """Post a receive from ``src``; None takes the first message from any rank."""
+        """Post a receive from ``src``; None accepts the first message of any rank."""
         _check_tag(tag)
         sources = set(range(self.size)) if src is None else {src}
         started_s = time.monotonic()
@@ -101,17 +101,17 @@ class Mailbox:
         return work
 
     def end(self) -> None:
-        """Give posted receives a moment: their messages may be under way."""
+        """Wait a short time for the posted receives: their messages may be under way."""
         until_s = time.monotonic() + min(_LAST_PATIENCE_S, self.timeout_s)
         for receive in list(self._posted):
             receive.work.done.wait(max(0.0, until_s - time.monotonic()))
 
     def _why_late(self, started_s: float) -> str:
         took_s = time.monotonic() - started_s
-        # The queue that reads reaches its timeout first, and says which rank is missing.
+        # The queue that reads this edge reaches its timeout first, and names the missing rank.
         return f"nothing came in {took_s:.1f} s" if took_s > self.timeout_s + 2 else ""
 
-    # In the thread of an edge's queue
+    # These run in the thread of an edge's queue
 
     def _read(self, comm: Comm, src: int) -> None:
         """Read the edge from ``src`` while a posted receive could be filled from there."""
@@ -163,7 +163,7 @@ class Mailbox:
             self._fill(receive, src, tensor)
 
     def _fail(self, src: int, started_s: float, error: BaseException) -> bool:
-        """Nothing more comes from ``src``: end receives that need it; whether there were any."""
+        """End the receives that only ``src`` could fill; returns whether there were any."""
         with self._lock:
             waiting = [r for r in self._posted if src in r.sources and not r.is_taken]
             # A receive that was posted later has not waited for the whole timeout yet.
@@ -195,7 +195,7 @@ class Mailbox:
     def _fill(self, receive: _Receive, src: int, tensor: Tensor) -> None:
         error = None
         try:
-            check_fits(tensor, receive.tensor, f"what rank {src} sends")
+            check_fits(tensor, receive.tensor, f"the message from rank {src}")
             receive.tensor.detach().copy_(tensor)
         except ValueError as raised:
             error = raised

@@ -1,7 +1,7 @@
-"""The monitored barrier: it names the ranks that do not come, to find out which one hangs.
+"""The monitored barrier: its error names the ranks that do not come, to find out which one hangs.
 
-It goes through the store of the process group, not through the ranks' messages: so it works, and
-blames the right rank, while one of them is stuck in a collective.
+It uses the store of the process group and no messages between ranks. So it also works, and names
+the right rank, while a rank is stuck in a collective.
 """
 
 import time
@@ -17,12 +17,12 @@ _FINE = "fine"
 def monitored_barrier(
     store: dist.Store, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool
 ) -> None:
-    """Return when all P ranks have come, up to ``timeout``.
+    """Wait until all P ranks have come, for at most ``timeout``.
 
-    With ``wait_all_ranks`` all the ranks that did not come are named, not only the first.
+    With ``wait_all_ranks`` the error names all missing ranks, not only the first.
 
     Raises:
-        RuntimeError: on every rank that came, when one did not.
+        RuntimeError: on every rank that came, if a rank did not.
     """
     number = store.add(f"labkit/monitored/{rank}", 1)
     place = f"labkit/monitored/{number}"
@@ -35,7 +35,7 @@ def monitored_barrier(
         store.set(f"{place}/verdict", verdict)
     else:
         store.set(f"{place}/{rank}", "came")
-        # Rank 0 may come last, and take as long again to find out which ranks are missing.
+        # Rank 0 may come last, and then wait for a whole timeout for the missing ranks.
         if not _comes(store, f"{place}/verdict", 2 * timeout):
             raise RuntimeError(f"rank 0 did not come to the monitored barrier of rank {rank}")
         verdict = store.get(f"{place}/verdict").decode()

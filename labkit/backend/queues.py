@@ -20,12 +20,12 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.work_queue import WorkQueue
 
-# How many spans a group keeps: a training of days must not fill the memory with them.
+# How many spans a group keeps: training for days must not fill the memory with spans.
 _KEPT_SPANS = 10_000
 # How long the end of the program waits for a thread that is inside a learner's function.
 _LAST_PATIENCE_S = 2.0
 
-# Of every group of this process: what a group has sent outlives it.
+# The counters of every group of this process; kept after a group is destroyed.
 _traffic: list[Traffic] = []
 
 
@@ -41,7 +41,7 @@ class Queues:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        # Channels are first in, first out, so each kind of traffic has its own.
+        # Messages of an edge are first in, first out, so each kind of traffic has its own Comm.
         self._comms = {
             part: _comm(part, store, rank, size, timeout) for part in ("collectives", "pairs")
         }
@@ -68,7 +68,7 @@ class Queues:
             return self._queues[key]
 
     def set_timeout(self, timeout_s: float) -> None:
-        """The longest wait from now on, also for what is under way."""
+        """Set the longest wait from now on, also for operations under way."""
         self._timeout_s = timeout_s
         for queue in self._queues.values():
             queue.timeout_s = timeout_s
@@ -76,14 +76,14 @@ class Queues:
             comm.transport.set_timeout(timeout_s)
 
     def end(self, patience_s: float | None = None) -> str:
-        """End the threads, after all that is queued; with ``patience_s``, after what is under way.
+        """End the threads after all queued operations; with ``patience_s``, after those under way.
 
-        Returns what takes longer than the timeout and is left behind; empty if nothing is.
+        Returns which operation takes longer than the timeout and is left running; empty if none.
         """
         queues, self._queues = self._queues, {}
         comms, self._comms = self._comms, {}
         left_behind = ""
-        # Those that read go last: a receive from any source reads from all.
+        # The queues that read end last: a receive from any source reads from all edges.
         for key in sorted(queues, key=lambda key: "from" in key):
             if "from" in key:
                 comms["pairs"].transport.abandon()
@@ -94,14 +94,14 @@ class Queues:
         return left_behind
 
     def abandon(self) -> None:
-        """The program ends: drop what is queued, and wait for nobody."""
+        """End with the program: drop the queued operations, and wait for no other rank."""
         for comm in self._comms.values():
             comm.transport.abandon()
         self.end(_LAST_PATIENCE_S)
 
 
 _live: weakref.WeakSet[Queues] = weakref.WeakSet()
-# A forked child is not a rank, and its end is not the rank's.
+# A forked child is not a rank: its exit must not end the queues of the rank.
 os.register_at_fork(after_in_child=_live.clear)
 
 

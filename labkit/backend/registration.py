@@ -1,7 +1,7 @@
 """``import labkit`` makes the backend "labkit" known to PyTorch, without importing PyTorch.
 
-The name is registered at once where ``torch.distributed`` has been imported already, and otherwise
-as soon as it is. The backend itself is loaded by the first process group that asks for it.
+The name is registered at once if ``torch.distributed`` has been imported already, and otherwise
+right after its import. The backend itself is loaded by the first process group that asks for it.
 """
 # PyTorch's entry point "torch.backends" could not do this: it needs labkit to be installed (not
 # only on PYTHONPATH), and every ``import torch`` of that environment would load labkit.
@@ -18,7 +18,7 @@ _HOST = "torch.distributed"
 
 
 def register_backend() -> None:
-    """Register now, or when ``torch.distributed`` is imported; a second call does no harm."""
+    """Register now, or when ``torch.distributed`` is imported; a second call has no effect."""
     if hasattr(sys.modules.get(_HOST), "Backend"):
         _register(sys.modules[_HOST])
     elif not any(isinstance(finder, _WhenTorchComes) for finder in sys.meta_path):
@@ -36,7 +36,7 @@ def _new_group(*args: Any) -> Any:
 
 
 class _WhenTorchComes:
-    """A finder that finds nothing itself: it watches for one import, and acts after it."""
+    """An import hook that registers the backend when ``torch.distributed`` has been imported."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None

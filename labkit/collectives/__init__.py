@@ -1,7 +1,7 @@
 """Collectives as readable functions on ``Comm``, one algorithm per file.
 
-Each takes this rank's ``comm``, and tensors of the same shape and dtype on every rank. One that
-changes a tensor does so in place, and returns it. P ranks, S bytes of one tensor; per rank:
+Each takes this rank's ``comm``, and tensors of the same shape and dtype on every rank. A function
+that changes a tensor does so in place, and returns it. P ranks, S bytes of one tensor; per rank:
 
     collective              file            steps               bytes sent
     naive_all_reduce        naive           2 (P - 1)           rank 0 (P - 1) S, the others S
@@ -17,11 +17,11 @@ changes a tensor does so in place, and returns it. P ranks, S bytes of one tenso
     reduce                  rooted          ceil(log2 P)        S, the root 0
     gather                  rooted          P - 1               S, the root 0
     scatter                 rooted          P - 1               root (P - 1) S, the others 0
-    sparse_all_reduce       sparse          3 (P - 1)           (P - 1) x the most entries
-    dissemination_barrier   barrier         ceil(log2 P)        one per step
+    sparse_all_reduce       sparse          3 (P - 1)           (P - 1) x entries, padded
+    dissemination_barrier   barrier         ceil(log2 P)        1 per step
 
-The exact numbers are in ``labkit.costs.traffic``. Gradients in half the bytes or fewer:
-``compressed``.
+The exact numbers are in ``labkit.costs.traffic``. The module ``compressed`` sends gradients in
+half the bytes or fewer.
 """
 
 from labkit.collectives.barrier import dissemination_barrier as dissemination_barrier

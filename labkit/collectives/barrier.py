@@ -14,8 +14,9 @@ from labkit.schedules.tree import dissemination
 def dissemination_barrier(comm: Comm) -> None:
     """Return when every rank has called this: ceil(log2 P) steps, a message of one byte in each.
 
-    In step s a rank tells rank + 2^s that it has arrived, and so have all that it has heard of: 1
-    rank, then 3, then 7. After the last step it has heard of all, directly or through others.
+    In step s a rank tells rank + 2^s (mod P) that it has arrived itself, and so have all the ranks
+    that it has heard of: 1 rank after the first step, then 3, then 7. After the last step it has
+    heard of all ranks, directly or through others.
     """
     token = torch.zeros(1, dtype=torch.uint8, device=comm.device)
     heard = torch.empty_like(token)

@@ -1,7 +1,7 @@
 """All-reduce in fewer bytes: 16-bit floats on the wire, or only the largest elements.
 
-Both replace ``ring_all_reduce(comm, flat)`` for gradients, and end with the same bits on every
-rank, but not with the exact sum. ``labkit.costs.traffic.compressed_cost`` has the bytes.
+Both replace ``ring_all_reduce(comm, flat)`` for gradients. They give the same bits on every rank,
+but not the exact sum. ``labkit.costs.traffic.compressed_cost`` gives the bytes.
 
 Symbols: P ranks, N elements, k of them kept.
 """
@@ -23,7 +23,7 @@ AllReduce = Callable[[Comm, Tensor], Tensor]
 def all_reduce_of(compress: str | None) -> AllReduce:
     """The all-reduce behind ``--compress``: ``fp16``, ``bf16``, ``topk``; None is the exact ring.
 
-    A new object at each call, since ``TopK`` remembers what it has not sent.
+    Each call makes a new object, since a ``TopK`` keeps the values that it has not sent yet.
     """
     if compress is None:
         return ring_all_reduce
@@ -33,11 +33,11 @@ def all_reduce_of(compress: str | None) -> AllReduce:
 class HalfRing:
     """Ring all-reduce whose messages are 16-bit floats: half the bytes of float32.
 
-    At each hop the receiver adds its own numbers to the incoming ones in its own precision, and
-    rounds the sum for the next hop. So a sum is rounded P times, and all ranks end with the
-    owner's: the relative error is at most about P x 2^-11 of the largest partial sum for fp16,
-    P x 2^-8 for bf16. In fp16 a sum above 65504 becomes infinite and one below 6e-8 becomes 0;
-    bf16 has the range of float32.
+    At each hop the receiver adds its own values to the incoming ones in the precision of ``flat``,
+    and rounds the sum for the next hop. So a sum is rounded P times, and all ranks end with the
+    rounded sum of the chunk's owner: the error is at most about P x 2^-11 of the largest partial
+    sum for fp16, P x 2^-8 for bf16. In fp16 a sum above 65504 becomes infinite and one below 6e-8
+    becomes 0; bf16 has the range of float32.
 
     Args:
         half: ``fp16`` or ``bf16``.
@@ -48,7 +48,7 @@ class HalfRing:
 
     @torch.no_grad()
     def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
-        """Sum ``flat`` [N] over the ranks, in place; returned. Messages 2 (P - 1)."""
+        """Sum ``flat`` [N] over the ranks, in place, and return it. Messages 2 (P - 1)."""
         chunks = split_chunks(flat, comm.world_size)
         halves = split_chunks(torch.empty_like(flat, dtype=self.dtype), comm.world_size)
         with comm.span("compress"):
@@ -73,12 +73,12 @@ class TopK:
     feedback), so every element is sent sooner or later: without it, small gradients would never
     count. Ranks gather all values and indices, P k of each, and add them in the order of ranks.
 
-    The residual sums past gradients of this rank: gradients must not be rescaled between updates,
-    and a NaN stays. Sources: Stich et al. (2018), "Sparsified SGD with memory", algorithm 1; Lin
-    et al. (2018), "Deep gradient compression", without its momentum correction.
+    The residual is a sum of past gradients of this rank: gradients must not be rescaled between
+    updates, and a NaN never leaves it. Sources: Stich et al. (2018), "Sparsified SGD with memory",
+    algorithm 1; Lin et al. (2018), "Deep gradient compression", without its momentum correction.
 
     Attributes:
-        residual: [N], what has not been sent yet; None before the first call.
+        residual: [N], the values not sent yet; None before the first call.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class TopK:
 
     @torch.no_grad()
     def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
-        """Replace ``flat`` [N] by the sum over the ranks of what they send. Messages P - 1."""
+        """Replace ``flat`` [N] by the sum of the elements that ranks send. Messages P - 1."""
         with comm.span("compress"):
             if self.residual is None:
                 self.residual = torch.zeros_like(flat)

@@ -1,10 +1,10 @@
 """The fast ring: the timetable of ``labkit.collectives.ring``, in segments that stay in cache.
 
 ``ring_all_reduce`` moves a whole chunk, then adds it, then moves the next: with large tensors each
-of these passes goes through main memory. Here the two loops are swapped. Each chunk is cut into
-segments; segment g of all P chunks makes a column, and the whole timetable runs for one column
-before the next. An incoming segment is read directly from the neighbour's memory, and the sum is
-written directly into the slot from which the next rank reads it.
+of these passes goes through main memory. Here the loop over segments is the outer one. Each chunk
+is cut into segments; segment g of all P chunks makes a column, and the whole timetable runs for
+one column before the next. An incoming segment is read directly from the neighbour's memory, and
+the sum is written directly into the slot from which the next rank reads it.
 
 Chunks, order of additions, messages and bytes are those of the readable ring, so the result is the
 same to the bit. Source of the pipelining: Baidu's and gloo's ``allreduce_ring_chunked``.
@@ -27,13 +27,15 @@ from labkit.schedules.ring import RingStep, ring_all_reduce as ring_steps
 
 
 def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
-    """``ring_all_reduce`` in shared memory; over other transports, the readable ring itself.
+    """Reduce ``tensor`` over all ranks, in place, pipelined through shared memory.
+
+    Over other transports it is ``ring_all_reduce`` itself.
 
     Args:
         tensor: any shape and size, equal on every rank; reduced in place and returned.
         op: ``sum``, ``mean``, ``max`` or ``min``.
 
-    Messages and bytes: see ``ring_all_reduce``; a message is a chunk, however many segments.
+    Messages and bytes: as ``ring_all_reduce``; a message is a chunk, however many segments.
 
     Raises:
         ValueError: ``op`` does not suit the tensor's dtype.
@@ -82,17 +84,17 @@ class Ring:
         self.segment_elements = self.right.segment_bytes // reduction.wide.itemsize
 
     def begin(self, segments: tuple[Tensor, ...]) -> None:
-        """Send the first of a column's P segments: the one that needs nothing from the left."""
+        """Send the first of a column's P segments, which needs nothing from the left neighbour."""
         first, _ = self.steps[0]
         self.put(segments[first.send_chunk], self.reduction.wide)
 
     def reduce_column(
         self, segments: tuple[Tensor, ...], following_column: tuple[Tensor, ...] | None
     ) -> None:
-        """Run the timetable on a column, P segments, of which the first has been sent already.
+        """Run the timetable on a column of P segments, the first of which ``begin`` has sent.
 
-        What arrives in one step leaves in the next, so each step ends with sending it. The last
-        step sends nothing: there the following column begins, so that no rank waits for it.
+        A segment that arrives in one step is sent in the next, so each step ends by sending it.
+        The last step sends nothing; there the following column begins, so that no rank waits.
         """
         wide = self.reduction.wide
         for step, following in self.steps:
@@ -106,7 +108,7 @@ class Ring:
             else:
                 incoming = self.left.arrive(mine.numel(), wide)
                 if following and following.phase == "share_reduce":
-                    # No rank but the next needs this partial sum: straight into the outgoing slot.
+                    # Only the next rank needs this partial sum: write it into the outgoing slot.
                     slot = self.right.reserve(mine.numel(), wide)
                     self.reduction.combine(mine, incoming, slot)
                     self.right.commit(self.begins_messages)
@@ -126,5 +128,6 @@ class Ring:
             mine.copy_(total)
 
     def put(self, segment: Tensor, dtype: torch.dtype) -> None:
+        """Send ``segment`` to the right neighbour as ``dtype``."""
         self.right.reserve(segment.numel(), dtype).copy_(segment)
         self.right.commit(self.begins_messages)

@@ -1,4 +1,4 @@
-"""All-reduce through one rank: the first idea that everyone has, and the ring improves on it.
+"""All-reduce through one rank: the obvious first solution, which the ring improves.
 
 Symbols: P ranks, S bytes.
 """
@@ -18,8 +18,8 @@ def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch
         op: an operation of ``Reduction``: "sum", "mean", "max", ...
             16-bit floats are summed in float32.
 
-    Rank 0 moves 2 (P - 1) S bytes while the others wait: it is the bottleneck, more so with every
-    rank. Steps 2 (P - 1); rank 0 sends (P - 1) S bytes, every other rank S.
+    Rank 0 moves 2 (P - 1) S bytes while the others wait: it is the bottleneck, and more so with
+    more ranks. Steps 2 (P - 1); rank 0 sends (P - 1) S bytes, every other rank S.
     """
     reduction = Reduction.of(op, tensor)
     with collective_in_place(comm, "naive_all_reduce", tensor, op) as flat:

@@ -1,4 +1,4 @@
-"""All-to-all: every rank has a different tensor for every other.
+"""All-to-all: every rank has a different tensor for every other rank.
 
 Symbols: P ranks, S bytes of one tensor. Source: pairwise exchange, Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH" (2005), section 4.
@@ -18,8 +18,8 @@ def all_to_all(comm: Comm, tensors: list[Tensor], out: list[Tensor] | None = Non
     Args:
         tensors: P tensors of one dtype; not changed.
         out: P tensors to receive into, from rank 0 to P - 1; returned. Needed where shapes differ,
-            since a rank cannot know what the others send; by default new ones. They must share
-            memory neither with each other nor with ``tensors``.
+            since a rank cannot know the shapes that the others send; by default new tensors. They
+            must share memory neither with each other nor with ``tensors``.
 
     In step s every rank sends to rank + s and receives from rank - s (mod P), so that no rank gets
     several messages at once. Steps and messages P - 1, bytes (P - 1) S per rank if shapes are
@@ -29,7 +29,7 @@ def all_to_all(comm: Comm, tensors: list[Tensor], out: list[Tensor] | None = Non
     if out is None:
         out = [new_like(tensors[0]) for _ in tensors]
     check_one_per_rank(comm, out, "tensors to receive into")
-    check_fits(tensors[comm.rank], out[comm.rank], "what a rank sends itself")
+    check_fits(tensors[comm.rank], out[comm.rank], "the tensor for this rank itself")
     check_apart(
         {f"out[{rank}]": tensor for rank, tensor in enumerate(out)},
         {f"tensors[{rank}]": tensor for rank, tensor in enumerate(tensors)},

@@ -1,4 +1,4 @@
-"""How two ranks' values become one: sum, mean, product, maximum, minimum, bits.
+"""Reductions, which combine the values of two ranks: sum, mean, product, max, min, bitwise.
 
 All collectives reduce through this one class, so an operation that does not suit a dtype is
 refused in the same words everywhere, before the first message.
@@ -19,12 +19,12 @@ COMBINE = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-# These round, and so accumulate in more bits than 16-bit floats have.
+# These operations round, so sums of 16-bit floats are accumulated in more bits.
 ROUNDED = {"sum", "mean", "product"}
 BITWISE = {"band", "bor", "bxor"}
 
 # PyTorch stores more dtypes than it can add: float8, uint16 to uint64 and quantised ones are
-# missing here. 16-bit floats are added in 32 bits: rounding errors of P - 1 additions would show.
+# missing here. 16-bit floats are added in 32 bits: P - 1 roundings to 16 bits would add up.
 WIDE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -36,7 +36,7 @@ ADDABLE |= {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 @dataclass(frozen=True)
 class Reduction:
-    """An operation that suits a dtype. Make one with ``Reduction.of``.
+    """An operation that suits a dtype; make one with ``Reduction.of``.
 
     Attributes:
         op: "sum", "mean", "max", "min", "product", or bitwise "band" (and), "bor" (or), "bxor".
@@ -53,7 +53,7 @@ class Reduction:
 
         Raises:
             ValueError: unknown operation, a sparse tensor, or a dtype that cannot be reduced that
-                way. The text is the same on all ranks.
+                way. The message is the same on all ranks.
         """
         if not isinstance(op, str) or op not in COMBINE:
             raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(COMBINE)}")
@@ -73,7 +73,7 @@ class Reduction:
     def combine(self, mine: Tensor, incoming: Tensor, out: Tensor) -> Tensor:
         """Write ``mine`` op ``incoming`` to ``out``, which may be either of them.
 
-        NaN, overflow and wrap-around are PyTorch's own.
+        NaN, overflow and wrap-around behave as in PyTorch.
         """
         return COMBINE[self.op](mine, incoming, out=out)
 

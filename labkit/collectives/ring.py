@@ -7,11 +7,12 @@
 1. Cut the tensor into P chunks. 2. ``share_reduce``: in P - 1 steps each chunk travels once around
 the ring, and every rank adds its own values to it; at the end each rank owns one complete chunk.
 3. ``share_only``: in P - 1 more steps the complete chunks travel around, and all ranks copy them.
-By themselves the two halves are ``reduce_scatter`` and ``all_gather``, where rank r's tensor takes
-the place of the chunk that it owns.
+Used alone, the two halves are ``reduce_scatter`` and ``all_gather``, where the tensor of rank r
+takes the place of the chunk that rank r owns.
 
-Each rank sends 2 (P - 1) / P x S bytes in 2 (P - 1) messages: with many ranks hardly more than
-twice S. Which chunk goes where in which step: ``labkit.schedules.ring``.
+Each rank sends 2 (P - 1) / P x S bytes in 2 (P - 1) messages: always less than 2 S, however many
+ranks there are (16-bit floats: less than 3 S, see ``share_reduce``). ``labkit.schedules.ring``
+says which chunk goes where in each step.
 
 Symbols: P ranks, S bytes. Source: Patarasuk and Yuan (2009), section 3.
 """
@@ -46,10 +47,10 @@ def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
 
 
 def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> None:
-    """P - 1 steps, each adding the left neighbour's partial sum (literature: reduce-scatter).
+    """Reduce the chunks in P - 1 steps along the ring (literature: reduce-scatter).
 
-    In step s rank r sends chunk r - s to its right neighbour, receives chunk r - s - 1 from its
-    left one, and adds its own values of that chunk to it (numbers mod P).
+    In step s rank r sends chunk r - s to its right neighbour, receives the partial sum of chunk
+    r - s - 1 from its left neighbour, and adds its own values to it (numbers mod P).
 
     Args:
         chunks: P tensors, one per rank. On return chunk (rank + 1) mod P holds the complete
@@ -72,7 +73,7 @@ def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> Non
 
 
 def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
-    """P - 1 steps, each copying the left neighbour's complete chunk (literature: all-gather).
+    """Copy the complete chunks to all ranks in P - 1 steps (literature: all-gather).
 
     Args:
         chunks: P tensors, of which chunk (rank + 1) mod P is complete. On return all are.
@@ -85,7 +86,7 @@ def share_only(comm: Comm, chunks: list[torch.Tensor]) -> None:
 
 
 def all_gather(comm: Comm, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Give all ranks every rank's ``tensor``.
+    """Gather every rank's ``tensor`` on all ranks.
 
     Args:
         tensor: any shape and dtype, the same on every rank; not changed.
@@ -127,13 +128,13 @@ def reduce_scatter(comm: Comm, tensors: list[torch.Tensor], op: str = "sum") -> 
 
 
 def split_chunks(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-    """P views of a flat tensor [N], sizes differing by at most one element."""
+    """P views of a flat tensor [N], whose sizes differ by at most one element."""
     return [flat[start:end] for start, end in chunk_bounds(flat.numel(), world_size)]
 
 
 @contextmanager
 def phase(comm: Comm, name: str, chunks: list[torch.Tensor], op: str = "") -> Iterator[None]:
-    """Half a ring: checked, announced to the other ranks, named in the trace, out of autograd."""
+    """Wrap half of a ring: check it, announce it, name it in the trace, disable autograd."""
     check_one_per_rank(comm, chunks, "chunks")
     check_apart({f"chunks[{number}]": chunk for number, chunk in enumerate(chunks)})
     with torch.no_grad(), comm.collective(name, chunks[0], op), comm.span(name):

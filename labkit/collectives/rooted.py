@@ -1,4 +1,4 @@
-"""Collectives with a root: one rank has something for all, or wants something from all.
+"""Collectives with a root: one rank sends to all ranks, or receives from all ranks.
 
 ``broadcast`` and ``reduce`` move S bytes to or from every rank, and any rank that has them can
 pass them on (or add them up): a binomial tree needs ceil(log2 P) steps. ``gather`` and ``scatter``
@@ -23,7 +23,7 @@ def broadcast(comm: Comm, tensor: Tensor, root: int = 0) -> Tensor:
 
     Args:
         tensor: any shape and dtype, the same on every rank; returned.
-        root: the rank whose values count.
+        root: the rank whose values are copied.
 
     Steps ceil(log2 P). All ranks together send P - 1 messages of S bytes; the root sends
     ceil(log2 P) of them.
@@ -64,11 +64,11 @@ def reduce(comm: Comm, tensor: Tensor, root: int = 0, op: str = "sum") -> Tensor
 
 
 def gather(comm: Comm, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-    """Give the root every rank's ``tensor``.
+    """Gather every rank's ``tensor`` on the root.
 
     Args:
         tensor: any shape and dtype, the same on every rank; not changed.
-        root: the rank that gets them.
+        root: the rank that gets the tensors.
 
     Returns:
         On the root P new tensors, in the order of the ranks; None on the others.
@@ -89,13 +89,13 @@ def gather(comm: Comm, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
 
 
 def scatter(comm: Comm, tensors: list[Tensor] | None, out: Tensor, root: int = 0) -> Tensor:
-    """Give rank r ``tensors[r]`` of the root.
+    """Send ``tensors[r]`` of the root to rank r, for all r.
 
     Args:
         tensors: on the root P tensors of the shape and dtype of ``out``, in the order of the
             ranks; None on the others.
         out: filled in place with this rank's share; returned. The same shape on every rank.
-        root: the rank that has them.
+        root: the rank that has ``tensors``.
 
     The root sends P - 1 messages of S bytes in as many steps, the others nothing.
 

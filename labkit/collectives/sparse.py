@@ -1,6 +1,6 @@
 """All-reduce of sparse tensors: ranks have different entries, so these are gathered, then added.
 
-Symbols: P ranks, E the most entries of any rank (an entry is an index and its values).
+Symbols: P ranks, E the largest number of entries of a rank (an entry: an index, its values).
 """
 
 import torch
@@ -16,11 +16,11 @@ def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torc
     Args:
         tensor: sparse COO, the same shape, dtype and number of sparse dimensions on every rank;
             returned, coalesced.
-        op: "sum". An entry may be missing on some ranks: no maximum or product is defined.
+        op: "sum" only. An entry may be missing on some ranks, so no maximum or product is defined.
 
-    Three all-gathers, of the number of entries and of the entries, padded to E: 3 (P - 1)
-    messages on every rank, (P - 1) x E entries. Every rank adds in the order of the ranks, so all
-    end with the same bits.
+    Three all-gathers, of the number of entries, of their indices and of their values, padded to E:
+    3 (P - 1) messages and (P - 1) x E entries on every rank. Every rank adds in the order of the
+    ranks, so all end with the same bits.
 
     Raises:
         ValueError: another layout or operation, or a dtype that cannot be added.
@@ -28,7 +28,7 @@ def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torc
     if tensor.layout != torch.sparse_coo or op != "sum":
         raise ValueError(
             f"cannot take the {op} of a {tensor.layout} tensor over ranks: of sparse tensors only "
-            "the sum of sparse_coo is served; use .to_sparse_coo(), or .to_dense()"
+            "the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()"
         )
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
@@ -40,13 +40,13 @@ def sparse_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torc
     total = _sparse(indices[:, :0], values[:0], tensor.shape)
     for count, others_indices, others_values in zip(counts, all_indices, all_values):
         total = total + _sparse(others_indices[:count].t(), others_values[:count], tensor.shape)
-    # Not into tensor.detach(): that has its own entries, and ``tensor`` would stay as it was.
+    # Copying into tensor.detach() would replace the entries of that detached tensor only.
     with torch.no_grad():
         return tensor.copy_(total.coalesce())
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    # They come from coalesced tensors; unless told, PyTorch warns that it does not check.
+    # Entries of coalesced tensors need no check; without an explicit choice PyTorch warns.
     return torch.sparse_coo_tensor(
         indices, values, shape, check_invariants=False, is_coalesced=True
     )

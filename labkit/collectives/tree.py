@@ -1,4 +1,4 @@
-"""Tree all-reduce: few steps, each with the whole tensor. It is the fastest for small tensors.
+"""Tree all-reduce: few steps, each with the whole tensor; the fastest for small tensors.
 
 Symbols: P ranks, S bytes. Source: recursive doubling, Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH" (2005), section 4.
@@ -22,7 +22,7 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
     In every step a rank exchanges all it has with a partner, and both combine the two. Steps and
     messages log2 P, bytes log2 P x S on every rank. If P is not a power of two, the ranks beyond
     the largest power send their values to others first and get the result at the end: 2 more
-    steps. Partial sums of 16-bit floats travel as float32, twice the bytes; the result does not.
+    steps. Partial sums of 16-bit floats are sent as float32, twice the bytes; the result is not.
 
     Partners combine in the same order, the lower rank's values first, so all ranks end with the
     same bits.

@@ -1,1 +1,1 @@
-"""How ranks talk: ``Comm``, its transports, the status board, and the deadlock that it shows."""
+"""Communication between ranks: ``Comm``, its transports, the status board, deadlock reports."""

@@ -1,7 +1,8 @@
 """``recv_any``: receiving from whichever of several ranks sends first.
 
-Ranks of one machine see on the status board who has something to send, and sleep on a doorbell
-while nobody has (``labkit.comm.waiting``). Between machines gloo chooses, from all ranks.
+Ranks of one machine see on the status board which ranks have a message for them, and sleep on a
+doorbell while none has (``labkit.comm.waiting``). Between machines gloo takes the first message of
+any rank.
 """
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from labkit.errors import PeerLostError
 
 
 class AnySource:
-    """The sources of one rank's ``recv_any``, and which of them are known to be lost."""
+    """``recv_any`` of one rank; remembers which sources it has reported as lost."""
 
     def __init__(self, session: Session):
         self._session = session
@@ -25,7 +26,8 @@ class AnySource:
         """Receive a message like ``tensor`` into ``landing``; returns its source.
 
         Raises:
-            PeerLostError: a source has ended, told once; or all have.
+            PeerLostError: a source has ended (reported once for each), or all have.
+            ValueError: the ranks share no board and do not use gloo; another rank has sent.
         """
         left = [source for source in sources if source not in self._known_lost]
         if not left:
@@ -37,7 +39,7 @@ class AnySource:
     def _recv_first(
         self, doorbells: Doorbells, tensor: Tensor, landing: Tensor, sources: list[int]
     ) -> int:
-        """Look on the board who is there, sleep until somebody is, and receive from that rank."""
+        """Sleep until the board shows a sender among ``sources``, and receive from that rank."""
         session, what = self._session, describe(tensor)
         start = session.recorder.timer.mark()
         session.board.enter_any(session.rank, sources, what, caller_location())
@@ -53,12 +55,12 @@ class AnySource:
         return src
 
     def _recv_from_all(self, landing: Tensor, sources: list[int]) -> int:
-        """Where no board shows who is there: over gloo, from whoever it is."""
+        """Receive from any rank over gloo, where no shared board shows who sends."""
         session = self._session
         if not session.transport.receives_from_any:
             raise ValueError(
-                f"recv_any from ranks {sources} needs a board that these ranks share: between "
-                "machines use gloo"
+                f"recv_any from ranks {sources} needs a status board that these ranks share: "
+                "between machines use gloo"
             )
         start = session.recorder.timer.mark()
         try:
@@ -67,8 +69,8 @@ class AnySource:
             raise PeerLostError(f"{RECV_ANY} broke off: {error}") from error
         if src not in sources:
             raise ValueError(
-                f"rank {src} has sent to rank {session.rank}, which takes from {sources} only: "
-                "between machines nobody else may send meanwhile"
+                f"rank {src} has sent to rank {session.rank}, which receives from {sources} only: "
+                "between machines no other rank may send to it at the same time"
             )
         session.operations += 1
         session.record(start, 0, src)

@@ -2,8 +2,8 @@
 
 A rank writes to it before and after each operation with plain stores, so the fast path costs no
 system call. A transfer is a meeting of two ranks: message number k on the edge a -> b completes if
-and only if both ends have posted their k-th operation on that edge. So who waits for whom is known
-exactly, and a deadlock is found by looking, not by waiting for a timeout.
+and only if both ends have posted their k-th operation on that edge. So the board shows exactly who
+waits for whom, and a deadlock is found without waiting for a timeout.
 
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
@@ -12,22 +12,22 @@ import numpy as np
 
 SEND, RECV = 0, 1
 
-# A rank that has left (its process group is destroyed) may be a process that lives on; one that is
-# lost has ended, and the run continues without it.
+# LEFT: the rank's process group was destroyed, and its process may live on. LOST: its process has
+# ended, and the run continues without it.
 NOT_STARTED, RUNNING, RETURNED, LEFT, LOST = 0, 1, 2, 3, 4
 
 RECV_ANY = "recv_any"
 
 # How many descriptions each end of an edge keeps. Where a send waits for its receive, two suffice;
-# where it only queues (NCCL), the peer may overwrite the oldest while another is read.
+# where a send is only queued (NCCL), the peer may overwrite the oldest while another is read.
 DEPTH = 3
 
-# How many collectives of a rank are kept. Ranks may be some collectives apart: a root that
-# broadcasts waits for nobody.
+# How many collectives of a rank are kept. Ranks may be several collectives apart: the root may
+# finish a broadcast before other ranks have begun it.
 HISTORY = 8
 
 # One description, for example "float32 [3, 4]" or "broadcast float32 [4] from rank 0".
-# (Like all texts here, numpy cuts it off at the end of its field.)
+# (numpy truncates it, like all texts here, to the length of its field.)
 _WHAT = "S96"
 
 _EDGE = np.dtype([("count", "i8"), ("posted_s", "f8", DEPTH), ("what", _WHAT, DEPTH)])
@@ -61,15 +61,16 @@ class Board:
     Args:
         world_size: P.
         memory: a writable buffer of ``Board.num_bytes(P)`` zero bytes that the processes share;
-            None keeps a private one (a rank that no launcher watches).
+            None makes a private buffer (for a rank that no launcher watches).
 
     Attributes:
         ranks: [P] what each rank is doing.
         collectives: [P] how many collectives each rank has called.
-        counts: [side, source, destination] the operations posted so far, by each end of an edge.
+        counts: [side, source, destination] the number of operations that each end of an edge has
+            posted so far.
         posted_s: [side, source, destination, DEPTH] when the latest of them were posted.
-        what: [side, source, destination, DEPTH] what they move.
-        wanted: [rank, source] from whom a rank in recv_any would take its message.
+        what: [side, source, destination, DEPTH] the tensors they move, as ``describe`` names them.
+        wanted: [rank, source] whether a rank in recv_any accepts a message from this source.
     """
 
     def __init__(self, world_size: int, memory: bytearray | memoryview | None = None):
@@ -93,7 +94,7 @@ class Board:
         return world_size * _RANK.itemsize + world_size**2 * (2 * _EDGE.itemsize + 1)
 
     def copy(self) -> "Board":
-        """What the board holds at this moment, in memory of its own."""
+        """A copy of the board as it is now, in private memory."""
         return Board(self.world_size, bytearray(memoryview(self.memory).cast("B")))
 
     # Written by the rank itself
@@ -123,7 +124,7 @@ class Board:
         index = self.counts[end] % DEPTH
         self.what[end][index] = what.encode()
         self.posted_s[end][index] = now_s
-        # Last, so that whoever sees the new count sees the rest as well.
+        # Last: a reader that sees the new count also sees the new entry.
         self.counts[end] += 1
 
     def enter_any(self, rank: int, sources: list[int], what: str, location: str) -> None:
@@ -154,13 +155,13 @@ class Board:
         self.collectives[rank] += 1
 
     def leave(self, rank: int) -> None:
-        """The operation is over."""
+        """Post that the operation has ended."""
         slot = self.ranks[rank]
         slot["op"] = b""
         slot["ticks"] += 1
 
     def give_up(self, rank: int, why: str) -> None:
-        """Post that this rank will not continue; only the first rank to do so says why."""
+        """Post that this rank will not continue, and why, unless another rank has done so."""
         if not self.gave_up():
             self.ranks[rank]["gave_up"] = why.encode()
 
@@ -179,11 +180,11 @@ class Board:
         return ""
 
     def posted(self, rank: int) -> int:
-        """How much a rank has posted so far. While it is unchanged, no other waits for more."""
+        """The number of posts of a rank so far; if it is unchanged, no new operation has begun."""
         return int(self.ranks[rank]["ticks"]) + int(self.collectives[rank])
 
     def ticks(self) -> tuple[int, ...]:
-        """A fingerprint of all ranks' progress: unchanged means that none has moved."""
+        """A fingerprint of all ranks' progress: if it is unchanged, no rank has moved."""
         return tuple(int(value) for value in self.ranks["ticks"])
 
     def first_sender(self, rank: int, sources: list[int]) -> int | None:
@@ -197,7 +198,7 @@ class Board:
         return min(since_s, key=since_s.__getitem__, default=None)
 
     def arrived_s(self, rank: int, sent_to: int | None, received_from: int | None) -> float:
-        """When the peers of the transfer that ``rank`` has just ended had come to it."""
+        """When the last peer came to the transfer that ``rank`` has just ended, in seconds."""
         latest = 0.0
         if sent_to is not None:
             latest = self._came_s(RECV, rank, sent_to)
@@ -210,6 +211,6 @@ class Board:
         return float(self.posted_s[peers_side, source, destination][mine % DEPTH])
 
     def meeting_arrived_s(self, rank: int) -> float:
-        """When the last rank came to the meeting that ``rank`` is in or has just left."""
+        """When the last rank came to the meeting that ``rank`` is in or has just left, in s."""
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
         return float(self.ranks["meeting_s"][:, index].max())

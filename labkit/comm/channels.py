@@ -1,9 +1,9 @@
 """Channels: how a tensor travels through shared memory, in segments.
 
-The sender copies a segment of its tensor into a free slot; the receiver reads it there, or adds
-straight out of it, and the slot is free again. A segment (``SEGMENT_BYTES``) is small enough to
-stay in the cache from the copy to the reduction. A few slots (``NUM_SLOTS``) let the sender run
-ahead while the receiver is busy; more of them would leave the cache.
+The sender copies a segment of its tensor into a free slot; the receiver copies or adds it directly
+from the slot, which is then free again. A segment (``SEGMENT_BYTES``) is small enough to stay in
+the cache from the copy to the reduction. A few slots (``NUM_SLOTS``) let the sender run ahead
+while the receiver is busy; more slots would not fit into the cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +18,12 @@ from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena, Semaphore
 class Channel:
     """One edge, as one of its two ends sees it: the sender fills slots, the receiver empties them.
 
-    ``reserve`` and ``commit`` are the sender's, ``arrive`` and ``release`` the receiver's. Between
+    The sender calls ``reserve`` and ``commit``, the receiver ``arrive`` and ``release``. Between
     the two calls the slot belongs to the caller.
 
     Args:
-        wait: sleep until a semaphore can be taken, or its peer is lost: ``wait(semaphore, peer)``.
-        sent: counts what the sender sends; None at the receiving end, which counts nothing.
+        wait: ``wait(semaphore, peer)`` decrements a semaphore; PeerLostError if the peer is lost.
+        sent: the sender's counters; None at the receiving end, which counts nothing.
     """
 
     segment_bytes = SEGMENT_BYTES
@@ -52,26 +52,27 @@ class Channel:
         return self.writable(num_elements, dtype)
 
     def commit(self, begins_message: bool = True) -> None:
-        """The slot holds its segment, the first of a message or a later one: it is sent."""
+        """Send the slot, which now holds the first segment of a message or a later one."""
         self._sent.count(self._slot_bytes, begins_message)
         self._next = (self._next + 1) % NUM_SLOTS
         self.filled.post()
 
     def arrive(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """The next filled slot, in the same terms; may wait."""
+        """The next filled slot, as a tensor [num_elements] of ``dtype``; may wait."""
         self._wait(self.filled, self._peer)
         return self.readable(num_elements, dtype)
 
     def release(self) -> None:
-        """The slot has been read: the sender may have it back."""
+        """Give the slot, which has been read, back to the sender."""
         self._next = (self._next + 1) % NUM_SLOTS
         self.free.post()
 
     def opening(self) -> Iterator[Semaphore]:
-        """What the receiver has to wait for before its first segment: nothing, here."""
+        """The semaphores to wait for before the first segment is received: none, on the CPU."""
         return iter(())
 
     def slot(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """The current slot, as a tensor [num_elements] of ``dtype``; does not wait."""
         self._slot_bytes = num_elements * dtype.itemsize
         key = self._next, num_elements, dtype
         if key not in self._views:
@@ -80,5 +81,5 @@ class Channel:
             self._views[key] = self._slots[self._next].view(dtype)[:num_elements]
         return self._views[key]
 
-    # For a sender who has taken ``free``, and for a receiver who has taken ``filled``.
+    # For a sender that already holds ``free``, and a receiver that already holds ``filled``.
     writable = readable = slot

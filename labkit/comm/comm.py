@@ -1,8 +1,8 @@
 """Comm: the one object through which learner code and strategies talk to other ranks.
 
-Five operations: send, recv, recv_any, exchange, barrier. How the bytes travel, and counting them,
-is the transport's business (``labkit.comm.transport``); posting each operation and timing it is
-the session's (``labkit.comm.session``).
+Five operations: send, recv, recv_any, exchange, barrier. The transport moves and counts the bytes
+(``labkit.comm.transport``); the session posts each operation on the status board and times it
+(``labkit.comm.session``).
 """
 
 from collections import Counter
@@ -23,14 +23,14 @@ from labkit.comm.waiting import Doorbells
 
 
 class Comm:
-    """One rank's way to the others.
+    """One rank's connection to the other ranks.
 
     Attributes:
         rank: this rank, 0 .. world_size - 1.
         world_size: P, the number of ranks.
         device: where this rank's tensors live.
         transport: moves the bytes, and counts them.
-        session: this rank's place in the run, for those who manage runs.
+        session: posts and records the operations; needed only by code that manages runs.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class Comm:
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send ``tensor`` (any shape, dense, any dtype) to rank ``dst``.
 
-        Returns when the receive has begun and the tensor may be overwritten (gloo), or when the
-        transfer is queued on the stream (NCCL). Counts 1 message.
+        Returns when the receive has begun and the tensor may be overwritten (shared memory on the
+        CPU, gloo), or when the transfer is queued on the current stream (NCCL, CUDA IPC). Counts
+        1 message.
 
         Raises:
             ValueError: ``dst`` is not another rank; the tensor is sparse or on another device.
@@ -89,7 +90,7 @@ class Comm:
             self.transport.send(outgoing, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
-        """Receive into ``tensor`` in place, from rank ``src``; returns it. Counts no message.
+        """Receive into ``tensor`` from rank ``src``; returns ``tensor``. Counts no message.
 
         Raises:
             ValueError: ``src`` is not another rank; the tensor is sparse, on another device, or
@@ -104,12 +105,12 @@ class Comm:
         return deliver(incoming, tensor)
 
     def recv_add(self, tensor: Tensor, src: int) -> Tensor:
-        """Receive from rank ``src`` and add it to ``tensor``, in place; returns it.
+        """Receive a tensor from rank ``src`` and add it to ``tensor``; returns ``tensor``.
 
-        In shared memory, what arrives is added straight out of the slots, segment by segment,
-        while it is in the cache; other transports let it land first. Counts no message.
+        In shared memory, each segment is added directly from its slot while it is in the cache;
+        other transports receive into a new tensor first. Counts no message.
 
-        Raises what ``recv`` raises, and ValueError for a tensor that is not contiguous.
+        Raises the errors of ``recv``, and ValueError for a tensor that is not contiguous.
         """
         check_tensor(tensor, self.device)
         if not tensor.is_contiguous():
@@ -120,22 +121,22 @@ class Comm:
         return tensor
 
     def recv_any(self, tensor: Tensor, sources: Iterable[int]) -> int:
-        """Receive into ``tensor`` in place, from whichever of ``sources`` sends; returns which.
+        """Receive into ``tensor`` from the first of ``sources`` to send; returns that rank.
 
-        Of several that wait, the one that has waited longest comes first, so none starves. A
-        source that has ended is named by one error; after it, recv_any continues with the others.
-        Counts no message. Ranks of several machines have to be on gloo, and no other rank may have
-        something to send to this one meanwhile: see ``can_choose``.
+        If several sources wait, the one that has waited longest is served first, so none starves.
+        A source that has ended is reported by one error; later calls continue with the others.
+        Counts no message. Between machines this needs gloo, and no rank outside ``sources`` may
+        send to this rank at the same time: see ``can_choose``.
 
         Raises:
-            ValueError: as ``recv``; no sources.
+            ValueError: as for ``recv``, or ``sources`` is empty.
             MismatchError: the sender sends another shape or dtype.
-            PeerLostError: a source has ended (its ``rank`` says which); or all have.
+            PeerLostError: a source has ended (the error's ``rank``), or all have.
         """
         self.session.check_open()
         asked = list(dict.fromkeys(sources))
         if not asked:
-            raise ValueError(f"rank {self.rank} cannot receive from any of no sources: name one")
+            raise ValueError(f"rank {self.rank} cannot receive: the list of sources is empty")
         for source in asked:
             self._check_peer(source, "receive from")
         incoming = to_receive(tensor, self.device)
@@ -146,16 +147,16 @@ class Comm:
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Tensor:
         """Send ``send`` to ``dst`` while receiving ``recv`` from ``src``; returns ``recv``.
 
-        The pair that cannot deadlock: every rank of a ring may call it at once. Counts 1 message.
-        Raises what ``send`` and ``recv`` raise, and ValueError if the two tensors share memory:
-        what arrives would overwrite what has not left yet.
+        All ranks of a ring may call it at the same time without a deadlock. Counts 1 message.
+        Raises the errors of ``send`` and ``recv``, and ValueError if the two tensors share memory:
+        the incoming values would overwrite values that are not sent yet.
         """
         outgoing, incoming = to_send(send, self.device), to_receive(recv, self.device)
         if overlap(send, recv):
             raise ValueError(
                 f"rank {self.rank} cannot exchange {describe(send)} for {describe(recv)}, which "
-                "share memory: what arrives would overwrite what has not left yet. Receive into "
-                "a new tensor (torch.empty_like), or send a copy (.clone())"
+                "share memory: the incoming values would overwrite values that are not sent yet. "
+                "Receive into a new tensor (torch.empty_like), or send a copy (.clone())"
             )
         self._check_peer(dst, "send to")
         self._check_peer(src, "receive from")
@@ -165,7 +166,12 @@ class Comm:
         return deliver(incoming, recv)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here. Counts no message."""
+        """Wait until every rank has called this. Counts no message.
+
+        Raises:
+            MismatchError: another rank has called another collective.
+            PeerLostError: a rank has ended.
+        """
         with self.collective("barrier"):
             self.session.barrier()
 
@@ -175,15 +181,15 @@ class Comm:
     ) -> Iterator[None]:
         """Announce a collective, which all ranks must call in the same order with equal shapes.
 
-        One inside another (the ring's two halves) is part of it and is not announced.
+        A collective inside another one (such as the two halves of the ring) is not announced.
 
         Args:
             name: the operation.
-            tensor: what it works on; None leaves it out, when the ranks' tensors differ.
-            option: what else must agree, such as the reduction or the root.
+            tensor: the tensor it works on; None if shapes may differ between ranks.
+            option: anything else that must be equal on all ranks: the reduction or the root.
 
         Raises:
-            MismatchError: another rank has called something else; both sequences are shown.
+            MismatchError: another rank has called another collective; shows both sequences.
         """
         self.session.check_open()
         if self._inside_collective:
@@ -200,19 +206,20 @@ class Comm:
             self._inside_collective = False
 
     def span(self, kind: str) -> AbstractContextManager[None]:
-        """Record a region: ``compute``, ``update``, ``data`` or the name of a communication phase.
+        """Record a region: ``compute``, ``update``, ``data`` or the name of a collective's phase.
 
-        Transfers inside a local region are ``communicate``; inside a phase they carry its name.
+        Transfers inside a region of local work are recorded as ``communicate``; transfers inside a
+        phase are recorded under its name.
         """
         return self.session.recorder.region(kind)
 
     def progress(self, done: int, total: int, label: str = "") -> None:
-        """Tell the notebook how far this rank is; it draws one bar while the run lasts."""
+        """Report this rank's progress; the notebook draws one bar while the run lasts."""
         self.session.board.progress(self.rank, done, total, label)
 
     @property
     def can_choose(self) -> bool:
-        """Whether ``recv_any`` can leave the messages of some ranks waiting (on one machine)."""
+        """Whether ``recv_any`` can let other ranks' messages wait (on one machine it can)."""
         return self.session.doorbells is not None
 
     def _check_peer(self, peer: int, verb: str) -> None:

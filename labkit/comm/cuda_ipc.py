@@ -1,9 +1,9 @@
-"""Shared memory on the GPU: ranks that share a device, or neighbour one, read each other's slots.
+"""Shared memory on GPUs: ranks on one GPU, or on several of one machine, read each other's slots.
 
-The host side is ``labkit.comm.channels``: semaphores say which slot is whose. Here the slots lie
-in the sender's GPU memory, and the receiver opens them through CUDA IPC. The host does not wait
-for a copy to end, so each slot also has two interprocess events: ``filled`` orders the receiver's
-reading behind the sender's writing, ``free`` the next writing behind that reading.
+The host side is ``labkit.comm.channels``: semaphores say which end may use a slot. Here the slots
+are in the sender's GPU memory, and the receiver opens them through CUDA IPC. The host does not
+wait for a copy to end, so each slot also has two interprocess events: ``filled`` makes the
+receiver's read wait for the sender's write, ``free`` makes the next write wait for that read.
 
 Source: CUDA Runtime API, "Interprocess Communication" (an event opened from a handle may be
 recorded and waited for in either process).
@@ -23,15 +23,15 @@ from labkit.comm.channels import Channel
 from labkit.comm.shared_memory import NUM_SLOTS, Arena, Semaphore
 from labkit.comm.shared_transport import SharedTransport
 
-# A copy of less would take less time than its launch.
+# Copying a smaller segment would take less time than launching the copy.
 CUDA_SEGMENT_BYTES = 4 * 1024 * 1024
 
 
 class CudaChannel(Channel):
     """A channel whose slots are in the memory of the source's GPU.
 
-    The source makes slots and events and leaves their handles in the edge's slot in host memory;
-    the destination opens them before its first segment.
+    The source makes slots and events and writes their handles into the edge's first slot in host
+    memory; the destination opens them before its first segment.
     """
 
     segment_bytes = CUDA_SEGMENT_BYTES
@@ -82,7 +82,7 @@ class CudaChannel(Channel):
 
     def readable(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         self._stream().wait_event(self.filled_events[self._next])
-        # Arithmetic wants its operands on one device: a neighbour's slot is copied over first.
+        # Operands must be on one device: a slot on another GPU is copied to this one first.
         return self.slot(num_elements, dtype).to(self._device, non_blocking=True)
 
     def release(self) -> None:
@@ -96,10 +96,10 @@ class CudaChannel(Channel):
 class CudaTransport(SharedTransport):
     """``SharedTransport`` for tensors on the GPUs of one machine.
 
-    Returns when a transfer is queued on the current stream, as NCCL does.
+    An operation returns when its transfer is queued on the current stream, as with NCCL.
     """
 
-    # A peer may still have to read this rank's slots: they must outlast its queue.
+    # A peer's queued reads may still need this rank's slots, so these must not be freed yet.
     ends_together = True
 
     def __init__(self, arena: Arena, rank: int, device: torch.device, timeout_s: float):
@@ -112,32 +112,33 @@ class CudaTransport(SharedTransport):
         super().barrier()
 
 
-# Of the arguments with which PyTorch rebuilds a tensor, both ends know those before this index:
-# its type, shape, strides, offset, its storage's type, and its dtype.
+# PyTorch rebuilds a tensor from a list of arguments. Both ends know those before this index (type,
+# shape, strides, offset, type of the storage, dtype), so only the others are sent.
 FIRST_HANDLE = 6
 
 
 def export(tensor: Tensor) -> list[Any]:
-    """What another process needs to open ``tensor``'s memory: numbers, and handles in bytes."""
+    """The arguments that open ``tensor``'s memory in another process: numbers and handles."""
     _, arguments = reductions.reduce_tensor(tensor)
     return list(arguments[FIRST_HANDLE:])
 
 
 def imported(handles: list[Any], shape: tuple[int, int]) -> Tensor:
-    """The exported memory, as uint8 of ``shape``."""
+    """Open exported memory, as a uint8 tensor of ``shape``."""
     storage_type = torch.storage.TypedStorage
     known = Tensor, torch.Size(shape), (shape[1], 1), 0, storage_type, torch.uint8
     return reductions.rebuild_cuda_tensor(*known, *handles)
 
 
 def write_letter(slot: Tensor, letter: list[list[Any]]) -> None:
-    """Handles are written in hexadecimal: what is read is text and numbers, never objects."""
+    """Write ``letter`` as JSON, handles in hexadecimal, so that reading never makes objects."""
     data = json.dumps(letter, default=bytes.hex).encode("ascii")
     framed = struct.pack("q", len(data)) + data
     slot[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
 
 
 def read_letter(slot: Tensor) -> list[list[Any]]:
+    """Read what ``write_letter`` has written."""
     (length,) = struct.unpack("q", bytes(slot[:8].numpy()))
     assert 0 < length <= len(slot) - 8
     letter = json.loads(bytes(slot[8 : 8 + length].numpy()))

@@ -1,6 +1,6 @@
-"""Finding a deadlock on the board: who waits for whom, and who can never continue.
+"""Finding a deadlock on the board: who waits for whom, and which ranks can never continue.
 
-The launcher calls this on a copy of the board. (The sentences: ``labkit.comm.explain``.)
+The launcher calls this on a copy of the board; ``labkit.comm.explain`` writes the explanation.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ from labkit.comm.board import DEPTH, RECV, RECV_ANY, RETURNED, RUNNING, SEND, Bo
 
 @dataclass(frozen=True)
 class Waiting:
-    """One thing that keeps ``rank`` from continuing: ``peer`` has not come to ``what``.
+    """One reason why ``rank`` cannot continue: in ``op`` it waits for ``peer``.
 
-    With ``any_of`` it is one of several, any one of which is enough.
+    ``what`` completes the sentence: "to send float32 [4]", "at barrier number 2". With ``any_of``,
+    ``rank`` waits for any one of several peers, and this is one of them.
     """
 
     rank: int
@@ -54,7 +55,7 @@ def _waits_for_any(board: Board, rank: int) -> list[Waiting]:
 
 
 def _unmatched(board: Board, side: int, source: int, destination: int) -> str:
-    """What this end of the edge has posted and the other has not; empty if there is nothing."""
+    """The operation that this end of the edge has posted and the other has not; empty if none."""
     counts = board.counts[:, source, destination]
     latest = board.what[side, source, destination][(int(counts[side]) - 1) % DEPTH]
     return latest.decode() if counts[side] > counts[1 - side] else ""
@@ -74,15 +75,15 @@ def takes_part(board: Board, rank: int, peer: int) -> bool:
 def stuck_ranks(board: Board) -> list[int]:
     """The ranks that can never continue, whatever the others do.
 
-    A rank that computes may still come to any meeting; one that has returned never will. So a
-    rank is stuck when it waits for a rank that has returned, or for another stuck rank; where any
-    of several would do, when that holds for all of them. (A rank that waits for a lost rank is
-    told so, and continues.)
+    A rank that computes may still come to any operation; a rank that has returned never will. So a
+    rank is stuck when it waits for a rank that has returned, or for another stuck rank; in
+    ``recv_any``, when this holds for all its sources. (A rank that waits for a lost rank gets an
+    error, and is not stuck.)
     """
     everyone = range(board.world_size)
     ended = {rank for rank in everyone if board.ranks[rank]["state"] == RETURNED}
     reasons = {rank: waits(board, rank) for rank in everyone if rank not in ended}
-    # A cycle has no first member: start from all that wait, and free those that can continue.
+    # A cycle has no first member: start with all waiting ranks, remove those that can continue.
     waiting = {rank for rank, found in reasons.items() if found}
     freed = True
     while freed:

@@ -1,4 +1,4 @@
-"""The sentences about a deadlock: who waits for whom, in which operation, at which line."""
+"""The explanation of a deadlock: who waits for whom, in which operation, at which line."""
 
 from labkit.comm.board import RECV_ANY, Board
 from labkit.comm.deadlock import Waiting, find_cycle, waits
@@ -6,9 +6,9 @@ from labkit.comm.mismatch import uneven_collectives
 
 
 def explain_deadlock(board: Board, stuck: list[int]) -> str:
-    """Sentences a learner can act on: who waits for whom, where, the cycle or the missing rank.
+    """Explain who waits for whom, at which line, the cycle or the missing rank, the next step.
 
-    ``board`` is a copy, taken while nothing moved; ``stuck`` is what ``stuck_ranks`` found in it.
+    ``board`` is a copy, taken while nothing moved; ``stuck`` are its ``stuck_ranks``.
     """
     reasons = {rank: waits(board, rank) for rank in stuck}
     cycle = find_cycle(reasons)
@@ -20,9 +20,7 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
     for peer in missing:
         waiting = [f"rank {r}" for r in stuck if any(w.peer == peer for w in reasons[r])]
         verb = "waits" if len(waiting) == 1 else "wait"
-        lines.append(
-            f"rank {peer} has returned and never came: {', '.join(waiting)} {verb} for it."
-        )
+        lines.append(f"rank {peer} has returned, but {', '.join(waiting)} still {verb} for it.")
     for rank in stuck:
         op, location = reasons[rank][0].op, board.ranks[rank]["location"].decode()
         joint = " or " if reasons[rank][0].any_of else " and "

@@ -1,12 +1,13 @@
-"""How ranks without a common launcher come to map one arena.
+"""How ranks without a common launcher map the same arena.
 
-All they have in common is a ``torch.distributed`` store. Under torchrun it listens on every
-interface without a password, and anyone who reaches it can write into it. So a note in the store
-is plain numbers of fixed length, and only a hint where to look. What is found there is mapped only
-if it is what a meeting makes: memory of the same user, sealed, of the right size. Whether all
-ranks have come is then read in that memory, which nobody else can open, and not in the store.
+At first they share only a ``torch.distributed`` store. Under torchrun it listens on every
+interface without a password, and anyone who reaches it can write into it. So the note in the store
+consists of plain numbers of fixed length, and only says where the memory should be. A rank maps
+what it finds there only if it looks like an arena made by ``meet``: memory of the same user,
+sealed, of the right size. Whether all ranks have come is then read from that memory, which no
+other user can open, and not from the store.
 
-Source: memfd_create(2) and fcntl(2) for seals; proc(5), /proc/PID/fd, for who may open what.
+Source: memfd_create(2) and fcntl(2) for seals; proc(5), /proc/PID/fd, for access rights.
 """
 
 import contextlib
@@ -21,14 +22,14 @@ from typing import Any
 from labkit.comm.board import LEFT
 from labkit.comm.shared_memory import Arena
 
-# Mark, process, descriptor, inode, and the machine's boot.
+# Mark, process id, descriptor, inode, and the boot id of the machine.
 NOTE = struct.Struct("!8sqqQ36s")
 MARK = b"labkit-1"
 _HIGHEST = 2**31 - 1
 _OPEN, _NOT_OPEN = b"open", b"not open"
 _SUSPICION = (
-    "Somebody else writes to this run's store. It has no password: let it listen where only your "
-    "own processes reach it (SECURITY.md)"
+    "Another program writes to this run's store, which has no password: make it listen where only "
+    "your own processes can reach it (SECURITY.md)"
 )
 
 
@@ -36,15 +37,16 @@ def meet(store: Any, rank: int, world_size: int) -> Arena | None:
     """Map one arena on all ranks: rank 0 makes it, the others open it.
 
     Args:
-        store: the ``torch.distributed`` store of these ranks. (PyTorch states that it takes
-            strings; it takes bytes.)
+        store: the ``torch.distributed`` store of these ranks. (PyTorch's type stubs allow strings
+            only, but it also takes bytes.)
 
-    Returns None, on all ranks, when one of them cannot (another machine, another container).
+    Returns:
+        The arena; None on all ranks if one of them cannot open it (another machine or container).
 
     Raises:
         ConnectionError: the store holds something that no rank has written.
     """
-    # A store may outlive a group: the next group must not read what this one has written.
+    # A store may outlive a group: the next group must not read the notes of this one.
     place = f"labkit/arena/{store.add(f'labkit/arenas/{rank}', 1)}"
     if rank == 0:
         arena = Arena(world_size)
@@ -73,20 +75,20 @@ def _agree(answers: list[bytes], arena: Arena | None, rank: int) -> Arena | None
         return None
     arena.close_file()
     if _NOT_OPEN in answers:
-        # A rank that has been told something else, and waits here, finds that nobody will come.
+        # A rank that got other answers, from a forged store, must not wait for this one.
         arena.board.ranks[rank]["state"] = LEFT
         return None
     for other, pid in enumerate(arena.board.ranks["pid"]):
         if not pid:
             raise ConnectionError(
-                f"the store says that rank {other} has opened the ranks' shared memory, and it "
-                f"never came there. {_SUSPICION}"
+                f"the store says that rank {other} has opened the shared memory of the ranks, "
+                f"but it has not. {_SUSPICION}"
             )
     return arena
 
 
 def _note(descriptor: int) -> bytes:
-    """Where this process's arena is. The seals mark it as a meeting's: no other arena has them."""
+    """Seal the arena, as a mark that ``meet`` made it, and return the note that describes it."""
     with contextlib.suppress(AttributeError, OSError):
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals())
     inode = os.fstat(descriptor).st_ino
@@ -105,11 +107,11 @@ def _read_note(note: bytes) -> tuple[int, int, int, bytes]:
 
 
 def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -> Arena | None:
-    """Map that arena; None if it is not there, or not what a meeting of this user makes."""
+    """Map the arena of a note; None if it is absent or was not made by ``meet`` of this user."""
     if boot != boot_id() or not boot.strip(b"\0"):
         return None
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
-        # O_PATH does not open the file yet: a device would notice, and a pipe would wait.
+        # O_PATH does not open the file yet: a device could react, and a pipe could block.
         found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH)
         stack.callback(os.close, found)
         status = os.fstat(found)
@@ -117,8 +119,8 @@ def _open(world_size: int, pid: int, descriptor: int, inode: int, boot: bytes) -
         if is_memory and status.st_uid == os.geteuid() and status.st_ino == inode:
             opened = os.open(f"/proc/self/fd/{found}", os.O_RDWR)
             stack.callback(os.close, opened)
-            # In another container the same path is another file. Sealed memory cannot shrink:
-            # that would kill the processes that touch it.
+            # In another container the same path is another file. Sealed memory cannot shrink;
+            # shrinking would kill the processes that touch it (SIGBUS).
             if fcntl.fcntl(opened, fcntl.F_GET_SEALS) == seals():
                 arena = Arena(world_size, os.dup(opened))
                 return arena if arena.num_bytes == status.st_size else None
@@ -136,12 +138,12 @@ def boot_id() -> bytes:
 
 
 def stay_on_loopback() -> None:
-    """If torchrun has started all ranks on this machine, let gloo listen on loopback alone."""
+    """If torchrun has started all ranks on this machine, let gloo listen on loopback only."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if local is not None and local == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
 
 
 def loopback() -> str:
-    """The network interface that only processes of this machine reach."""
+    """The name of the network interface that only processes of this machine can reach."""
     return "lo0" if sys.platform == "darwin" else "lo"

@@ -1,9 +1,9 @@
-"""Which tensors share memory: one that is still being sent must not be received into.
+"""Whether tensors share memory: a tensor that is being sent must not be received into.
 
-Exact for strided tensors of any dtype, and cheap: most pairs lie apart, which the addresses of
-their ends show. Two others share a byte if steps from the start of each lead to the same address:
-an integer equation with bounds. The strides of views of one tensor are multiples of each other, so
-the search has few branches.
+The test is exact for strided tensors of any dtype, and cheap: most pairs lie apart, as the
+addresses of their first and last bytes show. Any other two share a byte if steps along their
+dimensions lead from both starts to the same address, which is an integer equation with bounds. The
+strides of views of one tensor are multiples of each other, so the search has few branches.
 """
 
 import math
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> None:
-    """ValueError if a tensor that is written shares memory with another, written or read.
+    """Raise ValueError if a tensor that is written shares memory with any other tensor.
 
     Args:
-        written, read: tensors by name, for the message. Anything that is not a dense tensor, or
-            has no memory, is ignored here.
+        written, read: tensors by name, which the message shows. Values that are not dense tensors
+            or have no memory are ignored.
     """
     named = [(name, tensor, True) for name, tensor in written.items()]
     named += [(name, tensor, False) for name, tensor in (read or {}).items()]
@@ -36,7 +36,7 @@ def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors share a byte; views that only interleave do not."""
+    """Whether two dense tensors share a byte; views that only interleave share none."""
     (start, end), (first, last) = _ends(one), _ends(other)
     if min(end, last) <= max(start, first):
         return False
@@ -57,7 +57,7 @@ def _leads_to(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
     if distance % math.gcd(*(step for step, _, _ in steps)):
         return False
     (step, low, high), *rest = steps
-    # What this step leaves must be within reach of the rest.
+    # The other steps must be able to reach the distance that remains after this one.
     least = sum(step * low for step, low, _ in rest)
     greatest = sum(step * high for step, _, high in rest)
     fewest = max(low, -((greatest - distance) // step))
@@ -70,7 +70,7 @@ def _has_memory(tensor: object) -> bool:
 
 
 def _ends(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of the byte after the last; equal if there are none."""
+    """The addresses of the first byte and of the byte after the last; equal if it is empty."""
     start = tensor.data_ptr()
     if tensor.is_contiguous() or not tensor.numel():
         return start, start + tensor.nbytes

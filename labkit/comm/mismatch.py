@@ -1,8 +1,8 @@
-"""Do the two ends of a message fit, and do all ranks call the same collectives?
+"""Checks that both ends of a message agree, and that all ranks call the same collectives.
 
-Each rank compares just after it has posted its own end on the board, so whichever comes second
-finds the mismatch, before anything moves. The other may already be overwriting an old entry: after
-an entry is read, the counter is read again, and tells whether the entry was still valid.
+Each rank compares right after posting its own end on the board, so the second rank finds a
+mismatch before any data moves. The other rank may be overwriting old entries meanwhile: after
+reading an entry, the reader checks the counter again, to see whether the entry was still valid.
 """
 
 from labkit.comm.board import DEPTH, HISTORY, RECV, SEND, Board
@@ -10,7 +10,7 @@ from labkit.errors import MismatchError
 
 
 def check_message(board: Board, side: int, source: int, destination: int) -> None:
-    """Compare the latest message that one end of an edge (``side``) has posted with the other's.
+    """Compare the latest message posted by one end (``side``) of an edge with the other end's.
 
     Raises:
         MismatchError: the other end has posted its part, with another shape or dtype.
@@ -66,7 +66,7 @@ def latest_collectives(board: Board, rank: int, up_to: int | None = None, length
 
 
 def uneven_collectives(board: Board, *ranks: int) -> str:
-    """The collectives of some ranks, as lines to append; empty if all have called equally many."""
+    """Lines with the latest collectives of some ranks; empty if all called the same number."""
     if len({int(board.collectives[rank]) for rank in ranks}) < 2:
         return ""
     lines = ["", "The latest collectives that each rank has called:"]

@@ -30,16 +30,16 @@ def signal_name(number: int) -> str:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process, and those it has started that are still in its process group."""
+    """Kill a process, and the processes it has started that are still in its process group."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
 
 
 def _state(pid: int) -> str:
-    """The letter in ``/proc/PID/stat``; X where there is no such process."""
+    """The state letter in ``/proc/PID/stat``; X if there is no such process."""
     if not PROCESSES.is_dir():
-        # Other systems can only be asked, this simply, whether the process exists.
+        # Without /proc, the only simple check is whether the process exists.
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

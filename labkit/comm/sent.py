@@ -1,6 +1,7 @@
-"""What has left a rank: the one place where messages and bytes are counted.
+"""Counters of sent messages and bytes: the only place where they are counted.
 
-Every transport calls ``Sent.count`` where it hands the bytes over. No formula is asked.
+Every transport calls ``Sent.count`` where it hands the bytes over, so the numbers are measured and
+do not come from a formula.
 """
 
 from collections import Counter, defaultdict
@@ -9,24 +10,25 @@ from dataclasses import dataclass
 
 @dataclass
 class Sent:
-    """What has left for one rank."""
+    """The messages and payload bytes sent to one rank."""
 
     messages: int = 0
     num_bytes: int = 0
 
     def count(self, num_bytes: int, begins_message: bool = True) -> None:
-        """A message, or a later segment of one, has left."""
+        """Count a message, or a later segment of the same message."""
         self.messages += begins_message
         self.num_bytes += num_bytes
 
 
 class Traffic:
-    """What has left for all ranks.
+    """The messages and payload bytes sent to all ranks.
 
-    Several threads may send at once, each to another rank: so each rank has its own counters.
+    Several threads may send at once, each to a different rank: so each destination has its own
+    counters.
 
     Attributes:
-        to: by destination.
+        to: the counters by destination.
     """
 
     def __init__(self):
@@ -42,6 +44,6 @@ class Traffic:
 
     @property
     def bytes_to(self) -> Counter[int]:
-        """By destination; only ranks that have been sent a message."""
+        """Payload bytes by destination, for the ranks that have been sent a message."""
         sent_to = list(self.to.items())
         return Counter({dst: sent.num_bytes for dst, sent in sent_to if sent.messages})

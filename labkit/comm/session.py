@@ -1,7 +1,7 @@
-"""The session behind a ``Comm``: its place in the run, on the status board and in the trace.
+"""The session of a ``Comm``: it posts operations on the status board and records their spans.
 
-``Comm`` moves tensors. Around each operation its session posts it on the board, so that a run that
-stands still can be explained, and records its span. The runtime, the backend and work queues
+``Comm`` moves tensors. For each operation its session makes an entry on the board, from which a
+deadlock can be explained, and a span in the trace. The runtime, the backend and the work queues
 manage a comm through its session; strategies and learners never need it.
 """
 
@@ -19,20 +19,21 @@ from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
 from labkit.trace import ClockTimer, CudaTimer, Recorder
 
-# One end of a message: the peer, and what is sent to it or expected from it.
+# One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]
 
 
 class Session:
-    """One rank's place in a run.
+    """One rank's entries on the status board and in the trace.
 
     Args:
-        device: where the rank's tensors live, and whose time the trace takes.
-        doorbells: wake up a rank in recv_any; None where ranks have none.
-        keep_spans: how many spans to keep, the latest; None keeps all.
+        device: where the rank's tensors live; on a GPU, spans are timed with CUDA events.
+        doorbells: wake up a rank in recv_any; None where ranks share no semaphores.
+        keep_spans: keep only this many spans, the latest; None keeps all.
 
     Attributes:
-        operations: calls of send, recv, recv_any and exchange so far, and messages of a stream.
+        operations: calls of send, recv, recv_any and exchange so far, and the messages inside
+            ``streaming``.
         recorder: collects this rank's spans.
     """
 
@@ -56,7 +57,7 @@ class Session:
         self._host = ClockTimer()
         self._closed = False
 
-    # Around the operations of ``Comm``
+    # For the operations of ``Comm``
 
     def check_open(self) -> None:
         if self._closed:
@@ -65,7 +66,7 @@ class Session:
             )
 
     def announce(self, what: str) -> None:
-        """Post the next collective; MismatchError if another rank has called something else."""
+        """Post the next collective; MismatchError if another rank has called another one."""
         self.board.announce(self.rank, what, caller_location())
         check_collective(self.board, self.rank)
 
@@ -73,12 +74,12 @@ class Session:
     def operation(
         self, op: str, sent: End | None = None, expected: End | None = None, start: Any = None
     ) -> Iterator[None]:
-        """Inside a transfer: post it, time it, and name the peer if that is lost.
+        """Wrap a transfer: post it, time it, and name the peer in the error if the peer is lost.
 
         Args:
-            op: its name.
-            sent, expected: (peer, description) of what leaves and of what comes.
-            start: the mark at which it began; None is now.
+            op: the name of the transfer.
+            sent, expected: (peer, description) of the outgoing and of the incoming tensor.
+            start: the timer's mark at the beginning; None means now.
         """
         self.check_open()
         dst, src = sent and sent[0], expected and expected[0]
@@ -109,12 +110,12 @@ class Session:
             self.doorbells.ring(sent[0])
 
     def record(self, start: Any, num_bytes: int, peer: int | None, arrived: Any = None) -> None:
-        """Record a transfer that ends now, of which the time until ``arrived`` was waiting."""
+        """Record a transfer that ends now; the time until ``arrived`` counts as waiting."""
         self.recorder.transfer(start, self.recorder.timer.mark(), num_bytes, peer, arrived)
 
     @contextmanager
     def meeting(self, op: str) -> Iterator[None]:
-        """Inside an operation that needs every rank to come to it."""
+        """Wrap an operation that every rank has to take part in."""
         self.board.enter_meeting(self.rank, op, self._host.mark())
         try:
             yield
@@ -127,16 +128,16 @@ class Session:
         start = timer.mark()
         with self.meeting("barrier"):
             self.transport.barrier()
-        # A barrier has no payload, so all of it is waiting.
+        # A barrier has no payload, so all its time is waiting.
         end = timer.mark()
         self.recorder.transfer(start, end, 0, None, arrived=None if self._on_gpu else end)
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:
-        """Inside a collective that moves its segments to ``dst`` through a channel by itself.
+        """Wrap a collective that writes its segments for ``dst`` directly into a channel.
 
-        It is one span, to which every rank has to come; each message that the channel counts is
-        an operation.
+        Every rank has to take part. The collective is one span; each message that the channel
+        counts is one operation.
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
@@ -147,23 +148,23 @@ class Session:
         arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank)
         self.record(start, sent.num_bytes - num_bytes, dst, arrived)
 
-    # For who manages the run
+    # For the code that manages the run
 
     def start_together(self) -> None:
-        """Meet the other ranks, then make this moment second 0 of the trace on all of them."""
+        """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
-        # One clock serves all ranks of a machine: the last arrival is the same number for all.
+        # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
         origin = None if self._on_gpu else float(self.board.ranks["origin_s"].max())
         self.recorder = Recorder(self.rank, self.recorder.timer, origin)
 
     def leave(self) -> None:
-        """Close, and tell ranks that wait for this one that it has left for good."""
+        """Close, and post that this rank has left, so that no rank waits for it any longer."""
         self.close()
         self.board.ranks[self.rank]["state"] = LEFT
 
     def close(self) -> None:
-        """End of the run: every later use of the comm is refused."""
+        """End the session: every later use of the comm is an error."""
         if self.transport.ends_together:
             with self.meeting("the end of the run"):
                 self.transport.barrier()

@@ -1,10 +1,10 @@
 """Memory that the ranks of one machine share: the arena, and semaphores in it.
 
 An arena is one piece of memory that all ranks map: the status board, and for every edge (source ->
-destination) a few slots for segments of a message. Counting semaphores, a few per edge, say whose
-turn it is.
+destination) a few slots for segments of a message. Counting semaphores, a few per edge, say which
+end may use a slot.
 
-The arena has no name in any file system, so nothing is left behind however its processes end.
+The arena has no name in any file system, so nothing is left behind, however its processes end.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from labkit.comm.board import Board
 
-# See ``labkit.comm.channels`` for why.
+# The reasons for these sizes are in ``labkit.comm.channels``.
 SEGMENT_BYTES = 512 * 1024
 NUM_SLOTS = 4
 
-# More than any sem_t, and a whole cache line, so that two ranks never write to one line.
+# Larger than a sem_t, and a whole cache line, so that no two semaphores share a line.
 _SEMAPHORE_BYTES = 64
 _KINDS = ("ready", "filled", "free", "met")
 _PAGE_BYTES = 4096
@@ -44,7 +44,7 @@ class Arena:
     def __init__(self, world_size: int, descriptor: int | None = None):
         self.world_size = world_size
         board_bytes = Board.num_bytes(world_size)
-        # Those of the edges, then one doorbell per rank.
+        # The semaphores of the edges, followed by one doorbell per rank.
         self.has_semaphores = sys.platform.startswith("linux")
         num_edge_semaphores = len(_KINDS) * world_size**2
         num_semaphores = (num_edge_semaphores + world_size) if self.has_semaphores else 0
@@ -52,7 +52,7 @@ class Arena:
         self._slots_at = _round_up(
             self._semaphores_at + num_semaphores * _SEMAPHORE_BYTES, _PAGE_BYTES
         )
-        # Pages that no rank touches take no memory: only the edges in use do.
+        # Pages that no rank touches take no memory, so only the edges in use need any.
         self.num_bytes = self._slots_at + world_size**2 * NUM_SLOTS * SEGMENT_BYTES
         self.descriptor = _unnamed_file(self.num_bytes) if descriptor is None else descriptor
         self._map = mmap.mmap(self.descriptor, self.num_bytes)
@@ -66,7 +66,7 @@ class Arena:
                 Semaphore(self._semaphore_address(number)).initialise(initial)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # To a process that is being started, an open file travels as a duplicate.
+        # multiprocessing passes an open file to a new process as a duplicated descriptor.
         return _from_duplicate, (self.world_size, DupFd(self.descriptor))
 
     def __del__(self) -> None:
@@ -74,18 +74,18 @@ class Arena:
             self.close_file()
 
     def close_file(self) -> None:
-        """The memory stays; from now on nobody else can open it."""
+        """Close the file: the memory stays mapped, but no other process can open it any more."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Give the memory back, once nothing in this process refers to the board."""
+        """Release the memory; it is unmapped when nothing refers to the board or a slot."""
         self.close_file()
         del self.board, self._bytes, self._map
 
     def semaphores(self, source: int, destination: int) -> list["Semaphore"]:
-        """Those of an edge: ready (to receive), filled, free (slots), met (at a barrier)."""
+        """The semaphores of an edge: ready (to receive), filled, free (slots), met (barrier)."""
         first = len(_KINDS) * (source * self.world_size + destination)
         return [Semaphore(self._semaphore_address(first + n)) for n in range(len(_KINDS))]
 
@@ -115,9 +115,9 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _unnamed_file(num_bytes: int) -> int:
-    """A file in memory that no folder lists, and that the size of /dev/shm does not limit."""
+    """The descriptor of a new file without a name, not limited by the size of /dev/shm."""
     if hasattr(os, "memfd_create"):
-        # Its mode would let everyone open it. Sealing lets a meeting fix its size.
+        # The default mode would let every user open it. Seals let ``meet`` fix its size.
         descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(descriptor, 0o600)
     else:

@@ -10,12 +10,12 @@ from labkit.comm.shared_memory import Arena, Semaphore
 from labkit.comm.transport import Transport, as_bytes
 from labkit.comm.waiting import Waiter
 
-# A half of an exchange yields each semaphore that it needs next, with the peer that posts it.
+# One half of an exchange: it yields each semaphore it needs next, and the peer that posts it.
 Half = Iterator[tuple[Semaphore, int]]
 
 
 class SharedTransport(Transport):
-    """Point-to-point through an arena: ranks of one machine, tensors on the CPU.
+    """Point-to-point through an arena, for ranks of one machine with tensors on the CPU.
 
     A send ends only when its receive has begun, as over gloo: a program that deadlocks on one
     transport deadlocks on the other, and the board explains it on both.
@@ -47,12 +47,15 @@ class SharedTransport(Transport):
         self._drive(self._sending(as_bytes(send), dst), incoming)
 
     def barrier(self) -> None:
-        """Dissemination, ceil(log2 P) rounds: in round k a rank meets those 2^k to either side."""
+        """Wait for all ranks: a dissemination barrier of ceil(log2 P) rounds.
+
+        In round k a rank signals rank + 2^k and waits for rank - 2^k (mod P).
+        """
         distance = 1
         while distance < self.arena.world_size:
             right = (self.rank + distance) % self.arena.world_size
             left = (self.rank - distance) % self.arena.world_size
-            # Not a message: one that is under way must never meet a barrier.
+            # A separate semaphore, so that a barrier is never taken for a message.
             *_, met_right = self.arena.semaphores(self.rank, right)
             *_, met_left = self.arena.semaphores(left, self.rank)
             met_right.post()
@@ -92,7 +95,7 @@ class SharedTransport(Transport):
             begins_message = False
 
     def _receiving(self, flat: Tensor, src: int, take: Callable[[Tensor, Tensor], object]) -> Half:
-        """``take(segment, slot)`` copies or adds what is in the slot."""
+        """Receive in segments; ``take(segment, slot)`` copies or adds the slot's values."""
         channel = self.channel_from(src)
         channel.ready.post()
         for semaphore in channel.opening():
@@ -103,7 +106,7 @@ class SharedTransport(Transport):
             channel.release()
 
     def _drive(self, *halves: Half) -> None:
-        """Let each half continue whenever it can, until all have ended."""
+        """Advance each half whenever its semaphore is posted, until all have ended."""
         needs = {half: next(half) for half in halves}
         while len(needs) > 1:
             able = [half for half, (semaphore, _) in needs.items() if semaphore.try_wait()]
@@ -122,5 +125,5 @@ class SharedTransport(Transport):
 
 def split_segments(flat: Tensor, most: int) -> Sequence[Tensor]:
     """``flat`` [n] in segments of at most ``most`` elements."""
-    # To split a small message would take longer than to copy it.
+    # Splitting a small message would take longer than copying it.
     return flat.split(most) if flat.numel() > most else (flat,)

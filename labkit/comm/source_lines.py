@@ -1,7 +1,7 @@
-"""Naming the learner's own line: in a worker, in a traceback, in a notebook cell.
+"""Locations of the learner's own lines: in a worker, in a traceback, in a notebook cell.
 
 A location travels as Python writes it in a traceback, ``"FILE", line N``, so that one pattern
-finds it in tracebacks, stack dumps and our own sentences alike.
+finds it in tracebacks, in stack dumps and in our own messages.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-# Generated code ("<string>") and the frames between a learner's call and ours.
+# Frames between a learner's call and ours, generated code ("<string>") among them.
 _BETWEEN = (_PACKAGE, contextlib.__file__, "<")
 _LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}multiprocessing{os.sep}")
 _asked = threading.local()
@@ -26,18 +26,18 @@ def caller_location() -> str:
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     if frame.f_code.co_filename == threading.__file__:
-        # A thread of ours, with no learner's function in it.
+        # A thread of labkit, with no learner's function on its stack.
         return getattr(_asked, "location", "a thread")
     return f'"{frame.f_code.co_filename}", line {frame.f_lineno}'
 
 
 def credit_to(location: str) -> None:
-    """From now on, what this thread does is credited to the line that asked for it."""
+    """Attribute what this thread does from now on to ``location``, which asked for it."""
     _asked.location = location
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a frame of this file is labkit's own."""
+    """Whether a frame of this file is labkit's, or of the code between a learner's call and it."""
     return filename.startswith(_BETWEEN)
 
 

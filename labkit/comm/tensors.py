@@ -10,7 +10,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def check_tensor(tensor: Tensor, device: torch.device) -> None:
-    """ValueError unless it is a dense tensor on a device of that type."""
+    """Raise ValueError unless ``tensor`` is dense and on a device of this type."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a tensor is needed, got {type(tensor).__name__}: {tensor!r:.60}")
     if tensor.layout != torch.strided:
@@ -23,14 +23,14 @@ def check_tensor(tensor: Tensor, device: torch.device) -> None:
 
 
 def to_send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor as it travels: detached and contiguous."""
+    """The tensor that is sent for ``tensor``: detached and contiguous."""
     check_tensor(tensor, device)
-    # A conjugate or negative view is a flag on the tensor, and its bytes are not its values.
+    # A conjugate or negative view is only a flag: the bytes in memory are not its values.
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def to_receive(tensor: Tensor, device: torch.device) -> Tensor:
-    """Where a message for ``tensor`` lands: the tensor itself if it is contiguous, or a buffer."""
+    """Where a message for ``tensor`` arrives: the tensor itself if contiguous, or a buffer."""
     check_tensor(tensor, device)
     flat = tensor.detach()
     if flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
@@ -44,7 +44,7 @@ def to_receive(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def deliver(landing: Tensor, tensor: Tensor) -> Tensor:
-    """Copy what has landed into ``tensor``, unless it landed there; returns ``tensor``."""
+    """Copy ``landing`` into ``tensor``, unless it is the same memory; returns ``tensor``."""
     if landing.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(landing)
     return tensor

@@ -16,8 +16,8 @@ from labkit.errors import PeerLostError
 class TorchTransport(Transport):
     """Point-to-point through a process group.
 
-    Tensors travel as bytes, so that every dtype can. With gloo, CUDA tensors are staged through
-    host memory, because gloo's point-to-point moves host memory only.
+    Tensors are sent as bytes, so that every dtype works. With gloo, CUDA tensors are staged
+    through host memory, because gloo's point-to-point moves host memory only.
 
     Args:
         backend: of the group, ``gloo`` or ``nccl``.
@@ -31,7 +31,7 @@ class TorchTransport(Transport):
         self.staged = backend == "gloo" and device.type == "cuda"
         self.receives_from_any = self.staged or device.type == "cpu"
         self._group = group or dist.distributed_c10d._get_default_group()
-        # The argument of each wait: none, for the group's own timeout.
+        # The argument of each wait; empty for the group's own timeout.
         self._patience: tuple[timedelta, ...] = ()
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -79,10 +79,10 @@ class TorchTransport(Transport):
             self._patience = (timedelta(seconds=timeout_s),)
 
     def abandon(self) -> None:
-        """Nothing: what waits ends with the group's timeout, or when a peer's process ends."""
+        """Do nothing: a wait ends at the group's timeout, or when the peer's process ends."""
 
     def close(self) -> None:
-        """Nothing: the group belongs to whoever made it."""
+        """Do nothing: the group belongs to the code that created it."""
 
     def _outgoing(self, tensor: Tensor) -> Tensor:
         tensor = as_bytes(tensor)
@@ -90,7 +90,7 @@ class TorchTransport(Transport):
 
     @contextmanager
     def _landing(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Where the bytes of ``tensor`` can arrive."""
+        """Lend the memory that receives the bytes of ``tensor``: on the host if it is staged."""
         tensor = as_bytes(tensor)
         landing = torch.empty_like(tensor, device="cpu") if self.staged else tensor
         with _loss_of_a_peer():
@@ -101,7 +101,7 @@ class TorchTransport(Transport):
 
 @contextmanager
 def _loss_of_a_peer() -> Iterator[None]:
-    """PyTorch reports a lost peer as a RuntimeError: its first line, since a C++ stack follows."""
+    """Turn PyTorch's RuntimeError into a PeerLostError, without the C++ stack that follows."""
     try:
         yield
     except RuntimeError as error:

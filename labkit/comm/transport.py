@@ -1,4 +1,4 @@
-"""How bytes travel: the interface of every transport below ``Comm``."""
+"""The interface of all transports, which move the bytes for ``Comm``."""
 
 from abc import ABC, abstractmethod
 
@@ -10,18 +10,18 @@ from labkit.comm.sent import Traffic
 
 
 class Transport(ABC):
-    """One rank's way to move bytes; ``Comm`` checks the arguments, times and explains.
+    """Moves one rank's messages; ``Comm`` checks the arguments and times the operations.
 
-    Tensors come dense, contiguous and detached, of any shape and dtype; a peer is another rank.
+    Tensors are dense, contiguous and detached, of any shape and dtype; a peer is another rank.
 
     Attributes:
-        sent: counted as it leaves. A message is one send, or one chunk that a collective moves
-            through a channel by itself, however many segments it has.
+        sent: the counters of what was sent. A message is one send, or one chunk that a collective
+            writes directly into a channel, however many segments it has.
         shares_memory: whether there are channels (``channel_to``, ``channel_from``).
-        receives_from_any: whether there is ``recv_any``.
+        receives_from_any: whether ``recv_any`` is supported.
         ends_together: whether all ranks have to meet before one may close.
 
-    Raises (every operation): PeerLostError, when the peer has ended or does not come in time.
+    Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
 
     shares_memory = False
@@ -33,7 +33,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Returns when ``tensor`` may be overwritten by whatever is queued next."""
+        """Send ``tensor``; after the return, work that is queued next may overwrite it."""
 
     @abstractmethod
     def recv(self, tensor: Tensor, src: int) -> None:
@@ -41,20 +41,20 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        """Both at once: neither waits for the other. The two tensors share no memory."""
+        """Send and receive; neither waits for the other. The two tensors share no memory."""
 
     @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
 
     def recv_add(self, tensor: Tensor, src: int) -> None:
-        """Receive from ``src`` and add it to ``tensor``."""
+        """Receive a tensor from ``src`` and add it to ``tensor``."""
         landing = torch.empty_like(tensor)
         self.recv(landing, src)
         tensor += landing
 
     def recv_any(self, tensor: Tensor) -> int:
-        """Receive into ``tensor`` from any other rank; returns which."""
+        """Receive into ``tensor`` from any other rank; returns that rank."""
         raise NotImplementedError(f"{type(self).__name__} receives from named ranks only")
 
     def channel_to(self, dst: int) -> Channel:
@@ -67,17 +67,17 @@ class Transport(ABC):
 
     @abstractmethod
     def set_timeout(self, timeout_s: float) -> None:
-        """The longest wait for a message from now on."""
+        """Set the longest wait for a message from now on."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """End whatever still waits, in any thread, with an error."""
+        """End every operation that still waits, in any thread, with an error."""
 
     @abstractmethod
     def close(self) -> None:
-        """The end of a run: what was sent has been received, and needs nothing of this rank."""
+        """Close at the end of a run, when every message that was sent has been received."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes [n], whatever its dtype."""
+    """The bytes of a contiguous tensor of any dtype, as a uint8 view [n]."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,8 +1,9 @@
-"""How a rank waits for another in shared memory: it spins, then sleeps, and notices a lost peer.
+"""Waiting for another rank in shared memory: spin, then sleep, and notice a lost peer.
 
-To wake a sleeping process takes about as long as a small message. So a rank first looks again and
-again (it spins), for a short while; between looks it yields its core, which the peer may need.
-Then it sleeps on the semaphore, and wakes up ten times per second to see whether the peer lives.
+Waking a sleeping process takes about as long as sending a small message. So a rank first spins for
+a short while: it checks the semaphore again and again, and yields its core between two checks,
+since the peer may need the core. Then it sleeps on the semaphore, and wakes up ten times per
+second to check whether the peer's process still runs.
 """
 
 import os
@@ -15,32 +16,32 @@ from labkit.comm.processes import is_running
 from labkit.comm.shared_memory import Arena, Semaphore
 from labkit.errors import PeerLostError
 
-# How often a sleeping rank looks whether its peer is still alive.
+# The interval at which a sleeping rank checks whether its peer is still alive.
 LOOK_S = 0.1
 
 _SPIN_S = 200e-6
 
-# On two semaphores at once nobody can sleep: they are slept on in turns. The turns grow with the
-# time waited, so that a long wait does not keep a core busy.
+# A process cannot sleep on two semaphores at once, so it sleeps on each in turn. The turns grow
+# with the time waited, so that a long wait does not keep a core busy.
 _TURN_S = 0.3e-3
 _LONGEST_TURN_S = 10e-3
 
 
 class Waiter:
-    """``rank`` waits for semaphores that other ranks post, for each at most ``timeout_s``."""
+    """Waits, as ``rank``, for semaphores that other ranks post; at most ``timeout_s`` for each."""
 
     def __init__(self, board: Board, rank: int, timeout_s: float):
         self.timeout_s = timeout_s
         self._board = board
         self._rank = rank
-        # Once set, every wait, also one in another thread, ends with an error.
+        # Once set, every wait ends with an error, including a wait in another thread.
         self.abandoned = False
 
     def wait(self, semaphore: Semaphore, peer: int) -> None:
-        """Take one from a semaphore that ``peer`` posts.
+        """Wait until ``peer`` has posted the semaphore, and decrement it.
 
         Raises:
-            PeerLostError: the peer's process has ended, or nothing came in ``timeout_s``.
+            PeerLostError: the peer's process has ended, or did not post within ``timeout_s``.
         """
         if semaphore.try_wait():
             return
@@ -54,9 +55,9 @@ class Waiter:
                 return
 
     def wait_for_first(self, needs: Sequence[tuple[Semaphore, int]]) -> int:
-        """Take one from whichever semaphore is posted first, each by its peer; returns its index.
+        """Wait for the first of several (semaphore, peer), decrement it, and return its index.
 
-        Raises what ``wait`` raises, for any of the peers.
+        Raises the errors of ``wait``, for any of the peers.
         """
         started_s = looked_s = time.monotonic()
         while True:
@@ -74,36 +75,40 @@ class Waiter:
                         return index
 
     def _came_after_all(self, semaphore: Semaphore, peer: int, waited_s: float) -> bool:
-        """False while there is hope; PeerLostError when there is none."""
-        lost = "this rank is at its end" if self.abandoned else why_gone(self._board, peer)
+        """False while ``peer`` may still post; True if it did so just before its end.
+
+        Raises:
+            PeerLostError: the peer is lost, or the wait has timed out or was abandoned.
+        """
+        lost = "this rank is ending" if self.abandoned else why_gone(self._board, peer)
         if not lost and waited_s > self.timeout_s:
             lost = f"nothing from rank {peer} in {self.timeout_s:g} s"
         if not lost:
             return False
-        # What the peer sent before its end counts.
+        # A post that the peer made before its end still counts.
         if semaphore.try_wait():
             return True
         raise PeerLostError(lost + uneven_collectives(self._board, self._rank, peer), rank=peer)
 
 
 def why_gone(board: Board, peer: int) -> str:
-    """Why nothing more will come from ``peer``; empty while something may."""
+    """Why ``peer`` will send nothing more; empty while it may still send."""
     if why := board.gave_up():
         return why
     pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
     if state == LEFT:
-        return f"rank {peer} has left: its process group is destroyed, or it is at its end"
+        return f"rank {peer} has left: its process group was destroyed, or its program has ended"
     if state == LOST or (pid and not is_running(pid)):
         return f"the process of rank {peer} (pid {pid}) has ended"
     return ""
 
 
 class Doorbells:
-    """One bell per rank of a machine, and the wait for this rank's.
+    """The doorbells of all ranks of a machine, one each, and the wait for this rank's.
 
     A sender posts its message on the board, then rings; the receiver looks at the board, then
-    sleeps until its bell rings. Rings that nobody has waited for add up: at worst a later sleeper
-    wakes up and looks in vain.
+    sleeps until its bell rings. Rings that no rank has waited for add up: at worst, a later wait
+    wakes up early and finds no message.
     """
 
     def __init__(self, arena: Arena, rank: int, timeout_s: float):
@@ -120,13 +125,13 @@ class Doorbells:
         """The source whose message has waited longest; sleeps until there is one.
 
         Raises:
-            PeerLostError: a source has ended without one, or none came in ``timeout_s``.
+            PeerLostError: a source has ended without a message, or none came in ``timeout_s``.
         """
         started_s = time.monotonic()
         while True:
             source = self._board.first_sender(self._rank, sources)
             now_s = time.monotonic()
-            # Even while others keep coming: a source that has ended must not go unnoticed.
+            # Also while messages keep coming, so that a source that has ended is noticed.
             if now_s - self._looked_s > LOOK_S:
                 self._looked_s = now_s
                 self._look_for_losses(sources, now_s - started_s)
@@ -137,7 +142,7 @@ class Doorbells:
     def _look_for_losses(self, sources: list[int], waited_s: float) -> None:
         for source in sources:
             lost = why_gone(self._board, source)
-            # What it posted before its end counts: then the transfer finds out.
+            # A message posted before its end may still arrive; if not, the transfer fails.
             if lost and self._board.first_sender(self._rank, [source]) is None:
                 raise PeerLostError(lost, rank=source)
         if waited_s > self._timeout_s:

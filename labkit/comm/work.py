@@ -17,7 +17,7 @@ from torch.futures import Future
 from labkit.comm.comm import describe
 from labkit.comm.source_lines import caller_location
 
-# How often a waiting thread checks whether there is still hope.
+# The interval at which a waiting thread checks whether the operation can still end.
 LOOK_S = 0.25
 
 
@@ -28,8 +28,8 @@ class Work(dist.Work):
         name: the operation, as the profiler shows it; empty hides it from the profiler.
         inputs: the tensors whose shapes the profiler shows.
         result: the tensors that hold the result when the operation is done.
-        why_late: says what keeps the operation longer than the group's timeout; empty while there
-            is hope.
+        why_late: returns why the operation takes longer than the group's timeout; empty while it
+            does not.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Work(dist.Work):
         self.done = threading.Event()
         self._error: BaseException | None = None
         self._future: Future[list[Tensor]] | None = None
-        # Futures that wait for the end. Whoever pops one is the only one to complete it.
+        # Futures to complete at the end. Only the thread that pops a future completes it.
         self._incomplete: collections.deque[Future[None]] = collections.deque()
         self._record: Any = None
         if name and torch._C._autograd._profiler_enabled():
@@ -53,17 +53,18 @@ class Work(dist.Work):
             self._record.__enter__()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The operation is done. Futures are completed separately: their callbacks may wait."""
+        """Mark the operation as done; futures are completed later: their callbacks may block."""
         self._error = error
-        # The inputs may be large, and a handle may be kept.
+        # The inputs may be large, and the caller may keep this handle.
         self._name, self._inputs = str(self), []
         if self._record is not None:
-            # Ended in another thread, it shows there as an operation of its own, as gloo's do.
+            # A record that ends in another thread is shown there as a separate operation, as
+            # with gloo.
             self._record.__exit__(None, None, None)
         self.done.set()
 
     def grad_mode(self) -> AbstractContextManager[object]:
-        """The mode to run in: inference tensors may be changed in inference mode only."""
+        """The mode to run in: inference tensors may only be changed in inference mode."""
         has_inference = any(tensor.is_inference() for tensor in self._result)
         return torch.inference_mode() if has_inference else contextlib.nullcontext()
 
@@ -93,7 +94,12 @@ class Work(dist.Work):
         return self._result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises the operation's error; TimeoutError when it cannot be expected to end."""
+        """Wait until the operation has ended.
+
+        Raises:
+            TimeoutError: it takes longer than ``timeout``, or than the group's timeout.
+            Exception: the error of the operation.
+        """
         limit_s = timeout.total_seconds() if timeout else 0
         if limit_s and not self.done.wait(limit_s):
             raise TimeoutError(f"{self} was still running after {limit_s:g} s")

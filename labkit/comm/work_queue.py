@@ -1,4 +1,4 @@
-"""Operations on one ``Comm``, carried out one after another in a thread of their own."""
+"""Operations on one ``Comm``, carried out one after another in a separate thread."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ from labkit.comm.work import LOOK_S, Work
 
 Operation = Callable[[Comm], object]
 
-# A transfer that reaches the group's timeout names the missing rank: it may speak first.
+# A transfer that reaches the group's timeout names the missing rank: its error comes first.
 _GRACE_S = 1.0
 # How long a queue waits for a callback that neither ends nor calls an operation.
 _LONGEST_PATIENCE_S = 5.0
@@ -25,13 +25,13 @@ _LONGEST_PATIENCE_S = 5.0
 class WorkQueue(threading.Thread):
     """Carries out operations on one ``Comm`` in the order of the calls.
 
-    A caller that waits for its operation carries it out itself when nothing else is under way: to
-    hand it over and be woken up again takes longer than a small message does.
+    A caller that waits for its operation carries it out itself when nothing else is under way:
+    handing it over and being woken up again takes longer than sending a small message.
 
-    Callbacks of futures run in a second thread, and the queue waits for them: an operation that a
-    callback calls is carried out right there, before everything that is queued. So the order is
-    the same on every rank, however the ranks' main threads run. Over gloo it is not: there
-    PowerSGD with several buckets ends in a timeout.
+    Callbacks of futures run in a second thread, and the queue waits for them. An operation that a
+    callback calls is carried out in that thread, before all queued operations. So the order is the
+    same on every rank, whatever the timing of the main threads. PyTorch's gloo backend does not
+    guarantee this order: there PowerSGD with several buckets ends in a timeout.
 
     ``timeout_s`` is the process group's: the longest that one operation may take.
     """
@@ -57,7 +57,7 @@ class WorkQueue(threading.Thread):
         result: list[Tensor],
         is_waited_for: bool = False,
     ) -> Work:
-        """Queue an operation; with ``is_waited_for`` it may be done on return.
+        """Queue an operation; with ``is_waited_for`` it may already be done on return.
 
         Raises:
             ValueError: called from inside an operation of this queue, which would wait for itself.
@@ -71,7 +71,7 @@ class WorkQueue(threading.Thread):
         if me is self._callbacks and self._carry_out_for_callback(work, operation):
             return work
         with self._adding:
-            # In a thread, what came before may have left the queue and not have begun yet.
+            # Not the queue's size: an operation taken from it may not have begun yet.
             is_first = not self._num_queued
             is_mine = is_waited_for and is_first and self._working.acquire(blocking=False)
             if not is_mine:
@@ -105,10 +105,10 @@ class WorkQueue(threading.Thread):
             with work.grad_mode():
                 operation(self._comm)
         except BaseException as raised:
-            # Ctrl-C and sys.exit, too: they surface where the operation is waited for. If they
-            # ended this thread, nothing that is queued would ever be done.
+            # Ctrl-C and sys.exit, too: ``Work.wait`` raises them. If they ended this thread, the
+            # queued operations would never be carried out.
             error = raised
-            # Let the other ranks fail at once, unless this one was refused before it began.
+            # Let the other ranks fail at once, unless the operation was refused at the start.
             if board.posted(rank) != posted:
                 board.give_up(rank, f"{type(error).__name__}: {error}")
         self._worker = self._under_way = None
@@ -123,14 +123,14 @@ class WorkQueue(threading.Thread):
         while not done.wait(min(_LONGEST_PATIENCE_S, self.timeout_s / 4)):
             with self._working:
                 if self._calls_of_callbacks == calls:
-                    # It may wait for something queued: continue without it.
+                    # The callback may wait for a queued operation: continue without it.
                     self._callbacks.end()
                     self._callbacks = None
                     return
                 calls = self._calls_of_callbacks
 
     def _carry_out_for_callback(self, work: Work, operation: Operation) -> bool:
-        """False when the queue has continued without this callback."""
+        """Carry out a callback's operation; False if the queue no longer waits for it."""
         with self._working:
             if threading.current_thread() is not self._callbacks:
                 return False
@@ -139,7 +139,7 @@ class WorkQueue(threading.Thread):
             return True
 
     def why_late(self) -> str:
-        """What has been under way for longer than the timeout; empty while there is hope."""
+        """Which operation has taken longer than the timeout, as text; empty if none has."""
         work = self._under_way
         took_s = time.monotonic() - work.started_s if work else 0
         if work is None or took_s < self.timeout_s + _GRACE_S:
@@ -151,9 +151,10 @@ class WorkQueue(threading.Thread):
         )
 
     def end(self, patience_s: float | None = None) -> bool:
-        """End after all that is queued; with ``patience_s``, after what is under way.
+        """End after all queued operations; with ``patience_s``, after the one under way.
 
-        Returns whether it has ended; what takes longer than the group's timeout is left behind.
+        Returns whether the thread has ended. It is left running if its operation takes longer than
+        the group's timeout, or than ``patience_s``.
         """
         if patience_s is not None:
             with contextlib.suppress(queue.Empty):
@@ -173,7 +174,7 @@ class WorkQueue(threading.Thread):
 
 
 class CallbackThread(threading.Thread):
-    """Completes futures for a queue: their callbacks may wait, even for the queue itself."""
+    """Completes futures for a queue, as their callbacks may block, even on the queue itself."""
 
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)

@@ -1,4 +1,4 @@
-"""The forkserver is warm before the patience of any test here begins."""
+"""Warms the forkserver up before the timeouts of the tests here begin."""
 
 import pytest
 

@@ -95,7 +95,7 @@ def gather_scatter_reduce(group, rank, size):
     shares = [mine(r) for r in range(size)] if here else None
     dist.scatter(share := torch.zeros(5), shares, root, group=group)
     dist.reduce(total := mine(rank), root, dist.ReduceOp.MAX, group=group)
-    # What the other ranks' tensors hold after a reduce is nobody's business.
+    # The contents of the other ranks' tensors after a reduce are not defined.
     return [*(targets or []), share, *([total] * here)]
 
 
@@ -254,7 +254,7 @@ def refused(comm):
             call()
         except ValueError as error:
             texts[name] = str(error)
-    # A refusal before anything was posted leaves the group as it was, however slow a rank is.
+    # A refusal before anything is posted leaves the group usable, however slow a rank is.
     time.sleep(0.4 * comm.rank)
     dist.all_reduce(x, group=group)
     return texts, x.tolist()
@@ -264,11 +264,11 @@ REFUSALS = {
     "BAND of floats": "cannot take the band of float32 over ranks: only integers and bool",
     "integer mean": "cannot take the mean of int32",
     "sparse maximum": "cannot take the max of a torch.sparse_coo tensor over ranks",
-    "sparse rows": "only the sum of sparse_coo is served; use .to_sparse_coo(), or .to_dense()",
+    "sparse rows": "only the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()",
     "expanded": "its elements share memory",
-    "scaled sum": 'the "labkit" backend does not serve PREMUL_SUM: it multiplies on the GPU',
-    "window": 'the "labkit" backend does not serve new_window: one-sided access is for GPUs',
-    "outputs too large": "sends is float32 [3], but what receives it is float32 [4]",
+    "scaled sum": 'the "labkit" backend does not support PREMUL_SUM: it multiplies on the GPU',
+    "window": 'the "labkit" backend does not support new_window: one-sided access is for GPUs',
+    "outputs too large": "sends is float32 [3], but the output for it is float32 [4]",
     "whole too small": "2 parts of float32 [3] do not make float32 [5]",
     "odd length": "float32 [3] cannot be cut into 2 equal parts: give the split sizes",
     "part too large": "2 parts of float32 [2] do not make float32 [3]",
@@ -320,7 +320,7 @@ def test_sub_groups_keep_apart_and_end_one_by_one():
 
 
 def again_and_again(comm):
-    """Threads and open files after each of several groups; the errors of a use after the end."""
+    """Returns threads and open files after each of several groups; errors of use after the end."""
     left = []
     for _ in range(4):
         before = threading.active_count(), open_descriptors()
@@ -347,7 +347,7 @@ def test_a_destroyed_group_leaves_no_thread_and_no_open_file():
 
 
 def receipts(comm):
-    """A queue that has run dry keeps no tensor alive."""
+    """An empty queue keeps no tensor alive."""
     group = dist.new_group(backend="labkit")
     tensor = torch.ones(10)
     seen = weakref.ref(tensor)
@@ -362,7 +362,7 @@ def test_a_tensor_is_let_go_after_its_operation():
 
 
 def in_whose_thread(comm):
-    """Three calls at rest, then three, the first of which takes a while: threads and sums."""
+    """Three calls on an idle queue, then three behind a slow one; returns threads and sums."""
     threads = []
 
     def slow_at_first(comm, tensor):
@@ -392,7 +392,7 @@ def test_who_waits_for_a_call_carries_it_out_unless_others_are_under_way():
 
 
 def asks_from_two_threads(comm):
-    """Calls that the threads of one rank make at once neither overlap nor get lost."""
+    """Concurrent calls from several threads of one rank neither overlap nor get lost."""
     group = dist.new_group(backend="labkit")
     inside, most = [], []
 
@@ -423,7 +423,7 @@ def test_calls_of_several_threads_take_turns():
 
 
 def leaves_in_between(comm):
-    """sys.exit inside one asynchronous call: it surfaces there, and the next is carried out."""
+    """sys.exit in an asynchronous call: its wait raises it, and the next call is carried out."""
     group = dist.new_group(backend="labkit")
     labkit.backend.use(lambda comm, tensor: sys.exit(3))
     leaving = dist.all_reduce(torch.ones(1), group=group, async_op=True)
@@ -509,7 +509,7 @@ WAYS = {
 
 
 def distance(tensors, others):
-    """Of all of them together, relative: what BatchNorm cancels is nothing but rounding errors."""
+    """The relative distance of all parameters together: those that BatchNorm cancels are noise."""
     one, other = (torch.cat([t.flatten() for t in group]) for group in (tensors, others))
     return ((one - other).norm() / other.norm()).item()
 
@@ -540,7 +540,7 @@ def test_ddp_gives_gloos_gradients_and_replicas_equal_to_the_bit(world_size):
 
 
 def train_with_mine(comm):
-    """The learner's function is called, or not; what it is given, and what comes out."""
+    """Train with the learner's function, or without; returns what it was given, and the result."""
     calls = []
 
     def my_all_reduce(comm, tensor):
@@ -624,7 +624,7 @@ def returns_too_little(comm, tensor):
 def test_a_learners_fault_surfaces_on_every_rank():
     for raised, too_little in run(learners_faults, world_size=3).values:
         assert "KeyError: 'my mistake'" in raised
-        assert "what returns_too_little returns is float32 [1]" in too_little
+        assert "the result of returns_too_little is float32 [1]" in too_little
 
 
 # Plain processes: no launcher of ours watches them
@@ -652,7 +652,7 @@ def waits_until_killed(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
         dist.recv(x, 1)
-    # Of rank 0 rank 2 needs nothing: it has to hear of rank 1 itself, or from rank 0.
+    # Rank 2 needs nothing from rank 0: it has to notice rank 1's end, or hear it from rank 0.
     dist.broadcast(x, 0)
 
 
@@ -747,7 +747,7 @@ def test_one_call_more_shows_both_sequences(tmp_path, fault):  # row 8
 
 
 def goes_on_after_an_error_of_another(rank):
-    """Rank 1 catches its error and lives on: the others still learn of it."""
+    """Rank 1 catches its error and continues: the other ranks still get an error."""
     if rank == 1:
         labkit.backend.use(raises_on_rank_1)
     try:
@@ -788,7 +788,7 @@ def test_an_interrupt_inside_a_call_ends_the_others_calls(tmp_path):
 
 
 def forks(rank):
-    """A child that ends as a program does, with its exit handlers, is not the rank's end."""
+    """A forked child that runs its exit handlers does not end the rank's queues."""
     if rank == 1:
         child = os.fork()
         if child == 0:
@@ -844,7 +844,7 @@ def fresh(folder, script, *arguments, **environment):
 @pytest.mark.fresh
 class TestFreshProcesses:
     def test_either_import_order_and_an_end_without_destroy(self, tmp_path):
-        """With operations under way, and every debugging help of PyTorch's switched on."""
+        """With operations under way, and with all of PyTorch's debugging switched on."""
         script = """
             import sys
             rank = int(sys.argv[2])

@@ -19,7 +19,7 @@ from labkit.backend.arguments import REFUSED
 from labkit.backend.group import LabkitGroup
 
 CASES = {}
-# What is about the start or the end of a process, and is not a question to a group.
+# Functions that concern the start or the end of a process, not a group.
 NOT_CALLED = {
     "breakpoint": "stops for a person",
     "destroy_process_group": "every run of this test ends with it",
@@ -27,7 +27,7 @@ NOT_CALLED = {
     "register_rendezvous_handler": "no backend is asked",
     "rendezvous": "no backend is asked",
 }
-# Where labkit does other than gloo, and why.
+# Where labkit differs from gloo, and why.
 DIFFERENT = {
     "gather_single": "gloo of PyTorch 2.15 has none",
     "gather_into_tensor": "an older name of gather_single",
@@ -412,7 +412,7 @@ def walk(names, size, rank):
             found[name] = "gives", CASES[name](rank, size)
         except Exception as error:
             found[name] = "refuses", f"{type(error).__name__}: {error}"
-        # The ranks begin each case together, so that a fault does not reach into the next.
+        # The ranks begin each case together, so that a failure does not affect the next case.
         dist.barrier()
     return found
 
@@ -441,5 +441,5 @@ def test_every_public_function_does_what_it_does_on_gloo(tmp_path, world_size):
 def test_the_table_of_what_is_refused_is_what_is_refused():
     methods = REFUSED.keys() - {"PREMUL_SUM"}
     for name in methods & set(dir(dist.ProcessGroup)):
-        with pytest.raises(ValueError, match=f"does not serve {name}: "):
+        with pytest.raises(ValueError, match=f"does not support {name}: "):
             getattr(LabkitGroup, name)(None)

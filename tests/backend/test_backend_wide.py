@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def on_both(folder, function, world_size=2, **options):
-    """What every rank returns under "labkit", and under "gloo"."""
+    """Returns the values of all ranks under "labkit", and under "gloo"."""
     found = []
     for backend in ("labkit", "gloo"):
         (place := folder / backend).mkdir()
@@ -36,7 +36,7 @@ def on_both(folder, function, world_size=2, **options):
 
 
 def assert_close(found, expected):
-    """What has 16 bits gloo rounds after each addition, and labkit at the end."""
+    """gloo rounds 16-bit floats after each addition, labkit only at the end."""
     assert found.keys() == expected.keys()
     for name in found:
         relative = 2e-2 if "16" in name else 1e-5
@@ -129,7 +129,7 @@ def test_ddps_hooks_train_as_on_gloo(tmp_path, world_size):
 
 
 def waiting(hook):
-    """The same hook, over before the next bucket's begins: gloo needs that."""
+    """The same hook, which ends before the next bucket's begins: gloo needs that."""
 
     def waits(state, bucket):
         future = hook(state, bucket)
@@ -201,7 +201,7 @@ def with_options(rank):
         param_to_hook_all_reduce=late.get_parameter("0.weight"),
     )
     model(batches(rank)[0]).sum().backward()
-    # PyTorch queues the delayed all-reduce, and waits for it nowhere.
+    # PyTorch queues the delayed all-reduce, and never waits for it.
     dist.barrier()
     found["delayed"] = flat(p.grad for p in model.parameters())
     return found
@@ -277,7 +277,7 @@ def test_compiled_training_gives_what_it_gives_on_gloo(tmp_path):
 
 
 def calls_what_nobody_answers(rank):
-    """In a callback rank 0 reduces, and waits; rank 1 does not. Then both go on."""
+    """Rank 0 calls and awaits an all-reduce in a callback, rank 1 does not. Then both continue."""
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     started_s = time.monotonic()
     try:
@@ -295,7 +295,7 @@ def test_a_callback_that_waits_for_nobody_ends_within_the_timeout(tmp_path):
 
 
 def blocks_in_a_callback(rank):
-    """The callback of one operation waits for what comes after others of the same group."""
+    """The callback of one operation waits for a later operation of the same group."""
     opened, found = threading.Event(), []
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     slow = dist.all_reduce(torch.ones(1_000_000), async_op=True).get_future()
@@ -404,7 +404,7 @@ def test_a_monitored_barrier_names_the_missing_rank(tmp_path):
 
 
 def messages(rank):
-    """Any source after all have sent; a receive from this rank itself; what does not fit."""
+    """Receive from any source after all have sent, from this rank itself, and a misfit."""
     size, found = dist.get_world_size(), []
     dist.irecv(own := torch.zeros(2), rank, tag=4)
     dist.isend(torch.ones(2), rank, tag=4).wait()
@@ -416,7 +416,7 @@ def messages(rank):
         found.append(tensor.tolist() == [source] * 3)
     for work in works:
         work.wait()
-    # It reads ahead, and what it reads is kept; then it does not fit.
+    # The receiver reads ahead and keeps the message, which then does not fit the receive.
     if rank == 0:
         dist.send(torch.ones(4), 1, tag=2)
         dist.send(torch.ones(1), 1, tag=3)
@@ -435,7 +435,7 @@ def test_messages_are_matched_by_source_and_tag(tmp_path):
         assert code == 0
         assert found[:3] == [[1.0, 1.0], True, True]
         if rank == 1:
-            assert "what rank 0 sends is float32 [4]" in found[3]
+            assert "the message from rank 0 is float32 [4]" in found[3]
 
 
 def waits_for_anybody(rank):

@@ -1,4 +1,4 @@
-"""What the tests of collectives share: operations by dtype, values by rank, a call's price."""
+"""Helpers for the tests of collectives: operations by dtype, values by rank, costs of a call."""
 
 import torch
 from ranks import travel_by_value
@@ -24,7 +24,7 @@ def values_of(rank, size, dtype=torch.float64):
 
 
 def paid(comm, collective, *args, **options):
-    """(what it returns, the Cost that this rank's counters show)."""
+    """Returns (the result of the call, its Cost according to this rank's counters)."""
     before = comm.operations, comm.messages, comm.bytes_sent
     result = collective(comm, *args, **options)
     after = comm.operations, comm.messages, comm.bytes_sent

@@ -1,4 +1,4 @@
-"""Collectives on real ranks: one device's result, the same everywhere, for the formula's price."""
+"""Collectives on real ranks: one device's result on every rank, at the cost of the formula."""
 
 import functools
 import time
@@ -63,7 +63,7 @@ CASES = [
     for op in ops
     for size in SIZES
 ]
-# Where the dtypes go does not depend on the size: not all of both with each number of ranks.
+# How a dtype is handled does not depend on the size: not all pairs for each number of ranks.
 OF_EACH_KIND = {torch.float16: "mean", torch.float32: "sum", torch.int64: "max"}
 FEW_CASES = [case for case in CASES if case[3] == 7 or OF_EACH_KIND.get(case[2]) == case[1]]
 ONE_DEVICE = {
@@ -79,7 +79,7 @@ ONE_DEVICE = {
 
 
 def on_one_device(op, tensors):
-    """The tensors reduced where they all are: in float32 if they have 16 bits."""
+    """Reduce the tensors of all ranks on one device: in float32 if they have 16 bits."""
     dtype = tensors[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = functools.reduce(ONE_DEVICE[op], [tensor.to(wide) for tensor in tensors])
@@ -114,7 +114,7 @@ def reduce_cases(comm, cases):
     ("world_size", "transport"), [*((size, "shared") for size in WORLD_SIZES), (3, "gloo")]
 )
 def test_all_reduce_of_any_dtype_operation_and_size(world_size, transport):  # rows 10, 12
-    """Equal to one device, to the bit on all ranks, for the formula's price."""
+    """The result equals one device's, to the bit on all ranks, at the cost of the formula."""
     cases = CASES if (world_size, transport) == (3, "shared") else FEW_CASES
     by_rank = run(reduce_cases, cases, world_size=world_size, transport=transport).values
     for case, *found in zip(cases, *by_rank, strict=True):
@@ -235,7 +235,7 @@ def test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(worl
 
 
 def equal(one, other):
-    """To the bit, and None where None is due."""
+    """Whether two results are equal to the bit; None equals only None."""
     if isinstance(one, list):
         return len(one) == len(other) and all(map(equal, one, other))
     return one is other if one is None else one.dtype == other.dtype and torch.equal(one, other)
@@ -388,7 +388,7 @@ def test_nobody_leaves_the_barrier_before_the_last_has_come(world_size):
         assert {cost for *_, cost in found} == {barrier_cost(world_size, rank)}
     for turn in zip(*by_rank):
         came_s, left_s, _ = zip(*turn)
-        # One clock serves all processes of a machine.
+        # All processes of a machine read the same clock.
         assert max(came_s) <= min(left_s)
 
 

@@ -1,4 +1,4 @@
-"""Compressed all-reduce: what it loses is bounded, what it moves is counted, replicas agree."""
+"""Compressed all-reduce: the error is bounded, the messages are counted, the replicas agree."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def numbers(rank, size, dtype=torch.float32):
 
 
 def every_sum(comm):
-    """By compression, dtype and size: the sum and what it cost."""
+    """By compression, dtype and size: the sum and its cost."""
     found = {}
     for compress in ("fp16", "bf16", "topk"):
         for dtype in DTYPES:
@@ -70,7 +70,7 @@ def test_bf16_has_the_range_that_fp16_lacks():
 
 
 def many_rounds(comm, rounds):
-    """Sum of the results, this rank's sum of inputs, its residual, and what each round moved."""
+    """Returns the sum of the results, this rank's sum of inputs, its residual, cost by round."""
     top_k, got, given, touched = TopK(), torch.zeros(300), torch.zeros(300), []
     for number in range(rounds):
         gradient = numbers(10 * number + comm.rank, 300)
@@ -89,7 +89,7 @@ def test_top_k_sends_late_what_it_does_not_send_at_once():
     torch.testing.assert_close(got + held_back, given, rtol=1e-4, atol=1e-4)
     assert max(touched) <= 2 * 3
     assert min(touched) >= 3
-    # Three elements a round: without memory the same few would come again and again.
+    # Three elements per round: without the residual, the same few would be sent in every round.
     assert got.count_nonzero() > 100
 
 

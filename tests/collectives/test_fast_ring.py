@@ -1,4 +1,4 @@
-"""The fast ring against the readable one: the same bits, for the same price."""
+"""The fast ring against the readable one: the same bits, at the same cost."""
 
 import random
 import time
@@ -23,7 +23,7 @@ LARGE = ((torch.float32, "sum"), (torch.bfloat16, "mean"), (torch.float64, "max"
 
 def cases(world_size):
     """(dtype, op, number of elements): every dtype small, a few at the limits of segments."""
-    # Where the dtypes go does not depend on the size: not all of both with each number of ranks.
+    # How a dtype is handled does not depend on the size: not all pairs for each number of ranks.
     small = (0, 1, 3, 1000) if world_size == 3 else (3,)
     found = [(dtype, op, size) for dtype, ops in OPS.items() for op in ops for size in small]
     for dtype, op in LARGE:
@@ -37,12 +37,12 @@ def cases(world_size):
 
 
 def segment(dtype, op):
-    """Elements of one chunk that travel at once."""
+    """The number of elements in one segment."""
     return SEGMENT_BYTES // Reduction.of(op, torch.empty(0, dtype=dtype)).wide.itemsize
 
 
 def both_rings(comm, cases):
-    """What differs from the readable ring, from the formula and from rank to rank: nothing."""
+    """Returns differences from the readable ring, the formula and other ranks: none expected."""
     wrong = []
     for dtype, op, size in cases:
         fast, readable = (values_of(comm.rank, size, dtype) for _ in range(2))
@@ -67,7 +67,7 @@ def test_bits_and_price_are_those_of_the_readable_ring(world_size):  # rows 10, 
 
 
 def breaks_its_ring(comm, fault, size):
-    """What one all-reduce counts on a ring that all ranks run wrong in the same way."""
+    """Returns the counts of one all-reduce on a ring with the same fault on all ranks."""
     from labkit.collectives import fast_ring
 
     class Broken(fast_ring.Ring):
@@ -129,7 +129,7 @@ def test_over_gloo_it_is_the_readable_ring():
 
 
 def test_many_in_a_row_of_ranks_at_different_speeds_between_other_messages():
-    """A rank may be a few segments and even a whole all-reduce ahead of its neighbour."""
+    """A rank may be several segments or even a whole all-reduce ahead of its neighbour."""
 
     def in_a_row(comm):
         pace = random.Random(comm.rank)
@@ -157,7 +157,7 @@ def test_many_in_a_row_of_ranks_at_different_speeds_between_other_messages():
 
 
 def test_a_fault_inside_is_not_taken_for_a_lost_peer():
-    """Over gloo a RuntimeError means that a peer has gone; here it is what it says."""
+    """Over gloo a RuntimeError means a lost peer; in shared memory it is an ordinary error."""
 
     def breaks(comm):
         def combine(*_):

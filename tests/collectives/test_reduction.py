@@ -1,4 +1,4 @@
-"""What a reduction is, without ranks: what is refused, in which dtype it adds, what it does."""
+"""Reductions without ranks: which are refused, in which dtype they add, what they compute."""
 
 import warnings
 
@@ -34,7 +34,7 @@ def test_what_may_be_summed_can_be_summed(dtype):
 def test_dtypes_that_only_store_are_refused_by_name(name, op):
     tensor = torch.zeros(3).to(getattr(torch, name))
     with pytest.raises((RuntimeError, NotImplementedError)):
-        tensor + tensor  # the refusal goes, should torch learn to add these
+        tensor + tensor  # the refusal can go if torch learns to add these
     with pytest.raises(ValueError, match=rf"{op} of {name} over ranks: .*\.float\(\)"):
         Reduction.of(op, tensor)
 

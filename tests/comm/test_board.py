@@ -88,7 +88,7 @@ def test_a_rank_that_has_returned_never_comes_and_the_chain_behind_it_is_stuck()
     board.ranks[2]["state"] = RETURNED
     assert stuck_ranks(board) == [0, 1]
     text = explain_deadlock(board, [0, 1])
-    assert "rank 2 has returned and never came: rank 1 waits for it" in text
+    assert "rank 2 has returned, but rank 1 still waits for it" in text
     assert '"b.py", line 2' in text
 
 
@@ -129,7 +129,7 @@ def test_a_misfit_is_refused_by_whoever_comes_second(first):
 
 @pytest.mark.parametrize("ahead", range(1, DEPTH + 1))
 def test_a_peer_that_runs_ahead_may_be_writing_over_what_is_read(ahead):
-    """A send that only queues: the next description is half written, and not yet counted."""
+    """A send is only queued: its next description is half written, and not counted yet."""
     board = board_of(2)
     for _ in range(ahead):
         send(board, 0, 1)
@@ -157,7 +157,7 @@ def test_a_collective_that_is_being_written_over_is_not_compared():
 
 
 class Interrupted:
-    """Parts of a board whose n-th reading comes just after another rank has posted."""
+    """Parts of a board; just before the n-th read, another rank posts."""
 
     def __init__(self, board, names, n, post):
         self.left, self.post = n, post
@@ -268,7 +268,7 @@ def test_none_of_the_sources_will_come():
     assert stuck_ranks(board) == [0, 1]
     text = explain_deadlock(board, stuck_ranks(board))
     assert "deadlock: rank 0 -> rank 1 -> rank 0" in text
-    assert "rank 2 has returned and never came: rank 0 waits for it" in text
+    assert "rank 2 has returned, but rank 0 still waits for it" in text
     wanted = "rank 1 to send float32 [2] or rank 2 to send float32 [2]"
     assert f'rank 0 is in recv_any, waiting for {wanted}, at "c.py", line 3' in text
 

@@ -1,4 +1,4 @@
-"""Comm on real ranks: what arrives, what is counted, what is refused."""
+"""Comm on real ranks: results, counters and refused calls."""
 
 import os
 import signal
@@ -83,7 +83,7 @@ def test_a_barrier_is_met_by_all_and_counts_nothing():
 
 
 def misuse(comm):
-    """What each misuse says, and the messages sent."""
+    """Returns the error message of each misuse, and the number of messages sent."""
     other, five, square = 1 - comm.rank, torch.ones(5), torch.ones(2, 2)
     calls = {
         "self": lambda: comm.send(torch.ones(1), comm.rank),
@@ -136,7 +136,7 @@ def test_misuse_is_refused_with_the_numbers_and_the_next_step():
 
 
 def exchange_parts(comm):
-    """Of one tensor: halves, what lies between, columns, blocks; what each rank then holds."""
+    """Exchange parts of one tensor: halves, interleaved, columns, blocks; returns the tensors."""
     whole, other = torch.arange(16.0).add(100 * comm.rank).view(4, 4), 1 - comm.rank
     flat, empty = whole.view(-1), whole[1, :0]
     pairs = [(whole[:2], whole[2:]), (flat[::2], flat[1::2]), (whole[:, 0], whole[:, 3])]
@@ -172,7 +172,7 @@ def test_a_message_is_compared_before_it_moves():
 
 
 def serve_all(comm, rounds):
-    """Rank 0 receives from any: (source, value, length) of each; the others send twice a round."""
+    """Rank 0 receives from any: (source, value, length) of each; others send twice per round."""
     if comm.rank:
         for number in range(rounds):
             comm.send(torch.full((700_000,), float(number)), 0)
@@ -239,7 +239,7 @@ def test_receiving_from_any_without_a_board_goes_through_gloo():
         last = comm.recv_any(number, [3 - first[0]]), number.item()
         for rank in (2, 1):
             comm.send(number, rank)
-        with pytest.raises(ValueError, match="rank 1 has sent to rank 0, which takes from"):
+        with pytest.raises(ValueError, match="rank 1 has sent to rank 0, which receives from"):
             comm.recv_any(number, [2])
         return sorted((first, last))
 
@@ -248,7 +248,7 @@ def test_receiving_from_any_without_a_board_goes_through_gloo():
 
 def test_receiving_from_any_of_none_or_of_itself_is_refused():
     def misuses(comm):
-        for sources, words in (([], "no sources"), ([0], "cannot receive from itself")):
+        for sources, words in (([], "sources is empty"), ([0], "cannot receive from itself")):
             with pytest.raises(ValueError, match=words):
                 comm.recv_any(torch.ones(1), sources)
 
@@ -303,7 +303,7 @@ def test_a_source_that_ends_is_told_of_while_others_keep_coming():
 
 
 def until_all_are_lost(comm, how):
-    """Rank 0 receives from any until there is nobody; the ranks that each error names."""
+    """Rank 0 receives from any until all are lost; returns the rank that each error names."""
     if comm.rank == 0:
         tensor, told = torch.empty(3_000_000), []
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""CUDA IPC without a GPU: the protocol, with stand-ins for what only a GPU has.
+"""CUDA IPC without a GPU: the protocol, with stand-ins for memory and events of a GPU.
 
 Both ends run in this process, in two threads, and the "GPU memory" is the host's. What is tested
 is real: handles reach the other end, bytes arrive, and the events of a slot are used in the one
@@ -26,7 +26,7 @@ NAMES = count()
 
 
 class Event:
-    """An event that writes down when it is recorded and waited for."""
+    """An event that logs when it is recorded and waited for."""
 
     known: ClassVar[dict[bytes, "Event"]] = {}
     log: ClassVar[list[tuple[str, bytes]]] = []
@@ -80,7 +80,7 @@ def ends(monkeypatch):
 
 
 def together(first, second):
-    """Run both, the first in a thread of its own."""
+    """Run both functions at the same time, the first in a thread."""
     thread = threading.Thread(target=first)
     thread.start()
     second()
@@ -164,7 +164,7 @@ def test_a_letter_holds_numbers_and_handles_and_nothing_else():
 
 
 def test_pytorch_rebuilds_a_tensor_from_what_is_left_out_and_what_is_sent():
-    """The seam to PyTorch's own order of arguments, which only a GPU could try."""
+    """Depends on PyTorch's order of arguments, which otherwise only a GPU would test."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     known, sent = names[: cuda_ipc.FIRST_HANDLE], names[cuda_ipc.FIRST_HANDLE :]
     assert known[:4] == ["tensor_cls", "tensor_size", "tensor_stride", "tensor_offset"]

@@ -36,7 +36,7 @@ NOTE, ANSWER = re.compile(r"labkit/arena/\d+"), re.compile(r"labkit/arena/\d+/\d
 
 
 def meet_all(stores):
-    """What ``meet`` gives each rank: an arena, None, or the error that it raises."""
+    """Returns for each rank what ``meet`` gives: an arena, None, or the error raised."""
 
     def one(rank):
         try:
@@ -73,7 +73,7 @@ class Lying:
 
 
 def lied_to(pattern, lie, world_size=3):
-    """What the ranks make of it when all but rank 0 hear lies."""
+    """Returns the outcome of ``meet`` on each rank when the store lies to all but rank 0."""
     store = table()
     return meet_all([store] + [Lying(store, pattern, lie) for _ in range(world_size - 1)])
 
@@ -116,7 +116,7 @@ class TestHonestRanks:
 
 
 def bomb(path):
-    """A pickle that makes a file of whoever reads it."""
+    """A pickle that creates a file when it is loaded."""
     return b"cos\nsystem\n(S'id -u > " + os.fsencode(path) + b"'\ntR."
 
 
@@ -166,7 +166,7 @@ class TestHostileStore:
     def test_an_answer_for_a_rank_that_never_came_is_found_in_the_memory(self):
         store = table()
         store.set("labkit/arena/1/1", "open")
-        with pytest.raises(ConnectionError, match=r"rank 1 has opened.*it never came there"):
+        with pytest.raises(ConnectionError, match=r"rank 1 has opened.*but it has not"):
             meet(store, 0, 2)
 
     def test_ranks_told_different_things_do_not_wait_for_each_other(self):
@@ -181,7 +181,7 @@ class TestHostileStore:
 
 
 def memory(num_bytes, seals=None):
-    """An open file in memory, as a meeting makes it or sealed otherwise."""
+    """An open file in memory, sealed as ``meet`` does or differently."""
     descriptor = os.memfd_create("labkit", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, meeting.seals() if seals is None else seals)
@@ -218,7 +218,7 @@ ELSEWHERE = {
 
 
 class TestHintsThatLeadElsewhere:
-    """As between containers, where the same path is another file; or where a stranger wants it."""
+    """The note leads to another file: as between containers, or because an attacker forged it."""
 
     def lead(self, descriptor, pid=None, boot=None):
         inode = os.fstat(descriptor).st_ino if descriptor >= 0 else 1
@@ -235,7 +235,7 @@ class TestHintsThatLeadElsewhere:
             os.close(descriptor)
 
     def test_the_very_memory_of_a_meeting_would_be(self):
-        """Else the test above could pass for another reason."""
+        """Without this, the test above could pass for another reason."""
         descriptor = memory(Arena(2).num_bytes)
         note = self.lead(descriptor)
         assert isinstance(lied_to(NOTE, lambda _: note, 2)[0], ConnectionError)

@@ -1,4 +1,4 @@
-"""Which tensors share memory, against looking at every byte."""
+"""Whether tensors share memory, compared with a check of every byte."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The shared-memory transport: what arrives, who waits, what a lost peer and a killed run leave.
+"""The shared-memory transport: messages, waiting, lost peers, and no leftovers of a killed run.
 
 Much of it is tested between threads of this process, which may hold the two ends of a channel as
 well as two processes may. What concerns processes (a kill, waiting without work, what is left) is
@@ -135,7 +135,7 @@ class TestMessages:
 
 
 class TestLostPeers:
-    """Each waits as rank 0 for rank 1, which is in no thread."""
+    """In each test rank 0 waits for rank 1, which does not run."""
 
     def waiting(self, timeout_s=20.0):
         arena = Arena(2)
@@ -183,7 +183,7 @@ class TestLostPeers:
     def test_the_program_is_at_its_end(self):
         transport, _ = self.waiting()
         transport.abandon()
-        self.assert_lost(transport, "this rank is at its end")
+        self.assert_lost(transport, "this rank is ending")
 
     def test_the_sequences_are_shown_where_they_part(self):
         transport, board = self.waiting()
@@ -334,13 +334,13 @@ def test_what_a_run_leaves_after_an_error_a_success_and_a_deadline(nothing_is_le
 
 
 def may_mount():
-    """Whether this process may have a /dev/shm of its own."""
+    """Whether this process may mount a private /dev/shm."""
     probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
     return bool(shutil.which("unshare")) and not subprocess.call(probe, stderr=subprocess.DEVNULL)
 
 
 def in_a_private_shm(folder, size, script):
-    """What a script prints where /dev/shm is another file system, of its own."""
+    """Returns what a script prints when it runs with a private /dev/shm."""
     program = folder / "program.py"
     program.write_text(textwrap.dedent(script))
     mount = f"mount -t tmpfs -o {size} tmpfs /dev/shm && exec {sys.executable} {program} {folder}"
@@ -386,7 +386,7 @@ class TestRow24SharedMemoryFull:
         assert lines == ["[2.0, 2.0] []", "[2.0, 2.0] ['old']", "[2.0, 2.0] ['old']"]
 
     def test_nothing_is_left_after_a_kill_of_all_at_once(self, tmp_path):
-        """The launcher, the ranks and Python's own resource tracker, with SIGKILL."""
+        """SIGKILL to the launcher, to the ranks and to Python's own resource tracker."""
         write_program_that_never_ends(tmp_path)
         script = """
             import os, subprocess, sys, time

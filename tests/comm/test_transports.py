@@ -1,4 +1,4 @@
-"""One contract for every transport: what arrives, what is counted, how a lost peer is told.
+"""The contract of every transport: messages, counters, and how a lost peer is reported.
 
 Each test runs on all transports, through a Comm, as everybody uses them. The rules of counting
 stand below: nothing that counts asks a formula; a message or segment too few or too many shows.
@@ -52,7 +52,7 @@ DTYPES = (
 
 
 def on(transport: str, function: Callable, world_size: int, *args, **settings) -> list:
-    """What ``function(comm, *args)`` returns on each rank, with a Comm on that transport."""
+    """Returns the values of ``function(comm, *args)`` by rank, with a Comm on that transport."""
     known = {"group": "gloo", "staged": "gloo", "cuda": "shared", "nccl": "auto"}
     device = "cuda" if transport in ("staged", "cuda", "nccl") else "cpu"
     asked = known.get(transport, transport)
@@ -107,7 +107,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def every_operation(comm) -> tuple[list, dict]:
-    """What has not arrived, and the counts: messages, bytes, bytes by peer."""
+    """Returns the contents that did not arrive, and the counts: messages, bytes, bytes by peer."""
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     wrong = []
     for mine, due in zip(contents(comm.rank, comm.device), contents(left, comm.device)):
@@ -168,7 +168,7 @@ def test_a_rank_alone_passes_its_barrier_and_has_sent_nothing(transport):
 
 
 def first_come(comm):
-    """Rank 0 takes one from each other, whoever is first; the others send their number."""
+    """Rank 0 receives one message from each other rank, in any order; others send their rank."""
     if comm.rank:
         comm.send(torch.full((3,), comm.rank, device=comm.device), 0)
         return comm.messages, comm.bytes_sent
@@ -209,7 +209,7 @@ def test_what_it_cannot_do_it_states_and_refuses(transport):
 
 
 def leaves_while_the_other(comm, operation):
-    """Rank 1 ends; the error that rank 0 sees in the operation."""
+    """Rank 1 ends; returns the error that rank 0 gets in the operation."""
     comm.barrier()
     if comm.rank == 1:
         os._exit(3)
@@ -240,7 +240,7 @@ def test_a_peer_that_has_ended_is_a_lost_peer_in_every_operation(transport, oper
 
 
 def sums_by_adding_what_comes(comm, tensor):
-    """A learner's all-reduce: rank 0 adds up what all send, in the slots or after landing."""
+    """A learner's all-reduce: rank 0 adds up all messages, in the slots or after receiving."""
     if comm.rank == 0:
         for src in range(1, comm.world_size):
             comm.recv_add(tensor, src)
@@ -290,7 +290,7 @@ def test_a_wait_ends_with_the_timeout_that_was_set_last(transport):
 def test_a_learners_ring_runs_under_the_backend_on_one_machine_and_on_several(in_shared_memory):
     for rank, found in enumerate(run(under_the_backend, in_shared_memory, world_size=3).values):
         sent = (1, 20) if rank else (2, 40)
-        # What a group has sent outlives it.
+        # The counts of a group are kept after it is destroyed.
         assert found == ([6.0] * 5, sent, sent)
 
 
@@ -336,7 +336,7 @@ def test_what_is_booked_is_what_moved_whatever_the_formulas_say(transport):
 
 
 def breaks_its_transport(comm, fault):
-    """Counts of one message of three segments, on a transport that does it wrong on both ends."""
+    """Returns the counts of one message of three segments, on a transport broken at both ends."""
     transport, cut = comm.transport, shared_transport.split_segments
     really_send, really_receive = transport.send, transport.recv
 
@@ -376,7 +376,7 @@ def test_what_a_broken_transport_moves_is_what_is_counted(transport, fault, coun
 
 
 def sends_from_many_threads(comm):
-    """Rank 0 sends to each other from a thread of its own, as a backend's pairs do."""
+    """Rank 0 sends to each other rank from a separate thread, as the backend does."""
     transport, count = comm.transport, 300
     if comm.rank:
         landing = torch.zeros(2)

@@ -22,7 +22,7 @@ REFUSED = {
     "strategy=async_parameter_server builtin=True max_staleness=4": "takes no option max_stale",
     # Options that do not go together, or not with this machine.
     "strategy=ring_all_reduce compress=topk amp=fp16": "choose amp bf16, or compress fp16",
-    "strategy=data_parallel devices=cpu,tpu": "devices must be cpu or cuda:NUMBER .* got 'tpu'",
+    "strategy=data_parallel devices=cpu,tpu": "devices must be cpu or cuda:NUMBER, .* got 'tpu'",
     "strategy=data_parallel devices=cpu,cpu world_size=3": "makes 2 devices, but world_size is 3",
     "strategy=data_parallel devices=cpu,cuda:99": "this machine has .* CUDA GPUs?, counted from",
     "strategy=model_parallel devices=cpu,cpu": "cpu comes twice, and two stages on one device",
