@@ -103,7 +103,7 @@ test-torch: env
 	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH)' '.[test]'
 	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit
 	PYTHONPATH=$(CURDIR) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval \
-	  tests/runtime/test_agent.py tests/runtime/test_launch.py $(ARGS)
+	  tests/runtime/test_start_ranks.py tests/runtime/test_launch.py $(ARGS)
 
 storm: env
 	cd tests && $(CURDIR)/$(BIN)/python storm.py $(ARGS)

@@ -17,7 +17,7 @@ from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, an
 from labkit.check.grading.exercise import with_parameters
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
-from labkit.schedules.buckets import assign_buckets
+from labkit.schedules.bucket_assignment import assign_buckets
 
 # Sizes of parameters, cap, cap of the first bucket. No parameter fills a bucket by itself.
 _BUCKETINGS = (

@@ -1,1 +1,16 @@
-"""Communication between ranks: ``Comm``, its transports, the status board, deadlock reports."""
+"""Communication between ranks: ``Comm``, its transports, the status board, deadlock reports.
+
+comm               the operations of a rank: send, recv, exchange, barrier
+session            posts each operation on the board and records its span
+sent               counts messages and bytes, where they leave
+transport          the interface of what moves the bytes; torch_transport, shared_transport
+                   (channels, shared_memory, waiting) and cuda_ipc implement it
+board              what every rank is doing, for all processes of a run to read
+deadlock, explain  which ranks can never continue, and the sentence that says why
+mismatch           whether both ends of a message agree
+memory_overlap     whether tensors share memory
+any_source         receiving from whichever rank sends first
+work, work_queue   operations that go on in a separate thread
+meeting            how ranks without a common launcher share memory
+tensors, processes, source_lines   what the above need to know of tensors, processes and lines
+"""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from labkit.costs.link import Link
 from labkit.costs.seconds import all_reduce_seconds
-from labkit.schedules.buckets import assign_buckets
+from labkit.schedules.bucket_assignment import assign_buckets
 
 
 class BucketTimes(NamedTuple):

@@ -8,7 +8,7 @@ from labkit.costs.ddp_step import StepModel, predict_step
 from labkit.costs.link import Link
 from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
 from labkit.plots.palette import BLUE, STYLES, swatch
-from labkit.schedules.buckets import MIB
+from labkit.schedules.bucket_assignment import MIB
 from labkit.units import check_choice, format_bytes, format_count, format_seconds
 
 # Orders of magnitude: seconds to start a message, and seconds per byte.

@@ -1,1 +1,15 @@
-"""Run a function on P processes: launch them, supervise them, gather the results, clean up."""
+"""Run a function on P processes: launch them, supervise them, gather the results, clean up.
+
+launch        ``labkit.run``: the checks before a run, and its result
+supervisor    watches a run, and ends it completely
+start_ranks   starts the ranks' processes, with PyTorch's elastic agent
+worker        the process of a rank, from start to end
+connect       how a process joins the other ranks and gets its Comm
+torchrun      ``labkit.run`` in a process that torchrun has started
+pickling      functions, arguments and results on their way between processes
+messages      what a rank and its launcher tell each other
+failures      how reports and exit codes become one WorkerError
+output        what the caller shows during a run
+forkserver    the process that ranks are forked from; preload, preload_first and
+              preload_last have what it imports
+"""

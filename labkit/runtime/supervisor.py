@@ -17,13 +17,13 @@ from labkit.comm.deadlock import stuck_ranks
 from labkit.comm.processes import is_running, is_stopped, kill_group
 from labkit.comm.shared_memory import Arena
 from labkit.errors import WorkerError
-from labkit.runtime.agent import Ranks
 from labkit.runtime.connect import MeetingFile
 from labkit.runtime.failures import Evidence, deadline_error, deadlock_error, failure_error
 from labkit.runtime.forkserver import end_stopped_server, server_fault
 from labkit.runtime.messages import Inbox, Report, let_go
 from labkit.runtime.output import Output, ProgressBar
 from labkit.runtime.preload import warm_up
+from labkit.runtime.start_ranks import Ranks
 from labkit.runtime.worker import Job, run_rank
 
 _POLL_S = 0.05

@@ -1,19 +1,19 @@
 """Rules that runs execute: which rank does what at which step. No torch, no processes.
 
-    ring        ring all-reduce and its halves: which chunk goes where at each step
-    tree        binomial trees, recursive doubling, pairwise exchange, dissemination
-    servers     which worker meets which parameter server in which turn
-    staleness   how many updates late a gradient is, and how a server bounds that
-    buckets     which gradients DDP sends together
-    top_k       how many elements a sparse gradient keeps
-    stages      where split points cut a list of layers
-    pipeline    GPipe and 1F1B: what each stage runs, and the messages in between
+    ring               ring all-reduce and its halves: which chunk goes where at each step
+    tree               binomial trees, recursive doubling, pairwise exchange, dissemination
+    servers            which worker meets which parameter server in which turn
+    staleness          how many updates late a gradient is, and how a server bounds that
+    bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp.bucketed``)
+    top_k              how many elements a sparse gradient keeps
+    split_points       where a list of layers is cut into stages
+    pipeline           GPipe and 1F1B: what each stage runs, and the messages in between
 
 Each schedule is written once: the real run executes it, the figures draw it, and the tests compare
 it with the textbook.
 """
 
-from labkit.schedules.buckets import assign_buckets as assign_buckets
+from labkit.schedules.bucket_assignment import assign_buckets as assign_buckets
 from labkit.schedules.pipeline import (
     PIPELINES as PIPELINES,
     Action as Action,

@@ -6,7 +6,9 @@ straggler.
 """
 
 import contextlib
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -41,7 +43,8 @@ class LocalGradients:
         amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
             loss is scaled up so that small gradients do not vanish, and an update whose gradients
             overflow is skipped. All ranks decide the same, from the same summed gradients.
-        straggler: (rank, factor): that rank takes ``factor`` times as long to compute.
+        straggler: (rank, factor): that rank takes ``factor`` times as long to compute, except for
+            its first micro-batch.
     """
 
     def __init__(
@@ -62,6 +65,10 @@ class LocalGradients:
         self.scaler.scale(torch.zeros((), device=comm.device))
         slow, factor = straggler or (None, 1.0)
         self.slowdown = factor if comm.rank == slow else 1.0
+        # Seconds per sample of the last micro-batches, without the first, which takes many times
+        # as long: PyTorch initialises itself in it.
+        self._paces: deque[float] = deque(maxlen=9)
+        self._is_initialised = False
 
     def add(
         self,
@@ -116,12 +123,16 @@ class LocalGradients:
             # DDP waits for other ranks at the end of backward, and waiting must not be slowed
             # down. This callback is queued when backward starts, so it runs before DDP's.
             queue = Variable._execution_engine.queue_callback
-            logits.register_hook(lambda _: queue(lambda: self._fall_behind(start_s)))
+            logits.register_hook(lambda _: queue(lambda: self._fall_behind(start_s, len(logits))))
         loss = functional.cross_entropy(logits, targets, reduction="sum")
         self.scaler.scale(loss / divisor).backward()
         return loss.detach()
 
-    def _fall_behind(self, start_s: float) -> None:
+    def _fall_behind(self, start_s: float, num_samples: int) -> None:
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
-        time.sleep((self.slowdown - 1) * (time.perf_counter() - start_s))
+        if self._is_initialised and num_samples:
+            # By the median: a slower device would not make a pause of the system any longer.
+            self._paces.append((time.perf_counter() - start_s) / num_samples)
+            time.sleep((self.slowdown - 1) * statistics.median(self._paces) * num_samples)
+        self._is_initialised = True

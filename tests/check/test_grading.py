@@ -18,9 +18,9 @@ from ranks import travel_by_value
 from labkit import check, collectives
 from labkit.check import fairness, placement
 from labkit.check.grading import on_ranks
-from labkit.check.grading.contents import contents, name_mistake
 from labkit.check.grading.exercise import Case
 from labkit.check.grading.words import WORDS, Mistake, named
+from labkit.check.grading.wrong_tensor import contents, name_mistake
 from labkit.collectives.ring import split_chunks
 from labkit.schedules.pipeline import gpipe
 

@@ -354,6 +354,7 @@ def straggling(comm):
     """What this rank had sent in the step whenever it fell behind."""
     strategy = DDP(straggler=(1, 2.0))
     strategy.setup(comm, seeded(plain), sgd)
+    strategy.step(*some_batches()[0], 14)  # a straggler is slow from its second step on
     before, sent = comm.messages, []
     sleep = SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda _: sent.append(comm.messages - before)

@@ -120,12 +120,25 @@ def test_fp16_learns_on_two_ranks():
 
 
 def test_a_straggler_sleeps_for_the_rest_of_its_factor(monkeypatch):
-    naps, clock = [], iter([10.0, 12.0])
-    fake = SimpleNamespace(perf_counter=lambda: next(clock, 0.0), sleep=naps.append)
-    monkeypatch.setattr(local_gradients, "time", fake)
+    naps = []
+    # The first micro-batch, two of 3 samples, a pause of the system, one of 6 samples.
+    times_s = [0.0, *(10.0, 12.0), *(20.0, 22.0), *(30.0, 130.0), *(200.0, 204.0)]
     device = torch.device("cpu")
     for rank in (0, 1):
+        clock = iter(times_s)
+        fake = SimpleNamespace(perf_counter=lambda clock=clock: next(clock), sleep=naps.append)
+        monkeypatch.setattr(local_gradients, "time", fake)
         comm = SimpleNamespace(rank=rank, device=device, span=lambda kind: nullcontext())
         gradients = LocalGradients(comm, nn.Linear(2, 2), straggler=(0, 4.0))
-        gradients.add(torch.ones(3, 2), torch.tensor([0, 1, 0]))
-    assert naps == [6.0]
+        for count in (3, 3, 3, 3, 6):
+            gradients.add(torch.ones(count, 2), torch.zeros(count, dtype=torch.long))
+    assert naps == pytest.approx([6.0, 6.0, 6.0, 12.0])
+
+
+def test_a_straggler_without_samples_does_not_sleep(monkeypatch):
+    monkeypatch.setattr(local_gradients.time, "sleep", lambda _: pytest.fail("it slept"))
+    comm = SimpleNamespace(rank=0, device=torch.device("cpu"), span=lambda kind: nullcontext())
+    gradients = LocalGradients(comm, nn.Linear(2, 2), straggler=(0, 4.0))
+    for _ in range(3):
+        empty = torch.ones(0, 2), torch.zeros(0, dtype=torch.long)
+        gradients.add(*empty, even_if_empty=True)

@@ -1,8 +1,9 @@
 """What all checks share: run a learner's function, judge values and traffic, say what is wrong.
 
 ``exercise`` holds what a learner's function is called with; ``on_ranks`` and ``in_process`` call
-it; ``values`` (with ``compare`` and ``contents``) and ``traffic`` judge; ``words`` has the
-sentence of every mistake, and ``report`` the table. ``grader`` puts them together.
+it; ``judge_values`` (with ``compare`` and ``wrong_tensor``) and ``judge_traffic`` judge;
+``words`` has the sentence of every mistake, and ``report`` the table. ``grader`` puts them
+together.
 """
 
 from labkit.check.grading.exercise import Case, Exercise, Target

@@ -1,6 +1,6 @@
 """Judge the values: name the first wrong rank and part, and what is wrong with it.
 
-``labkit.check.grading.contents`` works out what a wrong tensor is made of.
+``labkit.check.grading.wrong_tensor`` works out what a wrong tensor is made of.
 """
 
 from typing import Any, NamedTuple
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from labkit.check.grading.compare import close, other_kind, same
-from labkit.check.grading.contents import contents, name_mistake
 from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, at_its_size, where
 from labkit.check.grading.words import Found, Mistake, named
+from labkit.check.grading.wrong_tensor import contents, name_mistake
 from labkit.collectives.ring import split_chunks
 
 Ranks = tuple[Outcome, ...]

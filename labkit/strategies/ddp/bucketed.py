@@ -19,7 +19,7 @@ from labkit.collectives import fast_ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.work import Work
 from labkit.comm.work_queue import WorkQueue
-from labkit.schedules.buckets import MIB, assign_buckets
+from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.ddp.naive import NaiveDDP
 
 # How long a process that exits waits for a bucket that is under way.
@@ -33,7 +33,7 @@ class BucketedDDP(NaiveDDP):
 
     Args:
         bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
-            ``schedules.buckets.assign_buckets``.
+            ``schedules.bucket_assignment.assign_buckets``.
         comm, module, op, find_unused: as for ``NaiveDDP``.
     """
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from labkit import check
 from labkit.collectives import ring_all_reduce
-from labkit.schedules.buckets import assign_buckets
+from labkit.schedules.bucket_assignment import assign_buckets
 
 travel_by_value(__name__)
 

@@ -1,4 +1,6 @@
-"""The engine under ``labkit.run``: PyTorch's elastic agent in a thread, one machine, no socket.
+"""Start the processes of the ranks, watch and end them: PyTorch's elastic agent in a thread.
+
+It serves one machine and opens no socket.
 
 In a thread the agent cannot replace the calling process's signal handlers, and the caller can
 watch, print, and be interrupted. PyTorch's ``SimpleElasticAgent`` is made to be extended: it

@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server import api
 
 from labkit import DeadlineError, WorkerError, run
 from labkit.comm.processes import is_stopped
-from labkit.runtime import agent, supervisor
+from labkit.runtime import start_ranks, supervisor
 from labkit.runtime.forkserver import end_stopped_server
 
 travel_by_value(__name__)
@@ -49,7 +49,7 @@ def seen(monkeypatch):
     """The agents of the runs that a test starts."""
     agents = []
 
-    class Seen(agent.Ranks):
+    class Seen(start_ranks.Ranks):
         def start(self):
             agents.append(self)
             super().start()
@@ -59,7 +59,7 @@ def seen(monkeypatch):
 
 
 class TestSeam:
-    """A failure here names what a new PyTorch or Python has changed: agent.py has to follow."""
+    """A failure here names what a new PyTorch or Python has changed, for start_ranks.py."""
 
     def test_what_an_agent_must_define(self):
         assert api.SimpleElasticAgent.__abstractmethods__ == {
@@ -68,10 +68,10 @@ class TestSeam:
             "_monitor_workers",
             "_shutdown",
         }
-        assert not agent.Ranks.__abstractmethods__
+        assert not start_ranks.Ranks.__abstractmethods__
 
     def test_what_a_rendezvous_must_define(self):
-        assert not agent.OneMachine.__abstractmethods__
+        assert not start_ranks.OneMachine.__abstractmethods__
         assert rendezvous.RendezvousHandler.use_agent_store.fget is not None
 
     def test_the_agent_makes_its_events_where_we_look_no_name_up(self):
@@ -90,7 +90,7 @@ class TestSeam:
 
     def test_what_a_lost_exit_code_looks_like(self):
         source = inspect.getsource(sys.modules["multiprocessing.popen_forkserver"].Popen.poll)
-        assert f"self.returncode = {agent._UNKNOWN_CODE}" in source
+        assert f"self.returncode = {start_ranks._UNKNOWN_CODE}" in source
 
 
 class TestEndsOfRanks:
@@ -183,7 +183,7 @@ class TestEndsOfRanks:
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
 
-        class Stays(agent.Ranks):
+        class Stays(start_ranks.Ranks):
             def __init__(self, *args):
                 super().__init__(*args)
                 self.finished.wait = interrupts.__get__(self.finished)

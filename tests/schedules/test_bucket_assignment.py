@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.schedules.buckets import MIB, assign_buckets
+from labkit.schedules.bucket_assignment import MIB, assign_buckets
 
 
 def test_buckets_run_from_the_last_parameter_to_the_first():
