@@ -208,7 +208,7 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
 
 
 def check_servers(servers: int, world_size: int) -> None:
-    """Refuse so many servers that no worker is left; with world size 1, rank 0 is both.
+    """Refuse a number of servers that leaves no worker; with world size 1, rank 0 is both.
 
     Raises:
         ValueError: as many servers as ranks, or more.
