@@ -5,6 +5,7 @@ board together become one error that names the cause, not its consequences.
 """
 
 import resource
+import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,10 +54,11 @@ def _kind_and_summary(error: BaseException) -> tuple[str, str]:
 
 def _memory_words() -> str:
     """In a rank: what Python's MemoryError does not say."""
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    held = units.format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    most = "" if limit == resource.RLIM_INFINITY else f", of at most {units.format_bytes(limit)}"
-    return f"asked for more memory than there is; the rank held {units.format_bytes(held)}{most}"
+    most = "" if limit == resource.RLIM_INFINITY else f", its limit is {units.format_bytes(limit)}"
+    return f"asked for more memory than there is; the rank held up to {held}{most}"
 
 
 def _learner_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:

@@ -841,5 +841,7 @@ class TestRow25Memory:
         with pytest.raises(WorkerError) as caught:
             run(asks_for_a_gigabyte, "python", world_size=2)
         assert caught.value.rank == 1
-        assert re.search(r"the rank held \d+ MiB, of at most [\d.]+ [MG]iB", str(caught.value))
+        assert re.search(
+            r"the rank held up to \d+ MiB, its limit is [\d.]+ [MG]iB", str(caught.value)
+        )
         assert "bytearray(2**30)" in str(caught.value)
