@@ -209,15 +209,12 @@ def note_row(
         except ValueError:  # the page asks for something else since
             all_of_it.append(made)
             last, scale = made, 1.0
-        by_model = None if model is None or not math.isfinite(model) else model * scale
-        if math.isfinite(measured):
-            since = last.measured_at or at
-            all_of_it[-1] = replace(
-                last, measured=measured * scale, model=by_model, measured_at=since
-            )
+        if (found := _finite(measured, scale)) is not None:
+            since, by_model = last.measured_at or at, _finite(model, scale)
+            all_of_it[-1] = replace(last, measured=found, model=by_model, measured_at=since)
 
     store().change(change)
-    return predictions(page, key)[-1]
+    return (predictions(page, key) or [made])[-1]
 
 
 def _put(record: Record, page: str, key: str, made: Predicted | None, again: bool) -> None:
@@ -227,3 +224,8 @@ def _put(record: Record, page: str, key: str, made: Predicted | None, again: boo
         again = True
     if made and (again or not all_of_it):
         all_of_it.append(made)
+
+
+def _finite(value: float | None, scale: float) -> float | None:
+    """``value`` times ``scale``; None if there is none, or a number that JSON does not have."""
+    return value * scale if value is not None and math.isfinite(value * scale) else None

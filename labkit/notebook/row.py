@@ -115,7 +115,7 @@ def number_or_none(value: float | None, name: str, unit: str) -> float | None:
         if isinstance(value, str):
             raise ValueError
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(
             f"{name} must be a number in {unit}, got {value!r}: give it without its unit, "
             "or None to continue without one"

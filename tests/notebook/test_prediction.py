@@ -130,6 +130,11 @@ def test_what_is_not_finite_is_shown_and_not_recorded():
     labkit.predict_row(*SENT, 5, float("inf"), float("nan"))
     (one,) = recorded()
     assert (one.model, one.measured) == (None, None)
+    labkit.predict("time", "ms", value=1e308)
+    labkit.predict_row("time", "s", 1e308, None, 1e308)
+    labkit.predict_row(*SENT, 5, float("inf"), 6)
+    (one,) = recorded()
+    assert (one.model, one.measured) == (None, 6)
 
 
 def test_a_measurement_without_repeats_locks_nothing():
