@@ -35,7 +35,7 @@ def predict(
     Raises:
         ValueError: ``value`` is not a number in such a unit.
     """
-    prediction = Prediction(quantity, unit, id or quantity)
+    prediction = Prediction(quantity, unit, str(id or quantity))
     if value is not None and value is not ... and prediction.locked_at is None:
         prediction.enter(value)
     if _in_a_notebook():
@@ -82,7 +82,7 @@ def predict_row(
     made = entry(quantity, unit, row.prediction, record.now())
     if made is None:
         return row
-    kept = record.note_row(current_page(), quantity, made, row.measured, row.model)
+    kept = record.note_row(current_page(), str(quantity), made, row.measured, row.model)
     if kept.value * scale_between(kept.unit, unit) == made.value:
         return row
     text = f"Recorded is what you predicted at first: {format_value(kept.value, kept.unit)}."

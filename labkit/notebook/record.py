@@ -155,7 +155,8 @@ def now() -> str:
 
 def note_verdict(name: str, status: str, passed: bool) -> None:
     """Record one attempt at an exercise. An exercise once passed stays passed."""
-    at, page = now(), current_page()
+    # A check never raises, whatever name a cell has given.
+    at, page, name = now(), current_page(), str(name)
 
     def change(record: Record) -> None:
         of_page = record.exercises.setdefault(page, {})

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
+from reprlib import repr as shortened
 from typing import Any
 
 VERSION = 1
@@ -111,11 +112,17 @@ def _build(kind: type, raw: Any) -> Any:
     if set(_need(dict, raw)) != {one.name for one in fields(kind)}:
         raise ValueError(f"an entry has the fields {', '.join(map(str, raw))}")
     for one in fields(kind):
-        value = raw[one.name]
-        wrong_number = isinstance(value, bool) or value in (math.inf, -math.inf) or value != value
-        kinds: Any = one.type
-        if wrong_number or not isinstance(value, kinds):
-            raise ValueError(f"{one.name} is {value!r}")
-        if one.name.endswith("_at") and value is not None:
-            datetime.fromisoformat(value)
+        if not _fits(raw[one.name], one.name, one.type):
+            raise ValueError(f"{one.name} is {shortened(raw[one.name])}")
     return kind(**raw)
+
+
+def _fits(value: Any, name: str, kinds: Any) -> bool:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return False
+    try:
+        if name.endswith("_at") and value is not None:
+            datetime.fromisoformat(value).astimezone()
+        return not isinstance(value, float | int) or math.isfinite(value)
+    except (OverflowError, ValueError):  # outside the calendar, or too large for a float
+        return False

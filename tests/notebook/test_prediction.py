@@ -142,3 +142,11 @@ def test_a_measurement_without_repeats_locks_nothing():
     with pytest.raises(ValueError, match="at least once"):
         labkit.predict_row(*SENT, made, None, [])
     assert made.locked_at is None
+
+
+def test_a_cell_that_ends_with_it_shows_it_once(capsys):
+    made = labkit.predict(*SENT)
+    made._ipython_display_()
+    assert capsys.readouterr().out.count("your prediction") == 1
+    made._ipython_display_()
+    assert capsys.readouterr().out.count("your prediction") == 1

@@ -105,6 +105,10 @@ class TestWriters:
         assert one.passed_at
         assert oct(path.parent.stat().st_mode & 0o777) == "0o700"
 
+    def test_any_name_is_recorded(self, path):
+        record.note_verdict(["ring"], "passed", True)
+        assert passed_names() == ["['ring']"]
+
     def test_several_processes_lose_nothing(self, path):
         program = (
             "import sys; from labkit.notebook.record import note_verdict\n"
@@ -181,6 +185,8 @@ DAMAGED = {
     "predictions in a list": text_of(predictions=[]),
     "a word for a number": text_of(tried(attempts="many")),
     "no number": text_of(tried(attempts=float("nan"))),
+    "more than a float holds": text_of(tried(attempts=10**400)),
+    "a time before all calendars": text_of(tried(last_at="0001-01-01T00:00:00+23:59")),
     "no time": text_of(tried(last_at="yesterday")),
     "an unknown field": text_of(tried(colour="red")),
     "a missing field": text_of({"status": "passed"}),
