@@ -96,7 +96,7 @@ class PredictionForm(ipywidgets.VBox):
 
 def _label(prediction: Prediction) -> str:
     unit = f" ({prediction.unit})" if prediction.unit else ""
-    return f"Your prediction of {prediction.quantity}{unit}"
+    return f"{prediction.title}{unit}"
 
 
 def _typed(prediction: Prediction) -> str:

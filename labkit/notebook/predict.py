@@ -27,7 +27,7 @@ def predict(
     prediction that has been measured is shown again, also after a restart of the kernel.
 
     Args:
-        quantity: what it is, for example ``time of one all-reduce``.
+        quantity: what it is, for example ``time of one all-reduce``; or a question.
         unit: of the number, for example ``s``; the reader may type another unit of the same kind.
         value: the prediction, as a number in ``unit`` or as it would be typed (``"1.5 ms"``).
         id: a name that is unique on the page, where two predictions have the same quantity.

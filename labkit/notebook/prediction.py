@@ -106,6 +106,12 @@ class Prediction:
             self.enter(value)
 
     @property
+    def title(self) -> str:
+        """What is asked: a question as it is, or ``Your prediction of`` the quantity."""
+        is_question = self.quantity.rstrip().endswith("?")
+        return self.quantity if is_question else f"Your prediction of {self.quantity}"
+
+    @property
     def text(self) -> str:
         """The number with its unit in a readable scale; empty if there is none."""
         return "" if self.value is None else format_value(self.value, self.unit)
@@ -117,7 +123,7 @@ class Prediction:
         return f"{at:%Y-%m-%d %H:%M}"
 
     def __repr__(self) -> str:
-        begin = f"your prediction of {self.quantity}:"
+        begin = self.title if self.title.endswith("?") else f"{self.title}:"
         if self.locked_at is None:
             return f"{begin} {self.text or f'none yet, in {self.unit}'}"
         locked = f"locked since it was measured, {self.since}"

@@ -40,7 +40,7 @@ def test_the_cell_run_again_keeps_the_locked_one_even_after_a_restart(monkeypatc
     again = labkit.predict(*SENT, value="1 MiB")
     said = capsys.readouterr().out
     assert re.match(
-        r"your prediction of sent by one rank: 2 MiB, locked since it was measured, \d{4}-", said
+        r"Your prediction of sent by one rank: 2 MiB, locked since it was measured, \d{4}-", said
     )
     assert again.value == 2**21
     assert again.row.measured == 2**20
@@ -78,9 +78,9 @@ def test_none_at_all_is_fine():
 @pytest.mark.parametrize("value", [None, ...])
 def test_without_a_browser_it_prints_one_line(value, capsys):
     labkit.predict(*SENT, value=value)
-    assert capsys.readouterr().out == "your prediction of sent by one rank: none yet, in bytes\n"
+    assert capsys.readouterr().out == "Your prediction of sent by one rank: none yet, in bytes\n"
     labkit.predict("time", "s", value=3e-3)
-    assert capsys.readouterr().out == "your prediction of time: 3 ms\n"
+    assert capsys.readouterr().out == "Your prediction of time: 3 ms\n"
 
 
 def test_two_of_one_quantity_have_names():
@@ -147,6 +147,11 @@ def test_a_measurement_without_repeats_locks_nothing():
 def test_a_cell_that_ends_with_it_shows_it_once(capsys):
     made = labkit.predict(*SENT)
     made._ipython_display_()
-    assert capsys.readouterr().out.count("your prediction") == 1
+    assert capsys.readouterr().out.count("Your prediction") == 1
     made._ipython_display_()
-    assert capsys.readouterr().out.count("your prediction") == 1
+    assert capsys.readouterr().out.count("Your prediction") == 1
+
+
+def test_a_question_is_asked_as_it_is(capsys):
+    labkit.predict("How many bytes does one rank send?", "bytes")
+    assert capsys.readouterr().out == "How many bytes does one rank send? none yet, in bytes\n"
