@@ -8,7 +8,9 @@ from functools import partial
 
 import torch
 
+from labkit import collectives
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
+from labkit.check.grading.exercise import DRAWN
 from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
 from labkit.schedules.ring import chunk_bounds, owned_chunk
@@ -27,6 +29,8 @@ def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
         expected=_owned_sum,
         chunked=True,
         target=partial(_target, share_reduce_cost, "right"),
+        library=collectives.share_reduce,
+        drawn_size=DRAWN,
     )
     return grade(fn, exercise, world_sizes)
 
@@ -47,6 +51,8 @@ def share_only(
         expected=_all_sums,
         chunked=True,
         target=partial(_target, share_only_cost if to == "right" else _leftward_cost, to),
+        library=collectives.share_only if to == "right" else None,
+        drawn_size=DRAWN,
     )
     return grade(fn, exercise, world_sizes)
 
@@ -65,6 +71,8 @@ def all_reduce(
         chunked=True,
         target=partial(_target, ring_all_reduce_cost, "right"),
         same_bits=True,
+        library=collectives.ring_all_reduce,
+        drawn_size=DRAWN,
     )
     return grade(fn, exercise, world_sizes)
 

@@ -21,6 +21,8 @@ from labkit.units import format_count
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
+# Elements in a run that is drawn: 4 MB per rank, so that a transfer takes longer than its call.
+DRAWN = 1_000_000
 
 
 def random_tensor(seed: int, *shape: int) -> Tensor:
@@ -142,6 +144,8 @@ class Exercise:
             itself.
         sizes: the numbers of elements to try in a rank's tensor, the most informative first; ()
             if the exercise has no tensor of variable size.
+        library: labkit's own function with the same arguments, shown beside the learner's run.
+        drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
         rooted: the word for ``case.root`` in a sentence, if each rank is tried as root; else "".
     """
 
@@ -158,6 +162,8 @@ class Exercise:
     judge: Callable[[Case, list[Any]], Found] | None = None
     call: Callable[..., Any] = call_plainly
     sizes: tuple[int, ...] = SIZES
+    library: Callable | None = None
+    drawn_size: int = 0
     rooted: str = ""
 
     def cases(self, world_size: int) -> list[Case]:
@@ -169,7 +175,8 @@ class Exercise:
 
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""
-        parts = {"expected": nothing, "target": None, "total": None, "judge": None, "mistakes": {}}
+        parts = {"expected": nothing, "target": None, "total": None, "judge": None}
+        parts |= {"mistakes": {}, "library": None}
         return replace(self, **parts)
 
 

@@ -6,6 +6,7 @@ traffic, prints one short table, and never raises.
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -14,6 +15,7 @@ from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, no_a
 from labkit.check.grading.judge_traffic import FIELDS, by_rank, counts, traffic_problems
 from labkit.check.grading.judge_values import value_problems
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
+from labkit.check.grading.own_run import own_run
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
 from labkit.check.grading.words import Mistake
 from labkit.units import format_count
@@ -38,7 +40,9 @@ def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_S
             return Verdict(exercise.name, NOT_YET, notes=[misuse])
         return grade_on_ranks(fn, exercise, world_sizes)
 
-    return told(exercise.name, judge)
+    verdict = told(exercise.name, judge)
+    verdict.run_again = partial(own_run, fn, exercise)
+    return verdict
 
 
 def returns(

@@ -69,11 +69,12 @@ def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) ->
         if number:
             # A message that one call left unreceived must not be received by the next call.
             comm.barrier()
-        outcomes.append(_call(comm, fn, exercise, case))
+        outcomes.append(call_once(comm, fn, exercise, case))
     return outcomes
 
 
-def _call(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
+def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
+    """On a rank: call ``fn`` for one case."""
     args = exercise.inputs(comm.rank, case)
     given = None if exercise.written is None else args[exercise.written]
     kept = list(given) if isinstance(given, list) else given

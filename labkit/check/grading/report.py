@@ -24,6 +24,7 @@ class Verdict:
         rows: what was judged -> one cell per column.
         notes: mistakes, or sentences that say what is right.
         caption: what the numbers in the table are.
+        run_again: (status, P) -> the learner's run, drawn; None if there are no ranks.
         shown: whether the check has just printed it.
     """
 
@@ -33,6 +34,7 @@ class Verdict:
     rows: dict[str, list[str]] = field(default_factory=dict)
     notes: list[Mistake | str] = field(default_factory=list)
     caption: str = ""
+    run_again: Callable[[str, int], Any] | None = field(default=None, repr=False, compare=False)
     shown: bool = field(default=False, repr=False)
 
     @property
@@ -51,16 +53,11 @@ class Verdict:
         title = f"{self.status}: {self.name}"
         if not self.rows:
             return "\n".join([title, *map(str, self.notes)])
-        table = "\n".join(_aligned([["", *self.columns], *self._table()]))
+        table = text_table(self.columns, self.rows)
         return "\n\n".join([title, table, *filter(None, [self.caption]), *map(str, self.notes)])
 
     def _repr_html_(self) -> str:
-        heads = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in ("", *self.columns))
-        body = ""
-        for name, *cells in self._table():
-            data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-            body += f'<tr><th scope="row">{html.escape(name)}</th>{data}</tr>'
-        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        table = html_table(self.columns, self.rows)
         table += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
         notes = "".join(f"<pre>{html.escape(str(note))}</pre>" for note in self.notes)
         title = f"<p><strong>{self.status}</strong>: {html.escape(self.name)}</p>"
@@ -76,14 +73,33 @@ class Verdict:
             data: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
             display(data, raw=True)
 
-    def _table(self) -> list[list[str]]:
-        return [[name, *cells] for name, cells in self.rows.items()]
+    def own_run(self, world_size: int = 4) -> Any:
+        """Run the function once more and show its timeline beside the target and labkit's.
+
+        Raises:
+            ValueError: the exercise is graded without ranks.
+        """
+        if self.run_again is None:
+            raise ValueError(f"{self.name} is graded without ranks, so there is no run to draw")
+        return self.run_again(self.status, world_size)
 
 
-def _aligned(table: list[list[str]]) -> list[str]:
+def text_table(columns: list[str], rows: dict[str, list[str]]) -> str:
+    """A table as text, the cells of a column equally wide."""
+    table = [["", *columns], *([name, *cells] for name, cells in rows.items())]
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ("   ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in table)
-    return [line.rstrip() for line in lines]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(columns: list[str], rows: dict[str, list[str]]) -> str:
+    """A table as HTML, with headers for screen readers."""
+    heads = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in ("", *columns))
+    body = ""
+    for name, cells in rows.items():
+        data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{html.escape(name)}</th>{data}</tr>'
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
