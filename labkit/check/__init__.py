@@ -3,7 +3,7 @@
 ``labkit.check`` is this package. The named checks take a learner's function with the signature of
 its counterpart in ``labkit.collectives``:
 
-    check.ring.share_reduce   check.ring.share_only   check.ring.all_reduce
+    check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce
     check.naive.all_reduce    check.tree.all_reduce
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
     check.one_device.accumulate   .loss_scaling   .top_k

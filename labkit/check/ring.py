@@ -16,6 +16,22 @@ from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, sh
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 
 
+def rotate_and_add(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, tensor)``: the sum over the ranks in place, by whole tensors in a ring.
+
+    Target per rank: P - 1 messages of S bytes, in P - 1 exchanges, all to its right neighbour.
+    The ranks add in different orders, so their results may differ in the last bits.
+    """
+    exercise = Exercise(
+        "ring.rotate_and_add",
+        expected=partial(reduced, "sum"),
+        target=partial(_target, _rotation_cost, "right"),
+        library=collectives.ring_all_reduce,
+        drawn_size=DRAWN,
+    )
+    return grade(fn, exercise, world_sizes)
+
+
 def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, chunks)``, the first half of the ring: share-reduce (reduce-scatter).
 
@@ -85,6 +101,11 @@ def reduced(op: str, rank: int, case: Case) -> torch.Tensor:
 def _target(cost_of: Callable[..., Cost], to: str, rank: int, case: Case) -> Target:
     peer = (rank + (1 if to == "right" else -1)) % case.world_size
     return case.target(cost_of, rank, peers={peer})
+
+
+def _rotation_cost(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
+    steps = world_size - 1
+    return Cost(steps, steps, steps * num_elements * element_bytes)
 
 
 def _own_chunks(rank: int, case: Case) -> tuple:

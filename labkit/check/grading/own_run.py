@@ -230,36 +230,36 @@ def _draw(trace: Trace, spent: Spent, name: str, whose: str) -> "CaptionedFigure
 
 
 def _sentence(status: str, own: Spent, due: dict[str, list[int]], library: Spent | None) -> str:
-    """How the busiest rank compares with the target's, or where there is none, with labkit's."""
-    best = due or (library.counts if library else {})
-    whose = "the target" if due else "labkit's function"
-    ratios = {row: max(own.counts[row]) / max(best[row]) for row in best if max(best[row])}
-    judged = PASSED if status == PASSED else "not right yet"
-    if not ratios:
-        return f"{judged}."
-    if more := {row: ratio for row, ratio in ratios.items() if ratio > 1}:
-        text = f"{judged}, with {_listed(_times(ratio, row) for row, ratio in more.items())} of "
-        text += f"{whose}."
-    elif less := {row: ratio for row, ratio in ratios.items() if ratio < 1}:
-        text = f"{judged}, with {_listed(_times(r, row) for row, r in less.items())} of {whose}: "
-        text += "better than asked."
-    else:
-        text = f"{judged}, with exactly the {_listed(ratios)} of {whose}."
-    return text + _about_memory(own, library)
-
-
-def _about_memory(own: Spent, library: Spent | None) -> str:
-    if library is None or not max(library.held_bytes):
-        return ""
-    ratio = max(own.held_bytes) / max(library.held_bytes)
+    """How the run compares with the target, and with labkit's; of each, the busiest rank."""
+    text = PASSED if status == PASSED else "not right yet"
+    if due:
+        text += f", {_beside_target(_ratios(own.counts, due))}"
+    if library is None:
+        return f"{text}."
+    ratios = _ratios(
+        {**own.counts, HELD: own.held_bytes}, {**library.counts, HELD: library.held_bytes}
+    )
     # Small tensors, such as counters, are not worth a sentence.
-    if 0.9 < ratio < 1.1:
-        return " It holds as much memory as labkit's."
-    return f" It holds {_times(ratio, 'memory')} of labkit's."
+    differ = {row: ratio for row, ratio in ratios.items() if not 0.95 < ratio < 1.05}
+    if not differ:
+        return f"{text}. labkit's function takes the same."
+    return f"{text}. Compared with labkit's function it takes {_times(differ)}."
 
 
-def _times(ratio: float, what: str) -> str:
-    return f"{format_number(ratio)} times the {what}"
+def _ratios(own: dict[str, list[int]], other: dict[str, list[int]]) -> dict[str, float]:
+    return {row: max(own[row]) / max(other[row]) for row in other if max(other[row])}
+
+
+def _beside_target(ratios: dict[str, float]) -> str:
+    if more := {row: ratio for row, ratio in ratios.items() if ratio > 1}:
+        return f"with {_times(more)} of the target"
+    if less := {row: ratio for row, ratio in ratios.items() if ratio < 1}:
+        return f"with {_times(less)} of the target, which is better than asked"
+    return f"with exactly the {_listed(ratios)} of the target" if ratios else "without messages"
+
+
+def _times(ratios: dict[str, float]) -> str:
+    return _listed(f"{format_number(ratio)} times the {row}" for row, ratio in ratios.items())
 
 
 def _listed(words: Iterable[str]) -> str:
