@@ -130,9 +130,13 @@ def _spend(
 
 
 class _Clock:
-    """Note when a function starts and ends, in seconds of this rank's trace."""
+    """Note when a function starts and ends, in seconds of this rank's trace.
+
+    What the function does between its messages (copies, additions) is recorded as ``compute``.
+    """
 
     def __init__(self, comm: Comm):
+        self._comm = comm
         self._recorder = comm.session.recorder
         self.start_s = self.end_s = self._now_s()
 
@@ -143,10 +147,10 @@ class _Clock:
         @functools.wraps(fn)
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.start_s = self._now_s()
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                self.end_s = self._now_s()
+            with self._comm.span("compute"):
+                result = fn(*args, **kwargs)
+            self.end_s = self._now_s()
+            return result
 
         return timed
 
