@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
+from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
 from labkit.comm.meeting import meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
@@ -29,7 +30,11 @@ _RENDEZVOUS_S = 60.0
 
 
 def connect(
-    plan: Plan, timeout_s: float, arena: Arena | None = None, meeting: "MeetingFile | None" = None
+    plan: Plan,
+    timeout_s: float,
+    arena: Arena | None = None,
+    meeting: "MeetingFile | None" = None,
+    link: EmulatedLink | None = None,
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
 
@@ -39,6 +44,7 @@ def connect(
         arena: the shared memory that the launcher has made; None under ``torchrun``.
         meeting: where the ranks find each other; without it they meet at the address in the
             environment (``torchrun``).
+        link: the emulated link of this process's messages; None for no emulation.
 
     Raises:
         ConnectionError: the other ranks cannot be reached.
@@ -65,6 +71,8 @@ def connect(
         transport = CudaTransport(arena, rank, device, timeout_s=patience_s)
     else:
         transport = SharedTransport(arena, rank, patience_s)
+    plug_in(link)
+    transport = over_link(transport)
     if arena is None:
         return Comm(rank, world_size, device, transport)
     doorbells = Doorbells(arena, rank, patience_s) if arena.has_semaphores else None
