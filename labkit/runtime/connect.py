@@ -20,6 +20,7 @@ from labkit.comm.meeting import meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
@@ -65,18 +66,22 @@ def connect(
     if arena is None and local_world_size == world_size:
         arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     patience_s = timeout_s + PATIENCE_S
-    if arena is None or plan.transport != "shared":
-        transport = TorchTransport(plan.backend, device)
-    elif device.type == "cuda":
-        transport = CudaTransport(arena, rank, device, timeout_s=patience_s)
-    else:
-        transport = SharedTransport(arena, rank, patience_s)
     plug_in(link)
-    transport = over_link(transport)
+    transport = over_link(_transport(plan, arena, rank, device, patience_s))
     if arena is None:
         return Comm(rank, world_size, device, transport)
     doorbells = Doorbells(arena, rank, patience_s) if arena.has_semaphores else None
     return Comm(rank, world_size, device, transport, arena.board, doorbells=doorbells)
+
+
+def _transport(
+    plan: Plan, arena: Arena | None, rank: int, device: torch.device, patience_s: float
+) -> Transport:
+    if arena is None or plan.transport != "shared":
+        return TorchTransport(plan.backend, device)
+    if device.type == "cuda":
+        return CudaTransport(arena, rank, device, timeout_s=patience_s)
+    return SharedTransport(arena, rank, patience_s)
 
 
 def _join_group(
