@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.source_lines import cell_sources
-from labkit.devices import check_world_size, plan
+from labkit.devices import Plan, check_world_size, plan
 from labkit.runtime import torchrun
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_call, load_value
@@ -55,6 +56,7 @@ def run(
     transport: str = "auto",
     timeout_s: float = 120,
     may_lose: Collection[int] = (),
+    link: EmulatedLink | None = None,
 ) -> RunResult:
     """Call ``fn(comm, *args)`` on ``world_size`` processes, and gather what they return.
 
@@ -66,9 +68,9 @@ def run(
         transport: ``shared`` (memory, on one machine), ``gloo`` (PyTorch's point-to-point), or
             ``auto``: shared memory for CPU ranks, where the system has it.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without. If one of them fails after all ranks have
-            started, the others continue, and get a PeerLostError where they wait for it. Without
-            effect under ``torchrun``, which ends all ranks when one fails.
+        may_lose: ranks that the run can do without: if one fails after all ranks have started,
+            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.)
+        link: an emulated link, which makes messages slower; None for no emulation.
 
     Returns:
         The values by rank, the trace, and what was sent. Under ``torchrun`` the ranks exist
@@ -81,17 +83,24 @@ def run(
         DeadlockError: the ranks can never finish; the message says why.
         DeadlineError: the deadline passed; the message holds each rank's stack.
     """
-    _check(world_size, timeout_s, may_lose)
+    _check(world_size, timeout_s, may_lose, link)
     if under_torchrun():
-        return _result(torchrun.run_as_rank(fn, args, world_size, device, transport, timeout_s))
+        where = world_size, device, transport, timeout_s, link
+        return _result(torchrun.run_as_rank(fn, args, *where))
+    chosen = _planned(world_size, device, transport)
+    job = Job(dump_call(fn, args), cell_sources(), chosen, timeout_s, frozenset(may_lose), link)
+    supervisor = Supervisor(job)
+    return _result(supervisor.run(), supervisor.lost)
+
+
+def _planned(world_size: int, device: str, transport: str) -> Plan:
+    """Where the ranks run, printed if there was a choice; refuses what cannot be started here."""
     chosen = plan(world_size, device, transport)
     if chosen.note:
         print(chosen.note, file=sys.stderr)
     _check_program()
     _check_open_files(world_size)
-    call = dump_call(fn, args)
-    supervisor = Supervisor(Job(call, cell_sources(), chosen, timeout_s, frozenset(may_lose)))
-    return _result(supervisor.run(), supervisor.lost)
+    return chosen
 
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
@@ -105,7 +114,7 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
     )
 
 
-def _check(world_size: int, timeout_s: float, may_lose: Collection[int]) -> None:
+def _check(world_size: int, timeout_s: float, may_lose: Collection[int], link: object) -> None:
     if torchrun.inside_a_run or multiprocessing.parent_process() is not None:
         raise ValueError(
             "labkit.run was called inside a rank of another run: start runs from the notebook or "
@@ -120,6 +129,11 @@ def _check(world_size: int, timeout_s: float, may_lose: Collection[int]) -> None
             f"{world_size - 1}"
         )
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
+    if not isinstance(link, EmulatedLink | None):
+        raise ValueError(
+            f"link {link!r} is not a labkit.EmulatedLink: give EmulatedLink(latency_s, "
+            "bandwidth_bytes_per_s), or leave link out"
+        )
 
 
 def _check_open_files(world_size: int) -> None:

@@ -17,6 +17,7 @@ import cloudpickle
 
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.shared_memory import Arena
 from labkit.comm.source_lines import install_sources
 from labkit.devices import Plan
@@ -36,6 +37,7 @@ class Job:
         plan: the ranks' devices, backend and transport.
         timeout_s: the run's deadline.
         may_lose: ranks that the run can do without.
+        link: the emulated link of each rank; None for no emulation.
     """
 
     call: bytes
@@ -43,6 +45,7 @@ class Job:
     plan: Plan
     timeout_s: float
     may_lose: frozenset[int] = frozenset()
+    link: EmulatedLink | None = None
 
 
 def run_rank(
@@ -91,7 +94,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
     try:
         install_sources(job.sources)
         function, args = cloudpickle.loads(job.call)
-        comm = connect(job.plan, job.timeout_s, arena, meeting)
+        comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
         arena.board.ranks[rank]["state"] = RUNNING
         comm.session.start_together()
         started_s = time.perf_counter()

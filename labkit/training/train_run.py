@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from labkit.config import RunConfig
+from labkit.comm.emulated_link import EmulatedLink
+from labkit.config import RunConfig, parse_link
 from labkit.devices import hardware, versions
 from labkit.runtime.launch import RunResult, run
 from labkit.strategies.base import Strategy
@@ -19,6 +20,7 @@ def train_with(
     timeout_s: float = 24 * 3600,
     download: bool = False,
     verbose: bool = False,
+    link: EmulatedLink | str | None = None,
     **settings: Any,
 ) -> TrainResult:
     """Train with one technique on real processes: ``train_with("ring_all_reduce", world_size=4)``.
@@ -26,12 +28,14 @@ def train_with(
     Args:
         strategy: the technique, one of ``labkit.strategies.STRATEGIES``.
         timeout_s, download, verbose: see ``train_run``.
+        link: an emulated link, or the same as text, ``"10ms,100MB/s"``; None for no emulation.
         settings: the other fields of ``RunConfig``.
 
     Raises:
         The errors of ``train_run``.
     """
-    config = RunConfig(strategy=strategy, **settings)
+    link = str(link) if isinstance(link, EmulatedLink) else link
+    config = RunConfig(strategy=strategy, link=link, **settings)
     return train_run(config, timeout_s=timeout_s, download=download, verbose=verbose)
 
 
@@ -62,9 +66,10 @@ def train_run(
     if strategy.in_one_process:
         ranks, device = 1, strategy.devices[0].type
     may_lose = range(1, ranks) if strategy.survives_lost_workers else ()
+    link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings = {"device": device, "transport": config.transport, "timeout_s": timeout_s}
     work = fit, config, strategy, verbose
-    result = run(*work, world_size=ranks, may_lose=may_lose, **settings)
+    result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     return _gather(config, strategy, result)
 
 
