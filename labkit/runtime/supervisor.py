@@ -18,7 +18,13 @@ from labkit.comm.processes import is_running, is_stopped, kill_group
 from labkit.comm.shared_memory import Arena
 from labkit.errors import WorkerError
 from labkit.runtime.connect import MeetingFile
-from labkit.runtime.failures import Evidence, deadline_error, deadlock_error, failure_error
+from labkit.runtime.failures import (
+    Evidence,
+    deadline_error,
+    deadlock_error,
+    failure_error,
+    stopped_note,
+)
 from labkit.runtime.forkserver import end_stopped_server, server_fault
 from labkit.runtime.messages import Inbox, Report, let_go
 from labkit.runtime.output import Output, ProgressBar
@@ -78,6 +84,7 @@ class Supervisor:
 
         Raises:
             WorkerError: or a subclass of it, if the run has failed.
+            KeyboardInterrupt: the caller was interrupted; a note says what each rank was doing.
         """
         try:
             # An interrupt can come between any two of these calls: whatever has started must end.
@@ -87,6 +94,10 @@ class Supervisor:
             self.lost = {rank: self._seen.why_lost(rank) for rank in sorted(self._seen.lost)}
             if verdict is None:
                 self._let_go()
+        except KeyboardInterrupt as stop:
+            seen = replace(self._seen, board=self._seen.board.copy())
+            stop.add_note(stopped_note(seen, self._stacks([])))
+            raise
         finally:
             self._end()
         if verdict is not None:
@@ -209,7 +220,7 @@ class Supervisor:
         for rank in asked:
             self._signal(rank, signal.SIGUSR1)
         until_s = time.monotonic() + _STACKS_S
-        while time.monotonic() < until_s:
+        while asked and time.monotonic() < until_s:
             self._read(_POLL_S)
         return {rank: self._output.take_pending(rank) for rank in asked}
 

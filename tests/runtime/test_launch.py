@@ -5,6 +5,7 @@ The numbers in the class names are the rows of the fault table that the tests st
 
 import contextlib
 import gc
+import json
 import os
 import re
 import resource
@@ -152,6 +153,14 @@ class TestRow1WorkerRaises:
         with pytest.raises(WorkerError, match="inconsistent tensor size") as caught:
             run(fails, world_size=1)
         assert "ValueError: the shapes" in str(caught.value)
+
+    def test_the_line_is_the_learners_also_where_a_library_raises(self):
+        def fails(comm):
+            return json.loads("{")
+
+        with pytest.raises(WorkerError, match="JSONDecodeError") as caught:
+            run(fails, world_size=1)
+        assert 'json.loads("{")' in caught.value.location
 
 
 class TestRow2WorkerKilled:
@@ -606,9 +615,13 @@ class TestRow17StopButton:
         timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         start_s = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             run(sleeps, world_size=2)
         assert time.monotonic() - start_s < 10
+        (note,) = caught.value.__notes__
+        assert note.count("was in its own code, at ") == 2
+        assert note.count(f"{HERE}, line ") == 2
+        assert note.count("time.sleep(60)") == 2
         assert wait_until(lambda: not running_ranks(), 1)
         still_works()
 
