@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -76,6 +77,7 @@ def run_rank(
     # Ctrl-C and the stop button signal the whole process group; the launcher ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _capture_output(output)
+    _let_children_fork()
     report = _call(job, rank, arena, meeting)
     _flush()
     if os.getpid() != me:
@@ -145,6 +147,17 @@ def _watch_launcher(control: Connection) -> threading.Event:
 
     threading.Thread(target=watch, name="labkit-launcher-watch", daemon=True).start()
     return let_go
+
+
+def _let_children_fork() -> None:
+    """Let a DataLoader's workers start as forks of this rank, as in any program on Linux.
+
+    Python gives a process the start method that it was started with. Workers from the forkserver
+    would have to unpickle the data set, which cannot be imported if it is defined in a notebook,
+    and to import torch first (seconds per epoch).
+    """
+    if sys.platform.startswith("linux"):
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def _flush() -> None:
