@@ -1,4 +1,4 @@
-"""The command line: ``python -m labkit train | bench | compare | doctor | lab``."""
+"""The command line: ``python -m labkit train | bench | compare | progress | doctor | lab``."""
 
 import argparse
 import os
@@ -63,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="check what this machine has and can do")
     _add_bench(commands)
     _add_compare(commands)
+    _add_progress(commands)
     commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     return parser
 
@@ -138,6 +139,13 @@ def _add_compare(commands) -> None:
     add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
 
 
+def _add_progress(commands) -> None:
+    progress = commands.add_parser("progress", help="exercises passed; predictions and reality")
+    progress.add_argument("--json", action="store_true", help="print it as JSON")
+    reset = "begin again; the old record is renamed and kept"
+    progress.add_argument("--reset", action="store_true", help=reset)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     from labkit import strategies
     from labkit.runtime import preload
@@ -208,6 +216,17 @@ def _compare(arguments: argparse.Namespace) -> int:
     return compare.main(**_given(arguments))
 
 
+def _progress(arguments: argparse.Namespace) -> int:
+    from labkit.notebook import progress
+
+    if arguments.reset:
+        print(progress.reset())
+        return 0
+    shown = progress.progress()
+    print(shown.to_json() if arguments.json else shown)
+    return 0
+
+
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, and the words of the command line, which are recorded."""
     options = {name: value for name, value in vars(arguments).items() if value is not None}
@@ -220,7 +239,8 @@ def _lab(arguments: argparse.Namespace) -> int:
     return lab(arguments.rest)
 
 
-_COMMANDS = dict(train=_train, bench=_bench, compare=_compare, doctor=_doctor, lab=_lab)
+_COMMANDS = dict(train=_train, bench=_bench, compare=_compare, progress=_progress)
+_COMMANDS |= dict(doctor=_doctor, lab=_lab)
 
 
 def main(argv: list[str] | None = None) -> int:

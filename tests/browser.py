@@ -158,6 +158,8 @@ def _environment(folder: Path, token: str) -> dict[str, str]:
     env["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
     env["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
     env["JUPYTER_TOKEN"] = token
+    # Not the progress of the person who runs the tests.
+    env["LABKIT_PROGRESS"] = str(folder / "progress.json")
     for plugin, text in SETTINGS.items():
         path = folder / "settings" / f"{plugin}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.check.grading.words import Mistake
+from labkit.notebook.record import note_verdict
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
 
@@ -103,7 +104,7 @@ def html_table(columns: list[str], rows: dict[str, list[str]]) -> str:
 
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
-    """Print and return the verdict of ``judge``, or one that says which error it raised."""
+    """Print, record and return the verdict of ``judge``, or of the error that it raised."""
     try:
         verdict = judge()
     except Exception as error:
@@ -111,4 +112,6 @@ def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
         verdict = Verdict(name, NOT_YET, notes=[note])
     print(verdict)
     verdict.shown = True
+    if verdict.status != NOT_ATTEMPTED:
+        note_verdict(verdict.name, verdict.status, verdict.passed)
     return verdict
