@@ -81,7 +81,7 @@ WRONG = [
     (tells_what_it_sees, "replicas.disagree"),
     (looks_at_rank_1_only, "replicas.far"),
     (only_rank_0_knows, "replicas.nothing"),
-    (returns_a_tensor, "replicas.kind"),
+    (lambda comm, tensor: "equal", "replicas.kind"),
 ]
 
 
@@ -190,7 +190,7 @@ WRONG_RATIOS = [
 
 
 ANSWERS = [
-    Answers(check.fairness.replicas_agree, [right], WRONG),
+    Answers(check.fairness.replicas_agree, [right, returns_a_tensor], WRONG),
     Answers(
         check.fairness.interleaved_ratio,
         [the_right_ratio, warmed_up_apart, lower_median],
