@@ -32,6 +32,7 @@ def scatter(fn: Callable) -> Verdict:
         judge=_judge_parts,
         call=lambda fn, comm, *args: fn(*args),
         sizes=(6, 7, 2, 1),
+        nouns=("", "sample"),
         world_sizes=(1,),
     )
 
@@ -78,6 +79,7 @@ def parallel_apply(fn: Callable) -> Verdict:
         signature="functions, inputs",
         judge=lambda case, values: values[0],
         call=_observe,
+        nouns=("", ""),
         world_sizes=(1,),
     )
 
@@ -158,6 +160,7 @@ def reduce(fn: Callable) -> Verdict:
         signature="gradients",
         judge=lambda case, values: _judge_sums(*values[0]),
         call=_reduce_and_look,
+        nouns=("", ""),
         world_sizes=(1,),
     )
 
