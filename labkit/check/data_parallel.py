@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from labkit.check.grading import Case, Mistake, Verdict, returns
-from labkit.check.grading.compare import same, short
+from labkit.check.grading.compare import plain, same, short
 from labkit.check.grading.exercise import random_tensor
 
 DEVICES = 4
@@ -42,6 +42,7 @@ def scatter(fn: Callable) -> Verdict:
         judge=_judge_parts,
         call=lambda fn, comm, size: _of_all(_parts_of, fn, _BATCHES, size),
         sizes=tuple(_BATCHES),
+        nouns=("", "sample"),
         world_sizes=(1,),
     )
 
@@ -143,6 +144,7 @@ def parallel_apply(fn: Callable) -> Verdict:
         signature="functions, inputs",
         judge=lambda case, values: values[0],
         call=_observe,
+        nouns=("", ""),
         world_sizes=(1,),
     )
 
@@ -171,6 +173,7 @@ def _look_at_threads(fn: Callable, count: int) -> Mistake | None:
         results = _listed(fn([part] * count, list(range(count))))
     except threading.BrokenBarrierError:
         results = None
+    results = plain(results)
     if same(results, due):
         return None
     if seen and (meeting.broken or len(seen) < count):
@@ -251,6 +254,7 @@ def reduce(fn: Callable) -> Verdict:
         judge=_judge_sums,
         call=lambda fn, comm, devices: _of_all(_reduce_and_look, fn, _THERE, devices),
         sizes=tuple(_THERE),
+        nouns=("", "device"),
         world_sizes=(1,),
     )
 

@@ -99,6 +99,7 @@ def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         mistakes=_SAMPLER_MISTAKES,
         target=lambda rank, case: Target(messages=0),
         sizes=tuple(_EPOCHS),
+        nouns=("rank", "sample"),
         world_sizes=world_sizes,
     )
 

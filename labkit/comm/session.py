@@ -34,6 +34,7 @@ class Session:
     Attributes:
         operations: calls of send, recv, recv_any and exchange so far, and the messages inside
             ``streaming``.
+        barriers: calls of barrier so far.
         recorder: collects this rank's spans.
     """
 
@@ -50,7 +51,7 @@ class Session:
         self.transport = transport
         self.board = board
         self.doorbells = doorbells
-        self.operations = 0
+        self.operations = self.barriers = 0
         self._on_gpu = device.type == "cuda"
         timer = CudaTimer(device) if self._on_gpu else ClockTimer()
         self.recorder = Recorder(rank, timer, keep=keep_spans)
@@ -131,6 +132,7 @@ class Session:
         # A barrier has no payload, so all its time is waiting.
         end = timer.mark()
         self.recorder.transfer(start, end, 0, None, arrived=None if self._on_gpu else end)
+        self.barriers += 1
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:

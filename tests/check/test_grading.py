@@ -122,7 +122,7 @@ def test_an_answer_may_be_a_tensor():
 def test_what_is_printed_is_what_is_returned(capsys):
     verdict = check.ring.all_reduce(collectives.ring_all_reduce)
     said = capsys.readouterr().out
-    assert said.startswith("passed: ")
+    assert said.startswith("works, but not yours yet: ")
     assert said == f"{verdict!r}\n"
     assert verdict.columns == ["2 ranks", "3 ranks", "4 ranks"]
 
