@@ -25,7 +25,7 @@ from labkit.schedules.split_points import as_split_points, check_devices, stage_
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.stage import on_several
 from labkit.trace import ClockTimer, CudaTimer
-from labkit.workload.layers import layers_of
+from labkit.workload.chain import layers_of
 
 _KEPT_HOPS = 10_000
 

@@ -26,7 +26,9 @@ from labkit.schedules.split_points import as_split_points, check_split_points, s
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
-from labkit.workload.layers import meta_copy, named_layers, output_shapes
+from labkit.workload.chain import named_layers, state_key
+from labkit.workload.layers import output_shapes
+from labkit.workload.meta import meta_copy
 
 
 class Stage:
@@ -39,7 +41,7 @@ class Stage:
 
     Args:
         comm: this rank's Comm; its world size is the number of stages.
-        model: a chain of layers, see ``workload.layers.layers_of``.
+        model: a chain of layers, see ``workload.chain.layers_of``.
         split_points: P - 1 of them, see ``schedules.split_points.check_split_points``.
         make_optimizer: makes an optimizer of a list of parameters; a stage that trains none does
             not call it.
@@ -75,6 +77,7 @@ class Stage:
         self.tied = _tied(stages)
         # The shapes of all layers, without the other stages' memory.
         self.names, self.meta_model = names, meta_copy(model)
+        self.outside = _outside(model, names, layers)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None
@@ -184,8 +187,10 @@ class Stage:
                     if stage == self.index:
                         value.copy_(mine[key])
                     broadcast(self.comm, value, root=stage)
-                    state[f"{self.names[index]}.{key}"] = value.cpu()
-        return state
+                    state[state_key(self.names[index], key)] = value.cpu()
+        # In the model's own order, and with what no layer uses.
+        state |= self.outside
+        return {key: state[key] for key in self.meta_model.state_dict()}
 
     @contextmanager
     def _measured(self, micro_batch: int) -> Iterator[None]:
@@ -256,6 +261,17 @@ class Stage:
         for other in others:
             self.comm.send(total, other)
         return total
+
+
+def _outside(
+    model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]
+) -> dict[str, Tensor]:
+    """The parameters and buffers that belong to no layer: forward uses none of them."""
+    inside = {
+        state_key(name, key) for name, layer in zip(names, layers) for key in layer.state_dict()
+    }
+    state = model.state_dict().items()
+    return {key: value.detach().cpu().clone() for key, value in state if key not in inside}
 
 
 def _first_trained(stages: list[nn.ModuleList]) -> int:

@@ -11,8 +11,8 @@ from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
 from labkit.units import check_choice, format_count
+from labkit.workload.chain import layers_of
 from labkit.workload.datasets import DATASETS, load_dataset
-from labkit.workload.layers import layers_of
 from labkit.workload.models import MODELS, build_model
 
 
