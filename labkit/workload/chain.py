@@ -80,21 +80,26 @@ def _traced(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _open_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
-    for segment in segments_of(model):
+    segments = segments_of(model)
+    for segment in segments:
         opened = _opened(segment.name, segment.layer)
         if len(opened) == 1 and segment.name:
-            opened = _opened_chain(segment.name, segment.layer)
+            opened = _opened_chain(segment.name, segment.layer, is_all=len(segments) == 1)
         found += opened
     return found
 
 
-def _opened_chain(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a part that is a pure chain, such as a backbone; any other is one layer."""
+def _opened_chain(name: str, module: nn.Module, is_all: bool) -> list[tuple[str, nn.Module]]:
+    """The layers of a part that is a pure chain, such as a backbone; any other is one layer.
+
+    A part that is all of the model (``is_all``) need not be pure.
+    """
     if is_from_torch(module) or _is_sequential(module) or _has_hooks(module):
         return [(name, module)]
     try:
         # A block in which a value passes by a module, such as a residual block, stays whole.
-        if any(segment.calls and not segment.name for segment in segments_of(module)):
+        blocks = [segment for segment in segments_of(module) if segment.calls and not segment.name]
+        if blocks and not is_all:
             return [(name, module)]
         return [(state_key(name, inner), layer) for inner, layer in _open_segments(module)]
     except NotTraceableError:
