@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from labkit.collectives import all_gather, broadcast
 from labkit.comm.comm import Comm
@@ -28,6 +27,7 @@ from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
 from labkit.workload.chain import named_layers, state_key
 from labkit.workload.layers import output_shapes
+from labkit.workload.losses import Loss, sum_cross_entropy
 from labkit.workload.meta import meta_copy
 
 
@@ -45,6 +45,7 @@ class Stage:
         split_points: P - 1 of them, see ``schedules.split_points.check_split_points``.
         make_optimizer: makes an optimizer of a list of parameters; a stage that trains none does
             not call it.
+        loss: (outputs, targets) -> the sum over the samples.
 
     Attributes:
         index, count: s and P.
@@ -65,8 +66,9 @@ class Stage:
         model: nn.Module,
         split_points: Sequence[int],
         make_optimizer: MakeOptimizer,
+        loss: Loss = sum_cross_entropy,
     ):
-        self.comm = comm
+        self.comm, self.loss_of = comm, loss
         self.index, self.count = comm.rank, comm.world_size
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         names, layers = zip(*named_layers(model))
@@ -216,7 +218,7 @@ class Stage:
         if not self.is_last:
             return leaving
         targets = self._targets[micro_batch]
-        loss = functional.cross_entropy(leaving, targets, reduction="sum")
+        loss = self.loss_of(leaving, targets)
         self.loss += loss.detach()
         return loss / self._divisor
 
@@ -318,6 +320,8 @@ class StagedModel(Strategy):
         ValueError: split points that are not a sequence.
     """
 
+    optimizes = "layers"
+
     def __init__(self, split_points: Sequence[int] = ()):
         self.split_points = as_split_points(split_points)
 
@@ -330,7 +334,8 @@ class StagedModel(Strategy):
             )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm, self.stage = comm, Stage(comm, model, self.split_points, make_optimizer)
+        self.comm = comm
+        self.stage = Stage(comm, model, self.split_points, make_optimizer, self.loss)
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
