@@ -27,6 +27,7 @@ _BINARY = {"KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30}
 _BITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6}
 # The units of a link's numbers, in seconds and in bytes per second.
 _LINK_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6} | _DECIMAL | _BINARY | _BITS
+_RATES = {"sgd": {"lr": 0.05, "momentum": 0.9}, "adam": {"lr": 1e-3}, "adamw": {"lr": 1e-3}}
 # The largest factor by which a straggler may be slower.
 _MOST_SLOWDOWN = 1e6
 
@@ -90,20 +91,22 @@ class RunConfig:
     # Global, so that runs with other world sizes do the same arithmetic.
     batch_size: int = _integer(64, "B", "global batch size, over all ranks together")
     epochs: int = _integer(1, "E", "passes over the training samples")
-    model: str = _text("small_cnn", "M", "name of the model, see labkit.workload.models")
-    dataset: str = _text("digits", "D", "name of the data set, see labkit.workload.datasets")
+    model: str = _text("small_cnn", "M", "labkit's model of this name, or your MODULE:FUNCTION")
+    dataset: str = _text("digits", "D", "data set of this name, or your MODULE:FUNCTION")
+    loss: str = _text("cross_entropy", "L", "torch.nn.functional's, or your MODULE:FUNCTION")
+    optimizer: str = _text("sgd", "O", "sgd, adam, adamw, or your MODULE:FUNCTION of parameters")
     device: str = _text("auto", "auto|cpu|cuda", "where the ranks run")
     seed: int = _integer(0, "K", "random seed of parameters and sample order", 0, _MOST_SEED)
     # How large a learning rate may be depends on the dtype.
-    lr: float = _setting(
-        0.05,
+    lr: float | None = _setting(
+        None,
         "RATE",
-        "learning rate of plain SGD",
+        "learning rate (0.05; adam, adamw 0.001)",
         check=partial(units.check_above_zero, most=float("inf")),
         parse=units.parse_number,
     )
     # With a momentum of 1 the weight of past gradients would never decrease.
-    momentum: float = _number(0.9, "X", "momentum of plain SGD", most=0.999999)
+    momentum: float | None = _number(None, "X", "momentum of sgd (0.9)", most=0.999999)
     dtype: str = _choice("float32", tuple(_MOST_LR), "type of parameters; float64 is for tests")
     builtin: bool = _setting(False, "", "run PyTorch's counterpart of the technique", _check_flag)
     transport: str = _text("auto", "auto|shared|gloo", "how messages travel, see labkit.run")
@@ -111,6 +114,7 @@ class RunConfig:
     link: str | None = _text(
         None, "LATENCY,BANDWIDTH", "emulate a slower link, for example 10ms,100MB/s"
     )
+    num_workers: int = _integer(0, "N", "processes per rank that read your data set", least=0)
 
     backend: str = _choice("auto", BACKENDS, "for --builtin; labkit is this package's own")
     bucket_mb: float | None = _number(
@@ -142,7 +146,7 @@ class RunConfig:
             value = getattr(self, setting.name)
             if value is not None or setting.default is not None:
                 setting.metadata["check"](setting.name, value)
-        units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
+        self._complete_rates()
         if self.devices is not None and self.split_points is not None:
             check_devices(len(parse_devices(self.devices)), parse_split_points(self.split_points))
         if self.devices is not None:
@@ -156,6 +160,20 @@ class RunConfig:
         if self.link is not None:
             parse_link(self.link)
         self._check_together()
+
+    def _complete_rates(self) -> None:
+        """Set the optimizer's rates where none were given; refuse those that it does not take."""
+        defaults = _RATES.get(self.optimizer, {})
+        for name in ("lr", "momentum"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, defaults.get(name))
+            elif name not in defaults:
+                raise ValueError(
+                    f"optimizer {self.optimizer} takes no {name} here: leave it out, or set it in "
+                    "a function of the parameters that makes the optimizer"
+                )
+        if self.lr is not None:
+            units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
 
     def _check_together(self) -> None:
         if self.amp and self.dtype != "float32":

@@ -21,6 +21,8 @@ class TrainResult:
     Attributes:
         config: the settings.
         epochs: one ``{"loss", "test_accuracy", "seconds"}`` per epoch; seconds of training alone.
+            With your own data or loss also ``test_loss``. NaN where there is nothing to measure:
+            no held-out samples, or no accuracy because targets are not classes.
         phases_s: seconds by kind of span, the mean over the ranks; for a technique in one process,
             of the main thread alone.
         bytes_sent, messages: of the technique, by rank, counted as they leave; None if they are
@@ -48,6 +50,11 @@ class TrainResult:
     def test_accuracy(self) -> float:
         """Accuracy on the held-out part after the last epoch."""
         return self.epochs[-1]["test_accuracy"]
+
+    @property
+    def test_loss(self) -> float:
+        """Mean loss on the held-out part after the last epoch; NaN where it is not measured."""
+        return self.epochs[-1].get("test_loss", math.nan)
 
     @property
     def replicas_agree(self) -> bool:
