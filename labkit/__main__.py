@@ -1,4 +1,4 @@
-"""The command line: ``python -m labkit train | bench | compare | progress | doctor | lab``."""
+"""The command line: ``python -m labkit train | explain | bench | compare | ... | lab``."""
 
 import argparse
 import os
@@ -60,6 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     _add_train(commands)
+    explain = commands.add_parser("explain", help="say what limited a run, from its trace")
+    files = "a trace of labkit's or, one per rank, of PyTorch's profiler: JSON or .json.gz"
+    explain.add_argument("files", nargs="+", metavar="FILE", help=files)
     commands.add_parser("doctor", help="check what this machine has and can do")
     _add_bench(commands)
     _add_compare(commands)
@@ -196,6 +199,15 @@ def _print_summary(result: "TrainResult") -> None:
         print(result.notes["note"])
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    from labkit.runtime.chrome_trace import read_traces
+    from labkit.runtime.limits import what_limited
+
+    read = read_traces(arguments.files)
+    print(f"{what_limited(read.trace, gap=read.gap)} {read.note}".rstrip())
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from labkit.doctor import main as doctor
 
@@ -239,8 +251,8 @@ def _lab(arguments: argparse.Namespace) -> int:
     return lab(arguments.rest)
 
 
-_COMMANDS = dict(train=_train, bench=_bench, compare=_compare, progress=_progress)
-_COMMANDS |= dict(doctor=_doctor, lab=_lab)
+_COMMANDS = dict(train=_train, explain=_explain, bench=_bench, compare=_compare)
+_COMMANDS |= dict(progress=_progress, doctor=_doctor, lab=_lab)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import Plan, check_world_size, plan
 from labkit.runtime import torchrun
+from labkit.runtime.limits import Limit, what_limited, without_spans
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
@@ -46,6 +47,12 @@ class RunResult:
     messages: list[int]
     bytes_sent: list[int]
     lost: dict[int, str] = field(default_factory=dict)
+
+    def explain(self) -> Limit:
+        """What limited the run: computing, messages, or waiting and for whom, in words."""
+        if not self.trace.spans:
+            return without_spans(self.duration_s)
+        return what_limited(self.trace, start_s=0.0)
 
 
 def run(

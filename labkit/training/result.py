@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from labkit.config import RunConfig
 from labkit.files import write_atomically
+from labkit.runtime.limits import Limit, what_limited
 from labkit.trace import Trace
 from labkit.training.state import largest_difference
 
@@ -50,6 +51,14 @@ class TrainResult:
     def test_accuracy(self) -> float:
         """Accuracy on the held-out part after the last epoch."""
         return self.epochs[-1]["test_accuracy"]
+
+    def explain(self) -> Limit:
+        """What limited the run: computing, messages, or waiting and for whom, in words."""
+        limit = what_limited(self.trace)
+        if self.bytes_sent is None and self.config.world_size > 1 and not self.config.devices:
+            text = f"{limit.text} PyTorch's messages are not recorded: they count as computing."
+            return replace(limit, text=text)
+        return limit
 
     @property
     def test_loss(self) -> float:
