@@ -11,13 +11,14 @@ from typing import Any
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan
 from labkit.runtime import torchrun
+from labkit.runtime.forkserver import late_variables
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
 from labkit.trace import Trace
-from labkit.units import MOST_SECONDS, check_above_zero, check_integer
+from labkit.units import MOST_SECONDS, check_above_zero, check_integer, spelled
 
 # Per rank: both ends of two pipes, and two descriptors that report how its process ends.
 _OPEN_FILES_PER_RANK = 6
@@ -47,6 +48,7 @@ class RunResult:
     lost: dict[int, str] = field(default_factory=dict)
 
 
+@spelled
 def run(
     fn: Callable[..., Any],
     *args: Any,
@@ -85,8 +87,8 @@ def run(
     if under_torchrun():
         return _result(torchrun.run_as_rank(fn, args, world_size, device, transport, timeout_s))
     chosen = plan(world_size, device, transport)
-    if chosen.note:
-        print(chosen.note, file=sys.stderr)
+    for note in filter(None, (chosen.note, late_variables())):
+        print(note, file=sys.stderr)
     _check_program()
     _check_open_files(world_size)
     call = dump_call(fn, args)

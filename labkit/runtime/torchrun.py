@@ -17,6 +17,7 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.devices import plan
 from labkit.runtime.connect import PATIENCE_S, connect
 from labkit.runtime.messages import Report
+from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.worker import success
 from labkit.units import format_count
 
@@ -49,6 +50,7 @@ def run_as_rank(
         print(chosen.note, file=sys.stderr)
     comm = connect(chosen, timeout_s)
     memory = _report_memory(comm, local_world_size, timeout_s)
+    seed_random_numbers(comm.rank)
     comm.session.start_together()
     started_s = time.perf_counter()
     inside_a_run = True
