@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from labkit.units import as_repeats, format_number, format_value
+from labkit.units import as_repeats, format_number, format_value, spelled
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class PredictionRow:
         return f"{text} (median of {len(self.repeats)}, {between})"
 
 
+@spelled
 def predict_row(
     quantity: str,
     unit: str,

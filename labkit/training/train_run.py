@@ -9,8 +9,11 @@ from labkit.strategies.base import Strategy
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.result import TrainResult
-from labkit.units import MOST_SECONDS, check_above_zero
+from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
 from labkit.workload.datasets import load_dataset
+
+# The arguments of ``train_with`` that are not fields of ``RunConfig``.
+_OPTIONS = ("timeout_s", "download", "verbose")
 
 
 def train_with(
@@ -31,10 +34,12 @@ def train_with(
     Raises:
         The errors of ``train_run``.
     """
+    check_keywords("train_with", settings, [*_OPTIONS, *RunConfig.__dataclass_fields__])
     config = RunConfig(strategy=strategy, **settings)
     return train_run(config, timeout_s=timeout_s, download=download, verbose=verbose)
 
 
+@spelled
 def train_run(
     config: RunConfig,
     *,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost
-from labkit.units import format_count
+from labkit.units import format_count, spelled
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
@@ -171,6 +171,9 @@ class Exercise:
         """The same without its judging fields, whose functions may not be picklable."""
         parts = {"expected": nothing, "target": None, "total": None, "judge": None, "mistakes": {}}
         return replace(self, **parts)
+
+
+Exercise.__init__ = spelled(Exercise.__init__)
 
 
 @dataclass(frozen=True)
