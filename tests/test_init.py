@@ -20,7 +20,7 @@ def test_every_public_name_is_there():
         (partial(labkit.train_with, "ddp", bach_size=64), "batch_size"),
         (partial(labkit.train_with, "ddp", timeout=64), "timeout_s"),
         (partial(labkit.run, print, wrld_size=2), "world_size"),
-        (partial(labkit.warm_up, trainin=True), "training"),
+        (partial(labkit.warm_up, train=True), "training"),
         (partial(labkit.RunConfig, epoch=2), "epochs"),
         (partial(labkit.load_dataset, "digits", trainsize=9), "train_size"),
         (partial(labkit.build_model, "small_cnn", num_class=2), "num_classes"),

@@ -152,4 +152,4 @@ def test_an_objects_own_dir_may_fail():
 
     assert spelling(AttributeError("no", name="x", obj=Odd())) == ""
     assert spelling(AttributeError("no", name="append_", obj=[])).endswith("'append'?)")
-    assert spelling(AttributeError("no")) == units.spelling(ValueError("no")) == ""
+    assert spelling(AttributeError("no")) == spelling(ValueError("no")) == ""

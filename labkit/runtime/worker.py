@@ -112,6 +112,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
     Raises:
         UnpicklableError: the value cannot be pickled.
     """
+    returned_at_s = time.monotonic()
     payload = dump_value(value)
     comm.session.close()
     return Report(
@@ -122,6 +123,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
         duration_s=duration_s,
+        returned_at_s=returned_at_s,
     )
 
 

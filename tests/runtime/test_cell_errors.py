@@ -126,7 +126,7 @@ def test_a_wrong_call_shows_the_call_and_the_message_alone(notebook, call):
     [
         ("labkit.plots.timline", "timeline"),
         ("labkit.check.ring.al_reduce", "all_reduce"),
-        ("labkit.run(lambda comm: 1, world_size=1).vlaues", "values"),
+        ("labkit.run(lambda comm: 1, world_size=1).value", "values"),
         ("labkit.run(lambda comm: comm.brrier(), world_size=1)", "barrier"),
         ("labkit.train_wiht", "train_with"),
     ],
