@@ -5,15 +5,17 @@ import lazy_loader
 from labkit.backend.registration import register_backend
 from labkit.runtime.cell_errors import show_errors_on_one_screen
 from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
+from labkit.units import unknown_name
 
 # Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
 # listed in __init__.pyi, which editors read, too.
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_refuse = unknown_name(__name__, __all__)
 
 
 def __getattr__(name: str):
     with interrupts_later():
-        return _load(name)
+        return _load(name) if name in __all__ else _refuse(name)
 
 
 register_backend()

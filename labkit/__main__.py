@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line. ``options_of`` are the options of each command."""
+
+    options_of: dict[str, Collection[str]]
+
     def error(self, message: str) -> NoReturn:
         # One line, as for every usage error; argparse would print the usage before it.
         _refuse(f"{message} (see {self.prog} --help)")
@@ -55,7 +59,7 @@ _integer = _typed(units.parse_integer)
 _integers = _list_of(units.parse_integer)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> _Parser:
     """The command line's parser; ``labkit train`` has an option for each field of RunConfig."""
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -68,6 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_progress(commands)
     commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
+    choices = commands.choices.items()
+    parser.options_of = {name: command._option_string_actions for name, command in choices}
     return parser
 
 
@@ -263,7 +269,8 @@ def main(argv: list[str] | None = None) -> int:
     parser, words = make_parser(), sys.argv[1:] if argv is None else argv
     arguments, arguments.rest = parser.parse_known_args(words)
     if arguments.rest and arguments.command != "lab":
-        parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
+        hint = units.closest(arguments.rest[0], parser.options_of[arguments.command])
+        parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}{hint}")
     try:
         arguments.words = words
         return _COMMANDS[arguments.command](arguments)

@@ -219,6 +219,7 @@ class RunConfig:
         return asdict(self)
 
 
+RunConfig.__init__ = units.spelled(RunConfig.__init__)
 _NAMES = [setting.name for setting in fields(RunConfig)]
 # Options of some techniques only, beside the settings of all techniques.
 OPTIONS = tuple(_NAMES[_NAMES.index("backend") :])

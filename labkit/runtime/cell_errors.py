@@ -10,11 +10,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from labkit.comm.source_lines import is_internal, is_ours
 from labkit.errors import WorkerError
+from labkit.units import spelling
 
 Show = Callable[..., list[str]]
 
@@ -37,7 +38,7 @@ def show_errors_on_one_screen() -> None:
     def structured_traceback(
         etype: type, evalue: BaseException, etb: Any = None, *more: Any, **options: Any
     ) -> list[str]:
-        if formatter.mode != "Context" or not _is_about_labkit(etb):
+        if formatter.mode != "Context" or not _is_about_labkit(evalue, etb):
             return shown_by_ipython(etype, evalue, etb, *more, **options)
         return one_screen(shown_by_ipython, evalue, etb)
 
@@ -51,7 +52,7 @@ def one_screen(show: Show, error: BaseException, tb: TracebackType | None) -> li
     They have at most ``MOST_LINES`` lines together, as long as the learner's frames allow it.
     """
     message, _, trace = str(error).partition(_RANKS_TRACEBACK)
-    stand_in = Exception(message)
+    stand_in = Exception(message + spelling(error))
     stand_in.__cause__, stand_in.__context__ = error.__cause__, error.__context__
     stand_in.__suppress_context__ = error.__suppress_context__
     frames = own_frames(tb)
@@ -73,10 +74,14 @@ def _failed_line(error: BaseException) -> list[str]:
     return []
 
 
-def _is_about_labkit(tb: Any) -> bool:
-    """Whether a frame is labkit's. (IPython itself also passes other things than tracebacks.)"""
+def _is_about_labkit(error: BaseException, tb: Any) -> bool:
+    """Whether a frame is labkit's, or the object of an AttributeError."""
     if not isinstance(tb, TracebackType):
-        return False
+        return False  # IPython itself also passes other things
+    thing = getattr(error, "obj", None)
+    module = thing.__name__ if isinstance(thing, ModuleType) else type(thing).__module__
+    if isinstance(error, AttributeError) and str(module).partition(".")[0] == "labkit":
+        return True
     return any(is_ours(part.tb_frame.f_code.co_filename) for part in _parts(tb))
 
 

@@ -4,6 +4,7 @@ In the rank, an exception becomes a report. In the launcher, reports, exit codes
 board together become one error that names the cause, not its consequences.
 """
 
+import bdb
 import resource
 import sys
 import traceback
@@ -26,6 +27,7 @@ from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostE
 from labkit.runtime.forkserver import server_fault
 from labkit.runtime.messages import Report, described, shortened
 from labkit.runtime.pickling import UnpicklableError
+from labkit.runtime.prepare import NO_DEBUGGER
 
 
 def report_of_failure(rank: int, error: BaseException) -> Report:
@@ -52,7 +54,9 @@ def _kind_and_summary(error: BaseException) -> tuple[str, str]:
     text = described(error)
     if isinstance(error, MemoryError) and not text:
         text = _memory_words()
-    summary = f"raised {type(error).__name__}: {text}"
+    if isinstance(error, bdb.BdbQuit):
+        text = NO_DEBUGGER
+    summary = f"raised {type(error).__name__}: {text}{units.spelling(error)}"
     # Where PyTorch uses gloo without labkit, a lost peer is a RuntimeError.
     is_lost_peer = isinstance(error, PeerLostError) or "gloo/transport/" in summary
     return ("peer_lost" if is_lost_peer else "raised"), summary

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import Plan, check_world_size, plan
 from labkit.runtime import torchrun
+from labkit.runtime.forkserver import late_variables
 from labkit.runtime.limits import Limit, what_limited, without_spans
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_call, load_value
@@ -19,12 +21,21 @@ from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
 from labkit.trace import Trace
-from labkit.units import MOST_SECONDS, check_above_zero, check_integer
+from labkit.units import (
+    MOST_SECONDS,
+    check_above_zero,
+    check_integer,
+    format_bytes,
+    format_seconds,
+    spelled,
+)
 
 # Per rank: both ends of two pipes, and two descriptors that report how its process ends.
 _OPEN_FILES_PER_RANK = 6
 # What Python, a notebook's kernel and the learner's program hold open.
 _OPEN_FILES = 100
+# From this size on, all results together, a result takes about a second and is worth a word.
+LARGE_RESULT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,7 @@ class RunResult:
         return what_limited(self.trace, start_s=0.0)
 
 
+@spelled
 def run(
     fn: Callable[..., Any],
     *args: Any,
@@ -103,21 +115,43 @@ def run(
 def _planned(world_size: int, device: str, transport: str) -> Plan:
     """Where the ranks run, printed if there was a choice; refuses what cannot be started here."""
     chosen = plan(world_size, device, transport)
-    if chosen.note:
-        print(chosen.note, file=sys.stderr)
+    for note in filter(None, (chosen.note, late_variables())):
+        print(note, file=sys.stderr)
     _check_program()
     _check_open_files(world_size)
     return chosen
 
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
+    started_s = time.perf_counter()
+    values = [report and load_value(report) for report in reports]
+    if note := _cost_note(
+        [report for report in reports if report], time.perf_counter() - started_s
+    ):
+        print(note, file=sys.stderr)
     return RunResult(
-        values=[report and load_value(report) for report in reports],
+        values=values,
         trace=Trace.merge(report.spans for report in reports if report),
         duration_s=max((report.duration_s for report in reports if report), default=0.0),
         messages=[report.messages if report else 0 for report in reports],
         bytes_sent=[report.bytes_sent if report else 0 for report in reports],
         lost=lost or {},
+    )
+
+
+def _cost_note(reports: Sequence[Report], load_s: float) -> str:
+    """What large results have cost; empty for small ones. ``load_s``: to unpickle all of them."""
+    num_bytes = [len(report.payload) for report in reports]
+    if sum(num_bytes) < LARGE_RESULT_BYTES:
+        return ""
+    largest = max(reports, key=lambda report: len(report.payload))
+    total_s = largest.travel_s + load_s
+    return (
+        f"the ranks have returned {format_bytes(sum(num_bytes))} (rank {largest.rank}: "
+        f"{format_bytes(max(num_bytes))}): it took {format_seconds(total_s)} to pickle, send and "
+        "unpickle, and for a moment the rank and this process held each byte three times. Next "
+        "step: return what you need of it (x.sum(), loss.item(), x[:10]), or let the rank save "
+        "it: torch.save(x, path)"
     )
 
 

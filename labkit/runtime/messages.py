@@ -7,7 +7,8 @@ side learns from the end of the pipe that the other process has ended.
 import os
 import pickle
 import struct
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from labkit.trace import Span
@@ -33,6 +34,8 @@ class Report:
         summary, location, traceback: of the exception, if ``kind`` is not ``value``; the fields
             above them are empty in this case.
         duration_s: how long the function took.
+        returned_at_s: when it returned, on the clock that all processes of a machine share.
+        travel_s: the time from then until the launcher had the report; 0 until it has arrived.
     """
 
     rank: int
@@ -45,6 +48,8 @@ class Report:
     location: str = ""
     traceback: str = ""
     duration_s: float = 0.0
+    returned_at_s: float = 0.0
+    travel_s: float = 0.0
 
 
 def send_report(control: Connection, report: Report) -> None:
@@ -114,4 +119,4 @@ class Inbox:
             return None
         report = pickle.loads(memoryview(self._data)[_LENGTH.size :])
         self._data = bytearray()
-        return report
+        return replace(report, travel_s=time.monotonic() - report.returned_at_s)

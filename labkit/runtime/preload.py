@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from labkit.runtime.forkserver import start_method, start_server
+from labkit.units import spelled
 
 # What the forkserver imports before it forks ranks. The packages above the runtime append the
 # modules that their ranks need: the runtime does not know these packages.
@@ -21,6 +22,7 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
+@spelled
 def warm_up(*, training: bool = True) -> None:
     """Start the process that all ranks are forked from, in the background; return at once.
 

@@ -18,6 +18,7 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.devices import plan
 from labkit.runtime.connect import PATIENCE_S, connect
 from labkit.runtime.messages import Report
+from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.worker import success
 from labkit.units import format_count
 
@@ -51,6 +52,7 @@ def run_as_rank(
         print(chosen.note, file=sys.stderr)
     comm = connect(chosen, timeout_s, link=link)
     memory = _report_memory(comm, local_world_size, timeout_s)
+    seed_random_numbers(comm.rank)
     comm.session.start_together()
     started_s = time.perf_counter()
     inside_a_run = True

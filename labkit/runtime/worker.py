@@ -26,6 +26,7 @@ from labkit.runtime.connect import MeetingFile, connect
 from labkit.runtime.failures import report_of_failure
 from labkit.runtime.messages import Report, may_go, send_report
 from labkit.runtime.pickling import dump_value
+from labkit.runtime.prepare import seed_random_numbers, set_variables, take_keyboard_away
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Job:
 
 def run_rank(
     rank: int,
-    environment: dict[str, str],
+    environment: dict[str, str | None],
     control: Connection,
     output: Connection,
     job: Job,
@@ -62,14 +63,14 @@ def run_rank(
 
     Args:
         rank: this rank.
-        environment: variables to set, including those that ``torchrun`` sets.
+        environment: variables to set, including those that ``torchrun`` sets; None removes one.
         control: this rank's end of the pipe for its report and the launcher's answer.
         output: the writing end of the pipe for stdout and stderr.
         job: what to run.
         arena: the shared memory of all ranks, with the status board.
         meeting: the rendezvous of the ranks.
     """
-    os.environ.update(environment)
+    set_variables(environment)
     # A separate process group, so that processes which this rank starts can be ended with it.
     os.setpgid(0, 0)
     me = arena.board.ranks[rank]["pid"] = os.getpid()
@@ -78,6 +79,7 @@ def run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _capture_output(output)
     _let_children_fork()
+    take_keyboard_away()
     report = _call(job, rank, arena, meeting)
     _flush()
     if os.getpid() != me:
@@ -98,6 +100,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
         function, args = cloudpickle.loads(job.call)
         comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
         arena.board.ranks[rank]["state"] = RUNNING
+        seed_random_numbers(rank)
         comm.session.start_together()
         started_s = time.perf_counter()
         value = function(comm, *args)
@@ -114,6 +117,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
     Raises:
         UnpicklableError: the value cannot be pickled.
     """
+    returned_at_s = time.monotonic()
     payload = dump_value(value)
     comm.session.close()
     return Report(
@@ -124,6 +128,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
         duration_s=duration_s,
+        returned_at_s=returned_at_s,
     )
 
 

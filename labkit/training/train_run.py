@@ -13,8 +13,11 @@ from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
 from labkit.training.result import TrainResult
-from labkit.units import MOST_SECONDS, check_above_zero
+from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
 from labkit.workload.datasets import load_dataset
+
+# The arguments of ``train_with`` that are not fields of ``RunConfig``.
+_OPTIONS = ("timeout_s", "download", "verbose")
 
 
 def train_with(
@@ -40,11 +43,13 @@ def train_with(
         The errors of ``train_run``.
     """
     own, settings = take_own(settings)
+    check_keywords("train_with", settings, [*_OPTIONS, *RunConfig.__dataclass_fields__])
     link = str(link) if isinstance(link, EmulatedLink) else link
     config = RunConfig(strategy=strategy, link=link, **settings)
     return train_run(config, own=own, timeout_s=timeout_s, download=download, verbose=verbose)
 
 
+@spelled
 def train_run(
     config: RunConfig,
     *,

@@ -121,6 +121,22 @@ def test_a_wrong_call_shows_the_call_and_the_message_alone(notebook, call):
     assert len(text.splitlines()) < 10
 
 
+@pytest.mark.parametrize(
+    ("mistyped", "meant"),
+    [
+        ("labkit.plots.timline", "timeline"),
+        ("labkit.check.ring.al_reduce", "all_reduce"),
+        ("labkit.run(lambda comm: 1, world_size=1).value", "values"),
+        ("labkit.run(lambda comm: comm.brrier(), world_size=1)", "barrier"),
+        ("labkit.train_wiht", "train_with"),
+    ],
+)
+def test_a_mistyped_name_is_answered_with_the_right_one(notebook, mistyped, meant):
+    text = notebook.fails(mistyped)
+    check_screen(text)
+    assert text.count(f"(did you mean '{meant}'?)") == 1
+
+
 def test_a_deadlock_and_a_deadline(notebook):
     both = "def both(comm):\n    comm.recv(torch.empty(1), 1 - comm.rank)\n"
     text = notebook.fails(f"{both}labkit.run(both, world_size=2)")
@@ -139,8 +155,7 @@ def ring(comm):
     if comm.rank == 1:
         while list(comm.session.board.ranks["op"][[0, 2]]) != [b"recv", b"recv"]:
             time.sleep(0.01)
-        os.kill(me, signal.SIGINT)
-        time.sleep(60)
+        os.kill(me, signal.SIGINT); time.sleep(60)
     comm.recv(torch.empty(2), 1)
 """
 
@@ -150,9 +165,12 @@ def test_the_stop_button_says_what_each_rank_was_doing(notebook):
     text = notebook.fails("labkit.run(ring, world_size=3)")
     check_screen(text)
     assert "----> 1 labkit.run(ring, world_size=3)" in text
-    waits = "was in recv, waiting for rank 1 to send float32 [2], at Cell In[2], line 8: comm.recv"
+    waits = "was in recv, waiting for rank 1 to send float32 [2], at Cell In[2], line 7: comm.recv"
     assert f"rank 0 {waits}" in text
-    assert "rank 1 was in its own code, at Cell In[2], line 7: time.sleep(60)" in text
+    assert (
+        "rank 1 was in its own code, at Cell In[2], line 6: os.kill(me, signal.SIGINT); time"
+        in text
+    )
     assert f"rank 2 {waits}" in text
 
 

@@ -34,6 +34,7 @@ from ranks import (
 from labkit import DeadlineError, DeadlockError, WorkerError, run
 from labkit.collectives import broadcast, fast_ring_all_reduce, ring_all_reduce, tree_all_reduce
 from labkit.errors import PeerLostError
+from labkit.runtime import launch
 
 travel_by_value(__name__)
 
@@ -109,6 +110,16 @@ class TestResults:
     def test_a_large_result_comes_back(self):  # row 20
         values = run(lambda comm: torch.full((25_000_000,), 2.0), world_size=1).values
         assert values[0].sum().item() == 50_000_000
+
+    def test_a_large_result_says_what_it_costs_and_what_to_do(self, capsys, monkeypatch):
+        run(lambda comm: torch.zeros(comm.rank * 1000), world_size=3)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(launch, "LARGE_RESULT_BYTES", 10_000)
+        run(lambda comm: torch.zeros(comm.rank * 1000), world_size=3)
+        said = capsys.readouterr().err
+        assert re.search(r"^the ranks have returned 1\d\.\d KiB \(rank 2: [89]\.\d+ KiB\)", said)
+        assert re.search(r"it took [\d.]+ m?s to pickle, send and unpickle", said)
+        assert "Next step: return what you need" in said
 
     def test_no_descriptor_is_left_open(self):
         still_works()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost
-from labkit.units import format_count
+from labkit.units import format_count, spelled
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
@@ -229,6 +229,9 @@ class Exercise:
         parts = {"expected": nothing, "target": None, "total": None, "judge": None}
         parts |= {"mistakes": {}, "library": None, "case_words": {}}
         return replace(self, **parts)
+
+
+Exercise.__init__ = spelled(Exercise.__init__)
 
 
 @dataclass(frozen=True)
