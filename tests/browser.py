@@ -88,6 +88,14 @@ HAS_CELLS = """
   document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell').length == number
   && [...document.images].every(image => image.complete)
 """
+# Whether the prompt of the cell with this index has another number than before.
+HAS_RUN = r"""
+([notebook, index, before]) => {
+  const cell = document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell')[index];
+  const prompt = cell.querySelector('.jp-InputPrompt').innerText;
+  return /\d/.test(prompt) && prompt != before;
+}
+"""
 HAS_IMAGES = "() => [...document.images].every(image => image.complete)"
 IS_CLOSED_OR_ASKS = """
 notebook => !document.querySelector(notebook) || document.querySelector('.jp-Dialog')
@@ -277,6 +285,24 @@ class Page:
         self.window.wait_for_timeout(500)  # the last outputs are still being drawn
         self.window.wait_for_function(HAS_IMAGES)
         self.save()
+
+    def run_cell(self, index: int) -> None:
+        """Run one cell by the keyboard, and wait until it is done."""
+        self._wait_until_idle()
+        cell = self.cell(index)
+        before = cell.locator(".jp-InputPrompt").first.inner_text()
+        cell.locator(".cm-content").click()
+        self.window.keyboard.press("Control+Enter")
+        self.window.wait_for_function(HAS_RUN, arg=[NOTEBOOK, index, before])
+        self._wait_until_idle()
+
+    def restart_kernel(self) -> None:
+        """Restart the kernel and clear all outputs, by the menu."""
+        self._wait_until_idle()
+        self.menu("Kernel", "Restart Kernel and Clear Outputs of All Cells…")
+        self.window.locator(".jp-Dialog .jp-mod-accept").click()
+        self.window.locator(".jp-Dialog").wait_for(state="detached")
+        self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
         # The notebook's own indicator also says idle before there is a kernel.

@@ -10,6 +10,7 @@ from labkit.notebook.prediction import Prediction
 
 _ENTER = "Type it and press Enter."
 _LOCKS = "It is locked when it is measured."
+_WRAP = {"flex_flow": "row wrap"}
 
 
 class PredictionForm(ipywidgets.VBox):
@@ -30,14 +31,15 @@ class PredictionForm(ipywidgets.VBox):
             placeholder="no prediction yet",
             continuous_update=False,
             style={"description_width": "initial"},
-            layout={"width": "34em", "max_width": "100%"},
+            # With a long quantity, the field stands below it.
+            layout={"width": "auto", "height": "auto", "max_width": "100%", **_WRAP},
         )
         self.fix = ipywidgets.Button(description="Fix it", layout={"width": "auto"})
         self.again = ipywidgets.Button(description="Predict again", layout={"width": "auto"})
         self.said = ipywidgets.HTML()
         # JupyterLab's look of tables, in the theme's colours.
         self.said.add_class("jp-RenderedHTMLCommon")
-        row = ipywidgets.HBox([self.field, self.fix, self.again], layout={"flex_flow": "row wrap"})
+        row = ipywidgets.HBox([self.field, self.fix, self.again], layout=_WRAP)
         super().__init__([row, self.said])
         self.field.observe(self._enter, "value")
         self.fix.on_click(self._enter)
@@ -71,7 +73,9 @@ class PredictionForm(ipywidgets.VBox):
             try:
                 self._prediction.enter(self.field.value)
             except ValueError as error:
-                self._say(f"<strong>Not understood:</strong> {html.escape(str(error))}.")
+                kept = self._prediction.text
+                still = f" Your prediction is still {html.escape(kept)}." if kept else ""
+                self._say(f"<strong>Not understood:</strong> {html.escape(str(error))}.{still}")
 
     def _begin_again(self, _button: Any) -> None:
         with self._lock:

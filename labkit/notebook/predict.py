@@ -84,7 +84,7 @@ def predict_row(
     if made is None:
         return row
     kept = record.note_row(current_page(), quantity, made, row.measured, row.model)
-    if (kept.value, kept.unit) == (made.value, made.unit):
+    if kept.value * scale_between(kept.unit, unit) == made.value:
         return row
     text = f"Recorded is what you predicted at first: {format_value(kept.value, kept.unit)}."
     return replace(row, note=text)

@@ -1,5 +1,6 @@
 """A prediction of one quantity: open until it is measured, then locked."""
 
+import math
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Protocol
@@ -65,11 +66,13 @@ class Prediction:
             ValueError: it is locked, or ``value`` is not a number in a fitting unit.
         """
         if self.locked_at is not None:
-            raise ValueError(f"{self}")
+            raise ValueError(str(self))
         if isinstance(value, str):
             number = parse_typed(value, self.unit) if value.strip() else None
         else:
             number = number_or_none(value, "value", self.unit)
+        if number is not None and not math.isfinite(number):
+            raise ValueError(f"a prediction must be a finite number, got {value}")
         self.value, self._entered_at = number, record.now()
         record.note_prediction(self._page, self._key, self._entry(), self._again)
         self._refresh()

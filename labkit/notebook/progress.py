@@ -192,9 +192,10 @@ def _aligned(table: list[list[str]]) -> list[str]:
 
 
 def _html_table(table: list[list[str]]) -> str:
-    heads = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in table[0])
+    left = 'style="text-align: left"'
+    heads = "".join(f'<th scope="col" {left}>{html.escape(cell)}</th>' for cell in table[0])
     body = ""
     for first, *rest in table[1:]:
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
-        body += f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>'
+        cells = "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in rest)
+        body += f'<tr><th scope="row" {left}>{html.escape(first)}</th>{cells}</tr>'
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"

@@ -27,6 +27,7 @@ from labkit.notebook.progress_file import (
     write_record,
 )
 from labkit.notebook.record_format import Predicted, Record, Tried
+from labkit.notebook.typed import scale_between
 from labkit.runtime.preload import under_torchrun
 
 Change = Callable[[Record], None]
@@ -203,10 +204,17 @@ def note_row(
         _put(record, page, key, made, False)
         all_of_it = record.predictions[page][key]
         last = all_of_it[-1]
+        try:
+            scale = scale_between(made.unit, last.unit)
+        except ValueError:  # the page asks for something else since
+            all_of_it.append(made)
+            last, scale = made, 1.0
+        by_model = None if model is None or not math.isfinite(model) else model * scale
         if math.isfinite(measured):
-            by_model = model if model is not None and math.isfinite(model) else None
             since = last.measured_at or at
-            all_of_it[-1] = replace(last, measured=measured, model=by_model, measured_at=since)
+            all_of_it[-1] = replace(
+                last, measured=measured * scale, model=by_model, measured_at=since
+            )
 
     store().change(change)
     return predictions(page, key)[-1]
