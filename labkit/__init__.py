@@ -3,7 +3,7 @@
 import lazy_loader
 
 from labkit.backend.registration import register_backend
-from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
+from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, IN_NOTEBOOKS, interrupts_later
 
 # Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
 # listed in __init__.pyi, which editors read, too.
@@ -18,5 +18,6 @@ def __getattr__(name: str):
 register_backend()
 # The ranks of a script load that script, and so import the launcher.
 FOR_RANKS.append("labkit.runtime.launch")
+IN_NOTEBOOKS.append("labkit.notebook.live")
 # A notebook warms up before it imports the checks: otherwise each rank would import them again.
 FOR_TRAINING.extend(["labkit.training.loop", "labkit.check"])

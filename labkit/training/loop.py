@@ -105,9 +105,12 @@ def _train_epoch(config: RunConfig, data: Data, strategy: Strategy, epoch: int) 
     total = torch.zeros(1, dtype=torch.float64, device=strategy.comm.device)
     batches = _epoch_batches(config, data, epoch)
     for number, batch in enumerate(batches):
-        total += strategy.step(*_load(data, batch, strategy)).detach()
-        done = epoch * len(batches) + number + 1
-        strategy.comm.progress(done, config.epochs * len(batches), f"steps, epoch {epoch + 1}")
+        inputs, targets, batch_size = _load(data, batch, strategy)
+        loss = strategy.step(inputs, targets, batch_size).detach()
+        total += loss
+        now = {"samples": len(targets), "loss": loss / max(1, len(targets))}
+        done, steps = epoch * len(batches) + number + 1, config.epochs * len(batches)
+        strategy.comm.progress(done, steps, f"steps, epoch {epoch + 1}", **now)
     strategy.end_epoch()
     return total
 
