@@ -26,11 +26,13 @@ from labkit.runtime.failures import (
     stopped_note,
 )
 from labkit.runtime.forkserver import end_stopped_server, server_fault
-from labkit.runtime.messages import Inbox, Report, let_go
-from labkit.runtime.output import Output, ProgressBar
+from labkit.runtime.messages import Inbox, Report, Shown, let_go
+from labkit.runtime.output import Output
 from labkit.runtime.preload import warm_up
 from labkit.runtime.start_ranks import Ranks
+from labkit.runtime.watch import watcher
 from labkit.runtime.worker import Job, run_rank
+from labkit.trace import Trace
 
 _POLL_S = 0.05
 # After the first sign of a failure: time for the ranks' reports and exit codes to arrive.
@@ -66,7 +68,7 @@ class Supervisor:
         outputs = [Pipe(duplex=False) for _ in range(self.world_size)]
         self._inboxes = {mine: (rank, Inbox(mine)) for rank, (mine, _) in enumerate(controls)}
         self._output = Output([receiver for receiver, _ in outputs])
-        self._bar = ProgressBar(self._arena.board)
+        self._watcher = watcher(self._arena.board)
         self._rank_ends = [(control, out) for (_, control), (_, out) in zip(controls, outputs)]
         self.agent = Ranks(run_rank, self._rank_ends, (job, self._arena, self._meeting))
         self._seen = Evidence(self._arena.board, job.may_lose)
@@ -112,7 +114,7 @@ class Supervisor:
         while True:
             self._read(_POLL_S)
             self._output.show({*seen.reports, *seen.gone})
-            self._bar.update()
+            self._watcher.update(self._output.bars)
             now_s = time.monotonic()
             failed = bool(seen.failures)
             if not failed and len({*seen.reports, *seen.lost}) == self.world_size:
@@ -152,8 +154,11 @@ class Supervisor:
     def _read_report(self, control: Connection) -> None:
         rank, inbox = self._inboxes[control]
         try:
-            if report := inbox.read():
-                self._seen.reports[rank] = report
+            for message in inbox.read():
+                if isinstance(message, Shown):
+                    self._output.take(message)
+                else:
+                    self._seen.reports[rank] = message
         except EOFError:
             del self._inboxes[control]
             control.close()
@@ -256,7 +261,7 @@ class Supervisor:
         for end in (*self._inboxes, *(end for pair in self._rank_ends for end in pair)):
             end.close()
         # The traceback of an error keeps this object alive; it must not keep the shared memory.
-        del self._seen.board, self._bar
+        del self._seen.board, self._watcher
         self._arena.close()
         self._meeting.close()
 
@@ -278,6 +283,13 @@ class Supervisor:
             if not (found := wait(self._output.connections, 0)):
                 break
             self._output.read(found)
-        self._bar.close()
+        self._watcher.close(self._trace())
         self._output.flush()
         self._output.close()
+
+    def _trace(self) -> Trace | None:
+        """The spans of all ranks that have returned; None if the run has failed."""
+        reports = self._seen.reports
+        if self._seen.failures or len({*reports, *self._seen.lost}) < self.world_size:
+            return None
+        return Trace.merge(report.spans for report in reports.values())

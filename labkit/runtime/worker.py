@@ -22,9 +22,10 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.shared_memory import Arena
 from labkit.comm.source_lines import install_sources
 from labkit.devices import Plan
+from labkit.runtime import displays
 from labkit.runtime.connect import MeetingFile, connect
 from labkit.runtime.failures import report_of_failure
-from labkit.runtime.messages import Report, may_go, send_report
+from labkit.runtime.messages import Report, may_go, send
 from labkit.runtime.pickling import dump_value
 from labkit.runtime.prepare import seed_random_numbers, set_variables, take_keyboard_away
 
@@ -80,12 +81,13 @@ def run_rank(
     _capture_output(output)
     _let_children_fork()
     take_keyboard_away()
+    displays.install(rank, control)
     report = _call(job, rank, arena, meeting)
     _flush()
     if os.getpid() != me:
         # A child that the function has forked gets here, too; only the rank itself reports.
         os._exit(0)
-    send_report(control, report)
+    send(control, report)
     if report.kind != "value" and rank in job.may_lose:
         # The other ranks notice that this one has ended, and continue.
         os._exit(1)
@@ -104,6 +106,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
         comm.session.start_together()
         started_s = time.perf_counter()
         value = function(comm, *args)
+        displays.show_open_figures()
         report = success(comm, value, time.perf_counter() - started_s)
     except BaseException as error:
         return report_of_failure(rank, error)

@@ -100,10 +100,13 @@ def _train_epoch(config: RunConfig, work: Work, strategy: Strategy, epoch: int) 
     """One pass over the training samples; returns this rank's sum of losses, float64 [1]."""
     total = torch.zeros(1, dtype=torch.float64, device=strategy.comm.device)
     batches = _epoch_batches(config, work, epoch)
+    steps = config.epochs * len(batches)
     for number, batch in enumerate(_shares(config, work, strategy, batches), start=1):
-        total += strategy.step(*batch).detach()
+        loss, samples = strategy.step(*batch).detach(), len(batch[1])
+        total += loss
+        now = {"samples": samples, "loss": loss / max(1, samples)}
         done = epoch * len(batches) + number
-        strategy.comm.progress(done, config.epochs * len(batches), f"steps, epoch {epoch + 1}")
+        strategy.comm.progress(done, steps, f"steps, epoch {epoch + 1}", **now)
     strategy.end_epoch()
     return total
 
