@@ -69,6 +69,12 @@ class MeasuredSplit:
     held_bytes: list[int]
     trace: Trace = field(repr=False)
 
+    def typical_step(self) -> Trace:
+        """The spans of the counted step whose length is the median."""
+        steps = _by_step(self.trace)
+        place = self.step_s.index(statistics.median_low(self.step_s))
+        return steps[place]
+
 
 def measure_split(
     model: str = "vgg16",
