@@ -74,6 +74,12 @@ class MeasuredSplit:
         """What limited the steps: a stage, the bubble, or the hops, in a sentence or two."""
         return what_limited(self.trace)
 
+    def typical_step(self) -> Trace:
+        """The spans of the counted step whose length is the median."""
+        steps = _by_step(self.trace)
+        place = self.step_s.index(statistics.median_low(self.step_s))
+        return steps[place]
+
 
 def measure_split(
     model: str = "vgg16",

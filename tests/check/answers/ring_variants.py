@@ -1,5 +1,7 @@
 """More answers to ``check.ring``: right ones in unusual forms, wrong ones that look right."""
 
+import itertools
+
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -69,7 +71,7 @@ def rotates_the_list(comm, chunks):
     """Chunk 0 of the rotated list is the one to send."""
     right, left = neighbours(comm)
     order = chunks[comm.rank :: -1] + chunks[: comm.rank : -1]
-    for outgoing, target in zip(order, order[1:]):
+    for outgoing, target in itertools.pairwise(order):
         target += comm.exchange(outgoing, right, torch.empty_like(target), left)
 
 
@@ -164,7 +166,7 @@ def collects_then_copies(to):
         dst, src, way = (right, left, -1) if to == "right" else (left, right, 1)
         ways = [(comm.rank + 1 + way * s) % comm.world_size for s in range(comm.world_size)]
         found = {ways[0]: chunks[ways[0]]}
-        for last, next_ in zip(ways, ways[1:]):
+        for last, next_ in itertools.pairwise(ways):
             found[next_] = comm.exchange(found[last], dst, chunks[next_].clone(), src)
         for place, values in found.items():
             chunks[place].copy_(values)
