@@ -72,7 +72,7 @@ def test_without_notebooks_there_are_no_pages(tmp_path, monkeypatch):
 def test_the_open_page_is_known_from_jupyter(monkeypatch):
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     assert pages.current_page() == ""
-    monkeypatch.setenv("JPY_SESSION_NAME", "/home/somebody/notebooks/06_ring.ipynb")
+    monkeypatch.setenv("JPY_SESSION_NAME", "/somewhere/somebody/notebooks/06_ring.ipynb")
     assert pages.current_page() == "06_ring"
     monkeypatch.setenv("JPY_SESSION_NAME", "console-1")
     assert pages.current_page() == ""
