@@ -14,6 +14,7 @@ from . import (
     widgets as widgets,
     workload as workload,
 )
+from .comm.emulated_link import EmulatedLink as EmulatedLink
 from .config import RunConfig as RunConfig
 from .errors import (
     DeadlineError as DeadlineError,

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import kernel_ports
 
@@ -132,6 +133,19 @@ def open_lab(folder: Path, screenshots: bool = False) -> Iterator["Lab"]:
         browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
         try:
             yield Lab(browser, address, workbook / "notebooks", screenshots)
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
+def empty_page() -> Iterator[Any]:
+    """Playwright's page with nothing in it, in a browser without JupyterLab."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
+        try:
+            yield browser.new_page()
         finally:
             browser.close()
 

@@ -3,7 +3,7 @@
 ``labkit.check`` is this package. The named checks take a learner's function with the signature of
 its counterpart in ``labkit.collectives``:
 
-    check.ring.share_reduce   check.ring.share_only   check.ring.all_reduce
+    check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce
     check.naive.all_reduce    check.tree.all_reduce
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
     check.one_device.accumulate   .loss_scaling   .top_k
@@ -41,7 +41,10 @@ from labkit.check import (
     tree,
 )
 from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade, returns
+from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
 __all__ += ["parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]
+
+__getattr__ = unknown_name(__name__)

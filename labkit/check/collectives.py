@@ -9,8 +9,9 @@ from functools import partial
 
 from torch import Tensor
 
+from labkit import collectives
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Verdict, grade, returns
-from labkit.check.grading.exercise import Target, tensor_and_root
+from labkit.check.grading.exercise import DRAWN, Target, tensor_and_root
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost, broadcast_cost, gather_cost, reduce_cost, scatter_cost
 
@@ -28,7 +29,9 @@ def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
         inputs=tensor_and_root,
         expected=lambda rank, case: case.tensor(case.root),
         total=partial(_of_all_ranks, broadcast_cost),
-        rooted="root",
+        library=collectives.broadcast,
+        drawn_size=DRAWN,
+        root_name="root",
     )
     return grade(fn, exercise, world_sizes)
 
@@ -45,7 +48,9 @@ def reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         inputs=tensor_and_root,
         expected=lambda rank, case: case.total() if rank == case.root else None,
         total=partial(_of_all_ranks, reduce_cost),
-        rooted="root",
+        library=collectives.reduce,
+        drawn_size=DRAWN,
+        root_name="root",
     )
     return grade(fn, exercise, world_sizes)
 
@@ -64,7 +69,9 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         written=None,
         target=lambda r, c: c.target(gather_cost, r, c.root, peers={c.root} - {r}),
         mistakes={"gather.one_buffer": _one_buffer, "gather.order": _root_first},
-        rooted="root",
+        library=collectives.gather,
+        drawn_size=DRAWN,
+        root_name="root",
     )
     return grade(fn, exercise, world_sizes)
 
@@ -90,7 +97,9 @@ def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
             "scatter.before": lambda rank, case: _share(rank - 1, case),
             "scatter.reversed": lambda rank, case: _share(-1 - rank, case),
         },
-        rooted="root",
+        library=collectives.scatter,
+        drawn_size=DRAWN,
+        root_name="root",
     )
     return grade(fn, exercise, world_sizes)
 
@@ -107,7 +116,8 @@ def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         inputs=lambda rank, case: (case.root,),
         call=_come_late,
         judge=_left_too_early,
-        rooted="late rank",
+        root_name="late rank",
+        may_call=frozenset(),
         world_sizes=world_sizes,
     )
 

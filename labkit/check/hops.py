@@ -146,7 +146,7 @@ def _wrong_graph(rank: int, entering: Tensor, leaving: Tensor, runs: int) -> Mis
     if rank == 0 or (entering.is_leaf and entering.grad is not None):
         return None
     if not entering.requires_grad:
-        return Mistake("hops.asks_nothing")
+        return Mistake("hops.no_requires_grad")
     return Mistake("hops.gets_nothing" if entering.is_leaf else "hops.no_leaf")
 
 

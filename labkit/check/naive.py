@@ -6,7 +6,9 @@ Symbols: P ranks, S bytes of a rank's tensor.
 from collections.abc import Callable
 from functools import partial
 
+from labkit import collectives
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
+from labkit.check.grading.exercise import DRAWN
 from labkit.check.ring import reduced
 from labkit.costs.traffic import naive_all_reduce_cost
 
@@ -19,7 +21,12 @@ def all_reduce(
     Target: all other ranks send one message to rank 0, which sends P - 1; each has S bytes.
     """
     exercise = Exercise(
-        "naive.all_reduce", expected=partial(reduced, op), target=_target, same_bits=True
+        "naive.all_reduce",
+        expected=partial(reduced, op),
+        target=_target,
+        same_bits=True,
+        library=collectives.naive_all_reduce,
+        drawn_size=DRAWN,
     )
     return grade(fn, exercise, world_sizes)
 

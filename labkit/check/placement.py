@@ -212,7 +212,7 @@ MISTAKES: list[tuple[str, dict]] = [
     ("cuts.all_devices", {"cuts": "all"}),
     ("cuts.fewest", {"cuts": "fewest"}),
     ("cuts.bytes_alone", {"cost": lambda case, points: sum(case.split(points).hop_bytes)}),
-    ("cuts.dearest_hop", {"cost": lambda case, points: max(case.split(points).hop_s, default=0)}),
+    ("cuts.largest_hop", {"cost": lambda case, points: max(case.split(points).hop_s, default=0)}),
     ("cuts.value_alone", {"needed": _values_alone}),
     ("cuts.activations_forgotten", {"needed": _parameters_alone}),
 ]

@@ -8,10 +8,28 @@ from functools import partial
 
 import torch
 
+from labkit import collectives
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
+from labkit.check.grading.exercise import DRAWN
 from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
 from labkit.schedules.ring import chunk_bounds, owned_chunk
+
+
+def rotate_and_add(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, tensor)``: the sum over the ranks in place, by whole tensors in a ring.
+
+    Target per rank: P - 1 messages of S bytes, in P - 1 exchanges, all to its right neighbour.
+    The ranks add in different orders, so their results may differ in the last bits.
+    """
+    exercise = Exercise(
+        "ring.rotate_and_add",
+        expected=partial(reduced, "sum"),
+        target=partial(_target, _rotation_cost, "right"),
+        library=collectives.ring_all_reduce,
+        drawn_size=DRAWN,
+    )
+    return grade(fn, exercise, world_sizes)
 
 
 def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -27,6 +45,8 @@ def share_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
         expected=_owned_sum,
         chunked=True,
         target=partial(_target, share_reduce_cost, "right"),
+        library=collectives.share_reduce,
+        drawn_size=DRAWN,
     )
     return grade(fn, exercise, world_sizes)
 
@@ -47,6 +67,8 @@ def share_only(
         expected=_all_sums,
         chunked=True,
         target=partial(_target, share_only_cost if to == "right" else _leftward_cost, to),
+        library=collectives.share_only if to == "right" else None,
+        drawn_size=DRAWN,
     )
     return grade(fn, exercise, world_sizes)
 
@@ -57,14 +79,17 @@ def all_reduce(
     """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
 
     Target per rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
-    2 (P - 1) exchanges, all to its right neighbour. The results must be equal to the bit.
+    2 (P - 1) exchanges, all to its right neighbour. Where P does not divide the number of
+    elements, a chunk may be padded, or longer than others. The results must be equal to the bit.
     """
     exercise = Exercise(
         "ring.all_reduce",
         expected=partial(reduced, op),
         chunked=True,
-        target=partial(_target, ring_all_reduce_cost, "right"),
+        target=_in_any_chunks,
         same_bits=True,
+        library=collectives.ring_all_reduce,
+        drawn_size=DRAWN,
     )
     return grade(fn, exercise, world_sizes)
 
@@ -77,6 +102,19 @@ def reduced(op: str, rank: int, case: Case) -> torch.Tensor:
 def _target(cost_of: Callable[..., Cost], to: str, rank: int, case: Case) -> Target:
     peer = (rank + (1 if to == "right" else -1)) % case.world_size
     return case.target(cost_of, rank, peers={peer})
+
+
+def _rotation_cost(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
+    steps = world_size - 1
+    return Cost(steps, steps, steps * num_elements * element_bytes)
+
+
+def _in_any_chunks(rank: int, case: Case) -> Target:
+    """The target of the whole ring, with as many bytes as chunks of equal, padded size need."""
+    exact = _target(ring_all_reduce_cost, "right", rank, case)
+    padded = -(-case.size // case.world_size) * case.world_size
+    cost = ring_all_reduce_cost(padded, 4, case.world_size, rank)
+    return exact._replace(num_bytes=cost.num_bytes)
 
 
 def _own_chunks(rank: int, case: Case) -> tuple:

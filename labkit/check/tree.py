@@ -6,7 +6,9 @@ Symbols: P ranks, S bytes of a rank's tensor.
 from collections.abc import Callable
 from functools import partial
 
+from labkit import collectives
 from labkit.check.grading import Case, Exercise, Target, Verdict, grade
+from labkit.check.grading.exercise import DRAWN
 from labkit.check.ring import reduced
 from labkit.costs.traffic import tree_all_reduce_cost
 
@@ -23,7 +25,12 @@ def all_reduce(
     whose number differs in one bit. For any other P only the result is judged.
     """
     exercise = Exercise(
-        "tree.all_reduce", expected=partial(reduced, op), target=_target, same_bits=True
+        "tree.all_reduce",
+        expected=partial(reduced, op),
+        target=_target,
+        same_bits=True,
+        library=collectives.tree_all_reduce,
+        drawn_size=DRAWN,
     )
     return grade(fn, exercise, world_sizes)
 

@@ -15,7 +15,7 @@ from labkit.notebook.prediction import Prediction
 from labkit.notebook.record_format import entry
 from labkit.notebook.row import PredictionRow, make_row
 from labkit.notebook.typed import scale_between
-from labkit.units import as_repeats, format_value
+from labkit.units import as_repeats, format_value, spelled
 
 
 def predict(
@@ -54,6 +54,7 @@ def _in_a_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
+@spelled
 def predict_row(
     quantity: str,
     unit: str,

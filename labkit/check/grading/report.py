@@ -9,9 +9,8 @@ from labkit.check.grading.words import Mistake
 from labkit.notebook.record import note_verdict
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
-
-# A stub is told by this line, not by the type: PyTorch raises NotImplementedError, too.
-STUB = "raise NotImplementedError"
+# The library's or PyTorch's own function was called in place of writing it.
+NOT_YOURS = "works, but not yours yet"
 
 
 @dataclass
@@ -20,11 +19,13 @@ class Verdict:
 
     Attributes:
         name: the exercise.
-        status: ``passed``, ``not yet`` or ``not attempted yet``.
+        status: ``passed``, ``works, but not yours yet`` (an existing function was called),
+            ``not yet`` or ``not attempted yet``.
         columns: the world sizes in words, one per column.
         rows: what was judged -> one cell per column.
         notes: mistakes, or sentences that say what is right.
         caption: what the numbers in the table are.
+        run_again: (status, P) -> the learner's run, drawn; None if there are no ranks.
         shown: whether the check has just printed it.
     """
 
@@ -34,11 +35,17 @@ class Verdict:
     rows: dict[str, list[str]] = field(default_factory=dict)
     notes: list[Mistake | str] = field(default_factory=list)
     caption: str = ""
+    run_again: Callable[[str, int], Any] | None = field(default=None, repr=False, compare=False)
     shown: bool = field(default=False, repr=False)
 
     @property
     def passed(self) -> bool:
         return self.status == PASSED
+
+    @property
+    def works(self) -> bool:
+        """Whether all results are right, be they the learner's work or not."""
+        return self.status in (PASSED, NOT_YOURS)
 
     @property
     def ids(self) -> list[str]:
@@ -52,16 +59,11 @@ class Verdict:
         title = f"{self.status}: {self.name}"
         if not self.rows:
             return "\n".join([title, *map(str, self.notes)])
-        table = "\n".join(_aligned([["", *self.columns], *self._table()]))
+        table = text_table(self.columns, self.rows)
         return "\n\n".join([title, table, *filter(None, [self.caption]), *map(str, self.notes)])
 
     def _repr_html_(self) -> str:
-        heads = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in ("", *self.columns))
-        body = ""
-        for name, *cells in self._table():
-            data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-            body += f'<tr><th scope="row">{html.escape(name)}</th>{data}</tr>'
-        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        table = html_table(self.columns, self.rows)
         table += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
         notes = "".join(f"<pre>{html.escape(str(note))}</pre>" for note in self.notes)
         title = f"<p><strong>{self.status}</strong>: {html.escape(self.name)}</p>"
@@ -77,20 +79,47 @@ class Verdict:
             data: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
             display(data, raw=True)
 
-    def _table(self) -> list[list[str]]:
-        return [[name, *cells] for name, cells in self.rows.items()]
+    def own_run(self, world_size: int = 4) -> Any:
+        """Run the function once more and show its timeline beside the target and labkit's.
+
+        Raises:
+            ValueError: the exercise is graded without ranks.
+        """
+        if self.run_again is None:
+            raise ValueError(f"{self.name} is graded without ranks, so there is no run to draw")
+        return self.run_again(self.status, world_size)
 
 
-def _aligned(table: list[list[str]]) -> list[str]:
+def text_table(columns: list[str], rows: dict[str, list[str]]) -> str:
+    """A table as text, the cells of a column equally wide."""
+    table = [["", *columns], *([name, *cells] for name, cells in rows.items())]
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ("   ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in table)
-    return [line.rstrip() for line in lines]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(columns: list[str], rows: dict[str, list[str]]) -> str:
+    """A table as HTML, with headers for screen readers."""
+    heads = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in ("", *columns))
+    body = ""
+    for name, cells in rows.items():
+        data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{html.escape(name)}</th>{data}</tr>'
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def status_of_right(notes: list[Mistake | str]) -> str:
+    """The status where nothing is wrong; a mistake in the notes says whose function it is."""
+    return NOT_YOURS if any(isinstance(note, Mistake) for note in notes) else PASSED
 
 
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     """Print, record and return the verdict of ``judge``, or of the error that it raised."""
     try:
         verdict = judge()
+    except KeyboardInterrupt:
+        print(f"stopped: {name}\nThe check was stopped, and nothing of it is still running.")
+        raise
     except Exception as error:
         note = Mistake("check.broke", error=f"{type(error).__name__}: {error}")
         verdict = Verdict(name, NOT_YET, notes=[note])

@@ -82,7 +82,7 @@ def tells_all_behind(comm, layers, inputs):
 
 
 WRONG_FORWARDS = [
-    (variant(received=lambda t: t), "hops.asks_nothing"),
+    (variant(received=lambda t: t), "hops.no_requires_grad"),
     (variant(received=lambda t: t.requires_grad_().clone()), "hops.no_leaf"),
     (variant(kept=lambda e, v: (e, v.detach())), "hops.no_graph"),
     (without_graph, "hops.no_graph"),

@@ -1,0 +1,271 @@
+"""The learner's own run, drawn: what a function did on real ranks, beside its target and labkit's.
+
+Each function is called twice on every rank: first to count what it sends and the memory it holds,
+then, without the counting, for the timeline.
+
+Symbols: P ranks.
+"""
+
+import functools
+import html
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from labkit.check.grading.exercise import Case, Exercise
+from labkit.check.grading.held_memory import PeakBytes
+from labkit.check.grading.judge_traffic import FIELDS, by_rank
+from labkit.check.grading.on_ranks import TIMEOUT_S, call_once
+from labkit.check.grading.report import NOT_ATTEMPTED, PASSED, html_table, text_table
+from labkit.comm.comm import Comm
+from labkit.errors import WorkerError
+from labkit.runtime.launch import run
+from labkit.trace import Trace
+from labkit.units import format_bytes, format_count, format_number
+
+if TYPE_CHECKING:
+    from labkit.plots import CaptionedFigure
+
+WORLD_SIZE = 4
+ROWS = ("messages", "bytes", "rounds")
+HELD = "memory held"
+_WHOSE = ("your function", "labkit's")
+
+
+class Spent(NamedTuple):
+    """What one call of a function took, by rank, and when it ran in its trace.
+
+    ``counts`` is by row: messages, bytes and rounds of each rank. ``held_bytes`` is the most
+    memory that each rank's new tensors held at one time.
+    """
+
+    counts: dict[str, list[int]]
+    held_bytes: list[int]
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """A learner's run: a table and a sentence, above the timeline.
+
+    Attributes:
+        name: of the exercise.
+        sentence: how good the run is, in numbers; or why there is none.
+        columns: whose numbers there are.
+        rows: what was counted -> one cell per column.
+        caption: what the numbers are.
+        figure: the learner's timeline; None if there was no run.
+        library_figure: labkit's timeline; None if labkit has no such function.
+    """
+
+    name: str
+    sentence: str
+    columns: list[str] = field(default_factory=list)
+    rows: dict[str, list[str]] = field(default_factory=dict)
+    caption: str = ""
+    figure: "CaptionedFigure | None" = field(default=None, repr=False)
+    library_figure: "CaptionedFigure | None" = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        title = f"your run of {self.name}: {self.sentence}"
+        if not self.rows:
+            return title
+        table = text_table(self.columns, self.rows)
+        return "\n\n".join([title, table, self.caption, repr(self.figure)])
+
+    def _repr_html_(self) -> str:
+        title = f"<p><strong>Your run of {html.escape(self.name)}</strong>: "
+        title += f"{html.escape(self.sentence)}</p>"
+        if not self.rows:
+            return title
+        table = html_table(self.columns, self.rows)
+        table += f"<p>{html.escape(self.caption)}</p>"
+        drawn = self.figure.html() if self.figure else ""
+        if self.library_figure:
+            drawn += "<details><summary>The same by labkit</summary>"
+            drawn += f"{self.library_figure.html()}</details>"
+        return title + table + drawn
+
+
+def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WORLD_SIZE) -> OwnRun:
+    """Run a learner's function once more, for its timeline; nothing is raised.
+
+    Args:
+        fn: the learner's function.
+        exercise: what it has to do; ``exercise.drawn_size`` elements are used.
+        status: of its verdict.
+        world_size: P.
+    """
+    if status == NOT_ATTEMPTED:
+        return OwnRun(exercise.name, "not attempted yet, so there is nothing to draw.")
+    case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
+    fns = [fn, exercise.library] if exercise.library else [fn]
+    options = {"world_size": world_size, "device": "cpu", "timeout_s": TIMEOUT_S}
+    try:
+        result = run(_spend, fns, exercise.to_run(), case, **options)
+    except (WorkerError, ValueError) as error:
+        story = str(error).partition("\n\nTraceback of rank")[0]
+        return OwnRun(exercise.name, f"it did not finish, so there is nothing to draw. {story}")
+    spent = [_over_ranks(parts, exercise) for parts in zip(*result.values)]
+    if not result.trace.spans:
+        return OwnRun(exercise.name, "no message was sent, so there is nothing to draw.")
+    return _told(exercise, case, status, spent, result.trace)
+
+
+def _spend(
+    comm: Comm, fns: list[Callable], exercise: Exercise, case: Case
+) -> list[tuple[dict[str, int], int, float, float]]:
+    """On a rank: counts by row, held bytes, start and end in the trace, of each function."""
+    found = []
+    for fn in fns:
+        comm.barrier()
+        held, clock = PeakBytes(), _Clock(comm)
+        outcome = call_once(comm, held.around(fn), exercise, case)
+        counts = {row: getattr(outcome, FIELDS[row]) for row in ROWS}
+        comm.barrier()
+        call_once(comm, clock.around(fn), exercise, case)
+        found.append((counts, held.num_bytes, clock.start_s, clock.end_s))
+    return found
+
+
+class _Clock:
+    """Note when a function starts and ends, in seconds of this rank's trace.
+
+    What the function does between its messages (copies, additions) is recorded as ``compute``.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self._recorder = comm.session.recorder
+        self.start_s = self.end_s = self._now_s()
+
+    def _now_s(self) -> float:
+        return self._recorder.timer.seconds(self._recorder.timer.mark(), self._recorder.origin)
+
+    def around(self, fn: Callable) -> Callable:
+        @functools.wraps(fn)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.start_s = self._now_s()
+            with self._comm.span("compute"):
+                result = fn(*args, **kwargs)
+            self.end_s = self._now_s()
+            return result
+
+        return timed
+
+
+def _over_ranks(parts: tuple, exercise: Exercise) -> Spent:
+    counts, held_bytes, start_s, end_s = zip(*parts)
+    by_row = {row: [one[row] for one in counts] for row in ROWS}
+    if exercise.total is not None:
+        by_row |= {row: [sum(by_row[row])] for row in ("messages", "bytes")}
+        by_row["rounds"] = [max(by_row["rounds"])]
+    return Spent(by_row, list(held_bytes), min(start_s), max(end_s))
+
+
+def _told(exercise: Exercise, case: Case, status: str, spent: list[Spent], trace: Trace) -> OwnRun:
+    own, *others = spent
+    due = _target(exercise, case)
+    figures = [_draw(trace, one, exercise.name, whose) for one, whose in zip(spent, _WHOSE)]
+    return OwnRun(
+        exercise.name,
+        _sentence(status, own, due, others[0] if others else None),
+        ["yours", *(["target"] if due else []), *("labkit" for _ in others)],
+        {row: _cells(row, spent, due) for row in (*ROWS, HELD)},
+        _caption(exercise, case),
+        *figures,
+    )
+
+
+def _cells(row: str, spent: list[Spent], due: dict[str, list[int]]) -> list[str]:
+    own, *others = [
+        _cell(row, one.held_bytes if row == HELD else one.counts[row]) for one in spent
+    ]
+    target = [_cell(row, due[row]) if row in due else "-"] if due else []
+    return [own, *target, *others]
+
+
+def _cell(row: str, numbers: list[int]) -> str:
+    """One number if all ranks have the same, else the numbers by rank."""
+    shown = numbers[:1] if len(set(numbers)) == 1 else numbers
+    as_bytes = row in ("bytes", HELD)
+    return "  ".join(format_bytes(n) if as_bytes else f"{n:,}" for n in shown)
+
+
+def _caption(exercise: Exercise, case: Case) -> str:
+    what = format_count(case.world_size, "rank")
+    what += f" and {case.size:,} elements per rank" if exercise.sizes else ""
+    whose = "Where ranks differ, the numbers are by rank."
+    if exercise.total is not None:
+        whose = "Messages and bytes are those of all ranks together, rounds of the busiest rank."
+    held = "Memory held is the most that a rank's new tensors took at one time."
+    return f"With {what}. {whose} {held}"
+
+
+def _target(exercise: Exercise, case: Case) -> dict[str, list[int]]:
+    """By row, what the target allows each rank, or all together; {} without a target."""
+    targets = []
+    if exercise.target is not None:
+        targets = [exercise.target(rank, case) for rank in range(case.world_size)]
+    elif exercise.total is not None:
+        targets = [exercise.total(case)]
+    by_row = {row: by_rank(row, targets) for row in ROWS}
+    return {row: numbers for row, numbers in by_row.items() if numbers and None not in numbers}
+
+
+def _draw(trace: Trace, spent: Spent, name: str, whose: str) -> "CaptionedFigure | None":
+    # Imported here: ranks load the checks, but draw nothing.
+    from labkit.plots.timeline import timeline
+
+    inside = [
+        replace(
+            span,
+            start_s=max(span.start_s, spent.start_s) - spent.start_s,
+            end_s=min(span.end_s, spent.end_s) - spent.start_s,
+        )
+        for span in trace.spans
+        if span.start_s < spent.end_s and span.end_s > spent.start_s
+    ]
+    if not inside:
+        return None
+    end_s = spent.end_s - spent.start_s
+    return timeline(Trace.merge([inside]), title=f"{name}, {whose}", start_s=0.0, end_s=end_s)
+
+
+def _sentence(status: str, own: Spent, due: dict[str, list[int]], library: Spent | None) -> str:
+    """How the run compares with the target, and with labkit's; of each, the busiest rank."""
+    text = PASSED if status == PASSED else "not right yet"
+    if due:
+        text += f", {_beside_target(_ratios(own.counts, due))}"
+    if library is None:
+        return f"{text}."
+    ratios = _ratios(
+        {**own.counts, HELD: own.held_bytes}, {**library.counts, HELD: library.held_bytes}
+    )
+    # Small tensors, such as counters, are not worth a sentence.
+    differ = {row: ratio for row, ratio in ratios.items() if not 0.95 < ratio < 1.05}
+    if not differ:
+        return f"{text}. labkit's function takes the same."
+    return f"{text}. Compared with labkit's function it takes {_times(differ)}."
+
+
+def _ratios(own: dict[str, list[int]], other: dict[str, list[int]]) -> dict[str, float]:
+    return {row: max(own[row]) / max(other[row]) for row in other if max(other[row])}
+
+
+def _beside_target(ratios: dict[str, float]) -> str:
+    if more := {row: ratio for row, ratio in ratios.items() if ratio > 1}:
+        return f"with {_times(more)} of the target"
+    if less := {row: ratio for row, ratio in ratios.items() if ratio < 1}:
+        return f"with {_times(less)} of the target, which is better than asked"
+    return f"with exactly the {_listed(ratios)} of the target" if ratios else "without messages"
+
+
+def _times(ratios: dict[str, float]) -> str:
+    return _listed(f"{format_number(ratio)} times the {row}" for row, ratio in ratios.items())
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last

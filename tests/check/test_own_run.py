@@ -1,0 +1,124 @@
+"""A learner's own run: its counts are those of the call, beside the target and labkit's."""
+
+from functools import partial
+
+import pytest
+import torch
+from ranks import travel_by_value
+
+from labkit import check, collectives
+from labkit.check.grading.held_memory import PeakBytes
+
+travel_by_value(__name__)
+
+ELEMENTS = 1_000_000
+
+
+def all_to_all_ranks(comm, tensor):
+    """Every rank sends its whole tensor to every other: right, at P / 2 times the ring's bytes."""
+    incoming = torch.empty_like(tensor)
+    own = tensor.clone()
+    for step in range(1, comm.world_size):
+        to, source = (comm.rank + step) % comm.world_size, (comm.rank - step) % comm.world_size
+        tensor += comm.exchange(own, to, incoming, source)
+
+
+def never_received(comm, tensor):
+    comm.recv(tensor, (comm.rank + 1) % comm.world_size)
+
+
+def stub(comm, tensor):
+    raise NotImplementedError
+
+
+def as_good_as_it_gets(comm, tensor):
+    collectives.ring_all_reduce(comm, tensor)
+
+
+# No target: only the values are judged, so any traffic passes.
+SUM = check.Exercise(
+    "sum",
+    expected=lambda rank, case: case.total(),
+    library=collectives.ring_all_reduce,
+    drawn_size=ELEMENTS,
+    sizes=(8,),
+)
+
+
+def run_of(fn, exercise=SUM, world_size=4):
+    return check.grade(fn, exercise, world_sizes=(2,)).own_run(world_size)
+
+
+@pytest.fixture(scope="module")
+def wasteful():
+    return run_of(all_to_all_ranks)
+
+
+def test_a_wasteful_run_passes_at_twice_the_bytes(wasteful):
+    assert wasteful.sentence == (
+        "passed. Compared with labkit's function it takes 0.5 times the messages, 2 times the "
+        "bytes, 0.5 times the rounds and 4 times the memory held."
+    )
+    assert wasteful.columns == ["yours", "labkit"]
+    assert wasteful.rows["messages"] == ["3", "6"]
+
+
+def test_memory_held_is_counted_while_the_function_runs(wasteful):
+    # incoming and own, of 4 MB each; the ring's share-reduce has two chunks at a time.
+    assert wasteful.rows["memory held"] == ["7.63 MiB", "1.91 MiB"]
+
+
+def test_both_timelines_are_drawn_from_their_first_call_to_their_last(wasteful):
+    for figure in (wasteful.figure, wasteful.library_figure):
+        assert "Timeline of 4 ranks" in figure.alt
+    page = wasteful._repr_html_()
+    assert page.count("<img alt=") == 2
+    assert '<th scope="row">memory held</th>' in page
+
+
+@pytest.mark.parametrize(
+    ("grade", "fn", "counted"),
+    [
+        (check.ring.all_reduce, collectives.ring_all_reduce, "messages, bytes and rounds"),
+        (check.naive.all_reduce, collectives.naive_all_reduce, "messages, bytes and rounds"),
+        (check.collectives.broadcast, collectives.broadcast, "messages and bytes"),
+    ],
+)
+def test_the_librarys_function_meets_every_target(grade, fn, counted):
+    own = partial(fn)
+    found = grade(own, world_sizes=(2,)).own_run(3)
+    assert found.rows["bytes"][0] == found.rows["bytes"][1] == found.rows["bytes"][2]
+    assert found.sentence == (
+        f"passed, with exactly the {counted} of the target. labkit's function takes the same."
+    )
+
+
+def test_a_function_that_never_ends_is_told_and_not_drawn():
+    found = run_of(never_received, world_size=2)
+    assert found.figure is None
+    assert "it did not finish" in repr(found)
+    assert "rank 0 is in recv, waiting for rank 1" in repr(found)
+
+
+@pytest.mark.parametrize("fn", [stub, None])
+def test_what_cannot_run_is_told_in_one_sentence(fn):
+    assert "nothing to draw" in repr(run_of(fn))
+
+
+def test_a_check_without_ranks_has_no_run_to_draw():
+    verdict = check.answers(abs, {(-1,): 1})
+    with pytest.raises(ValueError, match="graded without ranks"):
+        verdict.own_run()
+
+
+def test_peak_bytes_counts_storages_once_and_only_while_they_live():
+    given = torch.zeros(1000)
+    peak = PeakBytes()
+    with peak:
+        first = given.clone()
+        view = first.view(10, 100)
+        given += 1
+        del first, view
+        given.clone()
+        [given.clone() for _ in range(3)]
+    assert peak.num_bytes == 3 * given.nbytes
