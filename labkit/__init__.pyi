@@ -21,6 +21,7 @@ from .errors import (
     DeadlockError as DeadlockError,
     WorkerError as WorkerError,
 )
+from .notebook import verdict as verdict
 from .notebook.display import show_source as show_source
 from .notebook.predict import predict as predict, predict_row as predict_row
 from .notebook.progress import progress as progress

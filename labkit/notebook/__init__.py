@@ -1,7 +1,14 @@
-"""For notebook cells, besides figures: predictions, progress, and the library's source code.
+"""For notebook cells, besides figures: predictions, progress, verdicts, live runs, sources.
 
-``predict`` asks for a prediction (``prediction``, its field ``form``, the numbers ``typed``);
-``predict_row`` compares it (``row``). ``progress`` shows what is passed on the workbook's
-``pages`` and how predictions turned out, from the ``record``, whose ``record_format`` is stored in
-the ``progress_file``. ``display`` shows sources.
+predict          asks for a prediction (prediction; its field, form; the numbers, typed), and
+                 compares it with the model and the measurement (row)
+progress         what is passed on the workbook's pages, and how predictions turned out
+record           stores both in the progress_file (record_format)
+verdict          sentences made from measurements, with the likely reason (ratio: comparisons)
+live             what ranks do while they run
+display          the library's source code
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submodules={"verdict"})

@@ -33,7 +33,7 @@ _MOSTLY = 0.6
 _MENTIONED = 0.02
 # Two stages without micro-batches wait for each other half of the time.
 _BUBBLE = 0.3
-# A straggler is the limit from this share of waiting on.
+# A straggler is the limit from this share of waiting on, if messages take less.
 _NOTICED = 0.1
 
 
@@ -136,7 +136,8 @@ def _kind(
     """The kind of the limit, and the rank that is named with it."""
     most, is_one = _most_awaited(times)
     is_slow = slowest.rank == most and slowest.factor > _STRAGGLER
-    if shares[WAIT] > _NOTICED and is_one and is_slow:
+    waits_more = shares[WAIT] > max(_NOTICED, shares[COMMUNICATE])
+    if waits_more and is_one and is_slow:
         return "straggler", most
     largest = max(shares, key=shares.__getitem__)
     # A server that is busy with messages while others wait for it: both shares show it.
