@@ -4,12 +4,11 @@ A wrong prediction is never an error and is not marked: the ratio says how far i
 text that follows it in the notebook says why.
 """
 
-import html
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from labkit.units import as_repeats, format_number, format_value, spelled
+from labkit.units import as_repeats, format_number, format_value, html_table, spelled
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,7 @@ class PredictionRow:
         return f"{text} ({', '.join(ratios)})" if ratios else text
 
     def _repr_html_(self) -> str:
-        heads = "".join(f'<th scope="col">{html.escape(head)}</th>' for head in self.cells())
-        first, *rest = map(html.escape, self.cells().values())
-        cells = "".join(f"<td>{cell}</td>" for cell in rest)
-        return (
-            f"<table><thead><tr>{heads}</tr></thead>"
-            f'<tbody><tr><th scope="row">{first}</th>{cells}</tr></tbody></table>'
-        )
+        return html_table(self.cells(), [self.cells().values()])
 
     def _text(self, value: float | None, missing: str) -> str:
         return missing if value is None else format_value(value, self.unit)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.check.grading.words import Mistake
+from labkit.units import html_table
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
 
@@ -55,12 +56,7 @@ class Verdict:
         return "\n\n".join([title, table, *filter(None, [self.caption]), *map(str, self.notes)])
 
     def _repr_html_(self) -> str:
-        heads = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in ("", *self.columns))
-        body = ""
-        for name, *cells in self._table():
-            data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-            body += f'<tr><th scope="row">{html.escape(name)}</th>{data}</tr>'
-        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        table = html_table(["", *self.columns], self._table())
         table += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
         notes = "".join(f"<pre>{html.escape(str(note))}</pre>" for note in self.notes)
         title = f"<p><strong>{self.status}</strong>: {html.escape(self.name)}</p>"
