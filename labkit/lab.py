@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 FIRST_NOTEBOOK = "00_start_here.ipynb"
 SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
@@ -95,13 +96,35 @@ def _prepare_environment(folder: Path) -> None:
 def _serve(root: Path, argv: list[str]) -> int:
     from jupyterlab.labapp import LabApp
 
-    server = LabApp.initialize_server(argv=argv)
+    server = LabApp.initialize_server(argv=argv, contents_manager_class=_workbook())
     signal.signal(signal.SIGINT, lambda *_: _stop(server))
     # The server binds its port in a callback that is queued before this one.
     server.io_loop.add_callback(lambda: print(_announcement(server, root), flush=True))
     server.start()
     print("The workbook is closed.")
     return 0
+
+
+def _workbook() -> type:
+    """Files as JupyterLab's own class reads them, but notebooks with this Python's description.
+
+    JupyterLab writes the kernel's ``language_info``, with the exact version of Python, into a
+    notebook that it opens. If the file has another one, the notebook counts as changed: JupyterLab
+    asks whether to save it, and saves it without asking after two minutes.
+    """
+    from ipykernel.ipkernel import IPythonKernel
+    from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
+
+    class Workbook(AsyncLargeFileManager):
+        async def get(self, *args: Any, **options: Any) -> dict[str, Any]:
+            model = await super().get(*args, **options)
+            if model["type"] == "notebook" and model["content"]:
+                metadata = model["content"]["metadata"]
+                if metadata.get("kernelspec", {}).get("name") == "python3":
+                    metadata["language_info"] = dict(IPythonKernel.language_info)
+            return model
+
+    return Workbook
 
 
 def _stop(server) -> None:

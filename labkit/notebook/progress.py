@@ -9,7 +9,7 @@ from labkit.notebook import record
 from labkit.notebook.pages import Page, workbook_pages
 from labkit.notebook.record_format import Predicted, Record, Tried
 from labkit.notebook.row import PredictionRow
-from labkit.units import format_count, format_number, format_value
+from labkit.units import format_count, format_number, format_value, html_table, text_table
 
 # How many of the newest predictions are compared with as many before them.
 LAST = 5
@@ -94,17 +94,16 @@ class Progress:
         return json.dumps({**whole, "summary": self.sentences()}, indent=1)
 
     def __repr__(self) -> str:
-        parts = ["\n".join(_aligned(self.exercise_table()))]
-        if self.predictions:
-            parts.append("\n".join(_aligned(self.prediction_table())))
+        parts = [text_table(heads, rows) for heads, *rows in self._tables()]
         return "\n\n".join([*parts, "\n".join([*self.sentences(), self.where])])
 
     def _repr_html_(self) -> str:
-        tables = [self.exercise_table(), *([self.prediction_table()] if self.predictions else [])]
-        said = " ".join(self.sentences())
-        return "".join(map(_html_table, tables)) + "".join(
-            f"<p>{html.escape(text)}</p>" for text in (said, self.where)
-        )
+        tables = [html_table(heads, rows) for heads, *rows in self._tables()]
+        said = (" ".join(self.sentences()), self.where)
+        return "".join([*tables, *(f"<p>{html.escape(text)}</p>" for text in said)])
+
+    def _tables(self) -> list[list[list[str]]]:
+        return [self.exercise_table(), *([self.prediction_table()] if self.predictions else [])]
 
 
 def progress() -> Progress:
@@ -183,19 +182,3 @@ def _development(factors: list[float]) -> str:
     if len(before) < LAST:
         return f"{text}."
     return f"{text}; of the {LAST} before, {format_number(max(before))}."
-
-
-def _aligned(table: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ("   ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in table)
-    return [line.rstrip() for line in lines]
-
-
-def _html_table(table: list[list[str]]) -> str:
-    left = 'style="text-align: left"'
-    heads = "".join(f'<th scope="col" {left}>{html.escape(cell)}</th>' for cell in table[0])
-    body = ""
-    for first, *rest in table[1:]:
-        cells = "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in rest)
-        body += f'<tr><th scope="row" {left}>{html.escape(first)}</th>{cells}</tr>'
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"

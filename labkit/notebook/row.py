@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from labkit.units import as_repeats, format_number, format_value
+from labkit.units import as_repeats, format_number, format_value, html_table
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,8 @@ class PredictionRow:
         return f"{text}\n{self.note}" if self.note else text
 
     def _repr_html_(self) -> str:
-        heads = "".join(f'<th scope="col">{html.escape(head)}</th>' for head in self.cells())
-        first, *rest = map(html.escape, self.cells().values())
-        cells = "".join(f"<td>{cell}</td>" for cell in rest)
-        return (
-            f"<table><thead><tr>{heads}</tr></thead>"
-            f'<tbody><tr><th scope="row">{first}</th>{cells}</tr></tbody></table>'
-            f"{f'<p>{html.escape(self.note)}</p>' if self.note else ''}"
-        )
+        table = html_table(self.cells(), [self.cells().values()])
+        return table + (f"<p>{html.escape(self.note)}</p>" if self.note else "")
 
     def _text(self, value: float | None, missing: str) -> str:
         return missing if value is None else format_value(value, self.unit)

@@ -197,7 +197,7 @@ def test_a_verdict_is_a_table_in_html_too():
     verdict = check.Verdict("a < b", "passed", ["2 ranks"], {"value": ["right"]}, ["1 < 2"])
     assert verdict
     page = verdict._repr_html_()
-    assert '<th scope="row">value</th><td>right</td>' in page
+    assert '>value</th><td style="white-space: nowrap">right</td>' in page
     assert "a &lt; b" in page
     assert "1 &lt; 2" in page
     assert repr(verdict).splitlines()[2:4] == ["        2 ranks", "value   right"]

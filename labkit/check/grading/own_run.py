@@ -16,12 +16,12 @@ from labkit.check.grading.exercise import Case, Exercise
 from labkit.check.grading.held_memory import PeakBytes
 from labkit.check.grading.judge_traffic import FIELDS, by_rank
 from labkit.check.grading.on_ranks import TIMEOUT_S, call_once
-from labkit.check.grading.report import NOT_ATTEMPTED, PASSED, html_table, text_table
+from labkit.check.grading.report import NOT_ATTEMPTED, PASSED
 from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.trace import Trace
-from labkit.units import format_bytes, format_count, format_number
+from labkit.units import format_bytes, format_count, format_number, html_table, text_table
 
 if TYPE_CHECKING:
     from labkit.plots import CaptionedFigure
@@ -71,7 +71,7 @@ class OwnRun:
         title = f"your run of {self.name}: {self.sentence}"
         if not self.rows:
             return title
-        table = text_table(self.columns, self.rows)
+        table = text_table(["", *self.columns], self._table())
         return "\n\n".join([title, table, self.caption, repr(self.figure)])
 
     def _repr_html_(self) -> str:
@@ -79,13 +79,16 @@ class OwnRun:
         title += f"{html.escape(self.sentence)}</p>"
         if not self.rows:
             return title
-        table = html_table(self.columns, self.rows)
+        table = html_table(["", *self.columns], self._table())
         table += f"<p>{html.escape(self.caption)}</p>"
         drawn = self.figure.html() if self.figure else ""
         if self.library_figure:
             drawn += "<details><summary>The same by labkit</summary>"
             drawn += f"{self.library_figure.html()}</details>"
         return title + table + drawn
+
+    def _table(self) -> list[list[str]]:
+        return [[name, *cells] for name, cells in self.rows.items()]
 
 
 def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WORLD_SIZE) -> OwnRun:

@@ -7,6 +7,7 @@ from typing import Any
 
 from labkit.check.grading.words import Mistake
 from labkit.notebook.record import note_verdict
+from labkit.units import html_table, text_table
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
 # The library's or PyTorch's own function was called in place of writing it.
@@ -59,11 +60,11 @@ class Verdict:
         title = f"{self.status}: {self.name}"
         if not self.rows:
             return "\n".join([title, *map(str, self.notes)])
-        table = text_table(self.columns, self.rows)
+        table = text_table(["", *self.columns], self._table())
         return "\n\n".join([title, table, *filter(None, [self.caption]), *map(str, self.notes)])
 
     def _repr_html_(self) -> str:
-        table = html_table(self.columns, self.rows)
+        table = html_table(["", *self.columns], self._table())
         table += f"<p>{html.escape(self.caption)}</p>" if self.caption else ""
         notes = "".join(f"<pre>{html.escape(str(note))}</pre>" for note in self.notes)
         title = f"<p><strong>{self.status}</strong>: {html.escape(self.name)}</p>"
@@ -79,6 +80,9 @@ class Verdict:
             data: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
             display(data, raw=True)
 
+    def _table(self) -> list[list[str]]:
+        return [[name, *cells] for name, cells in self.rows.items()]
+
     def own_run(self, world_size: int = 4) -> Any:
         """Run the function once more and show its timeline beside the target and labkit's.
 
@@ -88,24 +92,6 @@ class Verdict:
         if self.run_again is None:
             raise ValueError(f"{self.name} is graded without ranks, so there is no run to draw")
         return self.run_again(self.status, world_size)
-
-
-def text_table(columns: list[str], rows: dict[str, list[str]]) -> str:
-    """A table as text, the cells of a column equally wide."""
-    table = [["", *columns], *([name, *cells] for name, cells in rows.items())]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ("   ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in table)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def html_table(columns: list[str], rows: dict[str, list[str]]) -> str:
-    """A table as HTML, with headers for screen readers."""
-    heads = "".join(f'<th scope="col">{html.escape(c)}</th>' for c in ("", *columns))
-    body = ""
-    for name, cells in rows.items():
-        data = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        body += f'<tr><th scope="row">{html.escape(name)}</th>{data}</tr>'
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def status_of_right(notes: list[Mistake | str]) -> str:

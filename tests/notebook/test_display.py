@@ -1,0 +1,33 @@
+"""Sources on a page: in the colours of the theme, and readable where there is no theme."""
+
+import re
+
+import labkit
+from labkit.collectives import share_reduce
+from labkit.notebook.display import Source
+
+JUPYTERS = re.compile(r"var\(--jp-[a-z0-9-]+,#[0-9a-f]{6}\)")
+
+
+def test_every_colour_is_the_themes_and_has_one_for_pages_without_a_theme():
+    page = labkit.show_source(share_reduce)._repr_html_()
+    colours = re.findall(r"color: ([^;\"]+)", page)
+    assert len(set(colours)) >= 3
+    assert all(JUPYTERS.fullmatch(colour) for colour in colours)
+    assert "background" not in page
+
+
+def test_the_colours_for_pages_without_a_theme_are_readable_on_white():
+    text = "class A:\n    def f(self):\n        # why\n        return 'text', None, 1 in 2"
+    page = Source(text, "a")._repr_html_()
+    found = set(re.findall(r",#([0-9a-f]{6})\)", page))
+    assert len(found) == 4
+    for colour in found:
+        assert 1.05 / (luminance(colour) + 0.05) >= 4.5, colour
+
+
+def luminance(colour):
+    """The relative luminance of the Web Content Accessibility Guidelines, 0 to 1."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4))
+    red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
