@@ -1,6 +1,7 @@
 """The ranks' output, as the calling process prints it."""
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Collection
@@ -158,4 +159,6 @@ class Output:
 
 def _print_lines(rank: int, lines: list[str]) -> None:
     if lines:
-        print("\n".join(f"[rank {rank}] {line}" for line in lines), flush=True)
+        # Over a bar in a terminal.
+        erase = "\r\x1b[K" if sys.stdout is not None and sys.stdout.isatty() else ""
+        print(erase + "\n".join(f"[rank {rank}] {line}" for line in lines), flush=True)
