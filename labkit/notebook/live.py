@@ -152,11 +152,9 @@ class LiveRun:
 
     def close(self, trace: Trace | None) -> None:
         """Replace the live lanes by those of the trace, or leave them as they were."""
-        if not self._is_drawn:
-            return
-        if trace is not None and trace.spans:
+        if self._is_drawn and trace is not None and trace.spans:
             self._show_timeline(trace)
-        else:
+        elif self._is_drawn:
             self._show_last(has_failed=trace is None)
         self._cell.leave()
 

@@ -9,7 +9,10 @@ torchrun      ``labkit.run`` in a process that torchrun has started
 pickling      functions, arguments and results on their way between processes
 messages      what a rank and its launcher tell each other
 failures      how reports and exit codes become one WorkerError
-output        what the caller shows during a run
+output        the ranks' output, as the caller prints it (screen: lines that are overwritten;
+              objects: what ranks display)
+displays      ``display`` and pyplot in a rank (figures: pyplot's backend)
+watch         what shows a run while it lasts
 forkserver    the process that ranks are forked from; preload, preload_first and
               preload_last have what it imports
 """

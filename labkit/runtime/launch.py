@@ -12,6 +12,7 @@ from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan
 from labkit.runtime import torchrun
 from labkit.runtime.messages import Report
+from labkit.runtime.objects import kernel
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
@@ -90,7 +91,8 @@ def run(
     _check_program()
     _check_open_files(world_size)
     call = dump_call(fn, args)
-    supervisor = Supervisor(Job(call, cell_sources(), chosen, timeout_s, frozenset(may_lose)))
+    shared = call, cell_sources(), chosen, timeout_s, frozenset(may_lose)
+    supervisor = Supervisor(Job(*shared, in_notebook=kernel() is not None))
     return _result(supervisor.run(), supervisor.lost)
 
 

@@ -15,7 +15,7 @@ MAX_CHARS = 200_000
 # Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
 # terminal and under test. A rank's lines wait for the ranks below it, at most this long.
 _HOLD_S = 2.0
-# A bar that has not been written for this long will not be overwritten soon.
+# A line that a bar has left for this long will not be overwritten.
 _REST_S = 0.2
 
 
@@ -38,7 +38,7 @@ class Output:
         self._objects = Objects()
         self._kept = [0] * len(connections)
         self._cut = [0] * len(connections)
-        self._read_s = [0.0] * len(connections)
+        self._rested_s = 0.0
         self._held_since_s: float | None = None
 
     @property
@@ -62,7 +62,6 @@ class Output:
             data = os.read(connection.fileno(), 1 << 16)
         except OSError:
             data = b""
-        self._read_s[rank] = time.monotonic()
         if data:
             self._add(rank, self._screens[rank].feed(data))
             return
@@ -100,8 +99,9 @@ class Output:
         if not is_live():
             return
         now_s = time.monotonic()
-        for rank, screen in enumerate(self._screens):
-            if now_s - self._read_s[rank] > _REST_S:
+        if now_s - self._rested_s > _REST_S:
+            self._rested_s = now_s
+            for rank, screen in enumerate(self._screens):
                 self._add(rank, screen.rest())
         if self._held_since_s is None:
             return
@@ -145,7 +145,7 @@ class Output:
 
     def take_pending(self, rank: int) -> str:
         """Remove and return a rank's unprinted lines, for a message that quotes them."""
-        self._add(rank, self._screens[rank].rest())
+        self._add(rank, self._screens[rank].close())
         lines = [item for item in self._due[rank] if isinstance(item, str)]
         left: list[str | int] = [item for item in self._due[rank] if isinstance(item, int)]
         self._due[rank] = deque(left)

@@ -37,6 +37,7 @@ class Job:
         plan: the ranks' devices, backend and transport.
         timeout_s: the run's deadline.
         may_lose: ranks that the run can do without.
+        in_notebook: whether a notebook's cell shows what the ranks display.
     """
 
     call: bytes
@@ -44,6 +45,7 @@ class Job:
     plan: Plan
     timeout_s: float
     may_lose: frozenset[int] = frozenset()
+    in_notebook: bool = False
 
 
 def run_rank(
@@ -74,7 +76,7 @@ def run_rank(
     # Ctrl-C and the stop button signal the whole process group; the launcher ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _capture_output(output)
-    displays.install(rank, control)
+    displays.install(rank, control, job.in_notebook)
     report = _call(job, rank, arena, meeting)
     _flush()
     if os.getpid() != me:

@@ -86,6 +86,16 @@ class TestLanes:
         (lane,) = history.lanes([0], EDGES_S)
         np.testing.assert_allclose(lane.shares["wait"], [0, 1, 0, 0])
 
+    def test_another_threads_transfer_is_not_the_main_threads_waiting(self):
+        board = board_of(1, 1.0, ("compute",))
+        board.ranks["until_s"][0, 1] = 0.5
+        board.ranks["op"], board.ranks["begun"][0, 0] = b"recv", 1
+        history = History(board)
+        history.read(2.0)
+        (lane,) = history.lanes([0], EDGES_S)
+        assert "wait" not in lane.shares
+        np.testing.assert_allclose(lane.shares["compute"], [1, 1, 0, 0])
+
     def test_many_readings_are_thinned_out(self):
         board, history = board_of(1, 0.0, ("compute",)), None
         history = History(board)
@@ -217,6 +227,7 @@ class TestWhere:
 
     def test_runs_of_one_cell_share_a_place_and_the_next_cell_has_its_own(self, shell):
         self.draw_one()
+        live.watcher(board_of(1, 0.1)).close(None)  # too short to be drawn
         self.draw_one()
         first, *later = shell.sent
         assert not first[1]

@@ -75,6 +75,18 @@ def test_figures_come_out_by_rank_shown_or_left_open(kernel, capsys):
     ]
 
 
+def test_in_a_script_a_figure_that_is_left_open_is_not_shown(capsys):
+    def draws(comm):
+        import matplotlib.pyplot as plt
+
+        plt.figure(figsize=(2, 1))
+        plt.show()
+        plt.plot([1, 2])
+
+    run(draws, world_size=1)
+    assert capsys.readouterr().out == "[rank 0] <Figure size 200x100 with 0 Axes>\n"
+
+
 def test_an_object_with_an_id_is_changed_in_its_place(kernel):
     def changes(comm):
         handle = display("waiting", display_id=True)  # noqa: F821

@@ -65,12 +65,23 @@ def test_an_object_keeps_its_place_between_the_lines():
     assert shown(*text) == ["a", "b", 1, "c", 12]
 
 
-def test_a_bar_waits_until_the_rank_is_silent():
+def test_a_line_is_settled_when_the_cursor_has_left_it_for_a_while():
     screen = Screen()
     assert screen.feed(b"\r 50%\r100%\nafter\n") == []
     assert screen.bars == ["100%"]
+    assert screen.rest() == [], "it was there just before"
     assert screen.rest() == [b"100%", b"after"]
     assert screen.feed(b"now at once\n") == [b"now at once"]
+
+
+def test_an_outer_bar_is_not_settled_while_an_inner_one_goes_on():
+    screen = Screen()
+    screen.feed(b"\router")
+    for step in range(9):
+        assert screen.feed(b"\n\rinner %d" % step) == screen.rest() == []
+        assert screen.feed(b"\x1b[A") == screen.rest() == []
+    assert screen.bars == ["outer", "inner 8"]
+    assert screen.feed(b"\router 100%") + screen.end() == [b"outer 100%", b"inner 8"]
 
 
 def test_nothing_is_kept_for_ever_and_no_bytes_are_too_odd():
