@@ -134,12 +134,13 @@ class Output:
                 lines.append(item)
             elif not self._objects.has(rank, item):
                 break  # it is on its way, through the other pipe
-            elif (text := self._objects.text(rank, item)) is not None:
-                lines += text.splitlines()
             else:
-                _print_lines(rank, [*lines, "displays:"])
-                lines.clear()
-                self._objects.publish(rank, item)
+                if (text := self._objects.text(rank, item)) is not None:
+                    lines += text.splitlines()
+                else:
+                    _print_lines(rank, [*lines, "displays:"])
+                    lines.clear()
+                self._objects.show(rank, item)
             self._due[rank].popleft()
         _print_lines(rank, lines)
 

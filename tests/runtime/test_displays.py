@@ -101,7 +101,7 @@ def test_one_that_is_already_shown_is_changed_in_the_cell(kernel):
     objects = Objects()
     objects.add(Shown(0, 1, {"text/plain": "waiting"}, {}, "it"))
     assert objects.text(0, 1) is None
-    objects.publish(0, 1)
+    objects.show(0, 1)
     objects.add(Shown(0, 2, {"text/plain": "done"}, {}, "it", is_update=True))
     (first, name, is_update), (second, same, was_update) = kernel.published
     assert (first["text/plain"], is_update) == ("waiting", False)
