@@ -156,9 +156,9 @@ class Session:
         self.record(start, sent.num_bytes - num_bytes, dst, arrived)
 
     def report_loss(self, loss: Any) -> None:
-        """Write a loss to the board, at most every quarter of a second."""
+        """Write a loss to the board; from a GPU, at most every quarter of a second."""
         now_s = self._host.mark()
-        if now_s - self._loss_read_s > _LOSS_EVERY_S:
+        if not self._on_gpu or now_s - self._loss_read_s > _LOSS_EVERY_S:
             self._loss_read_s = now_s
             self.board.ranks[self.rank]["loss"] = float(loss)
 

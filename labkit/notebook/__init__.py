@@ -5,7 +5,7 @@ predict          asks for a prediction (prediction; its field, form; the numbers
 progress         what is passed on the workbook's pages, and how predictions turned out
 record           stores both in the progress_file (record_format)
 verdict          sentences made from measurements, with the likely reason (ratio: comparisons)
-live             what ranks do while they run
+live             a cell while ranks run: its lanes (lanes, lane_picture), losses and rates
 display          the library's source code
 """
 

@@ -6,17 +6,18 @@ A slot is filled from below by the share of its time that each kind of work took
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from labkit.notebook.lanes import Lane, Shares
+from labkit.notebook.lanes import Lane
 from labkit.plots.palette import Style, styles_of
 from labkit.units import format_seconds
 
 WIDTH, _LEFT, _RIGHT = 850, 60, 632
 MOST_LANES = 16
-_MOST_SLOTS, _MOST_BYTES, _BYTES_PER_CORNER = 96, 14_000, 9
-_TOP, _LEGEND_WIDTH = 34, 122
+_MOST_SLOTS, _MOST_BYTES, _BYTES_PER_SLOT = 96, 10_000, 6.5
+_TOP, _BESIDE_HEIGHT, _LEGEND_WIDTH = 34, 5, 122
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,13 @@ class Picture:
     progress: float | None = None
 
 
-def num_slots(num_lanes: int, num_kinds: int) -> int:
-    """So many slots per lane that the picture stays below some kilobytes."""
-    corners = _MOST_BYTES // (_BYTES_PER_CORNER * max(1, num_lanes) * max(1, num_kinds))
-    return max(12, min(_MOST_SLOTS, corners))
+def num_slots(num_areas: int) -> int:
+    """So many slots per lane that a picture with this many areas has some kilobytes.
+
+    An area is one kind of work in one lane.
+    """
+    slots = _MOST_BYTES / (_BYTES_PER_SLOT * max(1, num_areas))
+    return max(8, min(_MOST_SLOTS, int(slots)))
 
 
 def draw(picture: Picture, name: str, colors: Colors, attributes: str) -> str:
@@ -86,8 +90,10 @@ def draw(picture: Picture, name: str, colors: Colors, attributes: str) -> str:
     ]
     if picture.progress is not None:
         parts.append(_bar(picture.progress, colors))
-    for row, (lane, words) in enumerate(zip(picture.lanes, picture.beside, strict=True)):
-        parts.append(_lane(lane, words, _TOP + pitch * row, pitch - 6, styles, name, colors))
+    tops = [_TOP + pitch * row for row in range(len(picture.lanes))]
+    for lane, words, top in zip(picture.lanes, picture.beside, tops, strict=True):
+        parts.append(_lane(lane.rank, words, top, pitch - 6, colors))
+    parts.append(_areas(picture.lanes, tops, pitch - 6, list(styles), name))
     parts.append(_axis(picture.extent_s, bottom))
     for index, kind in enumerate(styles):
         row, column = divmod(index, per_row)
@@ -108,42 +114,51 @@ def _bar(progress: float, colors: Colors) -> str:
     )
 
 
-def _lane(
-    lane: Lane, words: str, top: float, height: float, styles: dict, name: str, colors: Colors
-) -> str:
-    thin = 5 if lane.beside else 0
+def _lane(rank: int, words: str, top: int, height: int, colors: Colors) -> str:
+    """An empty lane, with its name and its words."""
     middle = top + height / 2 + 4
-    parts = [
+    return (
         f'<rect x="{_LEFT}" y="{top}" width="{_RIGHT - _LEFT}" height="{height}" '
-        f'fill="{colors.lane}"/>',
-        _text(_LEFT - 8, middle, f"rank {lane.rank}", "end"),
-        _text(_RIGHT + 8, middle, words),
-        _areas(lane.shares, top, height - thin - bool(thin), styles, name),
-        _areas(lane.beside, top + height - thin, thin, styles, name),
+        f'fill="{colors.lane}"/>'
+        + _text(_LEFT - 8, middle, f"rank {rank}", "end")
+        + _text(_RIGHT + 8, middle, words)
+    )
+
+
+def _areas(
+    lanes: Sequence[Lane], tops: Sequence[int], height: int, kinds: list[str], name: str
+) -> str:
+    """One path per kind, for all lanes; each is drawn over those that reach higher."""
+    paths = dict.fromkeys(kinds, "")
+    for lane, top in zip(lanes, tops):
+        thin = _BESIDE_HEIGHT if lane.beside else 0
+        for shares, floor, size in (
+            (lane.shares, top + height - thin - bool(thin), height - thin - bool(thin)),
+            (lane.beside, top + height, thin),
+        ):
+            filled: Any = 0.0
+            for kind in filter(shares.__contains__, kinds):
+                filled = np.minimum(filled + shares[kind], 1.0)
+                paths[kind] += _outline(filled * size, floor)
+    parts = [
+        f'<path fill="url(#{name}{index})" d="{path}"/>'
+        for index, path in enumerate(paths.values())
+        if path
     ]
-    return "".join(parts)
-
-
-def _areas(shares: Shares, top: float, height: float, styles: dict, name: str) -> str:
-    """One area per kind, each drawn over those that reach higher."""
-    parts, below = [], 0.0
-    for index, kind in enumerate(styles):
-        if kind in shares:
-            below = np.minimum(below + shares[kind], 1.0)
-            path = _steps(top + height * (1 - below), top + height)
-            parts.append(f'<path fill="url(#{name}{index})" d="{path}"/>' if path else "")
     return "".join(reversed(parts))
 
 
-def _steps(tops: np.ndarray, bottom: float) -> str:
-    """The outline of an area whose upper edge has these heights, slot by slot."""
-    levels = [f"{level:.1f}".removesuffix(".0") for level in tops]
-    floor, width = f"{bottom:g}", (_RIGHT - _LEFT) / len(levels)
-    changes = [i for i, level in enumerate(levels) if level != (levels[i - 1] if i else floor)]
-    if not changes:
+def _outline(heights: np.ndarray, floor: int) -> str:
+    """An area of these heights, slot by slot, above ``floor``."""
+    levels = np.round(2 * heights) / 2
+    edges = np.round(np.linspace(_LEFT, _RIGHT, len(levels) + 1)).astype(int)
+    changes = np.flatnonzero(np.diff(levels, prepend=0.0))
+    if not len(changes):
         return ""
-    moves = [f"H{_LEFT + width * i:.1f}V{levels[i]}" for i in changes]
-    return f"M{_LEFT} {floor}{''.join(moves)}H{_RIGHT}V{floor}z"
+    across = np.diff(edges[changes], prepend=_LEFT)
+    up = np.diff(levels[changes], prepend=0.0)
+    moves = "".join(f"h{x}v{-y:g}" for x, y in zip(across, up))
+    return f"M{_LEFT} {floor}{moves}H{_RIGHT}V{floor}z"
 
 
 def _axis(extent_s: float, y: float) -> str:

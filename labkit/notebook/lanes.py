@@ -94,7 +94,9 @@ class History:
 
     def _going(self, last: _Reading, rank: int, lane: int, kinds: list[str]) -> str:
         """The kind of the span that has not ended; a transfer counts as waiting until it has."""
-        if lane == _MAIN and last.waits[rank]:
+        # Another thread's transfer, such as that of DDP's communication thread, looks the same.
+        is_alone = not last.columns["until_s"][rank, _BESIDE]
+        if lane == _MAIN and last.waits[rank] and is_alone:
             return "wait"
         begun = int(last.columns["begun"][rank, lane])
         return kinds[begun - 1] if 0 < begun <= len(kinds) else ""

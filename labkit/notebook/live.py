@@ -118,8 +118,8 @@ class LiveRun:
         self._is_drawn = True
 
     def _live_lanes(self, extent_s: float) -> list[Lane]:
-        kinds = {kind for row in self._board.ranks["kinds"] for kind in row if kind}
-        slots = num_slots(len(self._ranks), len(kinds))
+        sums = self._board.ranks["kind_s"][: len(self._ranks)]
+        slots = num_slots(int(np.count_nonzero(sums)))
         return self._history.lanes(self._ranks, np.linspace(0.0, extent_s, slots + 1))
 
     def _progress(self, now_s: float) -> tuple[float | None, str]:
@@ -152,17 +152,15 @@ class LiveRun:
 
     def close(self, trace: Trace | None) -> None:
         """Replace the live lanes by those of the trace, or leave them as they were."""
-        if not self._is_drawn:
-            return
-        if trace is not None and trace.spans:
+        if self._is_drawn and trace is not None and trace.spans:
             self._show_timeline(trace)
-        else:
+        elif self._is_drawn:
             self._show_last(has_failed=trace is None)
         self._cell.leave()
 
     def _show_timeline(self, trace: Trace) -> None:
         end_s = max(span.end_s for span in trace.spans)
-        slots = num_slots(len(self._ranks), len(trace.kinds))
+        slots = num_slots(len({(s.rank, s.kind, s.lane > 0) for s in trace.spans}))
         lanes = trace_lanes(trace, self._ranks, np.linspace(0.0, end_s, slots + 1))
         head = f"What each rank did: {self._size}, {format_seconds(end_s)}"
         self._show_still(Picture(lanes, end_s, head, self._words(end_s)), *timeline_words(trace))

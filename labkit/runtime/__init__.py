@@ -11,7 +11,10 @@ messages      what a rank and its launcher tell each other
 limits        what limited a run, in words: rank_states says what each rank did when
 chrome_trace  reads traces from files, ours and PyTorch's
 failures      how reports and exit codes become one WorkerError
-output        what the caller shows during a run
+output        the ranks' output, as the caller prints it (screen: lines that are overwritten;
+              objects: what ranks display)
+displays      ``display`` and pyplot in a rank (figures: pyplot's backend)
+watch         what shows a run while it lasts
 forkserver    the process that ranks are forked from; preload, preload_first and
               preload_last have what it imports
 """

@@ -35,8 +35,8 @@ _sender: "Sender | None" = None
 class Sender:
     """Sends a rank's objects to its launcher, and marks their places in its output."""
 
-    def __init__(self, rank: int, control: Connection):
-        self._rank, self._control = rank, control
+    def __init__(self, rank: int, control: Connection, in_notebook: bool):
+        self._rank, self._control, self.in_notebook = rank, control, in_notebook
         self._count = self._num_bytes = 0
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -84,23 +84,23 @@ class Sender:
             os.write(1, marker(number))
 
 
-def install(rank: int, control: Connection) -> None:
+def install(rank: int, control: Connection, in_notebook: bool) -> None:
     """Let ``display``, pyplot and tqdm work in this process, a rank."""
     global _sender
-    _sender = Sender(rank, control)
+    _sender = Sender(rank, control, in_notebook)
     vars(builtins)["display"] = display
     for name, change in _CHANGES.items():
         if name in sys.modules:
             change(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
-    if "inline" in os.environ.get("MPLBACKEND", "inline"):
-        os.environ["MPLBACKEND"] = _BACKEND
+    os.environ["MPLBACKEND"] = _BACKEND
 
 
 def show_open_figures() -> None:
-    """Show the figures that pyplot has open, as a notebook does at the end of a cell."""
+    """In a notebook, show the figures that are still open, as at the end of a cell."""
+    assert _sender is not None, "it was installed with the rank"
     pyplot = sys.modules.get("matplotlib.pyplot")
-    if pyplot is not None and _BACKEND in str(pyplot.get_backend()):
+    if _sender.in_notebook and pyplot is not None and _BACKEND in str(pyplot.get_backend()):
         pyplot.show()
 
 
@@ -123,7 +123,10 @@ def display(
     name = secrets.token_hex(8) if name is True else str(name)
     chosen = {key: options[key] for key in ("include", "exclude") if options.get(key)}
     for thing in objects:
-        data, about = (thing, {}) if raw else _formatted(thing, **chosen)
+        if raw or not _sender.in_notebook:
+            data, about = thing if raw else {"text/plain": repr(thing)}, {}
+        else:
+            data, about = _formatted(thing, **chosen)
         if data:
             _sender.publish(data, {**about, **(metadata or {})}, name, update)
     return Handle(name) if display_id else None
@@ -193,11 +196,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _formatted(thing: Any, **chosen: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By MIME type, as IPython formats it; text only where there is no IPython."""
-    try:
-        from IPython.core.formatters import DisplayFormatter
-    except ImportError:
-        return {"text/plain": repr(thing)}, {}
+    """By MIME type, as IPython formats it, which a notebook has."""
+    from IPython.core.formatters import DisplayFormatter
+
     formatter = DisplayFormatter()
     formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _png)
     return formatter.format(thing, **chosen)

@@ -16,6 +16,7 @@ from labkit.runtime import torchrun
 from labkit.runtime.forkserver import late_variables
 from labkit.runtime.limits import Limit, what_limited, without_spans
 from labkit.runtime.messages import Report
+from labkit.runtime.objects import kernel
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
@@ -107,8 +108,8 @@ def run(
         where = world_size, device, transport, timeout_s, link
         return _result(torchrun.run_as_rank(fn, args, *where))
     chosen = _planned(world_size, device, transport)
-    job = Job(dump_call(fn, args), cell_sources(), chosen, timeout_s, frozenset(may_lose), link)
-    supervisor = Supervisor(job)
+    shared = dump_call(fn, args), cell_sources(), chosen, timeout_s, frozenset(may_lose)
+    supervisor = Supervisor(Job(*shared, link=link, in_notebook=kernel() is not None))
     return _result(supervisor.run(), supervisor.lost)
 
 

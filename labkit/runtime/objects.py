@@ -48,16 +48,17 @@ class Objects:
         return [*found, *(n for n in mine if n not in found and (rank, n) not in self._done)]
 
     def text(self, rank: int, number: int) -> str | None:
-        """The text of an object that is printed now; None for one to ``publish``."""
+        """The text of an object that is printed; None for one that the notebook draws."""
         shown = self._shown[rank, number]
-        self._done.add((rank, number))
         if kernel() is not None and (shown.data.keys() > {"text/plain"} or shown.display_id):
             return None
         return str(shown.data.get("text/plain", "(an object without text)"))
 
-    def publish(self, rank: int, number: int) -> None:
-        """Show an object in the notebook's cell."""
-        self._publish(self._shown[rank, number], update=False)
+    def show(self, rank: int, number: int) -> None:
+        """Show an object in the notebook's cell, unless its text is printed."""
+        self._done.add((rank, number))
+        if self.text(rank, number) is None:
+            self._publish(self._shown[rank, number], update=False)
 
     def _publish(self, shown: Shown, update: bool) -> None:
         name = f"labkit-{self._run}-{shown.rank}-{shown.display_id}"

@@ -1,6 +1,7 @@
 """The ranks' output, as the calling process prints it."""
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Collection
@@ -14,7 +15,7 @@ MAX_CHARS = 200_000
 # Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
 # terminal and under test. A rank's lines wait for the ranks below it, at most this long.
 _HOLD_S = 2.0
-# A bar that has not been written for this long will not be overwritten soon.
+# A line that a bar has left for this long will not be overwritten.
 _REST_S = 0.2
 
 
@@ -37,7 +38,7 @@ class Output:
         self._objects = Objects()
         self._kept = [0] * len(connections)
         self._cut = [0] * len(connections)
-        self._read_s = [0.0] * len(connections)
+        self._rested_s = 0.0
         self._held_since_s: float | None = None
 
     @property
@@ -61,7 +62,6 @@ class Output:
             data = os.read(connection.fileno(), 1 << 16)
         except OSError:
             data = b""
-        self._read_s[rank] = time.monotonic()
         if data:
             self._add(rank, self._screens[rank].feed(data))
             return
@@ -99,8 +99,9 @@ class Output:
         if not is_live():
             return
         now_s = time.monotonic()
-        for rank, screen in enumerate(self._screens):
-            if now_s - self._read_s[rank] > _REST_S:
+        if now_s - self._rested_s > _REST_S:
+            self._rested_s = now_s
+            for rank, screen in enumerate(self._screens):
                 self._add(rank, screen.rest())
         if self._held_since_s is None:
             return
@@ -133,18 +134,19 @@ class Output:
                 lines.append(item)
             elif not self._objects.has(rank, item):
                 break  # it is on its way, through the other pipe
-            elif (text := self._objects.text(rank, item)) is not None:
-                lines += text.splitlines()
             else:
-                _print_lines(rank, [*lines, "displays:"])
-                lines.clear()
-                self._objects.publish(rank, item)
+                if (text := self._objects.text(rank, item)) is not None:
+                    lines += text.splitlines()
+                else:
+                    _print_lines(rank, [*lines, "displays:"])
+                    lines.clear()
+                self._objects.show(rank, item)
             self._due[rank].popleft()
         _print_lines(rank, lines)
 
     def take_pending(self, rank: int) -> str:
         """Remove and return a rank's unprinted lines, for a message that quotes them."""
-        self._add(rank, self._screens[rank].rest())
+        self._add(rank, self._screens[rank].close())
         lines = [item for item in self._due[rank] if isinstance(item, str)]
         left: list[str | int] = [item for item in self._due[rank] if isinstance(item, int)]
         self._due[rank] = deque(left)
@@ -158,4 +160,6 @@ class Output:
 
 def _print_lines(rank: int, lines: list[str]) -> None:
     if lines:
-        print("\n".join(f"[rank {rank}] {line}" for line in lines), flush=True)
+        # Over a bar in a terminal.
+        erase = "\r\x1b[K" if sys.stdout is not None and sys.stdout.isatty() else ""
+        print(erase + "\n".join(f"[rank {rank}] {line}" for line in lines), flush=True)

@@ -38,6 +38,8 @@ class Screen:
     def __init__(self) -> None:
         self._rows = [_Row()]
         self._at = 0
+        # The highest line that the cursor was in since the last ``rest``.
+        self._highest = 0
         # Whether the next text begins the line again.
         self._again = False
         self._has_bars = False
@@ -60,6 +62,7 @@ class Screen:
             self._again = True
         elif token == _UP:
             self._at, self._has_bars = max(0, self._at - 1), True
+            self._highest = min(self._highest, self._at)
         elif token in _ERASE:
             self._rows[self._at] = _Row(is_bar=True)
         elif b"\n" in token:
@@ -97,19 +100,24 @@ class Screen:
         """Remove and return the lines above this one."""
         above = max(0, above)
         rows, self._rows = self._rows[:above], self._rows[above:]
-        self._at -= above
+        self._at, self._highest = self._at - above, max(0, self._highest - above)
         # A bar that was erased leaves no empty line behind.
         return [row.text for row in rows if not row.is_bar or row.text.strip()]
 
     def rest(self) -> list[bytes | int]:
-        """The lines above the cursor, settled because the rank has been silent for a while."""
-        settled = self._settle(self._at)
+        """The lines above the cursor, if it was never as high since this was last asked.
+
+        To be asked some times a second: the cursor comes back to an outer bar at once.
+        """
+        settled = self._settle(self._highest)
+        self._highest = self._at
         self._has_bars = self._has_bars and any(row.text for row in self._rows)
         return settled
 
     def close(self) -> list[bytes | int]:
         """All lines; the last one may be without an end."""
-        rows, self._rows, self._at = self._rows, [_Row()], 0
+        rows, self._rows = self._rows, [_Row()]
+        self._at = self._highest = 0
         self._again = self._has_bars = False
         if not rows[-1].text.strip():
             rows.pop()

@@ -30,7 +30,7 @@ from labkit.runtime.messages import Inbox, Report, Shown, let_go
 from labkit.runtime.output import Output
 from labkit.runtime.preload import warm_up
 from labkit.runtime.start_ranks import Ranks
-from labkit.runtime.watch import watcher
+from labkit.runtime.watch import Nothing, Watcher, watcher
 from labkit.runtime.worker import Job, run_rank
 from labkit.trace import Trace
 
@@ -68,7 +68,7 @@ class Supervisor:
         outputs = [Pipe(duplex=False) for _ in range(self.world_size)]
         self._inboxes = {mine: (rank, Inbox(mine)) for rank, (mine, _) in enumerate(controls)}
         self._output = Output([receiver for receiver, _ in outputs])
-        self._watcher = watcher(self._arena.board)
+        self._watcher: Watcher = Nothing()
         self._rank_ends = [(control, out) for (_, control), (_, out) in zip(controls, outputs)]
         self.agent = Ranks(run_rank, self._rank_ends, (job, self._arena, self._meeting))
         self._seen = Evidence(self._arena.board, job.may_lose)
@@ -91,6 +91,8 @@ class Supervisor:
         try:
             # An interrupt can come between any two of these calls: whatever has started must end.
             warm_up()
+            # The first one's imports take their time while the forkserver does its own.
+            self._watcher = watcher(self._seen.board)
             self.agent.start()
             verdict = self._watch()
             self.lost = {rank: self._seen.why_lost(rank) for rank in sorted(self._seen.lost)}

@@ -41,6 +41,7 @@ class Job:
         timeout_s: the run's deadline.
         may_lose: ranks that the run can do without.
         link: the emulated link of each rank; None for no emulation.
+        in_notebook: whether a notebook's cell shows what the ranks display.
     """
 
     call: bytes
@@ -49,6 +50,7 @@ class Job:
     timeout_s: float
     may_lose: frozenset[int] = frozenset()
     link: EmulatedLink | None = None
+    in_notebook: bool = False
 
 
 def run_rank(
@@ -81,7 +83,7 @@ def run_rank(
     _capture_output(output)
     _let_children_fork()
     take_keyboard_away()
-    displays.install(rank, control)
+    displays.install(rank, control, job.in_notebook)
     report = _call(job, rank, arena, meeting)
     _flush()
     if os.getpid() != me:

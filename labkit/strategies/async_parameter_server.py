@@ -110,7 +110,7 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     def work(self, batches: Iterator[Batch]) -> None:
         """On a worker: compute a gradient, push it, pull, until the server says to stop."""
-        go_on = True
+        go_on, done = True, 0
         while go_on:
             inputs, targets, batch_size = next(batches)
             self.gradient.zero_()
@@ -122,7 +122,9 @@ class AsyncParameterServer(OwnPaceStrategy):
                 self.comm.recv(self.parameters, _SERVER)
                 answer = self.comm.recv(self.report[1:], _SERVER)
             load_flat_buffers(self.model, answer[1:])
-            go_on = bool(answer[0])
+            go_on, done = bool(answer[0]), done + 1
+            loss = loss / max(1, len(targets))
+            self.comm.progress(done, samples=len(targets), loss=loss)
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all.

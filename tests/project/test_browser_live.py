@@ -23,26 +23,35 @@ def work(comm):
 
 labkit.run(work, world_size=2).values
 """
+LANES = 'svg[aria-label^="Live timeline of 2 ranks"]'
+READ = """
+selector => {
+  const svg = document.querySelector(selector);
+  const paths = [...svg.querySelectorAll('path')].map(path => path.getAttribute('d')).join();
+  return {paths, words: svg.textContent};
+}
+"""
+GROWS = f"""
+([selector, before]) =>
+  document.querySelector(selector) && ({READ})(selector).paths != before
+"""
 
 
 def test_lanes_fill_while_ranks_run_and_end_as_the_timeline(lab):
     lab.add("live.ipynb", SETUP, LIVE)
     page = lab.open("live.ipynb")
     page.start_all()
-    live = page.cell(1).locator('svg[aria-label^="Live timeline of 2 ranks"]')
-    live.wait_for(timeout=60_000)
-    first = live.inner_html()
-    page.window.wait_for_function(
-        "([svg, before]) => svg.isConnected ? svg.innerHTML != before : true",
-        arg=[live.element_handle(), first],
-    )
-    words = live.inner_text()
+    page.window.locator(LANES).wait_for(timeout=60_000)
+    early = page.window.evaluate(READ, LANES)
+    # Its outlines have changed while the cell still runs.
+    page.window.wait_for_function(GROWS, arg=[LANES, early["paths"]])
+    words = page.window.evaluate(READ, LANES)["words"]
     page.finish()
     assert "rank 1" in words
     assert "loss" in words
     assert "samples/s" in words
     assert "of 40 steps" in words
-    assert live.count() == 0
+    assert page.window.locator(LANES).count() == 0
     figure = page.wait_for_image(1, "Timeline of 2 ranks", "rank 1: compute")
     assert figure["source"].startswith("data:image/svg+xml")
     assert "[rank 0] step 39\n[rank 1] step 39" in page.cells()[1]["text"]
