@@ -2,13 +2,24 @@
 
 import math
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labkit.costs.ddp_step import StepModel, predict_step
 from labkit.costs.link import Link
-from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.figure import (
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    add_title,
+    drawn,
+    fixed_axes,
+    label_lanes,
+)
 from labkit.plots.palette import BLUE, STYLES, swatch
+from labkit.plots.timeline import draw_spans
 from labkit.schedules.bucket_assignment import MIB
+from labkit.trace import Span
 from labkit.units import check_choice, format_bytes, format_count, format_seconds
 
 # Orders of magnitude: seconds to start a message, and seconds per byte.
@@ -106,7 +117,8 @@ def _draw(
     step: StepModel, sweep: list[float], bucket_mb: float, world_size: int, link: str
 ) -> Figure:
     figure = Figure(figsize=(WIDTH_IN, 4.6))
-    above, below = figure.subplots(2, height_ratios=[1, 1.3])
+    above = fixed_axes(figure, 84, 600, 226, 296)
+    below = fixed_axes(figure, 84, 600, 84, 182)
     # The longest step of the sweep sets the scale, so that a slider moves the bars, not the axis.
     _draw_lanes(above, step, max(*sweep, step.step_s) * 1e3)
     _draw_sweep(below, step, sweep, bucket_mb)
@@ -117,20 +129,18 @@ def _draw(
     return figure
 
 
-def _draw_lanes(axes, step: StepModel, longest_ms: float) -> None:
-    _bar(axes, 0, 0.0, step.backward_s, "compute")
-    _bar(axes, 0, step.backward_s, step.step_s, "wait")
-    for times in step.times:
-        _bar(axes, 1, times.start_s, times.end_s, "all_reduce")
-    axes.set_yticks([0, 1], ["main thread", "link"])
-    axes.set(xlim=(0, longest_ms), ylim=(1.5, -0.5), xlabel="time since backward began (ms)")
+def _draw_lanes(axes: Axes, step: StepModel, longest_ms: float) -> None:
+    spans = [Span(0, "compute", 0.0, step.backward_s)]
+    if step.exposed_s > 0:
+        spans.append(Span(0, "wait", step.backward_s, step.step_s))
+    spans += [Span(1, "all_reduce", times.start_s, times.end_s) for times in step.times]
+    axes.set_xlim(0, longest_ms)
+    draw_spans(axes, spans, [0, 1], 1e-3, model=True)
+    label_lanes(axes, ["main thread", "link"])
+    axes.set_xlabel("time since backward began (ms)")
 
 
-def _bar(axes, lane: int, start_s: float, end_s: float, kind: str) -> None:
-    axes.barh(lane, (end_s - start_s) * 1e3, 0.7, start_s * 1e3, **STYLES[kind].model.fill)
-
-
-def _draw_sweep(axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:
+def _draw_sweep(axes: Axes, step: StepModel, sweep: list[float], bucket_mb: float) -> None:
     """Draw step time by bucket size, the sizes at equal distances: 0 and inf have no logarithm."""
     places, sweep_ms = range(len(sweep)), [s * 1e3 for s in sweep]
     axes.plot(places, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")

@@ -79,6 +79,17 @@ def new_axes(height_in: float, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def fixed_axes(figure: Figure, left: float, right: float, bottom: float, top: float) -> Axes:
+    """Axes at a fixed place, given in points: 72 to the inch, from the lower left corner.
+
+    A layout engine would take as long as drawing, and would move the axes under a slider.
+    """
+    figure.set_layout_engine("none")
+    width, height = 72 * figure.get_size_inches()
+    place = (left / width, bottom / height, (right - left) / width, (top - bottom) / height)
+    return figure.add_axes(place)
+
+
 def label_lanes(axes: Axes, names: list[str]) -> None:
     """Label one lane per name, the first on top; of more than 32 lanes, label every n-th."""
     every = math.ceil(len(names) / 32)

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from labkit import units
 from labkit.placement.planner import SplitModel
 from labkit.placement.stage_costs import Profile
-from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, fixed_axes
 from labkit.plots.palette import BLUE, DARK, GREY, STYLES, VERMILION, Style, swatch, tint
 from labkit.plots.repeats import quartiles
 from labkit.schedules.split_points import stage_bounds
@@ -204,8 +204,6 @@ def _draw(
     profile: Profile, predicted: SplitModel, bars: list[_SplitBars], title: str, least: AxisRange
 ) -> Figure:
     figure = Figure(figsize=(WIDTH_IN, _HEIGHT_IN))
-    # A layout engine would take longer than drawing, and would move the axes under a slider.
-    figure.set_layout_engine("none")
     add_title(figure, title)
     _draw_bytes(_panel(figure, 48, 350, 256, "Bytes over a cut"), profile, predicted)
     memory = [split.memory for split in bars]
@@ -227,10 +225,8 @@ def _draw(
 
 def _panel(figure: Figure, left: float, right: float, bottom: float, title: str) -> Axes:
     """Axes at a fixed place, given in points: 72 to the inch, from the lower left corner."""
-    width, height = 72 * WIDTH_IN, 72 * _HEIGHT_IN
-    top = bottom + (84 if bottom > height / 2 else 124)
-    place = (left / width, bottom / height, (right - left) / width, (top - bottom) / height)
-    axes = figure.add_axes(place)
+    top = bottom + (84 if bottom > 36 * _HEIGHT_IN else 124)
+    axes = fixed_axes(figure, left, right, bottom, top)
     # Without y, matplotlib searches for a place for the title, for as long as the axes take.
     axes.set_title(title, y=1.0)
     axes.yaxis.set_label_coords(-30 / (right - left), 0.5)

@@ -19,6 +19,7 @@ from labkit.plots.figure import (
     add_legend,
     add_title,
     drawn,
+    fixed_axes,
     label_lanes,
     new_axes,
 )
@@ -84,7 +85,8 @@ def staleness_model(
     free = simulate(workers, factor=factor, duration_s=_WATCHED_S, bound=bound)
     rounds = simulate(workers, factor=factor, duration_s=_WATCHED_S, synchronous=True)
     figure = Figure(figsize=(WIDTH_IN, 5.4))
-    above, below = figure.subplots(2, height_ratios=[1, 1])
+    above = fixed_axes(figure, 64, 600, 244, 354)
+    below = fixed_axes(figure, 64, 600, 92, 196)
     kinds = _draw_lanes(above, free, workers)
     late = _late_by_worker(free.updates)
     others = [s for worker in late if worker != 1 for s in late[worker]]

@@ -7,11 +7,12 @@ the transfers alone: the trace distinguishes them from waiting for the other sta
 Symbols: P stages and ranks, M micro-batches.
 """
 
+import copy
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +30,8 @@ from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.trace import Span, Trace
 from labkit.units import format_count
-from labkit.workload.models import build_model
+from labkit.workload.layers import input_dtype, layer_outputs, layers_of
+from labkit.workload.models import MODELS, build_model
 
 NUM_CLASSES = 10
 _LEARNING_RATE = 1e-3
@@ -82,11 +84,11 @@ class MeasuredSplit:
 
 
 def measure_split(
-    model: str = "vgg16",
+    model: str | nn.Module = "vgg16",
     split_points: Sequence[int] = (31,),
     *,
     batch_size: int = 16,
-    input_shape: tuple[int, int, int] = (3, 32, 32),
+    input_shape: tuple[int, ...] = (3, 32, 32),
     micro_batches: int = 1,
     schedule: str = "gpipe",
     frozen: int = 0,
@@ -97,7 +99,8 @@ def measure_split(
     """Train ``model`` for some steps, with one process per stage, and measure time and memory.
 
     Args:
-        model: one of ``labkit.workload.models.MODELS``.
+        model: one of ``labkit.workload.models.MODELS``, or a chain of layers that ends with
+            logits [n, classes, ...]; it is copied.
         split_points: layers that begin a stage; P - 1 of them for P ranks.
         batch_size: random samples per step.
         input_shape: of one sample.
@@ -113,21 +116,46 @@ def measure_split(
         WorkerError: a stage failed.
     """
     points, build = as_split_points(split_points), partial(_build, model, input_shape, frozen)
-    _check(len(build()), points, frozen, steps, batch_size)
+    built = build()
+    _check(len(layers_of(built)), points, frozen, steps, batch_size)
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)
     if micro_batches == 1:
         strategy = ModelParallel(points)
     settings = {"transport": transport, "device": device, "timeout_s": _TIMEOUT_S}
-    work = strategy, build, (batch_size, *input_shape), steps
+    logits = _logits_shape(built, input_shape)
+    work = strategy, build, (batch_size, *input_shape), (batch_size, *logits), steps
     result = run(_train, *work, world_size=len(points) + 1, **settings)
     micro_batches = min(micro_batches, batch_size)
     return MeasuredSplit(points, batch_size, micro_batches, schedule, **_measured(result))
 
 
-def _build(model: str, input_shape: tuple[int, int, int], frozen: int = 0) -> nn.Sequential:
-    built = build_model(model, num_classes=NUM_CLASSES, input_shape=input_shape, seed=0)
-    built[:frozen].requires_grad_(False)
+def _build(model: str | nn.Module, input_shape: tuple[int, ...], frozen: int = 0) -> nn.Module:
+    if isinstance(model, nn.Module):
+        built = copy.deepcopy(model)
+    elif model in MODELS:
+        image = cast("tuple[int, int, int]", input_shape)
+        built = build_model(model, num_classes=NUM_CLASSES, input_shape=image, seed=0)
+    else:
+        raise ValueError(
+            f"unknown model {model!r}: choose one of {', '.join(MODELS)}, or give your own "
+            "nn.Sequential itself, not its name"
+        )
+    for layer in layers_of(built)[:frozen]:
+        layer.requires_grad_(False)
     return built
+
+
+def _logits_shape(model: nn.Module, input_shape: tuple[int, ...]) -> torch.Size:
+    """What the model makes of one sample: [classes, ...]."""
+    # As in ``even_split``, real samples: the meta device takes seconds.
+    sample = torch.zeros((1, *input_shape), dtype=input_dtype(model))
+    *_, logits = layer_outputs(copy.deepcopy(model), sample)
+    if logits.ndim < 2 or not logits.is_floating_point():
+        raise ValueError(
+            f"the last layer makes {list(logits.shape)} of one sample, and the run trains with a "
+            "cross-entropy: end with logits [n, classes]"
+        )
+    return logits.shape[1:]
 
 
 def _check(
@@ -163,10 +191,10 @@ def _measured(result: RunResult) -> dict[str, Any]:
 
 
 def measure_profile(
-    model: str = "vgg16",
+    model: str | nn.Module = "vgg16",
     *,
     batch_size: int = 16,
-    input_shape: tuple[int, int, int] = (3, 32, 32),
+    input_shape: tuple[int, ...] = (3, 32, 32),
     num_stages: int = 2,
     repeats: int = 5,
     device: str = "auto",
@@ -174,7 +202,7 @@ def measure_profile(
     """Run ``profile_layers`` in a process with the cores that one of ``num_stages`` stages has.
 
     Args:
-        model: one of ``labkit.workload.models.MODELS``.
+        model: one of ``labkit.workload.models.MODELS``, or a chain of layers.
         batch_size: samples per pass.
         input_shape: of one sample.
         num_stages: P, which divide this machine's cores.
@@ -183,7 +211,8 @@ def measure_profile(
 
     def profiled(comm: Comm) -> Profile:
         torch.set_num_threads(max(1, num_cores() // num_stages))
-        options = {"repeats": repeats, "device": comm.device, "name": model}
+        name = model if isinstance(model, str) else type(model).__name__
+        options = {"repeats": repeats, "device": comm.device, "name": name}
         return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
 
     return run(profiled, world_size=1, device=device, timeout_s=_TIMEOUT_S).values[0]
@@ -222,13 +251,23 @@ def stage_link(
 
 
 def _train(
-    comm: Comm, strategy: StagedModel, build: Callable, shape: tuple[int, ...], steps: int
+    comm: Comm,
+    strategy: StagedModel,
+    build: Callable,
+    shape: tuple[int, ...],
+    logits_shape: tuple[int, ...],
+    steps: int,
 ) -> tuple[int, int]:
     """Take the steps on this rank; return the bytes of activations, and of everything else."""
-    strategy.setup(comm, build(), partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
+    model = build()
+    dtype = input_dtype(model)
+    strategy.setup(comm, model, partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
     torch.manual_seed(0)
-    inputs = torch.randn(shape, device=comm.device)
-    targets = torch.randint(NUM_CLASSES, shape[:1], device=comm.device)
+    # Integer samples are zeros: every nn.Embedding has a row 0.
+    make = torch.randn if dtype.is_floating_point else torch.zeros
+    inputs = make(shape, dtype=dtype, device=comm.device)
+    batch_size, classes, *places = logits_shape
+    targets = torch.randint(classes, (batch_size, *places), device=comm.device)
     for _ in range(_WARM_UP + steps):
         comm.barrier()
         with comm.span(_MARK):

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import Profile
-from labkit.training.split_run import MeasuredSplit, measure_split
+from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split
 from labkit.widgets.split_choice import MICRO_BATCHES, Choice, SplitModels, check_stages
 from labkit.widgets.split_sliders import SplitSliders
 from labkit.widgets.split_work import SplitWork
@@ -17,12 +19,13 @@ if TYPE_CHECKING:
 
 
 def split_explorer(
-    profile: Profile,
+    profile: Profile | nn.Module,
     link: Link | None = None,
     *,
     split_points: Sequence[int] | None = None,
     micro_batches: int = 1,
     schedule: str = "gpipe",
+    batch_size: int = 16,
     input_shape: tuple[int, ...] = (3, 32, 32),
     frozen: int = 0,
     measure: Callable[..., MeasuredSplit] = measure_split,
@@ -33,12 +36,14 @@ def split_explorer(
     ``plots.split_costs`` draws a static figure of the same numbers.
 
     Args:
-        profile: the model's layers, and the batch size to start with.
+        profile: the model's layers, and the batch size to start with; or a chain of layers, such
+            as your ``nn.Sequential``, which is measured here, and is what Run trains.
         link: between two stages on this machine (``training.split_run.stage_link``); None leaves
             only ``split_choice.LINKS``.
         split_points: to start with, 1 to 3; by default one cut in the middle of the layers.
         micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
         schedule: to start with, ``gpipe`` or ``1f1b``.
+        batch_size: to start with, if a chain of layers is given.
         input_shape: of one sample, for the run.
         frozen: the number of layers, from the first on, that are not trained.
         measure: the function that the button calls, with the arguments of
@@ -49,13 +54,16 @@ def split_explorer(
     Raises:
         ValueError: a start that its control does not offer, or a model that cannot be cut.
     """
+    model = profile if isinstance(profile, nn.Module) else profile.model
+    if isinstance(profile, nn.Module):
+        profile = measure_profile(profile, batch_size=batch_size, input_shape=input_shape)
     points = (len(profile.layers) // 2,) if split_points is None else tuple(split_points)
     check_stages(points)
     _check_micro_batches(micro_batches, profile.batch_size)
     models = SplitModels(profile, link, frozen)
     start = Choice(points, next(iter(models.links)), micro_batches, schedule, profile.batch_size)
     models.predicted(start)  # refuses impossible settings
-    run = partial(measure, profile.model, input_shape=tuple(input_shape), frozen=frozen)
+    run = partial(measure, model, input_shape=tuple(input_shape), frozen=frozen)
     return _explorer_class(picture)(SplitWork(models, run), start)
 
 

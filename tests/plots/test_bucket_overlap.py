@@ -17,10 +17,12 @@ class TestBucketOverlap:
     def test_bars_are_the_timetable(self):
         step = example_step(25, 4, "10 Gb/s network")
         axes = plots.bucket_overlap(25, 4, "10 Gb/s network").figure.axes[0]
-        link = [bar for bar in axes.patches if round(bar.get_y() + 0.35) == 1]
-        drawn = [(bar.get_x() / 1e3, (bar.get_x() + bar.get_width()) / 1e3) for bar in link]
+        (bars,) = [c for c in axes.collections if c.get_gid() == "spans"]
+        boxes = [path.get_extents() for path in bars.get_paths()]
+        drawn = [(box.x0 / 1e3, box.x1 / 1e3) for box in boxes if round(box.y0) == 1]
         assert drawn == [pytest.approx((t.start_s, t.end_s)) for t in step.times]
-        assert all(bar.get_hatch() for bar in axes.patches)
+        hatches = {c.get_hatch() for c in axes.collections if c is not bars}
+        assert hatches == {plots.STYLES["compute"].model.hatch}
 
     def test_no_size_on_the_curve_beats_the_best(self):
         link = "10 Gb/s network"

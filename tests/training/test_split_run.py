@@ -1,6 +1,8 @@
 """Split models measured on real processes: what is counted is exact, what is timed is there."""
 
 import pytest
+import torch
+from torch import nn
 
 from labkit.costs.link import Link
 from labkit.training.split_run import measure_profile, measure_split, stage_link
@@ -41,6 +43,47 @@ def test_a_profile_and_a_link_of_this_machine():
     link = stage_link((2**10, 2**20), repeats=2)
     assert isinstance(link, Link)
     assert link.message_seconds(2**20) > 0
+
+
+class Summed(nn.Module):
+    def forward(self, inputs):
+        return inputs.sum(1)
+
+
+OWN = {
+    "nested": (nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(64, 8), nn.ReLU())), (1, 8, 8)),
+    "tokens": (nn.Sequential(nn.Embedding(5, 6), nn.Flatten(), nn.Linear(18, 3)), (3,)),
+    "a class per pixel": (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3)), (1, 8, 8)),
+    "float64": (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double(), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_ones_own_chain_of_layers_is_run_and_not_changed(name):
+    model, input_shape = OWN[name]
+    before = [parameter.clone() for parameter in model.parameters()]
+    found = measure_split(model, (1,), batch_size=4, input_shape=input_shape, steps=1)
+    assert len(found.step_s) == 1
+    first = model[0](torch.zeros((4, *input_shape), dtype=found_dtype(model)))
+    assert found.hop_bytes == [first.nbytes]
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def found_dtype(model):
+    is_tokens = isinstance(model[0], nn.Embedding)
+    return torch.int64 if is_tokens else next(model.parameters()).dtype
+
+
+def test_ones_own_chain_of_layers_is_profiled():
+    profile = measure_profile(OWN["tokens"][0], batch_size=4, input_shape=(3,), repeats=1)
+    assert profile.model == "Sequential"
+    assert [layer.name for layer in profile.layers] == ["Embedding", "Flatten", "Linear"]
+
+
+def test_a_chain_that_ends_without_logits_is_refused():
+    with pytest.raises(ValueError, match=r"makes \[1\] of one sample, .* end with logits"):
+        measure_split(nn.Sequential(nn.Linear(4, 4), Summed()), (1,), input_shape=(4,))
 
 
 def test_what_measures_nothing_is_refused_before_a_process_starts():

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from splits import LINK, PROFILE, measured
+from torch import nn
 
 from labkit import plots, widgets
 from labkit.errors import WorkerError
@@ -166,6 +167,17 @@ class TestSplitPicture:
             with pytest.raises(ValueError, match=message):
                 setattr(picture, name, value)
         assert picture.chosen().points == (2,)
+
+    def test_ones_own_layers_are_measured_here_and_run(self, runs):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
+        shape = {"batch_size": 8, "input_shape": (3, 2, 2)}
+        picture = widgets.split_explorer(model, LINK, measure=runs, **shape)
+        names = [layer["name"] for layer in picture.profile["layers"]]
+        assert names == ["Flatten", "Linear", "ReLU", "Linear"]
+        assert (picture.points, picture.batch_size) == ([2], 8)
+        press(picture, "run")
+        assert (runs.calls[0][0], runs.calls[0][2]["input_shape"]) == (model, (3, 2, 2))
+        picture.close()
 
     def test_it_is_read_as_text_where_there_is_no_browser(self, picture):
         text = repr(picture)
