@@ -6,6 +6,7 @@ Symbols: P ranks, S bytes of a rank's tensor.
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from labkit.check.grading.exercise import DRAWN, Target, tensor_and_root
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost, broadcast_cost, gather_cost, reduce_cost, scatter_cost
 
-_LATE_S = 0.03
+_LATE_S, _MOST_LATE_S = 0.03, 1.0
 
 
 def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -107,8 +108,9 @@ def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm)``: no rank leaves it before every rank has entered it.
 
-    Every rank enters late once, and the others have to wait for it. The barrier has to be made of
-    messages; their number is not judged.
+    Every rank enters late once, and the others have to wait for it. How late depends on how long
+    the function takes if no rank is late, so that sleeping does not pass for waiting. The barrier
+    has to be made of messages; their number is not judged.
     """
     return returns(
         fn,
@@ -157,22 +159,34 @@ def _scatter_target(rank: int, case: Case) -> Target:
     return case.target(scatter_cost, rank, case.root, peers=peers)
 
 
-def _come_late(fn: Callable, comm: Comm, late: int) -> tuple[float, float, int]:
-    """(entered_s, left_s, messages) on the clock that the processes of one machine share."""
-    before = comm.messages
+class _Passed(NamedTuple):
+    """How one rank went through the barrier, on the clock that one machine's processes share."""
+
+    entered_s: float
+    left_s: float
+    messages: int
+    borrowed: int
+
+
+def _come_late(fn: Callable, comm: Comm, late: int) -> _Passed:
+    messages, barriers = comm.messages, comm.session.barriers
+    began_s = time.monotonic()
+    fn(comm)
+    took_s = time.monotonic() - began_s
     if comm.rank == late:
-        time.sleep(_LATE_S)
+        time.sleep(_LATE_S + min(2 * took_s, _MOST_LATE_S))
     entered_s = time.monotonic()
     fn(comm)
-    return entered_s, time.monotonic(), comm.messages - before
+    left_s, borrowed = time.monotonic(), comm.session.barriers - barriers
+    return _Passed(entered_s, left_s, comm.messages - messages, borrowed)
 
 
-def _left_too_early(case: Case, values: list[tuple[float, float, int]]) -> Mistake | None:
-    entered_s, left_s, messages = zip(*values)
+def _left_too_early(case: Case, values: list[Any]) -> Mistake | None:
+    entered_s, left_s, messages, borrowed = zip(*values)
     last_entered_s = max(entered_s)
     early = [rank for rank, s in enumerate(left_s) if s < last_entered_s]
     if early:
         id = "barrier.alone" if len(early) >= case.world_size - 1 else "barrier.some"
         absent = entered_s.index(last_entered_s)
         return Mistake(id, early=early[0], absent=absent, count=len(early))
-    return None if any(messages) else Mistake("barrier.borrowed")
+    return None if any(messages) and not any(borrowed) else Mistake("barrier.borrowed")

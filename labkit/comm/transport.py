@@ -80,4 +80,5 @@ class Transport(ABC):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor of any dtype, as a uint8 view [n]."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # A contiguous tensor of at most one element may have any stride, which a view does not take.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -83,7 +83,7 @@ def binds_the_name(comm, tensor):
     return tensor
 
 
-def halves_then_doubles(comm, tensor):
+def reduces_and_broadcasts(comm, tensor):
     collectives.reduce(comm, tensor, 0)
     collectives.broadcast(comm, tensor, 0)
 
@@ -109,10 +109,10 @@ RIGHT = [largest_distance_first, recursively, with_numpy, lower_partner_adds, in
 WRONG = [
     (three_rounds_always, "run.error"),
     (one_round_too_few, "sum.lacks"),
-    (steps_of_two, "value.wrong"),
+    (steps_of_two, "peers.wrong"),
     (sends_on_in_a_circle, "peers.wrong"),
     (binds_the_name, "value.new_tensor"),
-    (halves_then_doubles, "traffic.off_target"),
+    (reduces_and_broadcasts, "library.called"),
     (waits_in_each_round, "traffic.barrier"),
     (averages_the_pairs, "sum.mean"),
     (in_half_precision, "sum.rounded"),
