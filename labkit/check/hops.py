@@ -4,8 +4,11 @@ Symbols: P ranks and stages, n samples. The input and the output of every stage 
 a wrong tensor can be received, too, and the mistake can be named.
 """
 
-from collections.abc import Callable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,16 +84,25 @@ def _look_at_forward(
     fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor
 ) -> list[Mistake] | Mistake:
     """On the rank: call ``fn``, and test whether backward would give ``entering`` a gradient."""
-    runs: list[int] = []
-    layers.register_forward_hook(lambda *_: runs.append(1))
-    found = fn(comm, layers, inputs)
-    pair = isinstance(found, (tuple, list)) and len(found) == 2
-    if not pair or not all(isinstance(one, Tensor) for one in found):
+    runs: Counter[nn.Module] = Counter()
+    for layer in layers.children():
+        layer.register_forward_hook(lambda layer, *_: runs.update([layer]))
+    pair = _pair(fn(comm, layers, inputs))
+    if pair is None:
         return Mistake("hops.no_pair")
-    entering, leaving = found
-    wrong = _wrong_values(comm.rank, entering, leaving)
-    wrong = wrong or _wrong_graph(comm.rank, entering, leaving, len(runs))
+    wrong = _wrong_values(comm.rank, *pair)
+    wrong = wrong or _wrong_graph(comm.rank, *pair, layers, max(runs.values(), default=0))
     return [wrong] if wrong else []
+
+
+def _pair(found: Any) -> tuple[Tensor, Tensor] | None:
+    """Two tensors from a tuple, a list, a generator ...; None if there are not two."""
+    if isinstance(found, Tensor) or not isinstance(found, Iterable):
+        return None
+    tensors = tuple(itertools.islice(found, 3))
+    if len(tensors) != 2 or not all(isinstance(one, Tensor) for one in tensors):
+        return None
+    return tensors
 
 
 def _judge_forward(case: Case, by_rank: list[list[Mistake]]) -> Mistake | None:
@@ -137,12 +149,16 @@ def _wrong_entering(rank: int, found: Tensor) -> Mistake:
     return Mistake("hops.other_input")
 
 
-def _wrong_graph(rank: int, entering: Tensor, leaving: Tensor, runs: int) -> Mistake | None:
-    if runs != 1:
+def _wrong_graph(
+    rank: int, entering: Tensor, leaving: Tensor, layers: nn.Module, runs: int
+) -> Mistake | None:
+    if runs > 1:
         return Mistake("hops.runs", runs=runs)
     if not leaving.requires_grad:
         return Mistake("hops.no_graph")
     leaving.sum().backward()
+    if any(parameter.grad is None for parameter in layers.parameters()):
+        return Mistake("hops.runs", runs=0)
     if rank == 0 or (entering.is_leaf and entering.grad is not None):
         return None
     if not entering.requires_grad:

@@ -153,6 +153,7 @@ def receives_in_halves(comm, layers, inputs):
 
 
 WRONG_FORWARDS = [
+    (runs_a_copy, "hops.runs", "ran 0 times"),
     (receives_in_halves, "traffic.off_target"),
     (variant(received=lambda t: t), "hops.asks_nothing"),
     (variant(received=lambda t: t.requires_grad_().clone()), "hops.no_leaf"),

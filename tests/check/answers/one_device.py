@@ -1,6 +1,7 @@
 """Answers to ``check.one_device``."""
 
 import functools
+import itertools
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ def by_its_own_ring(comm, gradients, num_samples, batch_size):
     P, rank = comm.world_size, comm.rank
     size = len(total) // P
     edges = [*(k * size for k in range(P)), len(total)]
-    chunks = [total[a:b] for a, b in zip(edges, edges[1:])]
+    chunks = [total[a:b] for a, b in itertools.pairwise(edges)]
     right, left = (rank + 1) % P, (rank - 1) % P
     for step in range(P - 1):
         target = chunks[(rank - step - 1) % P]
