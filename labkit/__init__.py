@@ -3,20 +3,25 @@
 import lazy_loader
 
 from labkit.backend.registration import register_backend
-from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
+from labkit.runtime.cell_errors import show_errors_on_one_screen
+from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, IN_NOTEBOOKS, interrupts_later
+from labkit.units import unknown_name
 
 # Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
 # listed in __init__.pyi, which editors read, too.
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_refuse = unknown_name(__name__, __all__)
 
 
 def __getattr__(name: str):
     with interrupts_later():
-        return _load(name)
+        return _load(name) if name in __all__ else _refuse(name)
 
 
 register_backend()
+show_errors_on_one_screen()
 # The ranks of a script load that script, and so import the launcher.
 FOR_RANKS.append("labkit.runtime.launch")
+IN_NOTEBOOKS.append("labkit.notebook.live")
 # A notebook warms up before it imports the checks: otherwise each rank would import them again.
 FOR_TRAINING.extend(["labkit.training.loop", "labkit.check"])

@@ -14,6 +14,7 @@ from . import (
     widgets as widgets,
     workload as workload,
 )
+from .comm.emulated_link import EmulatedLink as EmulatedLink
 from .config import RunConfig as RunConfig
 from .errors import (
     DeadlineError as DeadlineError,
@@ -21,7 +22,8 @@ from .errors import (
     WorkerError as WorkerError,
 )
 from .notebook.display import show_source as show_source
-from .notebook.predict import predict_row as predict_row
+from .notebook.predict import predict as predict, predict_row as predict_row
+from .notebook.progress import progress as progress
 from .runtime.launch import RunResult as RunResult, run as run
 from .runtime.preload import warm_up as warm_up
 from .trace import Span as Span, Trace as Trace

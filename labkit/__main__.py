@@ -1,9 +1,9 @@
-"""The command line: ``python -m labkit train | bench | compare | doctor | lab``."""
+"""The command line: ``python -m labkit train | explain | bench | compare | ... | lab``."""
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line. ``options_of`` are the options of each command."""
+
+    options_of: dict[str, Collection[str]]
+
     def error(self, message: str) -> NoReturn:
         # One line, as for every usage error; argparse would print the usage before it.
         _refuse(f"{message} (see {self.prog} --help)")
@@ -55,15 +59,21 @@ _integer = _typed(units.parse_integer)
 _integers = _list_of(units.parse_integer)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> _Parser:
     """The command line's parser; ``labkit train`` has an option for each field of RunConfig."""
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     _add_train(commands)
+    explain = commands.add_parser("explain", help="say what limited a run, from its trace")
+    files = "a trace of labkit's or, one per rank, of PyTorch's profiler: JSON or .json.gz"
+    explain.add_argument("files", nargs="+", metavar="FILE", help=files)
     commands.add_parser("doctor", help="check what this machine has and can do")
     _add_bench(commands)
     _add_compare(commands)
+    _add_progress(commands)
     commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
+    choices = commands.choices.items()
+    parser.options_of = {name: command._option_string_actions for name, command in choices}
     return parser
 
 
@@ -138,6 +148,13 @@ def _add_compare(commands) -> None:
     add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
 
 
+def _add_progress(commands) -> None:
+    progress = commands.add_parser("progress", help="exercises passed; predictions and reality")
+    progress.add_argument("--json", action="store_true", help="print it as JSON")
+    reset = "begin again; the old record is renamed and kept"
+    progress.add_argument("--reset", action="store_true", help=reset)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     from labkit import strategies
     from labkit.runtime import preload
@@ -188,6 +205,15 @@ def _print_summary(result: "TrainResult") -> None:
         print(result.notes["note"])
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    from labkit.runtime.chrome_trace import read_traces
+    from labkit.runtime.limits import what_limited
+
+    read = read_traces(arguments.files)
+    print(f"{what_limited(read.trace, gap=read.gap)} {read.note}".rstrip())
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from labkit.doctor import main as doctor
 
@@ -208,6 +234,17 @@ def _compare(arguments: argparse.Namespace) -> int:
     return compare.main(**_given(arguments))
 
 
+def _progress(arguments: argparse.Namespace) -> int:
+    from labkit.notebook import progress
+
+    if arguments.reset:
+        print(progress.reset())
+        return 0
+    shown = progress.progress()
+    print(shown.to_json() if arguments.json else shown)
+    return 0
+
+
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, and the words of the command line, which are recorded."""
     options = {name: value for name, value in vars(arguments).items() if value is not None}
@@ -220,7 +257,8 @@ def _lab(arguments: argparse.Namespace) -> int:
     return lab(arguments.rest)
 
 
-_COMMANDS = dict(train=_train, bench=_bench, compare=_compare, doctor=_doctor, lab=_lab)
+_COMMANDS = dict(train=_train, explain=_explain, bench=_bench, compare=_compare)
+_COMMANDS |= dict(progress=_progress, doctor=_doctor, lab=_lab)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -231,7 +269,8 @@ def main(argv: list[str] | None = None) -> int:
     parser, words = make_parser(), sys.argv[1:] if argv is None else argv
     arguments, arguments.rest = parser.parse_known_args(words)
     if arguments.rest and arguments.command != "lab":
-        parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}")
+        hint = units.closest(arguments.rest[0], parser.options_of[arguments.command])
+        parser.error(f"unrecognized arguments: {' '.join(arguments.rest)}{hint}")
     try:
         arguments.words = words
         return _COMMANDS[arguments.command](arguments)

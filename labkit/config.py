@@ -21,6 +21,13 @@ _MOST_MB = units.MOST_BYTES // 2**20
 _MOST_SEED = 2**32 - 1
 # The largest learning rate that a parameter of this type can hold; PyTorch refuses more.
 _MOST_LR = {"float32": 3.4e38, "float64": 1.7e308}
+# Mb/s could be megabits or megabytes, and is refused.
+_DECIMAL = {"B/s": 1.0, "kB/s": 1e3, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+_BINARY = {"KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30}
+_BITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6}
+# The units of a link's numbers, in seconds and in bytes per second.
+_LINK_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6} | _DECIMAL | _BINARY | _BITS
+_RATES = {"sgd": {"lr": 0.05, "momentum": 0.9}, "adam": {"lr": 1e-3}, "adamw": {"lr": 1e-3}}
 # The largest factor by which a straggler may be slower.
 _MOST_SLOWDOWN = 1e6
 
@@ -84,24 +91,30 @@ class RunConfig:
     # Global, so that runs with other world sizes do the same arithmetic.
     batch_size: int = _integer(64, "B", "global batch size, over all ranks together")
     epochs: int = _integer(1, "E", "passes over the training samples")
-    model: str = _text("small_cnn", "M", "name of the model, see labkit.workload.models")
-    dataset: str = _text("digits", "D", "name of the data set, see labkit.workload.datasets")
+    model: str = _text("small_cnn", "M", "labkit's model of this name, or your MODULE:FUNCTION")
+    dataset: str = _text("digits", "D", "data set of this name, or your MODULE:FUNCTION")
+    loss: str = _text("cross_entropy", "L", "torch.nn.functional's, or your MODULE:FUNCTION")
+    optimizer: str = _text("sgd", "O", "sgd, adam, adamw, or your MODULE:FUNCTION of parameters")
     device: str = _text("auto", "auto|cpu|cuda", "where the ranks run")
     seed: int = _integer(0, "K", "random seed of parameters and sample order", 0, _MOST_SEED)
     # How large a learning rate may be depends on the dtype.
-    lr: float = _setting(
-        0.05,
+    lr: float | None = _setting(
+        None,
         "RATE",
-        "learning rate of plain SGD",
+        "learning rate (0.05; adam, adamw 0.001)",
         check=partial(units.check_above_zero, most=float("inf")),
         parse=units.parse_number,
     )
     # With a momentum of 1 the weight of past gradients would never decrease.
-    momentum: float = _number(0.9, "X", "momentum of plain SGD", most=0.999999)
+    momentum: float | None = _number(None, "X", "momentum of sgd (0.9)", most=0.999999)
     dtype: str = _choice("float32", tuple(_MOST_LR), "type of parameters; float64 is for tests")
     builtin: bool = _setting(False, "", "run PyTorch's counterpart of the technique", _check_flag)
     transport: str = _text("auto", "auto|shared|gloo", "how messages travel, see labkit.run")
     train_size: int | None = _integer(None, "N", "only the first N training samples")
+    link: str | None = _text(
+        None, "LATENCY,BANDWIDTH", "emulate a slower link, for example 10ms,100MB/s"
+    )
+    num_workers: int = _integer(0, "N", "processes per rank that read your data set", least=0)
 
     backend: str = _choice("auto", BACKENDS, "for --builtin; labkit is this package's own")
     bucket_mb: float | None = _number(
@@ -133,7 +146,7 @@ class RunConfig:
             value = getattr(self, setting.name)
             if value is not None or setting.default is not None:
                 setting.metadata["check"](setting.name, value)
-        units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
+        self._complete_rates()
         if self.devices is not None and self.split_points is not None:
             check_devices(len(parse_devices(self.devices)), parse_split_points(self.split_points))
         if self.devices is not None:
@@ -144,7 +157,23 @@ class RunConfig:
             check_servers(self.servers, self.world_size)
         if self.straggler is not None:
             parse_straggler(self.straggler, self.world_size)
+        if self.link is not None:
+            parse_link(self.link)
         self._check_together()
+
+    def _complete_rates(self) -> None:
+        """Set the optimizer's rates where none were given; refuse those that it does not take."""
+        defaults = _RATES.get(self.optimizer, {})
+        for name in ("lr", "momentum"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, defaults.get(name))
+            elif name not in defaults:
+                raise ValueError(
+                    f"optimizer {self.optimizer} takes no {name} here: leave it out, or set it in "
+                    "a function of the parameters that makes the optimizer"
+                )
+        if self.lr is not None:
+            units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
 
     def _check_together(self) -> None:
         if self.amp and self.dtype != "float32":
@@ -158,6 +187,16 @@ class RunConfig:
             raise ValueError(
                 f"backend {self.backend!r} is for PyTorch's counterpart: choose builtin as well, "
                 "or transport for our own implementation"
+            )
+        if self.link is not None and self.devices is not None:
+            raise ValueError(
+                f"link {self.link!r}: with devices one process moves the tensors, and no messages "
+                "pass a link. Leave out one of the two"
+            )
+        if self.link is not None and self.builtin and self.backend != "labkit":
+            raise ValueError(
+                f"link {self.link!r}: PyTorch's {self.backend} backend sends its messages itself, "
+                "and no emulated link can delay them. Use backend 'labkit', or no builtin"
             )
 
     def _follow(self, name: str, count: int) -> None:
@@ -180,6 +219,7 @@ class RunConfig:
         return asdict(self)
 
 
+RunConfig.__init__ = units.spelled(RunConfig.__init__)
 _NAMES = [setting.name for setting in fields(RunConfig)]
 # Options of some techniques only, beside the settings of all techniques.
 OPTIONS = tuple(_NAMES[_NAMES.index("backend") :])
@@ -205,6 +245,33 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
         )
     units.check_number(f"straggler {shortened(text)}: the factor", factor, 1, _MOST_SLOWDOWN)
     return rank, factor
+
+
+def parse_link(text: str) -> tuple[float, float]:
+    """``"10ms,100MB/s"`` is (0.01, 1e8): latency in seconds, and bandwidth in bytes per second.
+
+    One of the two may be left out: no latency, or a bandwidth without a limit. MB are 10^6 bytes,
+    MiB are 2^20, and Mbit are 10^6 bits.
+
+    Raises:
+        ValueError: not of this form, or beyond the limits.
+    """
+    found: dict[str, float] = {}
+    for word in str(text).split(","):
+        match = re.fullmatch(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zA-Zµ/]+)", word.strip())
+        kind = "bandwidth" if match and match[2].endswith("/s") else "latency"
+        scale = _LINK_UNITS.get(match[2]) if match else None
+        if match is None or scale is None or kind in found:
+            raise ValueError(
+                f"link must be LATENCY,BANDWIDTH, as in 10ms,100MB/s, got {shortened(text)} "
+                f"(units: {', '.join(_LINK_UNITS)})"
+            )
+        found[kind] = units.parse_number(match[1]) * scale
+    latency_s = found.get("latency", 0.0)
+    units.check_number(f"link {shortened(text)}: the latency", latency_s, 0, units.MOST_SECONDS)
+    bandwidth = found.get("bandwidth", float("inf"))
+    units.check_above_zero(f"link {shortened(text)}: the bandwidth", bandwidth, float("inf"))
+    return latency_s, bandwidth
 
 
 def check_servers(servers: int, world_size: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from labkit.units import MOST_RANKS, check_integer, format_count
+from labkit.units import MOST_RANKS, check_choice, check_integer, format_count
 
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "shared", "gloo")
@@ -63,8 +63,7 @@ def plan(
         ValueError: an unknown ``device`` or ``transport``, or one that this machine lacks.
     """
     can_share = _can_share(transport)
-    if device not in DEVICES:
-        raise ValueError(f"device {device!r} is not known: use one of {', '.join(DEVICES)}")
+    check_choice("device", device, DEVICES)
     gpus = num_gpus() if gpus is None else gpus
     if device == "cuda" and not gpus:
         raise ValueError(
@@ -95,10 +94,7 @@ def _sharing_note(ranks: int, gpus: int, moved_by: str) -> str:
 
 def _can_share(transport: str) -> bool:
     """Whether ranks of this machine can talk through shared memory."""
-    if transport not in TRANSPORTS:
-        raise ValueError(
-            f"transport {transport!r} is not known: use one of {', '.join(TRANSPORTS)}"
-        )
+    check_choice("transport", transport, TRANSPORTS)
     # On other systems a semaphore cannot be placed in shared memory.
     on_linux = sys.platform.startswith("linux")
     if transport == "shared" and not on_linux:

@@ -125,6 +125,10 @@ class Timer(Protocol):
 
     def seconds(self, mark: Any, origin: Any) -> float: ...
 
+    def is_past(self, mark: Any) -> bool:
+        """Whether ``seconds`` of this mark returns without waiting."""
+        ...
+
 
 class ClockTimer:
     """Marks are host times, suitable for CPU work and for transfers that block the host."""
@@ -134,6 +138,21 @@ class ClockTimer:
 
     def seconds(self, mark: float, origin: float) -> float:
         return mark - origin
+
+    def is_past(self, mark: float) -> bool:
+        return True
+
+
+class Listener(Protocol):
+    """Hears of a recorder's spans as they begin and end."""
+
+    def begun(self, kind: str | None, lane: int) -> None:
+        """A region of this kind goes on from now on; None: no region."""
+        ...
+
+    def ended(self, kind: str, start: Any, end: Any, lane: int) -> None:
+        """A span from one mark to another has been recorded."""
+        ...
 
 
 class CudaTimer:
@@ -158,12 +177,20 @@ class CudaTimer:
         mark.synchronize()
         return origin.elapsed_time(mark) / 1e3
 
+    def is_past(self, mark: Any) -> bool:
+        return mark.query()
+
 
 class Recorder:
     """Collects one rank's spans; regions may nest, but their spans do not overlap.
 
     Each thread has its own lane: 0 is the thread that makes the recorder.
+
+    Attributes:
+        listener: hears of every span; None if nobody does.
     """
+
+    listener: Listener | None = None
 
     def __init__(
         self, rank: int, timer: Timer | None = None, origin: Any = None, keep: int | None = None
@@ -186,6 +213,12 @@ class Recorder:
         self, kind: str, start: Any, end: Any, num_bytes: int = 0, peer: int | None = None
     ) -> None:
         self._raw.append((kind, start, end, num_bytes, peer, self._open.lane))
+        if self.listener is not None:
+            self.listener.ended(kind, start, end, self._open.lane)
+
+    def _begin(self, kind: str | None) -> None:
+        if self.listener is not None:
+            self.listener.begun(kind, self._open.lane)
 
     @contextmanager
     def region(self, kind: str) -> Iterator[None]:
@@ -196,12 +229,14 @@ class Recorder:
             outer = stack[-1]
             self._add(outer[0], outer[1], start)
         stack.append([kind, start])
+        self._begin(kind)
         try:
             yield
         finally:
             end = self.timer.mark()
             _, resumed = stack.pop()
             self._add(kind, resumed, end)
+            self._begin(stack[-1][0] if stack else None)
             if stack:
                 stack[-1][1] = end
 

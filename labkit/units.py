@@ -1,12 +1,19 @@
-"""Numbers: parsing and checking what a user gives, and formatting with units for display.
+"""Checking what a user gives, numbers and names, and formatting numbers with units for display.
 
 Command-line options and function arguments are checked in the same way, before a rank starts.
 """
 
+import difflib
+import functools
+import inspect
 import re
-from collections.abc import Collection, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, Never, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Counts fit in 32 bits, so that bytes, a multiple of a count, fit in PyTorch's 64 bits.
 MOST = 2**31 - 1
@@ -59,6 +66,26 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * _BYTES_IN[match[2]]
 
 
+def closest(name: object, known: Iterable[str]) -> str:
+    """`` (did you mean 'batch_size'?)`` for ``bach_size``; empty if no known name is similar."""
+    found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def spelling(error: BaseException) -> str:
+    """For an AttributeError: the closest attribute that the object has, as ``closest`` puts it.
+
+    (Python adds it to the tracebacks that it prints itself; those of notebooks lack it.)
+    """
+    name, thing = getattr(error, "name", None), getattr(error, "obj", None)
+    if not isinstance(error, AttributeError) or thing is None:
+        return ""
+    try:
+        return closest(name, [each for each in dir(thing) if not each.startswith("_")])
+    except Exception:
+        return ""  # the object's own __dir__ may fail
+
+
 def check_choice(kind: str, value: object, known: Collection[str]) -> None:
     """Refuse a value that is not in ``known``.
 
@@ -67,7 +94,48 @@ def check_choice(kind: str, value: object, known: Collection[str]) -> None:
     """
     # In a list: a look-up in a dict would fail for values that are not hashable.
     if value not in list(known):
-        raise ValueError(f"unknown {kind} {value!r}: choose one of {', '.join(known)}")
+        hint = closest(value, known)
+        raise ValueError(f"unknown {kind} {value!r}{hint}: choose one of {', '.join(known)}")
+
+
+def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a keyword argument that is not in ``known``.
+
+    Raises:
+        TypeError: as Python's own, and with the right spelling (as Python 3.13 has it).
+    """
+    for name in given:
+        if name not in known:
+            hint = closest(name, known) or f": it takes {', '.join(known)}"
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def spelled(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function without ``**options`` refuse an unknown one with the closest spelling."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    shown_name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        check_keywords(shown_name, options, known)
+        return function(*args, **options)
+
+    return checked
+
+
+def unknown_name(module: str, known: Iterable[str] = ()) -> Callable[[str], Never]:
+    """A ``__getattr__`` for a module: an unknown name is refused with the closest known one.
+
+    ``known`` are the names to suggest; by default those that the module defines.
+    """
+
+    def refuse(name: str) -> Never:
+        public = known or [each for each in vars(sys.modules[module]) if each[0] != "_"]
+        # With the object, too, Python would make the same suggestion once more.
+        text = f"module {module!r} has no attribute {name!r}{closest(name, public)}"
+        raise AttributeError(text, name=name)
+
+    return refuse
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> None:

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import kernel_ports
 
@@ -88,6 +89,14 @@ HAS_CELLS = """
   document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell').length == number
   && [...document.images].every(image => image.complete)
 """
+# Whether the prompt of the cell with this index has another number than before.
+HAS_RUN = r"""
+([notebook, index, before]) => {
+  const cell = document.querySelectorAll(notebook + ' .jp-Notebook .jp-Cell')[index];
+  const prompt = cell.querySelector('.jp-InputPrompt').innerText;
+  return /\d/.test(prompt) && prompt != before;
+}
+"""
 HAS_IMAGES = "() => [...document.images].every(image => image.complete)"
 IS_CLOSED_OR_ASKS = """
 notebook => !document.querySelector(notebook) || document.querySelector('.jp-Dialog')
@@ -129,6 +138,19 @@ def open_lab(folder: Path, screenshots: bool = False) -> Iterator["Lab"]:
 
 
 @contextlib.contextmanager
+def empty_page() -> Iterator[Any]:
+    """Playwright's page with nothing in it, in a browser without JupyterLab."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
+        try:
+            yield browser.new_page()
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
 def serve(folder: Path, workbook: Path) -> Iterator[str]:
     """Run `labkit lab` in the workbook; yields its address, ends it by one interrupt."""
     token = secrets.token_hex(16)
@@ -158,6 +180,8 @@ def _environment(folder: Path, token: str) -> dict[str, str]:
     env["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
     env["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
     env["JUPYTER_TOKEN"] = token
+    # Not the progress of the person who runs the tests.
+    env["LABKIT_PROGRESS"] = str(folder / "progress.json")
     for plugin, text in SETTINGS.items():
         path = folder / "settings" / f"{plugin}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,6 +299,24 @@ class Page:
         self.window.wait_for_timeout(500)  # the last outputs are still being drawn
         self.window.wait_for_function(HAS_IMAGES)
         self.save()
+
+    def run_cell(self, index: int) -> None:
+        """Run one cell by the keyboard, and wait until it is done."""
+        self._wait_until_idle()
+        cell = self.cell(index)
+        before = cell.locator(".jp-InputPrompt").first.inner_text()
+        cell.locator(".cm-content").click()
+        self.window.keyboard.press("Control+Enter")
+        self.window.wait_for_function(HAS_RUN, arg=[NOTEBOOK, index, before])
+        self._wait_until_idle()
+
+    def restart_kernel(self) -> None:
+        """Restart the kernel and clear all outputs, by the menu."""
+        self._wait_until_idle()
+        self.menu("Kernel", "Restart Kernel and Clear Outputs of All Cells…")
+        self.window.locator(".jp-Dialog .jp-mod-accept").click()
+        self.window.locator(".jp-Dialog").wait_for(state="detached")
+        self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
         # The notebook's own indicator also says idle before there is a kernel.

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import slowest
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTED_S = time.time()
+_TESTS = itertools.count()
 
 
 def pytest_addoption(parser):
@@ -53,6 +55,8 @@ def pytest_configure(config):
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         os.environ[name] = str(folder / name.lower())
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    # Nor write into the progress of the person who runs the tests.
+    os.environ["LABKIT_PROGRESS"] = str(folder / "progress" / "all.json")
     kernel_ports.install()
     # Each process has its own temporary folder, so that a file in it was left there by a test.
     # Its path is short, since the path of a socket has at most 107 characters.
@@ -89,6 +93,13 @@ def pytest_collection_finish(session):
 def _live_output(monkeypatch):
     """Turn live output on: the Makefile turns it off for notebooks, and the tests test it."""
     monkeypatch.delenv("LABKIT_LIVE", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _progress_file(monkeypatch):
+    """Each test begins without any progress, in a file that does not exist yet."""
+    path = Path(os.environ["LABKIT_PROGRESS"]).with_name(f"{next(_TESTS)}.json")
+    monkeypatch.setenv("LABKIT_PROGRESS", str(path))
 
 
 @pytest.fixture(scope="class")

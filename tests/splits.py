@@ -1,8 +1,10 @@
 """The layer costs of a toy model, and an invented measurement of one of its splits."""
 
+import itertools
+
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile
-from labkit.trace import Trace
+from labkit.trace import Span, Trace
 from labkit.training.split_run import MeasuredSplit
 
 MIB = 2**20
@@ -33,5 +35,16 @@ def measured(split, factor=2.0, batch_size=16):
         step_s=steps,
         memory_bytes=[int(factor * size) for size in split.memory_bytes],
         held_bytes=[0] * len(split.forward_s),
-        trace=Trace(),
+        trace=_trace(split, factor, steps),
     )
+
+
+def _trace(split, factor, steps):
+    """The slots of the prediction, step after step, each after the mark that begins a step."""
+    spans = []
+    for start_s in itertools.accumulate([0.0, *steps[:-1]]):
+        stages = range(len(split.forward_s))
+        spans += [Span(stage, "data", start_s, start_s) for stage in stages]
+        for stage, kind, _, begin_s, end_s in split.slots():
+            spans.append(Span(stage, kind, start_s + factor * begin_s, start_s + factor * end_s))
+    return Trace(tuple(spans))

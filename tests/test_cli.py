@@ -76,11 +76,16 @@ def test_a_builtin_on_our_backend_shows_the_bytes_that_were_counted(tmp_path, ca
     ("words", "message"),
     [
         (["--strategy", "magic"], "unknown strategy 'magic': choose one of single, "),
+        (["--strategy", "rign_all_reduce"], "(did you mean 'ring_all_reduce'?): choose one of"),
+        (
+            ["--strategy", "single", "--bach-size", "3"],
+            "unrecognized arguments: --bach-size 3 (did you mean '--batch-size'?)",
+        ),
         (["--strategy", "single", "--model", "gpt"], "unknown model 'gpt': choose one of small"),
         (["--strategy", "single", "--dataset", "x"], "unknown data set 'x': choose one of digits"),
         (["--strategy", "single", "--world-size", "0"], "world_size must be an integer from"),
         (["--strategy", "ring_all_reduce", "--world-size", "4", "--batch-size", "3"], "smaller"),
-        (["--strategy", "single", "--device", "cuda:1"], "device 'cuda:1' is not known"),
+        (["--strategy", "single", "--device", "cuda:1"], "unknown device 'cuda:1'"),
         (
             ["--strategy", "single", "--epochs", "many"],
             "argument --epochs: 'many' is not an integer",

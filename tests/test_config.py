@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from labkit.config import RunConfig, parse_devices, parse_straggler
+from labkit.config import RunConfig, parse_devices, parse_link, parse_straggler
 
 
 def test_defaults_stand_and_are_frozen():
@@ -43,6 +43,9 @@ def test_defaults_stand_and_are_frozen():
         ({"straggler": "2:4", "world_size": 2}, "with world_size 2 the ranks are 0 to 1"),
         ({"devices": "cpu,", "world_size": 2}, "separated by commas, got '' in 'cpu,'"),
         ({"devices": "cpu,cpu", "world_size": 3}, "'cpu,cpu' makes 2 devices, but world_"),
+        ({"devices": "cpu,cpu", "link": "10ms"}, "with devices one process moves the tensors"),
+        ({"builtin": True, "link": "10ms"}, "no emulated link can delay them. Use backend 'lab"),
+        ({"link": 0.01}, "link must be a string, got 0.01"),
         ({"devices": "cpu,cpu", "batch_size": 1}, "batch_size 1 is smaller than world_size 2"),
     ],
 )
@@ -74,6 +77,40 @@ def test_a_straggler_is_a_rank_and_a_factor():
 def test_stragglers_that_cannot_be(text, message):
     with pytest.raises(ValueError, match=message):
         parse_straggler(text, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "latency_s", "bytes_per_s"),
+    [
+        ("10ms,100MB/s", 0.01, 1e8),
+        (" 1Gbit/s , 50 us", 50e-6, 125e6),
+        ("1.5s", 1.5, float("inf")),
+        ("1e3kB/s", 0.0, 1e6),
+        ("0s,2MiB/s", 0.0, 2**21),
+    ],
+)
+def test_a_link_is_a_latency_and_a_bandwidth(text, latency_s, bytes_per_s):
+    assert parse_link(text) == pytest.approx((latency_s, bytes_per_s))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "link must be LATENCY,BANDWIDTH, as in 10ms,100MB/s, got ''"),
+        ("10", "got '10' .units: s, ms"),
+        ("10ms,20ms", "got '10ms,20ms'"),
+        ("10ms,1MB/s,", "must be LATENCY,BANDWIDTH"),
+        ("100Mb/s", "must be LATENCY,BANDWIDTH"),
+        ("-1ms", "must be LATENCY,BANDWIDTH"),
+        ("1..2ms", "'1..2' is not a number"),
+        ("1e9s", "the latency must be at most 1,000,000, got 1000000000.0"),
+        ("0MB/s", "the bandwidth must be a number above 0, got 0.0"),
+        ("nans", "must be LATENCY,BANDWIDTH"),
+    ],
+)
+def test_links_that_cannot_be(text, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(link=text)
 
 
 def test_options_are_those_that_were_given():

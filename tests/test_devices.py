@@ -35,7 +35,7 @@ def test_cuda_where_there_is_none_is_refused_in_one_line():  # row 22
 
 
 def test_an_unknown_device_lists_the_known_ones():
-    with pytest.raises(ValueError, match="use one of auto, cpu, cuda"):
+    with pytest.raises(ValueError, match="choose one of auto, cpu, cuda"):
         plan(1, "tpu")
 
 
@@ -83,7 +83,7 @@ def test_transports_by_machine():
 
 
 def test_an_unknown_transport_and_a_system_without_shared_memory(monkeypatch):
-    with pytest.raises(ValueError, match="transport 'pigeon' is not known: use one of auto, sha"):
+    with pytest.raises(ValueError, match="unknown transport 'pigeon': choose one of auto, sha"):
         plan(2, "cpu", "pigeon", gpus=0)
     monkeypatch.setattr("sys.platform", "darwin")
     assert plan(2, "cpu", "auto", gpus=0).transport == "torch"

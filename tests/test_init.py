@@ -1,5 +1,10 @@
 """The public names of the package, listed once, in __init__.pyi, which editors also read."""
 
+import sys
+from functools import partial
+
+import pytest
+
 import labkit
 
 
@@ -7,3 +12,45 @@ def test_every_public_name_is_there():
     assert len(labkit.__all__) > 20
     missing = [name for name in labkit.__all__ if not hasattr(labkit, name)]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (partial(labkit.train_with, "ddp", bach_size=64), "batch_size"),
+        (partial(labkit.train_with, "ddp", timeout=64), "timeout_s"),
+        (partial(labkit.run, print, wrld_size=2), "world_size"),
+        (partial(labkit.warm_up, train=True), "training"),
+        (partial(labkit.RunConfig, epoch=2), "epochs"),
+        (partial(labkit.load_dataset, "digits", trainsize=9), "train_size"),
+        (partial(labkit.build_model, "small_cnn", num_class=2), "num_classes"),
+        (partial(labkit.predict_row, "t", "s", predicted=2), "prediction"),
+        (partial(labkit.check.returns, print, mistake=2), "mistakes"),
+    ],
+)
+def test_an_unknown_keyword_is_answered_with_the_closest_one(call, meant):
+    keyword = next(iter(call.keywords))
+    with pytest.raises(TypeError, match="unexpected keyword argument") as caught:
+        call()
+    assert f"{keyword!r} (did you mean {meant!r}?)" in str(caught.value)
+
+
+def test_an_unknown_keyword_like_no_other_is_answered_with_all():
+    with pytest.raises(TypeError, match="'cores': it takes fn, args, world_size, device, "):
+        labkit.run(print, cores=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "mistyped", "meant"),
+    [
+        ("labkit", "trian_with", "train_with"),
+        ("labkit.plots", "timline", "timeline"),
+        ("labkit.check", "rng", "ring"),
+        ("labkit.widgets", "ring_steper", "ring_stepper"),
+        ("labkit.collectives", "ring_allreduce", "ring_all_reduce"),
+    ],
+)
+def test_an_unknown_name_of_a_module_is_answered_with_the_closest_one(module, mistyped, meant):
+    with pytest.raises(AttributeError, match=f"'{mistyped}' .did you mean '{meant}'"):
+        getattr(sys.modules[module], mistyped)
+    assert not hasattr(labkit, "xyz")

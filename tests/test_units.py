@@ -21,6 +21,7 @@ from labkit.units import (
     parse_integer,
     parse_number,
     second_unit,
+    spelling,
 )
 
 # "١٢" are the digits 1 and 2 in Arabic script, "４" a wide 4; int() and float() take both.
@@ -135,3 +136,20 @@ def test_what_is_not_among_the_known_is_refused_with_the_list(wrong):
     check_choice("letter", "a", {"a": 1, "b": 2})
     with pytest.raises(ValueError, match=r"unknown letter .*: choose one of a, b"):
         check_choice("letter", wrong, {"a": 1, "b": 2})
+
+
+def test_a_choice_like_a_known_one_names_it():
+    with pytest.raises(ValueError, match=r"unknown model 'resnet' \(did you mean 'resnet18'\?\)"):
+        check_choice("model", "resnet", ("vgg16", "resnet18"))
+    with pytest.raises(ValueError, match=r"unknown model 3: choose one of"):
+        check_choice("model", 3, ("vgg16", "resnet18"))
+
+
+def test_an_objects_own_dir_may_fail():
+    class Odd:
+        def __dir__(self):
+            raise KeyError
+
+    assert spelling(AttributeError("no", name="x", obj=Odd())) == ""
+    assert spelling(AttributeError("no", name="append_", obj=[])).endswith("'append'?)")
+    assert spelling(AttributeError("no")) == spelling(ValueError("no")) == ""

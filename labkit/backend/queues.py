@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from labkit.comm import meeting
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import over_link
 from labkit.comm.sent import Traffic
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
@@ -125,4 +126,4 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     else:
         transport, board = SharedTransport(arena, rank, timeout.total_seconds()), arena.board
     _traffic.append(transport.sent)
-    return Comm(rank, size, cpu, transport, board, keep_spans=_KEPT_SPANS)
+    return Comm(rank, size, cpu, over_link(transport), board, keep_spans=_KEPT_SPANS)

@@ -23,7 +23,7 @@ from labkit.bench.turns import check_settings, on_ranks, process_groups, slowest
 from labkit.comm.comm import Comm
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.training.state import checksum, largest_difference
-from labkit.units import format_number, format_seconds
+from labkit.units import check_choice, format_number, format_seconds
 from labkit.workload.models import import_torchvision
 
 # Steps in which the gradients are compared, before any step is timed.
@@ -119,8 +119,7 @@ def bench_ddp(
     """
     check_settings("DDP", world_sizes, repeats)
     for model in models:
-        if model not in BATCH_SIZES:
-            raise ValueError(f"unknown model {model!r}: choose some of {', '.join(BATCH_SIZES)}")
+        check_choice("model", model, BATCH_SIZES)
     kind = devices.plan(1, device).devices[0].partition(":")[0]
     run = partial(on_ranks, measure, device=device)
     return (

@@ -28,7 +28,7 @@ from labkit.placement.stage_costs import Profile
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.units import format_count, format_seconds
-from labkit.workload.layers import layers_of
+from labkit.workload.chain import layers_of
 
 RIVALS = 3
 # Repeats of the play-off per repeat of the sweep.

@@ -41,7 +41,10 @@ from labkit.check import (
     tree,
 )
 from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade, returns
+from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
 __all__ += ["parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]
+
+__getattr__ = unknown_name(__name__)

@@ -31,7 +31,7 @@ def broadcast(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ve
         total=partial(_of_all_ranks, broadcast_cost),
         library=collectives.broadcast,
         drawn_size=DRAWN,
-        rooted="root",
+        root_name="root",
     )
     return grade(fn, exercise, world_sizes)
 
@@ -50,7 +50,7 @@ def reduce(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         total=partial(_of_all_ranks, reduce_cost),
         library=collectives.reduce,
         drawn_size=DRAWN,
-        rooted="root",
+        root_name="root",
     )
     return grade(fn, exercise, world_sizes)
 
@@ -71,7 +71,7 @@ def gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         mistakes={"gather.one_buffer": _one_buffer, "gather.order": _root_first},
         library=collectives.gather,
         drawn_size=DRAWN,
-        rooted="root",
+        root_name="root",
     )
     return grade(fn, exercise, world_sizes)
 
@@ -99,7 +99,7 @@ def scatter(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         },
         library=collectives.scatter,
         drawn_size=DRAWN,
-        rooted="root",
+        root_name="root",
     )
     return grade(fn, exercise, world_sizes)
 
@@ -116,7 +116,8 @@ def barrier(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         inputs=lambda rank, case: (case.root,),
         call=_come_late,
         judge=_left_too_early,
-        rooted="late rank",
+        root_name="late rank",
+        may_call=frozenset(),
         world_sizes=world_sizes,
     )
 

@@ -5,65 +5,131 @@ Symbols: P devices, n samples.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from labkit.check.grading import Case, Mistake, Verdict, returns
-from labkit.check.grading.compare import same, short
+from labkit.check.grading.compare import plain, same, short
+from labkit.check.grading.exercise import random_tensor
 
 DEVICES = 4
 _MEET_S = 1.0
+# By number of samples: the devices, and the shape of a sample.
+_BATCHES: dict[int, tuple[int, tuple[int, ...]]] = {
+    6: (DEVICES, (2,)),
+    7: (DEVICES, ()),
+    2: (DEVICES, (2,)),
+    1: (DEVICES, (2,)),
+    8: (3, (2, 3)),
+    3: (1, (2,)),
+}
 
 
 def scatter(fn: Callable) -> Verdict:
     """Grade ``fn(inputs, num_devices)``: a list of parts of ``inputs`` [n, ...], in order.
 
     There are as many parts as devices, or as samples if there are fewer; their sizes differ by one
-    at most.
+    at most, and any of them may be the larger ones.
     """
     return returns(
         fn,
         name="data_parallel.scatter",
-        inputs=lambda rank, case: (_samples(case), DEVICES),
+        inputs=lambda rank, case: (case.size,),
         signature="inputs, num_devices",
         judge=_judge_parts,
-        call=lambda fn, comm, *args: fn(*args),
-        sizes=(6, 7, 2, 1),
+        call=lambda fn, comm, size: _of_all(_parts_of, fn, _BATCHES, size),
+        sizes=tuple(_BATCHES),
+        nouns=("", "sample"),
         world_sizes=(1,),
     )
 
 
-def _samples(case: Case) -> Tensor:
-    return torch.arange(2.0 * case.size).view(case.size, 2)
+def _of_all(result_of: Callable, fn: Callable, sizes: Iterable[int], size: int) -> dict[int, Any]:
+    """What ``fn`` returns, by size; an error at any other size than ``size`` is not raised here.
+
+    A mistake is named only if the results of all sizes agree with it.
+    """
+    found = {size: result_of(fn, size)}
+    for other in {*sizes} - {size}:
+        try:
+            found[other] = result_of(fn, other)
+        except Exception:
+            found[other] = None
+    return found
 
 
-def _wrong_parts(inputs: Tensor) -> dict[str, Any]:
-    fair = len(inputs) // DEVICES
-    head = [inputs[i * fair : (i + 1) * fair] for i in range(DEVICES)]
-    return {
-        "scatter_fairly.empty_device": list(inputs.tensor_split(DEVICES)),
-        "scatter_fairly.chunk": list(inputs.chunk(DEVICES)),
-        "scatter_fairly.in_turn": [inputs[i::DEVICES] for i in range(min(DEVICES, len(inputs)))],
-        "scatter_fairly.dropped": head,
-        "scatter_fairly.rest_to_last": [*head[:-1], inputs[(DEVICES - 1) * fair :]],
-        "scatter_fairly.whole_batch": [inputs] * DEVICES,
-        "scatter_fairly.one_each": list(inputs.split(1)),
-    }
+def _samples(size: int) -> Tensor:
+    _, shape = _BATCHES[size]
+    samples = torch.arange(1, 1 + size * torch.Size(shape).numel()).view(size, *shape)
+    # Targets are integers, and are scattered, too.
+    return samples if len(shape) == 2 else samples.float()
+
+
+def _parts_of(fn: Callable, size: int) -> Any:
+    parts = fn(_samples(size), _BATCHES[size][0])
+    listed = isinstance(parts, Iterable) and not isinstance(parts, Tensor)
+    return list(map(torch.as_tensor, parts)) if listed else parts
+
+
+# A mistake's id, and what it makes of the inputs and the number of devices.
+_WRONG_PARTS: list[tuple[str, Callable[[Tensor, int], list[Tensor]]]] = [
+    ("scatter_fairly.chunk", lambda x, P: list(x.chunk(P))),
+    ("scatter_fairly.in_turn", lambda x, P: [x[i::P] for i in range(min(P, len(x)))]),
+    ("scatter_fairly.in_turn", lambda x, P: [x[i::P] for i in range(P)]),
+    ("scatter_fairly.dropped", lambda x, P: list(x.split(max(1, len(x) // P)))[:P]),
+    ("scatter_fairly.dropped", lambda x, P: [_nth(x, len(x) // P, i) for i in range(P)]),
+    ("scatter_fairly.rest_to_last", lambda x, P: _with_rest(x, P)),
+    ("scatter_fairly.rest_to_last", lambda x, P: _with_rest(x, min(P, len(x)))),
+    ("scatter_fairly.whole_batch", lambda x, P: [x] * P),
+    ("scatter_fairly.one_each", lambda x, P: list(x.split(1))),
+]
+
+
+def _nth(inputs: Tensor, size: int, index: int) -> Tensor:
+    return inputs[index * size : (index + 1) * size]
+
+
+def _with_rest(inputs: Tensor, num_parts: int) -> list[Tensor]:
+    size = len(inputs) // num_parts
+    first = [_nth(inputs, size, index) for index in range(num_parts - 1)]
+    return [*first, inputs[(num_parts - 1) * size :]]
 
 
 def _judge_parts(case: Case, values: list[Any]) -> Mistake | None:
-    parts, samples = values[0], _samples(case)
-    parts = list(parts) if isinstance(parts, tuple) else parts
-    due = list(samples.tensor_split(min(DEVICES, case.size)))
-    if same(parts, due):
+    found: dict[int, Any] = values[0]
+    devices, _ = _BATCHES[case.size]
+    wrong = _wrong_with(found[case.size], _samples(case.size), devices)
+    if wrong is None:
         return None
-    wrong = _wrong_parts(samples).items()
-    found = next((Mistake(id) for id, result in wrong if same(parts, result)), None)
-    found = found or Mistake("value.differs", value=short(parts), due=short(due))
-    return Mistake("scatter_fairly.devices", found, devices=DEVICES)
+    for id, rule in _WRONG_PARTS:
+        rules = {size: rule(_samples(size), _BATCHES[size][0]) for size in found}
+        if all(same(parts, rules[size]) for size, parts in found.items()):
+            wrong.explain(Mistake(id))
+            break
+    return Mistake("scatter_fairly.devices", wrong, devices=devices)
+
+
+def _wrong_with(parts: Any, inputs: Tensor, devices: int) -> Mistake | None:
+    """What is wrong with the parts: their kind, their number, their sizes or their order."""
+    due = min(devices, len(inputs))
+    if not isinstance(parts, list):
+        return Mistake("scatter_fairly.kind", due=due, kind=f"{parts!r:.60}")
+    shaped = [part for part in parts if part.shape[1:] == inputs.shape[1:] and part.dim()]
+    sizes = [len(part) for part in shaped]
+    if len(shaped) == len(parts) and 0 in sizes:
+        return Mistake("scatter_fairly.empty_device")
+    if len(parts) != due:
+        return Mistake("scatter_fairly.count", found=len(parts), due=due)
+    if len(shaped) < due or not torch.equal(torch.cat(shaped), inputs):
+        return Mistake("scatter_fairly.samples", parts=f"{short(parts):.80}", due=short(inputs))
+    if (dtype := shaped[0].dtype) != inputs.dtype:
+        return Mistake("scatter_fairly.dtype", found=dtype, due=inputs.dtype)
+    if max(sizes) - min(sizes) > 1:
+        return Mistake("scatter_fairly.sizes", sizes=", ".join(map(str, sizes)))
+    return None
 
 
 def parallel_apply(fn: Callable) -> Verdict:
@@ -78,58 +144,77 @@ def parallel_apply(fn: Callable) -> Verdict:
         signature="functions, inputs",
         judge=lambda case, values: values[0],
         call=_observe,
+        nouns=("", ""),
         world_sizes=(1,),
     )
 
 
 def _observe(fn: Callable, comm: Any) -> Mistake | None:
     """On the rank: try ``fn``, and return what is wrong with it."""
-    wrong = _look_at_threads(fn)
-    for failing in (1, 0, 2):
-        wrong = wrong or _look_at_error_in(fn, failing)
+    wrong = _look_at_threads(fn, 3) or _look_at_threads(fn, 5)
+    for failing, error in ((1, KeyError), (0, RuntimeError), (2, ZeroDivisionError)):
+        wrong = wrong or _look_at_error_in(fn, failing, error)
     return wrong or _look_at_autograd(fn)
 
 
-def _look_at_threads(fn: Callable) -> Mistake | None:
-    meeting, seen = threading.Barrier(3, timeout=_MEET_S), set()
+def _look_at_threads(fn: Callable, count: int) -> Mistake | None:
+    """Whether ``count`` functions run at the same time, and their results are in order."""
+    meeting, seen = threading.Barrier(count, timeout=_MEET_S), set()
+    due = [10 * number for number in range(count)]
 
     def part(number: int) -> int:
         seen.add(threading.get_ident())
         meeting.wait()
         # The first thread ends last, so that results in the order of the ends are noticed.
-        time.sleep(0.02 * (2 - number))
+        time.sleep(0.02 * (count - 1 - number))
         return 10 * number
 
     try:
-        results = fn([part] * 3, [0, 1, 2])
+        results = _listed(fn([part] * count, list(range(count))))
     except threading.BrokenBarrierError:
         results = None
-    if same(list(results or []), [0, 10, 20]):
+    results = plain(results)
+    if same(results, due):
         return None
-    if meeting.broken or len(seen) < 3:
-        in_caller = seen == {threading.get_ident()}
-        return Mistake("threads.none" if in_caller else "threads.one_by_one")
-    if sorted(r for r in results or [] if r is not None) == [0, 10, 20]:
+    if seen and (meeting.broken or len(seen) < count):
+        if seen == {threading.get_ident()}:
+            return Mistake("threads.none")
+        if len(seen) == 1 or count == 3:
+            return Mistake("threads.one_by_one")
+        return Mistake("threads.too_few", count=count)
+    if isinstance(results, list) and same(sorted(r for r in results if r is not None), due):
         return Mistake("threads.order")
-    return Mistake("threads.results", results=repr(results))
+    not_waited = isinstance(results, list) and None in results
+    why = Mistake("threads.not_waited") if not_waited else None
+    return Mistake("threads.results", why, results=repr(results), due=due)
 
 
-def _look_at_error_in(fn: Callable, failing: int) -> Mistake | None:
+def _listed(results: Any) -> Any:
+    """The results as a list; a generator runs only now, and may raise only now."""
+    return list(results) if isinstance(results, Iterable) else results
+
+
+def _look_at_error_in(fn: Callable, failing: int, kind: type[Exception]) -> Mistake | None:
+    words = f"part {failing} has failed"
+
     def part(number: int) -> int:
         if number == failing:
-            raise KeyError(f"part {failing} has failed")
+            raise kind(words)
         return number
 
+    raised, told = kind.__name__, {"part": failing}
     kept, threading.excepthook = threading.excepthook, lambda args: None
     try:
-        results = fn([part] * 3, [0, 1, 2])
-    except KeyError:
-        return None
+        results = _listed(fn([part] * 3, [0, 1, 2]))
+    except kind as error:
+        if words in str(error):
+            return None
+        return Mistake("threads.other_words", raised=raised, words=words, said=str(error), **told)
     except Exception as error:
-        return Mistake("threads.other_error", part=failing, kind=type(error).__name__)
+        return Mistake("threads.other_error", raised=raised, kind=type(error).__name__, **told)
     finally:
         threading.excepthook = kept
-    return Mistake("threads.lost_error", part=failing, results=repr(results))
+    return Mistake("threads.lost_error", raised=raised, results=repr(results), **told)
 
 
 def _look_at_autograd(fn: Callable) -> Mistake | None:
@@ -145,6 +230,16 @@ def _look_at_autograd(fn: Callable) -> Mistake | None:
     return None
 
 
+# By number of devices: whether each of them has a gradient, by parameter.
+_THERE: dict[int, list[str]] = {
+    3: ["yyy", "-yy", "yy-", "---", "--y", "yyy"],
+    2: ["yy", "-y", "y-", "--", "--", "yy"],
+    5: ["yyyyy", "-y-yy", "yy-yy", "-----", "---y-", "yyyyy"],
+}
+# The gradient of the last parameter is zero on all devices.
+_SHAPES = ((4,), (4,), (2, 3), (4,), (), (1,))
+
+
 def reduce(fn: Callable) -> Verdict:
     """Grade ``fn(gradients)``: by device, by parameter -> the sums over the devices, by parameter.
 
@@ -154,25 +249,36 @@ def reduce(fn: Callable) -> Verdict:
     return returns(
         fn,
         name="data_parallel.reduce",
-        inputs=lambda rank, case: (_gradients(),),
+        inputs=lambda rank, case: (case.size,),
         signature="gradients",
-        judge=lambda case, values: _judge_sums(*values[0]),
-        call=_reduce_and_look,
+        judge=_judge_sums,
+        call=lambda fn, comm, devices: _of_all(_reduce_and_look, fn, _THERE, devices),
+        sizes=tuple(_THERE),
+        nouns=("", "device"),
         world_sizes=(1,),
     )
 
 
-def _gradients() -> list[list[Tensor | None]]:
-    """Three devices, four parameters: used by all, not by device 0, not by device 2, by none."""
-    generator = torch.Generator().manual_seed(3)
-    table = [[torch.randn(4, generator=generator) for _ in range(3)] + [None] for _ in range(3)]
-    table[0][1] = table[2][2] = None
-    return table
+def _gradients(devices: int) -> list[list[Tensor | None]]:
+    """By device, by parameter."""
+    return [
+        [
+            random_tensor(7 * device + parameter, *shape) * (parameter < len(_SHAPES) - 1)
+            if there[device] == "y"
+            else None
+            for parameter, (there, shape) in enumerate(zip(_THERE[devices], _SHAPES))
+        ]
+        for device in range(devices)
+    ]
 
 
-def _reduce_and_look(fn: Callable, comm: Any, gradients: list) -> tuple:
-    result = fn(gradients)
-    return result, all(map(_alike, gradients[1:], _gradients()[1:]))
+def _reduce_and_look(fn: Callable, devices: int) -> tuple[Any, bool]:
+    """(what ``fn`` returns, whether the gradients of devices 1 and up are as before)."""
+    gradients = _gradients(devices)
+    given = [list(of_device) for of_device in gradients[1:]]
+    found = fn(gradients)
+    listed = isinstance(found, Iterable) and not isinstance(found, Tensor)
+    return list(found) if listed else found, all(map(_alike, given, _gradients(devices)[1:]))
 
 
 def _there(column: Sequence[Tensor | None]) -> list[Tensor]:
@@ -192,22 +298,38 @@ _WRONG_SUMS: dict[str, Callable[[tuple], Tensor | None]] = {
     "sum_devices.follows_first": lambda c: None if c[0] is None else _sum(c),
     "sum_devices.wants_all": lambda c: _sum(c) if len(_there(c)) == len(c) else None,
     "sum_devices.two_alone": lambda c: _sum(c[:2]),
-    "sum_devices.zeros": lambda c: _sum([torch.zeros(4), *c]),
+    "sum_devices.three_alone": lambda c: _sum(c[:3]),
+    "sum_devices.zeros": lambda c: torch.zeros(4) if _sum(c) is None else _sum(c),
     "sum_devices.mean_of_some": lambda c: _sum([g / len(_there(c)) for g in _there(c)]),
+    "sum_devices.nothing_for_zero": lambda c: _sum([g for g in _there(c) if g.any()]),
 }
 
 
-def _judge_sums(result: Any, others_kept: bool) -> Mistake | None:
-    columns = list(zip(*_gradients()))
-    due = list(map(_sum, columns))
-    if not isinstance(result, (list, tuple)) or len(result) != len(due):
+def _judge_sums(case: Case, values: list[Any]) -> Mistake | None:
+    result, others_kept = values[0][case.size]
+    due = list(map(_sum, zip(*_gradients(case.size))))
+    if not isinstance(result, list) or len(result) != len(due):
         return Mistake("sum_devices.kind", count=len(due), result=f"{result!r:.60}")
     if _alike(result, due):
         return None if others_kept else Mistake("sum_devices.others_changed")
     for id, wrong in _WRONG_SUMS.items():
-        if _alike(result, list(map(wrong, columns))):
+        if all(_agrees(found, wrong, devices) for devices, found in values[0].items()):
             return Mistake(id)
-    return Mistake("value.differs", value=short(list(result)), due=short(due))
+    if not others_kept:
+        return Mistake("sum_devices.others_changed")
+    place = next(p for p, pair in enumerate(zip(result, due)) if not _alike(*zip(pair)))
+    value, expected = short(result[place]), short(due[place])
+    return Mistake("sum_devices.differs", parameter=place, value=value, due=expected)
+
+
+def _agrees(found: tuple[Any, bool] | None, wrong: Callable, devices: int) -> bool:
+    sums = list(map(wrong, zip(*_gradients(devices))))
+    return (
+        found is not None
+        and isinstance(found[0], list)
+        and len(found[0]) == len(sums)
+        and _alike(found[0], sums)
+    )
 
 
 def _alike(sums: Sequence, due: Sequence) -> bool:

@@ -3,10 +3,11 @@
 Symbols: P ranks, B samples in the global batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,20 @@ from labkit.schedules.bucket_assignment import assign_buckets
 
 # Sizes of parameters, cap, cap of the first bucket. No parameter fills a bucket by itself.
 _BUCKETINGS = (
-    ((1, 1, 1, 1, 1, 1, 1), 4, 2),
-    ((4, 2, 3, 1, 2), 5, 5),
-    ((1, 3, 2, 3, 3, 3), 7, 4),
-    ((2, 2), 9, 9),
+    ([1, 1, 1, 1, 1, 1, 1], 4, 2),
+    ([4, 2, 3, 1, 2], 5, 5),
+    ([1, 3, 2, 3, 3, 3], 7, 4),
+    ([2, 2], 9, 9),
+    ([3], 9, 8),
+    ([500, 300, 900, 100, 700, 400, 200, 600, 100], 1100, 1000),
 )
-# The sampler's epoch by number of samples: not every P divides 10 and 7, and 1 is fewer than P.
-_EPOCHS = {10: 1, 12: 0, 7: 2, 1: 0}
-_SEED = 5
-_FEATURES, _CLASSES = 4, 3
+# The sampler's epoch and seed by number of samples: not every P divides 10 and 7, and 1 is fewer
+# than P.
+_EPOCHS = {10: (1, 5), 12: (0, 8), 7: (2, 3), 1: (0, 5)}
+# Every parameter's size is divisible by every P, so that one ring for all of them sends the same
+# number of bytes as one for each.
+_FEATURES, _HIDDEN, _CLASSES = 4, 12, 12
+_MOST_ENTRIES = 1000
 
 
 def buckets(fn: Callable) -> Verdict:
@@ -37,8 +43,8 @@ def buckets(fn: Callable) -> Verdict:
 
     Runs in this process.
     """
-    expected = {case: assign_buckets(*case) for case in _BUCKETINGS}
-    return answers(fn, expected, name="ddp.buckets", mistakes=_BUCKET_MISTAKES)
+    expected = [(case, assign_buckets(*case)) for case in _BUCKETINGS]
+    return answers(fn, expected, name="ddp.buckets", mistakes=_BUCKET_MISTAKES, kind=_lists)
 
 
 def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -88,11 +94,12 @@ def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         _torch_samples,
         name="ddp.sampler",
         signature="comm, num_samples, epoch, seed",
-        inputs=lambda rank, case: (case.size, _EPOCHS[case.size], _SEED),
+        inputs=lambda rank, case: (case.size, *_EPOCHS[case.size]),
         call=_indices_of,
         mistakes=_SAMPLER_MISTAKES,
         target=lambda rank, case: Target(messages=0),
         sizes=tuple(_EPOCHS),
+        nouns=("rank", "sample"),
         world_sizes=world_sizes,
     )
 
@@ -100,19 +107,28 @@ def sampler(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
 # Buckets
 
 
-def _first_to_last(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[list[int]]:
+def _lists(found: Any) -> Any:
+    """Lists of integers, also of an array, a tuple or a generator; anything else as it is."""
+    plain: Any = found.tolist() if isinstance(found, Tensor) else found
+    if isinstance(plain, Iterable) and not isinstance(plain, str):
+        # An endless generator must not hang the check.
+        return [_lists(entry) for entry in islice(plain, _MOST_ENTRIES)]
+    return index(plain) if isinstance(plain, SupportsIndex) else plain
+
+
+def _first_to_last(sizes: list[int], cap: int, first_cap: int) -> list[list[int]]:
     found = assign_buckets(sizes[::-1], cap, first_cap)
-    return [[len(sizes) - 1 - index for index in bucket] for bucket in found]
+    return [[len(sizes) - 1 - place for place in bucket] for bucket in found]
 
 
-def _closed_before(sizes: tuple[int, ...], cap: int, first_cap: int) -> list[list[int]]:
+def _closed_before(sizes: list[int], cap: int, first_cap: int) -> list[list[int]]:
     """The rule that closes a bucket when the next parameter would exceed its cap."""
     found: list[list[int]] = [[]]
-    for index in reversed(range(len(sizes))):
+    for place in reversed(range(len(sizes))):
         limit = cap if len(found) > 1 else first_cap
-        if found[-1] and sum(sizes[i] for i in found[-1]) + sizes[index] > limit:
+        if found[-1] and sum(sizes[i] for i in found[-1]) + sizes[place] > limit:
             found.append([])
-        found[-1].append(index)
+        found[-1].append(place)
     return found
 
 
@@ -133,7 +149,7 @@ _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
 
 
 def _model() -> nn.Module:
-    layers = nn.Sequential(nn.Linear(_FEATURES, 5), nn.Tanh(), nn.Linear(5, _CLASSES))
+    layers = nn.Sequential(nn.Linear(_FEATURES, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _CLASSES))
     return with_parameters(layers, 7)
 
 
@@ -159,6 +175,9 @@ def _gradients_of(fn: Callable, comm: Comm, *args: Any) -> list[Tensor] | Mistak
     """On the rank: the gradients that ``fn`` leaves, by parameter."""
     model = _model()
     fn(comm, model, *args)
+    before = zip(model.parameters(), _model().parameters())
+    if not all(torch.equal(parameter, kept) for parameter, kept in before):
+        return Mistake("gradient.updated")
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     if len(found) < len(list(model.parameters())):
         return Mistake("gradient.none")
@@ -272,6 +291,8 @@ _ACCUMULATE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
     "gradient.last_missing": (
         lambda p, r: (p.total - p.over_ranks(p.own_last) + p.own_last(r)) / p.batch_size
     ),
+    "gradient.without_last": lambda p, r: (p.total - p.over_ranks(p.own_last)) / p.batch_size,
+    "gradient.over_own": lambda p, r: p.total / sum(p.counts[r]),
     "gradient.summed_again": lambda p, r: p.summed_each_time() / p.batch_size,
     "gradient.micro_batches_alike": (
         lambda p, r: p.over_ranks(p.own_part_means) / 3 / p.world_size
@@ -283,23 +304,29 @@ _ACCUMULATE_MISTAKES: Mistakes = _COMMON_MISTAKES | {
 # The sampler
 
 
-def _indices_of(fn: Callable, comm: Comm, *args: Any) -> list:
+def _indices_of(fn: Callable, comm: Comm, *args: Any) -> list | Mistake:
     """The indices as the only entry of a list: a wrong number of them is then a wrong value."""
-    found = fn(comm, *args)
-    return [found.tolist() if isinstance(found, Tensor) else found]
+    found = _lists(fn(comm, *args))
+    for entry in found if isinstance(found, list) else []:
+        if not isinstance(entry, int):
+            return Mistake("sampler.kind", entry=entry)
+    return [found]
 
 
 def _torch_samples(rank: int, case: Case) -> list[list[int]]:
+    epoch, seed = _EPOCHS[case.size]
     found = DistributedSampler(
-        TensorDataset(torch.empty(case.size)), case.world_size, rank, seed=_SEED
+        TensorDataset(torch.empty(case.size)), case.world_size, rank, seed=seed
     )
-    found.set_epoch(_EPOCHS[case.size])
+    found.set_epoch(epoch)
     return [list(found)]
 
 
-def _order(case: Case, seed: int = _SEED) -> list[int]:
-    """All samples, shuffled by ``seed + epoch`` and not padded."""
-    generator = torch.Generator().manual_seed(seed + _EPOCHS[case.size])
+def _order(case: Case, epoch: int | None = None, more: int = 0) -> list[int]:
+    """All samples, shuffled by ``seed + epoch + more`` and not padded."""
+    own_epoch, seed = _EPOCHS[case.size]
+    epoch = own_epoch if epoch is None else epoch
+    generator = torch.Generator().manual_seed(seed + epoch + more)
     return torch.randperm(case.size, generator=generator).tolist()
 
 
@@ -317,7 +344,7 @@ def _block(rank: int, case: Case) -> list[list[int]]:
 
 # r is the rank, c the case.
 _SAMPLER_MISTAKES: Mapping[str, Callable[[int, Case], list]] = {
-    "sampler.epoch": lambda r, c: _dealt(r, c, _order(c, _SEED - _EPOCHS[c.size])),
+    "sampler.epoch": lambda r, c: _dealt(r, c, _order(c, epoch=0)),
     "sampler.not_shuffled": lambda r, c: _dealt(r, c, list(range(c.size))),
     "sampler.not_padded": lambda r, c: [_order(c)[r :: c.world_size]],
     "sampler.dropped": (
@@ -325,7 +352,7 @@ _SAMPLER_MISTAKES: Mapping[str, Callable[[int, Case], list]] = {
     ),
     "sampler.padding": lambda r, c: _dealt(r, c, _order(c), padding=_order(c)[-1:]),
     "sampler.block": _block,
-    "sampler.seed_by_rank": lambda r, c: _dealt(r, c, _order(c, _SEED + r)),
+    "sampler.seed_by_rank": lambda r, c: _dealt(r, c, _order(c, more=r)),
     "sampler.other_rank": lambda r, c: _torch_samples((r + 1) % c.world_size, c),
     "sampler.order": lambda r, c: [sorted(*_torch_samples(r, c))],
 }

@@ -4,28 +4,69 @@ Symbols: P ranks.
 """
 
 import itertools
+import math
+import numbers
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from labkit.check.grading import WORLD_SIZES, Case, Mistake, Verdict, returns
+from labkit.check.grading.compare import short
+from labkit.check.grading.exercise import random_tensor
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 
-# The size of the tensor tells how the replicas differ: one call per size, all in one run.
-_FAR, _EQUAL, _LAST_BIT, _ORDER = 6, 7, 8, 9
-# Odd: of an even number of pairs, the lower median would equal the median with the warm-up.
-REPEATS = 7
+
+def plain(value: Any) -> Any:
+    """The Python number in a tensor or an array of one element; anything else as it is."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        return value
+
+
+# Odd, even and one: only an odd number of pairs leaves a single median.
+REPEATS = (7, 4, 1)
+
+
+class _Replica(NamedTuple):
+    """How one rank's tensor differs from the others': ``kind`` is also the mistake's id.
+
+    ``rank`` is taken mod P, ``place`` is the index of the number that differs.
+    """
+
+    kind: str
+    rank: int = 0
+    place: int = 0
+
+
+# The size of the tensor tells how the replicas differ: one call per size, all in one run. Every
+# rank differs once, so that an answer that does not look at one of them is noticed.
+_REPLICAS = {
+    6: _Replica("far", -1),
+    7: _Replica("never"),
+    8: _Replica("far", 0),
+    9: _Replica("far", 1),
+    10: _Replica("far", 2),
+    11: _Replica("one_place", 1, 0),
+    12: _Replica("one_place", 0, -1),
+    13: _Replica("last_bit", -1, 4),
+    14: _Replica("last_bit", 0, 2),
+    15: _Replica("order", 1),
+    1: _Replica("never"),
+}
+# In a sum with the other numbers, or with an absolute tolerance, its last bit is lost.
+_TINY = 1e-30
 
 
 def replicas_agree(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
     """Grade ``fn(comm, tensor)``: on every rank, whether all ranks' tensors are equal to the bit.
 
-    Four cases are tried: the tensors are equal; that of the last rank differs a lot; it differs in
-    the last bit of one number; rank 1 holds the same numbers in another order.
+    The tensors are equal; or that of one rank differs in every number, in one number, in the last
+    bit of one number, or in the order of its numbers.
     """
     return returns(
         fn,
@@ -33,39 +74,44 @@ def replicas_agree(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
         inputs=_replica,
         signature="comm, tensor",
         judge=_judge,
-        sizes=(_FAR, _EQUAL, _LAST_BIT, _ORDER),
+        sizes=tuple(_REPLICAS),
         world_sizes=world_sizes,
     )
 
 
 def _replica(rank: int, case: Case) -> tuple[torch.Tensor]:
     """[case.size], this rank's parameters."""
-    # Sums of these are exact in any order, and so large that the last bit of 3/8 is rounded away.
-    mine = torch.arange(case.size) / 8
-    mine[0] = 1024
-    if case.size == _FAR and rank == case.world_size - 1:
+    kind, who, place = _REPLICAS[case.size]
+    mine = random_tensor(case.size, case.size)
+    mine[case.size // 3 :: 3] = _TINY
+    if rank != who % case.world_size:
+        return (mine,)
+    if kind == "far":
         mine += 1
-    if case.size == _LAST_BIT and rank == case.world_size - 1:
-        mine[3] = torch.nextafter(mine[3], mine[4])
-    if case.size == _ORDER and rank == 1:
-        mine = mine.flip(0)
+    if kind == "one_place":
+        mine[place] += 1
+    if kind == "last_bit":
+        mine[place] = torch.nextafter(mine[place], torch.tensor(torch.inf))
+    if kind == "order":
+        # Neither the first nor the last number moves.
+        mine[3:5] = mine[3:5].flip(0)
     return (mine,)
 
 
 def _judge(case: Case, values: list[Any]) -> Mistake | None:
-    due = case.size == _EQUAL
-    for rank, value in enumerate(values):
+    kind, who, place = _REPLICAS[case.size]
+    says = list(map(plain, values))
+    for rank, value in enumerate(says):
         if value is None:
             return Mistake("replicas.nothing", rank=rank)
-        if not isinstance(value, bool):
-            return Mistake("replicas.kind", rank=rank, kind=type(value).__name__)
-    if len(set(values)) > 1:
-        says = ", ".join(f"rank {rank} says {value}" for rank, value in enumerate(values))
-        return Mistake("replicas.disagree", says=says)
-    if values[0] == due:
+        if not isinstance(value, numbers.Real) or value not in (True, False):
+            return Mistake("replicas.kind", rank=rank, kind=short(values[rank]))
+    if len(set(says)) > 1:
+        told = ", ".join(f"rank {rank} says {bool(value)}" for rank, value in enumerate(says))
+        return Mistake("replicas.disagree", says=told)
+    if says[0] == (kind == "never"):
         return None
-    blind = {_FAR: "far", _LAST_BIT: "last_bit", _ORDER: "order", _EQUAL: "never"}
-    return Mistake(f"replicas.{blind[case.size]}", last=case.world_size - 1)
+    return Mistake(f"replicas.{kind}", rank=who % case.world_size, place=place % case.size)
 
 
 # The factor of the first call of each, and that of the machine's noise at the n-th call.
@@ -74,7 +120,7 @@ _HICCUPS = (1.0, 1.05, 1.3, 0.95, 0.8, 1.1, 0.9, 2.5, 1.2, 1.0, 0.85)
 
 
 class Stopwatch:
-    """Two contenders on a simulated machine that slows down: b takes 1.5 times as long as a.
+    """Two contenders on a simulated machine that slows down.
 
     The first call of each is cold, which slows a down more than b. Each call takes a tenth longer
     than the one before, with some noise.
@@ -96,37 +142,60 @@ class Stopwatch:
         return run
 
 
+class _Taken(NamedTuple):
+    """What one call of the learner's function did, and what it returned."""
+
+    watch: Stopwatch
+    found: Any
+
+
 def interleaved_ratio(fn: Callable) -> Verdict:
     """Grade ``fn(a, b, repeats)``: the median over pairs of runs of b's seconds / a's.
 
     ``a()`` and ``b()`` return the seconds of one run, on a simulated machine that slows down.
     ``fn`` has to call each once to warm up, then make ``repeats`` pairs of one run each, which
-    begin with a and with b alternately. Runs in this process.
+    begin with a and with b alternately. Of an even number of pairs, either of the two middle
+    ratios and anything between them is a median. Runs in this process.
     """
-    name, watch = "fairness.interleaved_ratio", Stopwatch()
-    contenders = watch.contender("a", 1.0), watch.contender("b", 1.5)
+    taken: list[_Taken] = []
+
+    def call(fn: Callable, cost_s: float, repeats: int) -> _Taken:
+        watch = Stopwatch()
+        found = fn(watch.contender("a", 1.0), watch.contender("b", cost_s), repeats)
+        taken.append(_Taken(watch, found))
+        return taken[-1]
+
+    def problem(question: Question, answer: _Taken) -> Mistake | None:
+        _, repeats = question.args
+        wrong = _wrong_order(answer.watch.order, repeats) or _wrong_ratio(answer, taken)
+        return wrong and Mistake("told.place", place=question.words, what=wrong)
+
+    # In one of them b is the faster one, so that a ratio turned to be above 1 is noticed.
+    questions = [
+        Question((cost_s, repeats), f"with repeats={repeats}")
+        for cost_s, repeats in zip((1.5, 0.6, 0.6), REPEATS)
+    ]
+    name, right = "fairness.interleaved_ratio", f"{REPEATS[0]} pairs in turns, ratio "
     judge = partial(
-        ask,
-        name,
-        fn,
-        [Question((*contenders, REPEATS), "a and b in turns")],
-        lambda _, found: _wrong_order(watch.order) or _wrong_ratio(watch.seconds, found),
-        right=lambda answers: f"{REPEATS} pairs in turns, ratio {answers[0]:.3g}",
+        *(ask, name, fn, questions, problem),
+        call=call,
+        right=lambda answers: right + f"{float(answers[0].found):.3g}",
     )
     return told(name, judge)
 
 
-def _wrong_order(order: str) -> Mistake | None:
+def _wrong_order(order: str, repeats: int) -> Mistake | None:
     """What is wrong with the order of the calls, such as ``abab...``."""
     if not order:
         return Mistake("turns.no_call")
-    due = REPEATS + 1
-    half = len(order) // 2
-    if len(set(order[:half])) == len(set(order[half:])) == 1 and order[0] != order[-1]:
-        return Mistake("turns.not_in_turns")
+    # With and without a pair to warm up.
+    for calls in (order, order[2:]):
+        if len(calls) > 2 and len(list(itertools.groupby(calls))) == 2:
+            return Mistake("turns.not_in_turns")
+    due = repeats + 1
     for name in "ab":
-        if (calls := order.count(name)) != due:
-            return Mistake("turns.count", name=name, calls=calls, due=due, repeats=REPEATS)
+        if (count := order.count(name)) != due:
+            return Mistake("turns.count", name=name, calls=count, due=due, repeats=repeats)
     pairs = [order[i : i + 2] for i in range(0, len(order), 2)]
     if any(pair not in ("ab", "ba") for pair in pairs):
         return Mistake("turns.pairs", pairs=" ".join(pairs))
@@ -141,25 +210,48 @@ Seconds = dict[str, list[float]]
 
 def due_ratio(seconds: Seconds) -> float:
     """The median of the pairs' b / a, without the warm-up."""
-    return statistics.median(b / a for a, b in zip(seconds["a"][1:], seconds["b"][1:]))
+    return statistics.median(_ratios(seconds))
 
 
-def _wrong_ratio(seconds: Seconds, found: Any) -> Mistake | None:
-    """The mistake that leads to this number; None if it is right."""
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
-        return Mistake("ratio.kind", kind=type(found).__name__)
-    due = due_ratio(seconds)
-    if abs(found - due) < 1e-9:
+def _ratios(seconds: Seconds) -> list[float]:
+    return [b / a for a, b in zip(seconds["a"][1:], seconds["b"][1:])]
+
+
+def _is_median(found: float, ratios: list[float]) -> bool:
+    low, high = statistics.median_low(ratios), statistics.median_high(ratios)
+    return low <= found <= high or _equal(found, low) or _equal(found, high)
+
+
+def _equal(found: float, due: float) -> bool:
+    """Whether two ratios are equal up to the rounding of float32."""
+    return math.isclose(found, due, rel_tol=1e-5)
+
+
+def _wrong_ratio(answer: _Taken, all_taken: list[_Taken]) -> Mistake | None:
+    """The mistake that leads to these numbers, in all calls; None if this one is right."""
+    found = plain(answer.found)
+    if isinstance(found, bool) or not isinstance(found, numbers.Real):
+        return Mistake("ratio.kind", kind=short(found))
+    seconds = answer.watch.seconds
+    if _is_median(float(found), _ratios(seconds)):
         return None
-    wrong = mistaken_ratios(seconds).items()
-    why = next((Mistake(id) for id, ratio in wrong if abs(found - ratio) < 1e-9), None)
-    return Mistake("ratio.differs", why, found=found, due=due)
+    why = next((Mistake(id) for id in mistaken_ratios(seconds) if _all_make(id, all_taken)), None)
+    return Mistake("ratio.differs", why, found=found, due=due_ratio(seconds))
+
+
+def _all_make(id: str, all_taken: list[_Taken]) -> bool:
+    """Whether each number is the one to which the mistake leads."""
+    answers = [(plain(found), watch.seconds) for watch, found in all_taken]
+    return all(
+        isinstance(found, numbers.Real) and _equal(float(found), mistaken_ratios(seconds)[id])
+        for found, seconds in answers
+    )
 
 
 def mistaken_ratios(seconds: Seconds) -> dict[str, float]:
     """A mistake's id -> the ratio that it leads to."""
     a, b = seconds["a"][1:], seconds["b"][1:]
-    pairs = [y / x for x, y in zip(a, b)]
+    pairs = _ratios(seconds)
     return {
         "ratio.upside_down": statistics.median(x / y for x, y in zip(a, b)),
         "ratio.warm_up": statistics.median(b / a for a, b in zip(seconds["a"], seconds["b"])),
@@ -168,4 +260,5 @@ def mistaken_ratios(seconds: Seconds) -> dict[str, float]:
         "ratio.mean": statistics.fmean(pairs),
         "ratio.of_bests": min(b) / min(a),
         "ratio.largest": max(pairs),
+        "ratio.above_one": max(statistics.median(pairs), 1 / statistics.median(pairs)),
     }

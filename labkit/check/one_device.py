@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from labkit import collectives
 from labkit.check.grading import WORLD_SIZES, Case, Target, Verdict, returns
-from labkit.check.grading.exercise import random_tensor
 
 LR, SCALE, KEPT = 0.5, 1024.0, 2
 
@@ -42,7 +42,7 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
                 lambda r, c: c.over_ranks(lambda r: _weighted(r, c)[-1]) / _batch_size(c)
             ),
             "accumulate.own_share": lambda r, c: _weighted(r, c).sum(0) / _batch_size(c),
-            "accumulate.ranks_alike": lambda r, c: (
+            "accumulate.mean_of_rank_means": lambda r, c: (
                 c.over_ranks(partial(_own_mean, case=c)) / c.world_size
             ),
         },
@@ -61,7 +61,7 @@ def _num_samples(rank: int) -> list[int]:
 
 def _gradients(rank: int, case: Case) -> Tensor:
     """[3, N], by micro-batch."""
-    return random_tensor(100 * rank + case.size, 3, case.size)
+    return case.random(100 * rank + case.size, 3, case.size)
 
 
 def _batch_size(case: Case) -> int:
@@ -107,8 +107,8 @@ def loss_scaling(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) ->
             "scaling.ranks_disagree": partial(_scaled_update, of=_scaled_gradient),
             "scaling.own_gradient": lambda r, c: [_updated(c, _scaled_gradient(r, c)), SCALE],
         },
-        # With five numbers the last rank's gradient has overflowed.
         sizes=(8, 5),
+        case_words={5: "of which the last rank's gradient has overflowed"},
         world_sizes=world_sizes,
     )
 
@@ -182,12 +182,13 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
             "top_k.mean": lambda r, c: [_sparse_sum(c) / c.world_size, _kept(r, c)],
         },
         sizes=(12, 7),
+        may_call=frozenset(vars(collectives)) - {"sparse_all_reduce"},
         world_sizes=world_sizes,
     )
 
 
 def _residual(rank: int, case: Case) -> Tensor:
-    return random_tensor(rank + 7, case.size)
+    return case.random(rank + 7, case.size)
 
 
 def _with_memory(rank: int, case: Case) -> Tensor:

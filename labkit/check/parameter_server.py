@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from labkit import collectives
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
 from labkit.collectives.ring import split_chunks
 from labkit.comm.comm import Comm
@@ -77,6 +78,7 @@ def shards(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         target=partial(_sends, ring_all_reduce_cost),
         same_bits=True,
         mistakes=_SHARDS,
+        may_call=frozenset(vars(collectives)),
     )
     return grade(fn, exercise, world_sizes)
 
@@ -156,7 +158,7 @@ _SERVER = {
     "server.last_push_only": lambda r, c: _updated(c, range(c.world_size - 1, c.world_size)),
     "server.not_divided": lambda r, c: _updated(c, _all_but_0(c), 1),
     "server.over_workers": lambda r, c: _updated(c, _all_but_0(c), 1 / (c.world_size - 1)),
-    "server.uphill": lambda r, c: _updated(c, _all_but_0(c), -1 / BATCH_SIZE),
+    "server.wrong_sign": lambda r, c: _updated(c, _all_but_0(c), -1 / BATCH_SIZE),
     "server.sent_old": lambda r, c: _server_right(r, c, _start(c)),
     "server.asynchronous": lambda r, c: _server_right(r, c, _updated(c, range(1, r + 1))),
     "server.sent_sum": lambda r, c: _server_right(r, c, _sum(c, _all_but_0(c))),
@@ -181,6 +183,6 @@ _SHARDS = {
     "shards.own_gradient": lambda r, c: _updated(c, range(r, r + 1)),
     "shards.own_slice": _own_chunk_alone,
     "shards.unchanged": lambda r, c: _start(c),
-    "server.uphill": lambda r, c: _updated(c, range(c.world_size), -1 / BATCH_SIZE),
+    "server.wrong_sign": lambda r, c: _updated(c, range(c.world_size), -1 / BATCH_SIZE),
     "shards.sum": lambda r, c: _sum(c, range(c.world_size)),
 }

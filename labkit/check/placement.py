@@ -10,7 +10,10 @@ from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from labkit.check.grading import Mistake, Verdict
+from labkit.check.grading.compare import plain
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 from labkit.costs.link import Link
@@ -51,7 +54,9 @@ def best_cuts(fn: Callable) -> Verdict:
 
 
 def _points(fn: Callable, *case: Any) -> Any:
-    answer = fn(*case)
+    answer = plain(fn(*case))
+    if isinstance(answer, Tensor):
+        answer = answer.tolist()
     return tuple(answer) if isinstance(answer, list) else answer
 
 
@@ -212,7 +217,7 @@ MISTAKES: list[tuple[str, dict]] = [
     ("cuts.all_devices", {"cuts": "all"}),
     ("cuts.fewest", {"cuts": "fewest"}),
     ("cuts.bytes_alone", {"cost": lambda case, points: sum(case.split(points).hop_bytes)}),
-    ("cuts.dearest_hop", {"cost": lambda case, points: max(case.split(points).hop_s, default=0)}),
+    ("cuts.largest_hop", {"cost": lambda case, points: max(case.split(points).hop_s, default=0)}),
     ("cuts.value_alone", {"needed": _values_alone}),
     ("cuts.activations_forgotten", {"needed": _parameters_alone}),
 ]

@@ -79,13 +79,14 @@ def all_reduce(
     """Grade ``fn(comm, tensor)``: the sum (or ``op="mean"``) over the ranks, in place.
 
     Target per rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
-    2 (P - 1) exchanges, all to its right neighbour. The results must be equal to the bit.
+    2 (P - 1) exchanges, all to its right neighbour. Where P does not divide the number of
+    elements, a chunk may be padded, or longer than others. The results must be equal to the bit.
     """
     exercise = Exercise(
         "ring.all_reduce",
         expected=partial(reduced, op),
         chunked=True,
-        target=partial(_target, ring_all_reduce_cost, "right"),
+        target=_in_any_chunks,
         same_bits=True,
         library=collectives.ring_all_reduce,
         drawn_size=DRAWN,
@@ -106,6 +107,14 @@ def _target(cost_of: Callable[..., Cost], to: str, rank: int, case: Case) -> Tar
 def _rotation_cost(num_elements: int, element_bytes: int, world_size: int, rank: int) -> Cost:
     steps = world_size - 1
     return Cost(steps, steps, steps * num_elements * element_bytes)
+
+
+def _in_any_chunks(rank: int, case: Case) -> Target:
+    """The target of the whole ring, with as many bytes as chunks of equal, padded size need."""
+    exact = _target(ring_all_reduce_cost, "right", rank, case)
+    padded = -(-case.size // case.world_size) * case.world_size
+    cost = ring_all_reduce_cost(padded, 4, case.world_size, rank)
+    return exact._replace(num_bytes=cost.num_bytes)
 
 
 def _own_chunks(rank: int, case: Case) -> tuple:

@@ -183,7 +183,7 @@ def _judge_server(case: Case, values: list[Any]) -> Mistake | None:
     if not any(ended):
         return Mistake("async.unchanged")
     if ended == [-update for update in due]:
-        return Mistake("async.uphill")
+        return Mistake("async.wrong_sign")
     if ended == [update / len(workers) for update in due] and len(workers) > 1:
         return Mistake("async.averaged")
     if ended != due:

@@ -44,3 +44,6 @@ from labkit.collectives.rooted import (
 )
 from labkit.collectives.sparse import sparse_all_reduce as sparse_all_reduce
 from labkit.collectives.tree import tree_all_reduce as tree_all_reduce
+from labkit.units import unknown_name
+
+__getattr__ = unknown_name(__name__)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from labkit.units import check_choice
+
 COMBINE = {
     "sum": torch.add,
     "mean": torch.add,
@@ -55,8 +57,7 @@ class Reduction:
             ValueError: unknown operation, a sparse tensor, or a dtype that cannot be reduced that
                 way. The message is the same on all ranks.
         """
-        if not isinstance(op, str) or op not in COMBINE:
-            raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(COMBINE)}")
+        check_choice("operation", op, COMBINE)
         if not isinstance(tensor, Tensor):
             raise ValueError(f"a tensor is needed to take the {op} of, got {tensor!r:.60}")
         if tensor.layout != torch.strided:

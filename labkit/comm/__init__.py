@@ -5,6 +5,8 @@ session            posts each operation on the board and records its span
 sent               counts messages and bytes, where they leave
 transport          the interface of what moves the bytes; torch_transport, shared_transport
                    (channels, shared_memory, waiting) and cuda_ipc implement it
+emulated_link      makes messages as slow as on a link with a given latency and bandwidth
+span_sums          seconds by kind on the board, for what is shown while ranks run
 board              what every rank is doing, for all processes of a run to read
 deadlock, explain  which ranks can never continue, and the sentence that says why
 mismatch           whether both ends of a message agree

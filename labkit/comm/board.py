@@ -26,6 +26,9 @@ DEPTH = 3
 # finish a broadcast before other ranks have begun it.
 HISTORY = 8
 
+# How many kinds of span are added up per rank; any further kinds share the last place.
+KINDS = 16
+
 # One description, for example "float32 [3, 4]" or "broadcast float32 [4] from rank 0".
 # (numpy truncates it, like all texts here, to the length of its field.)
 _WHAT = "S96"
@@ -50,6 +53,14 @@ _RANK = np.dtype(
         ("done", "i8"),
         ("total", "i8"),
         ("label", "S128"),
+        ("samples", "i8"),
+        ("loss", "f8"),
+        ("kinds", "S32", KINDS),
+        # By lane (the main thread, all others): the seconds by kind of the spans that have ended,
+        # the end of the last one in seconds of the trace, and which kind has begun since, plus 1.
+        ("kind_s", "f8", (2, KINDS)),
+        ("until_s", "f8", 2),
+        ("begun", "i8", 2),
         ("gave_up", "S1024"),
     ]
 )
@@ -165,10 +176,11 @@ class Board:
         if not self.gave_up():
             self.ranks[rank]["gave_up"] = why.encode()
 
-    def progress(self, rank: int, done: int, total: int, label: str) -> None:
+    def progress(self, rank: int, done: int, total: int, label: str, samples: int = 0) -> None:
         slot = self.ranks[rank]
         slot["label"] = label.encode()
         slot["done"], slot["total"] = done, total
+        slot["samples"] += samples
 
     # Read by the ranks
 

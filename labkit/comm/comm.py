@@ -213,9 +213,28 @@ class Comm:
         """
         return self.session.recorder.region(kind)
 
-    def progress(self, done: int, total: int, label: str = "") -> None:
-        """Report this rank's progress; the notebook draws one bar while the run lasts."""
-        self.session.board.progress(self.rank, done, total, label)
+    def progress(
+        self,
+        done: int,
+        total: int = 0,
+        label: str = "",
+        *,
+        samples: int = 0,
+        loss: Tensor | float | None = None,
+    ) -> None:
+        """Report this rank's progress, which the notebook shows while the run lasts.
+
+        Args:
+            done: steps so far.
+            total: steps in all; 0 if that is not known.
+            label: what is counted, for example ``steps, epoch 2``.
+            samples: how many samples were processed since the last report.
+            loss: of the last step, a number. It is read four times a second, since reading it from
+                a GPU waits for the GPU.
+        """
+        self.session.board.progress(self.rank, done, total, label, samples)
+        if loss is not None:
+            self.session.report_loss(loss)
 
     @property
     def can_choose(self) -> bool:

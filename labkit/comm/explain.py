@@ -22,10 +22,8 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
         verb = "waits" if len(waiting) == 1 else "wait"
         lines.append(f"rank {peer} has returned, but {', '.join(waiting)} still {verb} for it.")
     for rank in stuck:
-        op, location = reasons[rank][0].op, board.ranks[rank]["location"].decode()
-        joint = " or " if reasons[rank][0].any_of else " and "
-        needs = joint.join(f"rank {wait.peer} {wait.what}" for wait in reasons[rank])
-        lines.append(f"  rank {rank} is in {op}, waiting for {needs}, at {location}")
+        location = board.ranks[rank]["location"].decode()
+        lines.append(f"  rank {rank} is {explain_rank(board, rank)}, at {location}")
     if sequences := uneven_collectives(board, *sorted({*stuck, *missing})):
         lines.append(sequences.lstrip())
         lines.append(
@@ -35,6 +33,20 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
     else:
         lines.append(_next_step(cycle, reasons))
     return "\n".join(lines)
+
+
+def explain_rank(board: Board, rank: int) -> str:
+    """What a rank is doing: ``in recv, waiting for rank 1 to send float32 [4]``, for example."""
+    op = board.ranks[rank]["op"].decode()
+    if not op:
+        return "in its own code"
+    reasons = waits(board, rank)
+    return f"in {op}, waiting for {_needs(reasons)}" if reasons else f"in {op}"
+
+
+def _needs(reasons: list[Waiting]) -> str:
+    joint = " or " if reasons[0].any_of else " and "
+    return joint.join(f"rank {wait.peer} {wait.what}" for wait in reasons)
 
 
 def _next_step(cycle: list[int], reasons: dict[int, list[Waiting]]) -> str:

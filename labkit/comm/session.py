@@ -14,6 +14,7 @@ import torch
 from labkit.comm.board import LEFT, RECV, SEND, Board
 from labkit.comm.mismatch import check_collective, check_message
 from labkit.comm.source_lines import caller_location
+from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
@@ -21,6 +22,9 @@ from labkit.trace import ClockTimer, CudaTimer, Recorder
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]
+
+
+_LOSS_EVERY_S = 0.25
 
 
 class Session:
@@ -34,6 +38,7 @@ class Session:
     Attributes:
         operations: calls of send, recv, recv_any and exchange so far, and the messages inside
             ``streaming``.
+        barriers: calls of barrier so far.
         recorder: collects this rank's spans.
     """
 
@@ -50,11 +55,12 @@ class Session:
         self.transport = transport
         self.board = board
         self.doorbells = doorbells
-        self.operations = 0
+        self.operations = self.barriers = 0
         self._on_gpu = device.type == "cuda"
         timer = CudaTimer(device) if self._on_gpu else ClockTimer()
         self.recorder = Recorder(rank, timer, keep=keep_spans)
         self._host = ClockTimer()
+        self._loss_read_s = -_LOSS_EVERY_S
         self._closed = False
 
     # For the operations of ``Comm``
@@ -131,6 +137,7 @@ class Session:
         # A barrier has no payload, so all its time is waiting.
         end = timer.mark()
         self.recorder.transfer(start, end, 0, None, arrived=None if self._on_gpu else end)
+        self.barriers += 1
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:
@@ -148,6 +155,13 @@ class Session:
         arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank)
         self.record(start, sent.num_bytes - num_bytes, dst, arrived)
 
+    def report_loss(self, loss: Any) -> None:
+        """Write a loss to the board, at most every quarter of a second."""
+        now_s = self._host.mark()
+        if now_s - self._loss_read_s > _LOSS_EVERY_S:
+            self._loss_read_s = now_s
+            self.board.ranks[self.rank]["loss"] = float(loss)
+
     # For the code that manages the run
 
     def start_together(self) -> None:
@@ -157,6 +171,7 @@ class Session:
         # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
         origin = None if self._on_gpu else float(self.board.ranks["origin_s"].max())
         self.recorder = Recorder(self.rank, self.recorder.timer, origin)
+        self.recorder.listener = SpanSums(self.board.ranks[self.rank], self.recorder)
 
     def leave(self) -> None:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""

@@ -9,19 +9,26 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 # Frames between a learner's call and ours, generated code ("<string>") among them.
 _BETWEEN = (_PACKAGE, contextlib.__file__, "<")
+# What a learner has typed at a prompt.
+_TYPED = ("<ipython-input-", "<stdin>", "<python-input-")
 _LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}multiprocessing{os.sep}")
+# Python's own modules, and installed packages.
+_INSTALLED = tuple(
+    {sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _asked = threading.local()
 _LOCATION = re.compile(r'(?:File )?"([^"\n]+)", line (\d+)')
 
 
 def caller_location() -> str:
-    """The innermost frame that is neither labkit's nor PyTorch's, as ``"FILE", line N``."""
+    """The innermost frame that is neither labkit's nor a library's, as ``"FILE", line N``."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
@@ -38,12 +45,14 @@ def credit_to(location: str) -> None:
 
 def is_ours(filename: str) -> bool:
     """Whether a frame of this file is labkit's, or of the code between a learner's call and it."""
-    return filename.startswith(_BETWEEN)
+    return filename.startswith(_BETWEEN) and not filename.startswith(_TYPED)
 
 
 def is_internal(filename: str) -> bool:
     """Whether a frame of this file is labkit's own or a library's, not the learner's."""
-    return is_ours(filename) or any(part in filename for part in _LIBRARIES)
+    if is_ours(filename) or filename.startswith(_INSTALLED):
+        return True
+    return any(part in filename for part in _LIBRARIES)
 
 
 def learner_frames(stack: str) -> str:
@@ -54,6 +63,12 @@ def learner_frames(stack: str) -> str:
         if (match := _LOCATION.search(line)) and not is_internal(match[1])
     ]
     return "\n".join(found) or stack
+
+
+def innermost_location(stack: str) -> str:
+    """The first location in the learner's code in a stack dump; empty if there is none."""
+    found = (match for match in _LOCATION.finditer(stack) if not is_internal(match[1]))
+    return next((match[0] for match in found), "")
 
 
 def cell_sources() -> dict[str, list[str]]:

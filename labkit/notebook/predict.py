@@ -1,91 +1,64 @@
-"""Predict, run, explain: prediction, model and measurement of one quantity side by side.
+"""Predict, run, explain: make a prediction, measure, and compare the two.
 
-A wrong prediction is never an error and is not marked: the ratio says how far it was off, and the
-text that follows it in the notebook says why.
+A prediction is locked by its first measurement. A wrong one is never an error and is not marked:
+the ratio says how far it was off, and the text that follows it in the notebook says why.
 """
 
-import html
-import statistics
+import os
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
-from labkit.units import as_repeats, format_number, format_value
+from labkit.notebook import record
+from labkit.notebook.pages import current_page
+from labkit.notebook.prediction import Prediction
+from labkit.notebook.record_format import entry
+from labkit.notebook.row import PredictionRow, make_row
+from labkit.notebook.typed import scale_between
+from labkit.units import as_repeats, format_value, spelled
 
 
-@dataclass(frozen=True)
-class PredictionRow:
-    """One quantity: what was predicted, what a formula gives, what was measured.
+def predict(
+    quantity: str, unit: str, *, value: float | str | None = None, id: str | None = None
+) -> Prediction:
+    """Ask for a prediction of one quantity, in a notebook by a field, elsewhere by ``value``.
 
-    Attributes:
-        quantity, unit, prediction, model: as in ``predict_row``; None for a number not given.
-        repeats: the measurements; their median is shown and compared.
+    Give the result to ``predict_row`` in the cell that measures: from then on it is locked. A
+    prediction that has been measured is shown again, also after a restart of the kernel.
+
+    Args:
+        quantity: what it is, for example ``time of one all-reduce``.
+        unit: of the number, for example ``s``; the reader may type another unit of the same kind.
+        value: the prediction, as a number in ``unit`` or as it would be typed (``"1.5 ms"``).
+        id: a name that is unique on the page, where two predictions have the same quantity.
+
+    Raises:
+        ValueError: ``value`` is not a number in such a unit.
     """
+    prediction = Prediction(quantity, unit, id or quantity)
+    if value is not None and value is not ... and prediction.locked_at is None:
+        prediction.enter(value)
+    if _in_a_notebook():
+        from labkit.notebook.form import PredictionForm
 
-    quantity: str
-    unit: str
-    prediction: float | None
-    model: float | None
-    repeats: tuple[float, ...]
-
-    @property
-    def measured(self) -> float:
-        return statistics.median(self.repeats)
-
-    @property
-    def ratio(self) -> float | None:
-        """Measured over predicted; None without a prediction, or with a prediction of 0."""
-        return self.measured / self.prediction if self.prediction else None
-
-    @property
-    def model_ratio(self) -> float | None:
-        """Measured over the model; None without a model, or with a model of 0."""
-        return self.measured / self.model if self.model else None
-
-    def cells(self) -> dict[str, str]:
-        """The texts of the row by the table's columns."""
-        return {
-            "quantity": self.quantity,
-            "your prediction": self._text(self.prediction, "no prediction"),
-            "model": self._text(self.model, "no model"),
-            "measured": self._measured_text(),
-            "measured / prediction": _ratio_text(self.ratio),
-            "measured / model": _ratio_text(self.model_ratio),
-        }
-
-    def __repr__(self) -> str:
-        quantity, prediction, model, measured, ratio, model_ratio = self.cells().values()
-        ratios = [f"{ratio} the prediction"] if self.ratio is not None else []
-        ratios += [f"{model_ratio} the model"] if self.model_ratio is not None else []
-        prediction = prediction if self.prediction is None else f"prediction {prediction}"
-        model = model if self.model is None else f"model {model}"
-        text = f"{quantity}: {prediction}, {model}, measured {measured}"
-        return f"{text} ({', '.join(ratios)})" if ratios else text
-
-    def _repr_html_(self) -> str:
-        heads = "".join(f'<th scope="col">{html.escape(head)}</th>' for head in self.cells())
-        first, *rest = map(html.escape, self.cells().values())
-        cells = "".join(f"<td>{cell}</td>" for cell in rest)
-        return (
-            f"<table><thead><tr>{heads}</tr></thead>"
-            f'<tbody><tr><th scope="row">{first}</th>{cells}</tr></tbody></table>'
-        )
-
-    def _text(self, value: float | None, missing: str) -> str:
-        return missing if value is None else format_value(value, self.unit)
-
-    def _measured_text(self) -> str:
-        text = format_value(self.measured, self.unit)
-        low, high = min(self.repeats), max(self.repeats)
-        if low == high:
-            return text
-        between = f"{format_value(low, self.unit)} to {format_value(high, self.unit)}"
-        return f"{text} (median of {len(self.repeats)}, {between})"
+        prediction.form = PredictionForm(prediction)
+    prediction.show()
+    return prediction
 
 
+def _in_a_notebook() -> bool:
+    """Whether a browser may show a field; a page that is compared with its text shows text."""
+    if os.environ.get("LABKIT_LIVE") == "0":
+        return False
+    ipython = sys.modules.get("IPython")  # importing it takes long, and a kernel has done so
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+@spelled
 def predict_row(
     quantity: str,
     unit: str,
-    prediction: float | None,
+    prediction: "float | Prediction | None",
     model: float | None,
     measured: float | Iterable[float],
 ) -> PredictionRow:
@@ -95,35 +68,41 @@ def predict_row(
         quantity: what it is, for example ``time of one all-reduce``.
         unit: of all three numbers: ``bytes`` and ``s`` are scaled when shown (MiB, ms), any other
             word is not.
-        prediction: the learner's number; None or ``...`` if none was made.
+        prediction: what ``predict`` has returned, which this locks; or the learner's number; None
+            or ``...`` if none was made.
         model: what the formula gives; None without a formula.
         measured: a number, or the list of repeats.
 
     Raises:
-        ValueError: a value that is not a number, or no measurement.
+        ValueError: a value that is not a number, no measurement, or a prediction in a unit of
+            another kind.
     """
-    return PredictionRow(
-        quantity,
-        unit,
-        _number(prediction, "prediction", unit),
-        _number(model, "model", unit),
-        tuple(as_repeats(measured)),
-    )
+    if isinstance(prediction, Prediction):
+        return _row_of(prediction, quantity, unit, model, measured)
+    row = make_row(quantity, unit, prediction, model, measured)
+    made = entry(quantity, unit, row.prediction, record.now())
+    if made is None:
+        return row
+    kept = record.note_row(current_page(), quantity, made, row.measured, row.model)
+    if kept.value * scale_between(kept.unit, unit) == made.value:
+        return row
+    text = f"Recorded is what you predicted at first: {format_value(kept.value, kept.unit)}."
+    return replace(row, note=text)
 
 
-def _number(value: float | None, name: str, unit: str) -> float | None:
-    if value is None or value is ...:
-        return None
-    try:
-        if isinstance(value, str):
-            raise ValueError
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{name} must be a number in {unit}, got {value!r}: give it without its unit, "
-            "or None to continue without one"
-        ) from None
-
-
-def _ratio_text(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{format_number(ratio)} ×"
+def _row_of(
+    prediction: Prediction,
+    quantity: str,
+    unit: str,
+    model: float | None,
+    measured: float | Iterable[float],
+) -> PredictionRow:
+    """The row of a prediction that was made in its own unit, which may be another one."""
+    if unit == prediction.unit:
+        return replace(prediction.measured(measured, model), quantity=quantity)
+    scale = scale_between(prediction.unit, unit)
+    predicted = None if prediction.value is None else prediction.value * scale
+    row = make_row(quantity, unit, predicted, model, measured)
+    model = None if row.model is None else row.model / scale
+    prediction.measured([repeat / scale for repeat in as_repeats(row.repeats)], model)
+    return row

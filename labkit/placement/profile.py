@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.workload.activations import HeldBytes, NonLeaf
-from labkit.workload.layers import Shape, input_dtype, layers_of, output_shapes
+from labkit.workload.chain import layers_of
+from labkit.workload.layers import Shape, input_dtype, output_shapes
 
 
 def profile_layers(

@@ -34,6 +34,7 @@ from labkit.plots.split_scatter import split_scatter
 from labkit.plots.staleness import staleness_histogram, staleness_model
 from labkit.plots.step_by_micro_batches import step_by_micro_batches
 from labkit.plots.timeline import timeline
+from labkit.units import unknown_name
 
 __all__ = [
     "BUCKET_SIZES_MB",
@@ -64,3 +65,5 @@ __all__ = [
     "step_by_micro_batches",
     "timeline",
 ]
+
+__getattr__ = unknown_name(__name__)

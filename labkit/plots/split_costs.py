@@ -125,6 +125,11 @@ def split_costs(
     )
 
 
+def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None) -> str:
+    """The caption of ``split_costs`` alone: the predicted step, and the measured one."""
+    return _caption(predicted, [_SplitBars.of(split) for split in (predicted, measured) if split])
+
+
 def _check_same(profile: Profile, predicted: SplitModel, measured: "MeasuredSplit") -> None:
     ours = predicted.split_points, predicted.micro_batches, profile.batch_size
     theirs = tuple(measured.split_points), measured.micro_batches, measured.batch_size

@@ -62,6 +62,16 @@ def timeline(
     )
 
 
+def timeline_words(trace: Trace) -> tuple[str, str]:
+    """The alt text and the caption of the timeline of a whole trace, which has spans."""
+    end_s = max(span.end_s for span in trace.spans)
+    lanes = [[span for span in trace.spans if (span.lane > 0) == beside] for beside in (0, 1)]
+    shares, others = (_shares(spans, trace.ranks, 0.0, end_s) for spans in lanes)
+    beside = _beside_words(others)
+    alt, caption = _timeline_alt(shares, end_s, False), _timeline_caption(shares, end_s, 0)
+    return alt + beside[0], caption + beside[1]
+
+
 def trace_of(result: Any) -> Trace:
     """The trace of a result, or ``result`` itself if it is a trace.
 

@@ -8,6 +8,8 @@ connect       how a process joins the other ranks and gets its Comm
 torchrun      ``labkit.run`` in a process that torchrun has started
 pickling      functions, arguments and results on their way between processes
 messages      what a rank and its launcher tell each other
+limits        what limited a run, in words: rank_states says what each rank did when
+chrome_trace  reads traces from files, ours and PyTorch's
 failures      how reports and exit codes become one WorkerError
 output        what the caller shows during a run
 forkserver    the process that ranks are forked from; preload, preload_first and

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
+from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
 from labkit.comm.meeting import meet, stay_on_loopback
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
@@ -29,7 +31,11 @@ _RENDEZVOUS_S = 60.0
 
 
 def connect(
-    plan: Plan, timeout_s: float, arena: Arena | None = None, meeting: "MeetingFile | None" = None
+    plan: Plan,
+    timeout_s: float,
+    arena: Arena | None = None,
+    meeting: "MeetingFile | None" = None,
+    link: EmulatedLink | None = None,
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
 
@@ -39,6 +45,7 @@ def connect(
         arena: the shared memory that the launcher has made; None under ``torchrun``.
         meeting: where the ranks find each other; without it they meet at the address in the
             environment (``torchrun``).
+        link: the emulated link of this process's messages; None for no emulation.
 
     Raises:
         ConnectionError: the other ranks cannot be reached.
@@ -59,16 +66,22 @@ def connect(
     if arena is None and local_world_size == world_size:
         arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     patience_s = timeout_s + PATIENCE_S
-    if arena is None or plan.transport != "shared":
-        transport = TorchTransport(plan.backend, device)
-    elif device.type == "cuda":
-        transport = CudaTransport(arena, rank, device, timeout_s=patience_s)
-    else:
-        transport = SharedTransport(arena, rank, patience_s)
+    plug_in(link)
+    transport = over_link(_transport(plan, arena, rank, device, patience_s))
     if arena is None:
         return Comm(rank, world_size, device, transport)
     doorbells = Doorbells(arena, rank, patience_s) if arena.has_semaphores else None
     return Comm(rank, world_size, device, transport, arena.board, doorbells=doorbells)
+
+
+def _transport(
+    plan: Plan, arena: Arena | None, rank: int, device: torch.device, patience_s: float
+) -> Transport:
+    if arena is None or plan.transport != "shared":
+        return TorchTransport(plan.backend, device)
+    if device.type == "cuda":
+        return CudaTransport(arena, rank, device, timeout_s=patience_s)
+    return SharedTransport(arena, rank, patience_s)
 
 
 def _join_group(

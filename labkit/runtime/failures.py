@@ -4,6 +4,7 @@ In the rank, an exception becomes a report. In the launcher, reports, exit codes
 board together become one error that names the cause, not its consequences.
 """
 
+import bdb
 import resource
 import sys
 import traceback
@@ -11,15 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from labkit import units
-from labkit.comm.board import RETURNED, Board
+from labkit.comm.board import LOST, NOT_STARTED, RETURNED, Board
 from labkit.comm.deadlock import takes_part
-from labkit.comm.explain import explain_deadlock
+from labkit.comm.explain import explain_deadlock, explain_rank
 from labkit.comm.processes import signal_name
-from labkit.comm.source_lines import is_internal, is_ours, learner_frames, readable
+from labkit.comm.source_lines import (
+    innermost_location,
+    is_internal,
+    is_ours,
+    learner_frames,
+    readable,
+)
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
 from labkit.runtime.forkserver import server_fault
 from labkit.runtime.messages import Report, described, shortened
 from labkit.runtime.pickling import UnpicklableError
+from labkit.runtime.prepare import NO_DEBUGGER
 
 
 def report_of_failure(rank: int, error: BaseException) -> Report:
@@ -46,7 +54,9 @@ def _kind_and_summary(error: BaseException) -> tuple[str, str]:
     text = described(error)
     if isinstance(error, MemoryError) and not text:
         text = _memory_words()
-    summary = f"raised {type(error).__name__}: {text}"
+    if isinstance(error, bdb.BdbQuit):
+        text = NO_DEBUGGER
+    summary = f"raised {type(error).__name__}: {text}{units.spelling(error)}"
     # Where PyTorch uses gloo without labkit, a lost peer is a RuntimeError.
     is_lost_peer = isinstance(error, PeerLostError) or "gloo/transport/" in summary
     return ("peer_lost" if is_lost_peer else "raised"), summary
@@ -227,7 +237,24 @@ def deadline_error(
 def _doing(board: Board, rank: int, stack: str) -> str:
     if not board.ranks[rank]["state"]:
         return "had not started yet."
-    op = board.ranks[rank]["op"].decode()
-    doing = f"was in {op}" if op else "was in its own code"
+    doing = f"was {explain_rank(board, rank)}"
     where = readable(learner_frames(stack))
     return f"{doing}:\n{where}" if where else f"{doing}; it did not report where."
+
+
+def stopped_note(evidence: Evidence, stacks: Mapping[int, str]) -> str:
+    """What each rank was doing when the caller stopped the run, in one line per rank.
+
+    Args:
+        evidence: what is known about the ranks.
+        stacks: {rank: stack dump} of the ranks that were running.
+    """
+    lines = ["The run was stopped, and all its ranks were ended. What each was doing:"]
+    states = {NOT_STARTED: "had not started yet", RETURNED: "had returned", LOST: "was lost"}
+    for rank, slot in enumerate(evidence.board.ranks):
+        doing = states.get(int(slot["state"])) or f"was {explain_rank(evidence.board, rank)}"
+        where = slot["location"].decode(errors="replace") if slot["op"] else ""
+        if where := where or innermost_location(stacks.get(rank, "")):
+            doing += f", at {readable(where)}"
+        lines.append(f"  rank {rank} {doing}")
+    return "\n".join(lines)

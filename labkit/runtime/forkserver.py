@@ -26,6 +26,15 @@ _STOPPED_PATIENCE_S = 1.0
 _LONGEST_FOLDER = 70
 _SHORT_FOLDER = "/tmp"
 
+# Variables that Python, the C library or a library of torch reads once, when it is loaded.
+_READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_")
+_READ_AT_LOAD += ("PYTHON", "LD_", "DYLD_", "MALLOC_", "GLIBC_", "TORCH_LOGS", "TORCHDYNAMO_")
+# labkit sets this one for the server alone, see start_server.
+_OF_SERVER = "OMP_WAIT_POLICY"
+# The variables of this process when it started the server.
+_variables_at_start: dict[str, str] = {}
+_told: set[tuple[str, str | None]] = set()
+
 
 def start_method() -> str:
     """``forkserver`` (0.1 s per start), or ``spawn`` where the system has no forkserver."""
@@ -49,14 +58,44 @@ def start_server(preload: list[str]) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # OpenMP's threads spin while they wait. With another program on the cores, the spinning takes
     # more time than the work: a rank with two threads was ten times slower in a measurement.
-    chosen = os.environ.get("OMP_WAIT_POLICY")
-    os.environ["OMP_WAIT_POLICY"] = chosen or "passive"
+    chosen, pid = os.environ.get(_OF_SERVER), _server._forkserver_pid
+    variables = dict(os.environ)
+    os.environ[_OF_SERVER] = chosen or "passive"
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if chosen is None:
-            del os.environ["OMP_WAIT_POLICY"]
+            del os.environ[_OF_SERVER]
+    if _server._forkserver_pid != pid:
+        _variables_at_start.clear()
+        _variables_at_start.update(variables)
+        _told.clear()
+
+
+def removed_variables() -> set[str]:
+    """The variables that the server has, and this process no longer has."""
+    return _variables_at_start.keys() - os.environ.keys()
+
+
+def late_variables() -> str:
+    """Which variables were set too late for the ranks' libraries; each change is told once."""
+    before, now = _variables_at_start, dict(os.environ)
+    if not before:
+        return ""
+    changed = {name for name in {*before, *now} if before.get(name) != now.get(name)}
+    late = {(name, now.get(name)) for name in changed if name.startswith(_READ_AT_LOAD)}
+    names = sorted(name for name, _ in late - _told)
+    _told.update(late)
+    if not names:
+        return ""
+    verb = "has" if len(names) == 1 else "have"
+    return (
+        f"{', '.join(names)} {verb} changed since labkit.warm_up() or the first run: it is in the "
+        "ranks' os.environ, but the libraries that read it were loaded before. Next step: restart "
+        "the kernel and set it in the first cell, before labkit.warm_up(). (For the number of "
+        "threads, call torch.set_num_threads in the function of the ranks.)"
+    )
 
 
 def server_fault() -> str:

@@ -4,25 +4,38 @@ import multiprocessing
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.source_lines import cell_sources
-from labkit.devices import check_world_size, plan
+from labkit.devices import Plan, check_world_size, plan
 from labkit.runtime import torchrun
+from labkit.runtime.forkserver import late_variables
+from labkit.runtime.limits import Limit, what_limited, without_spans
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
 from labkit.trace import Trace
-from labkit.units import MOST_SECONDS, check_above_zero, check_integer
+from labkit.units import (
+    MOST_SECONDS,
+    check_above_zero,
+    check_integer,
+    format_bytes,
+    format_seconds,
+    spelled,
+)
 
 # Per rank: both ends of two pipes, and two descriptors that report how its process ends.
 _OPEN_FILES_PER_RANK = 6
 # What Python, a notebook's kernel and the learner's program hold open.
 _OPEN_FILES = 100
+# From this size on, all results together, a result takes about a second and is worth a word.
+LARGE_RESULT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,14 @@ class RunResult:
     bytes_sent: list[int]
     lost: dict[int, str] = field(default_factory=dict)
 
+    def explain(self) -> Limit:
+        """What limited the run: computing, messages, or waiting and for whom, in words."""
+        if not self.trace.spans:
+            return without_spans(self.duration_s)
+        return what_limited(self.trace, start_s=0.0)
 
+
+@spelled
 def run(
     fn: Callable[..., Any],
     *args: Any,
@@ -55,6 +75,7 @@ def run(
     transport: str = "auto",
     timeout_s: float = 120,
     may_lose: Collection[int] = (),
+    link: EmulatedLink | None = None,
 ) -> RunResult:
     """Call ``fn(comm, *args)`` on ``world_size`` processes, and gather what they return.
 
@@ -66,9 +87,9 @@ def run(
         transport: ``shared`` (memory, on one machine), ``gloo`` (PyTorch's point-to-point), or
             ``auto``: shared memory for CPU ranks, where the system has it.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without. If one of them fails after all ranks have
-            started, the others continue, and get a PeerLostError where they wait for it. Without
-            effect under ``torchrun``, which ends all ranks when one fails.
+        may_lose: ranks that the run can do without: if one fails after all ranks have started,
+            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.)
+        link: an emulated link, which makes messages slower; None for no emulation.
 
     Returns:
         The values by rank, the trace, and what was sent. Under ``torchrun`` the ranks exist
@@ -81,22 +102,35 @@ def run(
         DeadlockError: the ranks can never finish; the message says why.
         DeadlineError: the deadline passed; the message holds each rank's stack.
     """
-    _check(world_size, timeout_s, may_lose)
+    _check(world_size, timeout_s, may_lose, link)
     if under_torchrun():
-        return _result(torchrun.run_as_rank(fn, args, world_size, device, transport, timeout_s))
-    chosen = plan(world_size, device, transport)
-    if chosen.note:
-        print(chosen.note, file=sys.stderr)
-    _check_program()
-    _check_open_files(world_size)
-    call = dump_call(fn, args)
-    supervisor = Supervisor(Job(call, cell_sources(), chosen, timeout_s, frozenset(may_lose)))
+        where = world_size, device, transport, timeout_s, link
+        return _result(torchrun.run_as_rank(fn, args, *where))
+    chosen = _planned(world_size, device, transport)
+    job = Job(dump_call(fn, args), cell_sources(), chosen, timeout_s, frozenset(may_lose), link)
+    supervisor = Supervisor(job)
     return _result(supervisor.run(), supervisor.lost)
 
 
+def _planned(world_size: int, device: str, transport: str) -> Plan:
+    """Where the ranks run, printed if there was a choice; refuses what cannot be started here."""
+    chosen = plan(world_size, device, transport)
+    for note in filter(None, (chosen.note, late_variables())):
+        print(note, file=sys.stderr)
+    _check_program()
+    _check_open_files(world_size)
+    return chosen
+
+
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
+    started_s = time.perf_counter()
+    values = [report and load_value(report) for report in reports]
+    if note := _cost_note(
+        [report for report in reports if report], time.perf_counter() - started_s
+    ):
+        print(note, file=sys.stderr)
     return RunResult(
-        values=[report and load_value(report) for report in reports],
+        values=values,
         trace=Trace.merge(report.spans for report in reports if report),
         duration_s=max((report.duration_s for report in reports if report), default=0.0),
         messages=[report.messages if report else 0 for report in reports],
@@ -105,7 +139,23 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
     )
 
 
-def _check(world_size: int, timeout_s: float, may_lose: Collection[int]) -> None:
+def _cost_note(reports: Sequence[Report], load_s: float) -> str:
+    """What large results have cost; empty for small ones. ``load_s``: to unpickle all of them."""
+    num_bytes = [len(report.payload) for report in reports]
+    if sum(num_bytes) < LARGE_RESULT_BYTES:
+        return ""
+    largest = max(reports, key=lambda report: len(report.payload))
+    total_s = largest.travel_s + load_s
+    return (
+        f"the ranks have returned {format_bytes(sum(num_bytes))} (rank {largest.rank}: "
+        f"{format_bytes(max(num_bytes))}): it took {format_seconds(total_s)} to pickle, send and "
+        "unpickle, and for a moment the rank and this process held each byte three times. Next "
+        "step: return what you need of it (x.sum(), loss.item(), x[:10]), or let the rank save "
+        "it: torch.save(x, path)"
+    )
+
+
+def _check(world_size: int, timeout_s: float, may_lose: Collection[int], link: object) -> None:
     if torchrun.inside_a_run or multiprocessing.parent_process() is not None:
         raise ValueError(
             "labkit.run was called inside a rank of another run: start runs from the notebook or "
@@ -120,6 +170,11 @@ def _check(world_size: int, timeout_s: float, may_lose: Collection[int]) -> None
             f"{world_size - 1}"
         )
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
+    if not isinstance(link, EmulatedLink | None):
+        raise ValueError(
+            f"link {link!r} is not a labkit.EmulatedLink: give EmulatedLink(latency_s, "
+            "bandwidth_bytes_per_s), or leave link out"
+        )
 
 
 def _check_open_files(world_size: int) -> None:

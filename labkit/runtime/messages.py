@@ -1,20 +1,26 @@
 """The messages between a rank and its launcher, over the rank's pipe.
 
-A rank sends one report; the launcher answers with one byte, after which the rank may exit. Each
-side learns from the end of the pipe that the other process has ended.
+A rank sends the objects that it displays, and one report at the end; the launcher answers with one
+byte, after which the rank may exit. Each side learns from the end of the pipe that the other
+process has ended.
 """
 
 import os
 import pickle
 import struct
-from dataclasses import dataclass
+import threading
+import time
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 from labkit.trace import Span
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
 _GO = b"g"
+# A rank may display an object in one thread while its function returns in another.
+_SENDING = threading.Lock()
 # The limit for each text in a report: people read it below a notebook cell.
 _MOST_CHARS = 20_000
 
@@ -33,6 +39,8 @@ class Report:
         summary, location, traceback: of the exception, if ``kind`` is not ``value``; the fields
             above them are empty in this case.
         duration_s: how long the function took.
+        returned_at_s: when it returned, on the clock that all processes of a machine share.
+        travel_s: the time from then until the launcher had the report; 0 until it has arrived.
     """
 
     rank: int
@@ -45,14 +53,37 @@ class Report:
     location: str = ""
     traceback: str = ""
     duration_s: float = 0.0
+    returned_at_s: float = 0.0
+    travel_s: float = 0.0
 
 
-def send_report(control: Connection, report: Report) -> None:
-    """Send the whole report, in as many writes as the pipe needs."""
-    data = memoryview(pickle.dumps(report))
-    for part in (_LENGTH.pack(len(data)), data):
-        while part:
-            part = part[os.write(control.fileno(), part) :]
+@dataclass(frozen=True)
+class Shown:
+    """An object that a rank displays.
+
+    Attributes:
+        rank: which rank.
+        number: of the object, counted on its rank; its place in the rank's output has a marker.
+        data, metadata: by MIME type, text or bytes or what JSON can hold.
+        display_id: by which later messages change it; empty if none will.
+        is_update: this message changes the object that has the ``display_id``.
+    """
+
+    rank: int
+    number: int
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str = ""
+    is_update: bool = False
+
+
+def send(control: Connection, message: Report | Shown) -> None:
+    """Send the whole message, in as many writes as the pipe needs."""
+    data = memoryview(pickle.dumps(message))
+    with _SENDING:
+        for part in (_LENGTH.pack(len(data)), data):
+            while part:
+                part = part[os.write(control.fileno(), part) :]
 
 
 def let_go(control: Connection) -> None:
@@ -94,8 +125,8 @@ class Inbox:
         self.control = control
         self._data = bytearray()
 
-    def read(self) -> Report | None:
-        """Read what has arrived; return the report once it is complete, None until then.
+    def read(self) -> list[Report | Shown]:
+        """Read what has arrived; return the messages that are complete.
 
         Raises:
             EOFError: the rank has ended, or closed its end.
@@ -107,11 +138,15 @@ class Inbox:
         if not data:
             raise EOFError
         self._data += data
-        if len(self._data) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._data)
-        if len(self._data) < _LENGTH.size + length:
-            return None
-        report = pickle.loads(memoryview(self._data)[_LENGTH.size :])
-        self._data = bytearray()
-        return report
+        found = []
+        while len(self._data) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            if len(self._data) < end:
+                break
+            with memoryview(self._data) as whole, whole[_LENGTH.size : end] as part:
+                message = pickle.loads(part)
+            del self._data[:end]
+            if isinstance(message, Report):
+                message = replace(message, travel_s=time.monotonic() - message.returned_at_s)
+            found.append(message)
+        return found

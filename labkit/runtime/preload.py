@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from types import FrameType
 
 from labkit.runtime.forkserver import start_method, start_server
+from labkit.units import spelled
 
 # What the forkserver imports before it forks ranks. The packages above the runtime append the
 # modules that their ranks need: the runtime does not know these packages.
 FOR_RANKS = ["labkit.runtime.preload_first", "labkit.runtime.worker", "labkit.collectives"]
 # The first optimizer in a process imports torch._dynamo, which takes seconds in every rank.
 FOR_TRAINING = ["torch._dynamo"]
+# The module whose ``watcher`` draws the runs of a notebook; imported by the first of them.
+IN_NOTEBOOKS: list[str] = []
 
 
 def under_torchrun() -> bool:
@@ -21,6 +24,7 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
+@spelled
 def warm_up(*, training: bool = True) -> None:
     """Start the process that all ranks are forked from, in the background; return at once.
 

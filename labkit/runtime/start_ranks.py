@@ -28,7 +28,7 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from labkit.comm.processes import is_running, kill_group
-from labkit.runtime.forkserver import server_fault, start_method
+from labkit.runtime.forkserver import removed_variables, server_fault, start_method
 
 _LOOPBACK = "127.0.0.1"
 # The longest time between two checks whether the agent has to stop.
@@ -217,10 +217,11 @@ def _pid(process: multiprocessing.process.BaseProcess) -> int:
     return process.pid
 
 
-def _environment(worker: api.Worker, group: api.WorkerGroup) -> dict[str, str]:
-    """What torchrun sets for a rank, and what may have changed since the forkserver started."""
-    passed_on = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-    return {name: os.environ[name] for name in passed_on if name in os.environ} | {
+def _environment(worker: api.Worker, group: api.WorkerGroup) -> dict[str, str | None]:
+    """The caller's variables as they are now, and what torchrun sets for a rank."""
+    return {
+        **dict.fromkeys(removed_variables()),
+        **os.environ,
         "RANK": str(worker.global_rank),
         "LOCAL_RANK": str(worker.local_rank),
         "WORLD_SIZE": str(worker.world_size),

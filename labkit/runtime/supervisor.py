@@ -18,13 +18,21 @@ from labkit.comm.processes import is_running, is_stopped, kill_group
 from labkit.comm.shared_memory import Arena
 from labkit.errors import WorkerError
 from labkit.runtime.connect import MeetingFile
-from labkit.runtime.failures import Evidence, deadline_error, deadlock_error, failure_error
+from labkit.runtime.failures import (
+    Evidence,
+    deadline_error,
+    deadlock_error,
+    failure_error,
+    stopped_note,
+)
 from labkit.runtime.forkserver import end_stopped_server, server_fault
-from labkit.runtime.messages import Inbox, Report, let_go
-from labkit.runtime.output import Output, ProgressBar
+from labkit.runtime.messages import Inbox, Report, Shown, let_go
+from labkit.runtime.output import Output
 from labkit.runtime.preload import warm_up
 from labkit.runtime.start_ranks import Ranks
+from labkit.runtime.watch import watcher
 from labkit.runtime.worker import Job, run_rank
+from labkit.trace import Trace
 
 _POLL_S = 0.05
 # After the first sign of a failure: time for the ranks' reports and exit codes to arrive.
@@ -60,7 +68,7 @@ class Supervisor:
         outputs = [Pipe(duplex=False) for _ in range(self.world_size)]
         self._inboxes = {mine: (rank, Inbox(mine)) for rank, (mine, _) in enumerate(controls)}
         self._output = Output([receiver for receiver, _ in outputs])
-        self._bar = ProgressBar(self._arena.board)
+        self._watcher = watcher(self._arena.board)
         self._rank_ends = [(control, out) for (_, control), (_, out) in zip(controls, outputs)]
         self.agent = Ranks(run_rank, self._rank_ends, (job, self._arena, self._meeting))
         self._seen = Evidence(self._arena.board, job.may_lose)
@@ -78,6 +86,7 @@ class Supervisor:
 
         Raises:
             WorkerError: or a subclass of it, if the run has failed.
+            KeyboardInterrupt: the caller was interrupted; a note says what each rank was doing.
         """
         try:
             # An interrupt can come between any two of these calls: whatever has started must end.
@@ -87,6 +96,10 @@ class Supervisor:
             self.lost = {rank: self._seen.why_lost(rank) for rank in sorted(self._seen.lost)}
             if verdict is None:
                 self._let_go()
+        except KeyboardInterrupt as stop:
+            seen = replace(self._seen, board=self._seen.board.copy())
+            stop.add_note(stopped_note(seen, self._stacks([])))
+            raise
         finally:
             self._end()
         if verdict is not None:
@@ -101,7 +114,7 @@ class Supervisor:
         while True:
             self._read(_POLL_S)
             self._output.show({*seen.reports, *seen.gone})
-            self._bar.update()
+            self._watcher.update(self._output.bars)
             now_s = time.monotonic()
             failed = bool(seen.failures)
             if not failed and len({*seen.reports, *seen.lost}) == self.world_size:
@@ -141,8 +154,11 @@ class Supervisor:
     def _read_report(self, control: Connection) -> None:
         rank, inbox = self._inboxes[control]
         try:
-            if report := inbox.read():
-                self._seen.reports[rank] = report
+            for message in inbox.read():
+                if isinstance(message, Shown):
+                    self._output.take(message)
+                else:
+                    self._seen.reports[rank] = message
         except EOFError:
             del self._inboxes[control]
             control.close()
@@ -209,7 +225,7 @@ class Supervisor:
         for rank in asked:
             self._signal(rank, signal.SIGUSR1)
         until_s = time.monotonic() + _STACKS_S
-        while time.monotonic() < until_s:
+        while asked and time.monotonic() < until_s:
             self._read(_POLL_S)
         return {rank: self._output.take_pending(rank) for rank in asked}
 
@@ -245,7 +261,7 @@ class Supervisor:
         for end in (*self._inboxes, *(end for pair in self._rank_ends for end in pair)):
             end.close()
         # The traceback of an error keeps this object alive; it must not keep the shared memory.
-        del self._seen.board, self._bar
+        del self._seen.board, self._watcher
         self._arena.close()
         self._meeting.close()
 
@@ -267,6 +283,13 @@ class Supervisor:
             if not (found := wait(self._output.connections, 0)):
                 break
             self._output.read(found)
-        self._bar.close()
+        self._watcher.close(self._trace())
         self._output.flush()
         self._output.close()
+
+    def _trace(self) -> Trace | None:
+        """The spans of all ranks that have returned; None if the run has failed."""
+        reports = self._seen.reports
+        if self._seen.failures or len({*reports, *self._seen.lost}) < self.world_size:
+            return None
+        return Trace.merge(report.spans for report in reports.values())

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from labkit.collectives import all_gather
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.meeting import meet
 from labkit.comm.shared_transport import SharedTransport
 from labkit.devices import plan
 from labkit.runtime.connect import PATIENCE_S, connect
 from labkit.runtime.messages import Report
+from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.worker import success
 from labkit.units import format_count
 
@@ -31,11 +33,12 @@ def run_as_rank(
     device: str,
     transport: str,
     timeout_s: float,
+    link: EmulatedLink | None = None,
 ) -> list[Report]:
     """Run ``fn`` in this process, one of torchrun's ranks, and return all ranks' reports.
 
     Args:
-        fn, args, world_size, device, transport, timeout_s: see ``labkit.run``.
+        fn, args, world_size, device, transport, timeout_s, link: see ``labkit.run``.
 
     Raises:
         ValueError: ``world_size`` is not the number of ranks that torchrun has started.
@@ -47,8 +50,9 @@ def run_as_rank(
     chosen = plan(local_world_size, device, transport)
     if chosen.note and os.environ["RANK"] == "0":
         print(chosen.note, file=sys.stderr)
-    comm = connect(chosen, timeout_s)
+    comm = connect(chosen, timeout_s, link=link)
     memory = _report_memory(comm, local_world_size, timeout_s)
+    seed_random_numbers(comm.rank)
     comm.session.start_together()
     started_s = time.perf_counter()
     inside_a_run = True

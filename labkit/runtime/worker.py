@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,13 +18,16 @@ import cloudpickle
 
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.shared_memory import Arena
 from labkit.comm.source_lines import install_sources
 from labkit.devices import Plan
+from labkit.runtime import displays
 from labkit.runtime.connect import MeetingFile, connect
 from labkit.runtime.failures import report_of_failure
-from labkit.runtime.messages import Report, may_go, send_report
+from labkit.runtime.messages import Report, may_go, send
 from labkit.runtime.pickling import dump_value
+from labkit.runtime.prepare import seed_random_numbers, set_variables, take_keyboard_away
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Job:
         plan: the ranks' devices, backend and transport.
         timeout_s: the run's deadline.
         may_lose: ranks that the run can do without.
+        link: the emulated link of each rank; None for no emulation.
     """
 
     call: bytes
@@ -43,11 +48,12 @@ class Job:
     plan: Plan
     timeout_s: float
     may_lose: frozenset[int] = frozenset()
+    link: EmulatedLink | None = None
 
 
 def run_rank(
     rank: int,
-    environment: dict[str, str],
+    environment: dict[str, str | None],
     control: Connection,
     output: Connection,
     job: Job,
@@ -58,14 +64,14 @@ def run_rank(
 
     Args:
         rank: this rank.
-        environment: variables to set, including those that ``torchrun`` sets.
+        environment: variables to set, including those that ``torchrun`` sets; None removes one.
         control: this rank's end of the pipe for its report and the launcher's answer.
         output: the writing end of the pipe for stdout and stderr.
         job: what to run.
         arena: the shared memory of all ranks, with the status board.
         meeting: the rendezvous of the ranks.
     """
-    os.environ.update(environment)
+    set_variables(environment)
     # A separate process group, so that processes which this rank starts can be ended with it.
     os.setpgid(0, 0)
     me = arena.board.ranks[rank]["pid"] = os.getpid()
@@ -73,12 +79,15 @@ def run_rank(
     # Ctrl-C and the stop button signal the whole process group; the launcher ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _capture_output(output)
+    _let_children_fork()
+    take_keyboard_away()
+    displays.install(rank, control)
     report = _call(job, rank, arena, meeting)
     _flush()
     if os.getpid() != me:
         # A child that the function has forked gets here, too; only the rank itself reports.
         os._exit(0)
-    send_report(control, report)
+    send(control, report)
     if report.kind != "value" and rank in job.may_lose:
         # The other ranks notice that this one has ended, and continue.
         os._exit(1)
@@ -91,11 +100,13 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
     try:
         install_sources(job.sources)
         function, args = cloudpickle.loads(job.call)
-        comm = connect(job.plan, job.timeout_s, arena, meeting)
+        comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
         arena.board.ranks[rank]["state"] = RUNNING
+        seed_random_numbers(rank)
         comm.session.start_together()
         started_s = time.perf_counter()
         value = function(comm, *args)
+        displays.show_open_figures()
         report = success(comm, value, time.perf_counter() - started_s)
     except BaseException as error:
         return report_of_failure(rank, error)
@@ -109,6 +120,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
     Raises:
         UnpicklableError: the value cannot be pickled.
     """
+    returned_at_s = time.monotonic()
     payload = dump_value(value)
     comm.session.close()
     return Report(
@@ -119,6 +131,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
         duration_s=duration_s,
+        returned_at_s=returned_at_s,
     )
 
 
@@ -142,6 +155,17 @@ def _watch_launcher(control: Connection) -> threading.Event:
 
     threading.Thread(target=watch, name="labkit-launcher-watch", daemon=True).start()
     return let_go
+
+
+def _let_children_fork() -> None:
+    """Let a DataLoader's workers start as forks of this rank, as in any program on Linux.
+
+    Python gives a process the start method that it was started with. Workers from the forkserver
+    would have to unpickle the data set, which cannot be imported if it is defined in a notebook,
+    and to import torch first (seconds per epoch).
+    """
+    if sys.platform.startswith("linux"):
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def _flush() -> None:

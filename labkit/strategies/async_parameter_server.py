@@ -58,6 +58,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         ValueError: the straggler would be the server; in ``setup``, a bound on several machines.
     """
 
+    optimizes = "elements"
     survives_lost_workers = True
 
     def __init__(
@@ -83,7 +84,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             )
         self.comm = comm
         self.model = model.to(comm.device).train()
-        self.gradients = LocalGradients(comm, self.model, **self.settings)
+        self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.report = self._with_buffers(0, 0)
         self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)

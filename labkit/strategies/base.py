@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.workload.losses import Loss, sum_cross_entropy
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
@@ -35,6 +36,9 @@ class Strategy:
         devices: of a technique in one process, one per replica or stage.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
         through_comm: whether all traffic passes through ``comm``, which counts it.
+        optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
+            some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
+        loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -43,6 +47,8 @@ class Strategy:
     in_one_process = False
     survives_lost_workers = False
     through_comm = True
+    optimizes = "model"
+    loss: Loss = staticmethod(sum_cross_entropy)
     devices: Sequence[torch.device] = ()
     comm: Comm
     model: nn.Module

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
@@ -135,7 +134,7 @@ class DataParallel(Strategy):
         with self.comm.span("compute"):
             gathered.requires_grad_()
             targets = targets.to(gathered.device)
-            loss = functional.cross_entropy(gathered, targets, reduction="sum")
+            loss = self.loss(gathered, targets)
             (gradient,) = torch.autograd.grad(loss / batch_size, gathered)
         with self.comm.span("gather"):
             parts = gradient.split([len(output) for output in outputs])

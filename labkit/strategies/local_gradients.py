@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.nn import functional
 
 from labkit.comm.comm import Comm
+from labkit.workload.losses import Loss, sum_cross_entropy
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,6 +37,7 @@ class LocalGradients:
     Args:
         comm: this rank's Comm.
         model: on ``comm.device``, in training mode; parameters keep their dtype.
+        loss: (outputs, targets) -> the sum over the samples.
         accumulate: micro-batches that a share is cut into, as evenly as possible. The gradient is
             that of the whole share, unless layers combine samples: BatchNorm normalises each
             micro-batch separately.
@@ -52,12 +53,14 @@ class LocalGradients:
         comm: Comm,
         model: nn.Module,
         *,
+        loss: Loss = sum_cross_entropy,
         accumulate: int = 1,
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
     ):
         self.comm = comm
         self.model = model
+        self.loss = loss
         self.accumulate = accumulate
         self.half = _HALVES[amp] if amp else None
         self.scaler = torch.amp.GradScaler(comm.device.type, enabled=amp == "fp16")
@@ -124,7 +127,7 @@ class LocalGradients:
             # down. This callback is queued when backward starts, so it runs before DDP's.
             queue = Variable._execution_engine.queue_callback
             logits.register_hook(lambda _: queue(lambda: self._fall_behind(start_s, len(logits))))
-        loss = functional.cross_entropy(logits, targets, reduction="sum")
+        loss = self.loss(logits, targets)
         self.scaler.scale(loss / divisor).backward()
         return loss.detach()
 

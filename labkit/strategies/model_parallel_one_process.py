@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from labkit.comm.comm import Comm
 from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.stage import on_several
 from labkit.trace import ClockTimer, CudaTimer
-from labkit.workload.layers import layers_of
+from labkit.workload.chain import layers_of
 
 _KEPT_HOPS = 10_000
 
@@ -86,7 +85,7 @@ class ModelParallelOneProcess(Strategy):
             for cut, stage in enumerate(self.stages, start=-1):
                 value = stage(value if cut < 0 else _Crossing.apply(value, self, cut))
             targets = targets.to(self.devices[-1])
-            loss = functional.cross_entropy(value, targets, reduction="sum")
+            loss = self.loss(value, targets)
         with self.comm.span("backward"):
             (loss / batch_size).backward()
         with self.comm.span("update"):

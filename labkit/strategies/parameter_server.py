@@ -46,6 +46,8 @@ class ParameterServer(Strategy):
         ValueError: the straggler would be a server; in ``setup``, no rank is left to work.
     """
 
+    optimizes = "elements"
+
     def __init__(
         self, servers: int = 1, accumulate: int = 1, straggler: tuple[int, float] | None = None
     ):
@@ -57,7 +59,7 @@ class ParameterServer(Strategy):
         check_servers(self.servers, comm.world_size)
         self.comm = comm
         self.model = model.to(comm.device).train()
-        self.local = LocalGradients(comm, self.model, **self.settings)
+        self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         self._take_role()

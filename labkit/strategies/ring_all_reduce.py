@@ -56,7 +56,7 @@ class RingAllReduce(Strategy):
         # parameters() lists a tied parameter once.
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
-        self.gradients = LocalGradients(comm, self.model, **self.settings)
+        self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 

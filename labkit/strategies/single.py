@@ -32,7 +32,7 @@ class Single(Strategy):
         self.comm = comm
         self.model = model.to(comm.device).train()
         self.optimizer = make_optimizer(self.model.parameters())
-        self.gradients = LocalGradients(comm, self.model, **self.settings)
+        self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()

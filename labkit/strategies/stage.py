@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from labkit.collectives import all_gather, broadcast
 from labkit.comm.comm import Comm
@@ -26,7 +25,10 @@ from labkit.schedules.split_points import as_split_points, check_split_points, s
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
-from labkit.workload.layers import meta_copy, named_layers, output_shapes
+from labkit.workload.chain import named_layers, state_key
+from labkit.workload.layers import output_shapes
+from labkit.workload.losses import Loss, sum_cross_entropy
+from labkit.workload.meta import meta_copy
 
 
 class Stage:
@@ -39,10 +41,11 @@ class Stage:
 
     Args:
         comm: this rank's Comm; its world size is the number of stages.
-        model: a chain of layers, see ``workload.layers.layers_of``.
+        model: a chain of layers, see ``workload.chain.layers_of``.
         split_points: P - 1 of them, see ``schedules.split_points.check_split_points``.
         make_optimizer: makes an optimizer of a list of parameters; a stage that trains none does
             not call it.
+        loss: (outputs, targets) -> the sum over the samples.
 
     Attributes:
         index, count: s and P.
@@ -63,8 +66,9 @@ class Stage:
         model: nn.Module,
         split_points: Sequence[int],
         make_optimizer: MakeOptimizer,
+        loss: Loss = sum_cross_entropy,
     ):
-        self.comm = comm
+        self.comm, self.loss_of = comm, loss
         self.index, self.count = comm.rank, comm.world_size
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         names, layers = zip(*named_layers(model))
@@ -75,6 +79,7 @@ class Stage:
         self.tied = _tied(stages)
         # The shapes of all layers, without the other stages' memory.
         self.names, self.meta_model = names, meta_copy(model)
+        self.outside = _outside(model, names, layers)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None
@@ -184,8 +189,10 @@ class Stage:
                     if stage == self.index:
                         value.copy_(mine[key])
                     broadcast(self.comm, value, root=stage)
-                    state[f"{self.names[index]}.{key}"] = value.cpu()
-        return state
+                    state[state_key(self.names[index], key)] = value.cpu()
+        # In the model's own order, and with what no layer uses.
+        state |= self.outside
+        return {key: state[key] for key in self.meta_model.state_dict()}
 
     @contextmanager
     def _measured(self, micro_batch: int) -> Iterator[None]:
@@ -211,7 +218,7 @@ class Stage:
         if not self.is_last:
             return leaving
         targets = self._targets[micro_batch]
-        loss = functional.cross_entropy(leaving, targets, reduction="sum")
+        loss = self.loss_of(leaving, targets)
         self.loss += loss.detach()
         return loss / self._divisor
 
@@ -258,6 +265,17 @@ class Stage:
         return total
 
 
+def _outside(
+    model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]
+) -> dict[str, Tensor]:
+    """The parameters and buffers that belong to no layer: forward uses none of them."""
+    inside = {
+        state_key(name, key) for name, layer in zip(names, layers) for key in layer.state_dict()
+    }
+    state = model.state_dict().items()
+    return {key: value.detach().cpu().clone() for key, value in state if key not in inside}
+
+
 def _first_trained(stages: list[nn.ModuleList]) -> int:
     for index, stage in enumerate(stages):
         if any(p.requires_grad for p in stage.parameters()):
@@ -302,6 +320,8 @@ class StagedModel(Strategy):
         ValueError: split points that are not a sequence.
     """
 
+    optimizes = "layers"
+
     def __init__(self, split_points: Sequence[int] = ()):
         self.split_points = as_split_points(split_points)
 
@@ -314,7 +334,8 @@ class StagedModel(Strategy):
             )
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm, self.stage = comm, Stage(comm, model, self.split_points, make_optimizer)
+        self.comm = comm
+        self.stage = Stage(comm, model, self.split_points, make_optimizer, self.loss)
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.

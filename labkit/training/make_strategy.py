@@ -10,14 +10,20 @@ from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
-from labkit.units import check_choice, format_count
-from labkit.workload.datasets import DATASETS, load_dataset
-from labkit.workload.layers import layers_of
-from labkit.workload.models import MODELS, build_model
+from labkit.training.own import NOTHING, Own
+from labkit.training.work import check_names, work_of
+from labkit.units import format_count
+from labkit.workload.chain import layers_of
+from labkit.workload.samples import first_samples
 
 
-def make_strategy(config: RunConfig, *, download: bool = False) -> Strategy:
+def make_strategy(config: RunConfig, *, own: Own = NOTHING, download: bool = False) -> Strategy:
     """The strategy that ``config`` names, with its options; it is not set up yet.
+
+    Args:
+        config: the settings.
+        own: the learner's own model and data set, which may determine where to cut.
+        download: fetch the data set if it is absent.
 
     Raises:
         ValueError: unknown names, or a technique that does not fit the world size or the model.
@@ -26,15 +32,14 @@ def make_strategy(config: RunConfig, *, download: bool = False) -> Strategy:
     technique = strategies.get(
         config.strategy, builtin=config.builtin, in_one_process=config.devices is not None
     )
-    check_choice("model", config.model, MODELS)
-    check_choice("data set", config.dataset, DATASETS)
+    check_names(config, own)
     check_world_size(config.world_size, warn=False)
     _check_backend(config, plan(config.world_size, config.device, config.transport).devices[0])
     options = _options(config, technique)
     if technique.in_one_process:
         options["devices"] = _devices(config)
     if "split_points" in technique.options():
-        options["split_points"] = _split_points(config, download)
+        options["split_points"] = _split_points(config, own, download)
     strategy = technique(**options)
     strategy.check_ranks(config.world_size)
     return strategy
@@ -95,16 +100,14 @@ def _devices(config: RunConfig) -> tuple[str, ...]:
     return devices
 
 
-def _split_points(config: RunConfig, download: bool) -> tuple[int, ...]:
+def _split_points(config: RunConfig, own: Own, download: bool) -> tuple[int, ...]:
     """The given split points, or an even split by FLOPs of this model's layers on this data set.
 
     Raises:
         ValueError: the split points do not cut these layers into ``world_size`` stages.
     """
-    data = load_dataset(config.dataset, train_size=config.train_size, download=download)
-    model = build_model(
-        config.model, num_classes=data.num_classes, input_shape=data.input_shape, seed=0
-    )
+    work = work_of(config, own, download=download)
+    model, (inputs, _) = work.make_model(), first_samples(work.train, 1)
     num_layers = len(layers_of(model))
     if config.split_points is not None:
         points = parse_split_points(config.split_points)
@@ -114,4 +117,4 @@ def _split_points(config: RunConfig, download: bool) -> tuple[int, ...]:
             f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for each "
             f"stage: use world_size {num_layers} or less, got {config.world_size}"
         )
-    return even_split(model, data.input_shape, config.world_size)
+    return even_split(model, tuple(inputs.shape[1:]), config.world_size, inputs.dtype)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from labkit.config import RunConfig
 from labkit.files import write_atomically
+from labkit.runtime.limits import Limit, what_limited
 from labkit.trace import Trace
 from labkit.training.state import largest_difference
 
@@ -21,6 +22,8 @@ class TrainResult:
     Attributes:
         config: the settings.
         epochs: one ``{"loss", "test_accuracy", "seconds"}`` per epoch; seconds of training alone.
+            With your own data or loss also ``test_loss``. NaN where there is nothing to measure:
+            no held-out samples, or no accuracy because targets are not classes.
         phases_s: seconds by kind of span, the mean over the ranks; for a technique in one process,
             of the main thread alone.
         bytes_sent, messages: of the technique, by rank, counted as they leave; None if they are
@@ -48,6 +51,19 @@ class TrainResult:
     def test_accuracy(self) -> float:
         """Accuracy on the held-out part after the last epoch."""
         return self.epochs[-1]["test_accuracy"]
+
+    def explain(self) -> Limit:
+        """What limited the run: computing, messages, or waiting and for whom, in words."""
+        limit = what_limited(self.trace)
+        if self.bytes_sent is None and self.config.world_size > 1 and not self.config.devices:
+            text = f"{limit.text} PyTorch's messages are not recorded: they count as computing."
+            return replace(limit, text=text)
+        return limit
+
+    @property
+    def test_loss(self) -> float:
+        """Mean loss on the held-out part after the last epoch; NaN where it is not measured."""
+        return self.epochs[-1].get("test_loss", math.nan)
 
     @property
     def replicas_agree(self) -> bool:

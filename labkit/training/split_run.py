@@ -22,6 +22,7 @@ from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
 from labkit.runtime.launch import RunResult, run
+from labkit.runtime.limits import Limit, what_limited
 from labkit.schedules.split_points import as_split_points, check_split_points
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
@@ -68,6 +69,16 @@ class MeasuredSplit:
     memory_bytes: list[int]
     held_bytes: list[int]
     trace: Trace = field(repr=False)
+
+    def explain(self) -> Limit:
+        """What limited the steps: a stage, the bubble, or the hops, in a sentence or two."""
+        return what_limited(self.trace)
+
+    def typical_step(self) -> Trace:
+        """The spans of the counted step whose length is the median."""
+        steps = _by_step(self.trace)
+        place = self.step_s.index(statistics.median_low(self.step_s))
+        return steps[place]
 
 
 def measure_split(

@@ -2,15 +2,22 @@
 
 from typing import Any
 
-from labkit.config import RunConfig
+from labkit.comm.emulated_link import EmulatedLink
+from labkit.config import RunConfig, parse_link
 from labkit.devices import hardware, versions
 from labkit.runtime.launch import RunResult, run
+from labkit.runtime.pickling import UnpicklableError
 from labkit.strategies.base import Strategy
+from labkit.training.check_work import check_work
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
+from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
 from labkit.training.result import TrainResult
-from labkit.units import MOST_SECONDS, check_above_zero
+from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
 from labkit.workload.datasets import load_dataset
+
+# The arguments of ``train_with`` that are not fields of ``RunConfig``.
+_OPTIONS = ("timeout_s", "download", "verbose")
 
 
 def train_with(
@@ -19,6 +26,7 @@ def train_with(
     timeout_s: float = 24 * 3600,
     download: bool = False,
     verbose: bool = False,
+    link: EmulatedLink | str | None = None,
     **settings: Any,
 ) -> TrainResult:
     """Train with one technique on real processes: ``train_with("ring_all_reduce", world_size=4)``.
@@ -26,18 +34,26 @@ def train_with(
     Args:
         strategy: the technique, one of ``labkit.strategies.STRATEGIES``.
         timeout_s, download, verbose: see ``train_run``.
-        settings: the other fields of ``RunConfig``.
+        link: an emulated link, or the same as text, ``"10ms,100MB/s"``; None for no emulation.
+        settings: the other fields of ``RunConfig``. ``model``, ``dataset``, ``loss`` and
+            ``optimizer`` may be your own objects, see ``labkit.training.own.Own``; each rank gets
+            a copy. ``result.state`` has the model's own names: ``model.load_state_dict`` takes it.
 
     Raises:
         The errors of ``train_run``.
     """
-    config = RunConfig(strategy=strategy, **settings)
-    return train_run(config, timeout_s=timeout_s, download=download, verbose=verbose)
+    own, settings = take_own(settings)
+    check_keywords("train_with", settings, [*_OPTIONS, *RunConfig.__dataclass_fields__])
+    link = str(link) if isinstance(link, EmulatedLink) else link
+    config = RunConfig(strategy=strategy, link=link, **settings)
+    return train_run(config, own=own, timeout_s=timeout_s, download=download, verbose=verbose)
 
 
+@spelled
 def train_run(
     config: RunConfig,
     *,
+    own: Own = NOTHING,
     timeout_s: float = 24 * 3600,
     download: bool = False,
     verbose: bool = False,
@@ -46,6 +62,8 @@ def train_run(
 
     Args:
         config: the settings.
+        own: the learner's own model, data set, loss and optimizer; MODULE:NAME in the config
+            imports one.
         timeout_s: the run's deadline, in seconds.
         download: fetch the data set first if it is absent.
         verbose: print a line per epoch.
@@ -56,23 +74,33 @@ def train_run(
         WorkerError: a rank failed.
     """
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
-    strategy = make_strategy(config, download=download)
-    load_dataset(config.dataset, train_size=config.train_size, download=download)
+    own = resolved(config, own)
+    strategy = make_strategy(config, own=own, download=download)
+    if own.dataset is None:
+        load_dataset(config.dataset, train_size=config.train_size, download=download)
+    notes = check_work(config, own, strategy)
     ranks, device = config.world_size, config.device
     if strategy.in_one_process:
         ranks, device = 1, strategy.devices[0].type
     may_lose = range(1, ranks) if strategy.survives_lost_workers else ()
+    link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings = {"device": device, "transport": config.transport, "timeout_s": timeout_s}
-    work = fit, config, strategy, verbose
-    result = run(*work, world_size=ranks, may_lose=may_lose, **settings)
-    return _gather(config, strategy, result)
+    work = fit, config, strategy, verbose, own
+    try:
+        result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
+    except UnpicklableError as error:
+        raise ValueError(why_not_sent(own) or str(error)) from None
+    return _gather(config, strategy, result, notes)
 
 
-def _gather(config: RunConfig, strategy: Strategy, result: RunResult) -> TrainResult:
+def _gather(config: RunConfig, strategy: Strategy, result: RunResult, told: str) -> TrainResult:
     """Combine the reports of the ranks in one result; a lost rank has no report."""
     reports = [report for report in result.values if report is not None]
     first, is_counted = reports[0], reports[0].bytes_sent is not None
     # Threads compute at the same time, so only the main thread's seconds add up to the run's.
+    notes = first.notes | ({"lost_ranks": result.lost} if result.lost else {})
+    if told:
+        notes["note"] = ". ".join(filter(None, (notes.get("note"), told)))
     seconds = result.trace.seconds_by_kind(lane=0 if strategy.in_one_process else None)
     return TrainResult(
         config=config,
@@ -85,7 +113,7 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult) -> TrainRe
         trace=result.trace,
         hardware=hardware(),
         versions=versions(),
-        notes=first.notes | ({"lost_ranks": result.lost} if result.lost else {}),
+        notes=notes,
     )
 
 

@@ -10,9 +10,12 @@ without a kernel, and prints as a line of text where there is no browser. Contro
 the keyboard, and are attributes of the object returned.
 """
 
+from labkit.units import unknown_name
 from labkit.widgets.bucket_explorer import bucket_explorer
 from labkit.widgets.ring_stepper import ring_stepper
 from labkit.widgets.split_explorer import split_explorer
 from labkit.widgets.staleness_explorer import staleness_explorer
 
 __all__ = ["bucket_explorer", "ring_stepper", "split_explorer", "staleness_explorer"]
+
+__getattr__ = unknown_name(__name__)

@@ -1,6 +1,6 @@
 """The choices that the sliders of a split offer, and the model's prediction for each."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,6 +9,8 @@ from labkit.placement.planner import SplitModel, best_split, predict_split
 from labkit.placement.stage_costs import Profile
 from labkit.plots.bucket_overlap import LINKS as NETWORKS
 from labkit.plots.split_costs import AxisRange
+from labkit.schedules.pipeline import PIPELINES
+from labkit.units import format_bytes
 
 HERE = "this machine"
 # Bytes per second are those of the standards, in one direction: 450e9 is half of what an H100's
@@ -23,6 +25,11 @@ LINKS = {
 }
 
 
+MAX_STAGES = 4
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+OBJECTIVES = (("shortest step", "step"), ("most even compute", "largest_stage"))
+
+
 class Choice(NamedTuple):
     """A split, and the settings of its step."""
 
@@ -31,6 +38,12 @@ class Choice(NamedTuple):
     micro_batches: int
     schedule: str
     batch_size: int
+
+
+def check_stages(points: Sequence[int]) -> None:
+    """Raise ValueError unless these cuts make as many stages as are shown."""
+    if not 1 <= len(points) < MAX_STAGES:
+        raise ValueError(f"the explorer shows 2 to {MAX_STAGES} stages, got {len(points) + 1}")
 
 
 class SplitModels:
@@ -50,14 +63,14 @@ class SplitModels:
     def predicted(self, choice: Choice) -> SplitModel:
         return predict_split(self.profile(choice), choice.points, **self._settings(choice))
 
-    def best(self, choice: Choice, objective: str, cap_bytes: float) -> SplitModel:
-        """The best split into as many stages as ``choice``; a cap of ``math.inf`` is no limit."""
+    def best(self, choice: Choice, objective: str, cap_bytes: float | None) -> SplitModel:
+        """The best split into as many stages as ``choice``, with at most the cap per stage."""
         return best_split(
             self.profile(choice),
             len(choice.points) + 1,
             **self._settings(choice),
             objective=objective,
-            memory_cap_bytes=None if cap_bytes == math.inf else cap_bytes,
+            memory_cap_bytes=cap_bytes,
         )
 
     def _settings(self, choice: Choice) -> dict[str, Any]:
@@ -106,3 +119,21 @@ class SplitModels:
         )
         input_bytes = round(self.measured.input_bytes * ratio)
         return Profile(self.measured.model, choice.batch_size, input_bytes, layers)
+
+
+def offered(models: SplitModels, start: Choice) -> dict[str, list]:
+    """What each control offers: values, or pairs of a label and a value."""
+    size = start.batch_size
+    batches = sorted({size // 4, size // 2, size, 2 * size, 4 * size} - {0})
+    whole = models.whole_bytes(start._replace(batch_size=batches[-1]))
+    caps = [2**power for power in range(max(0, whole.bit_length() - 6), whole.bit_length())]
+    most = min(MAX_STAGES, len(models.measured.layers))
+    return {
+        "stages": list(range(2, most + 1)),
+        "link": list(models.links),
+        "batch_size": batches,
+        "micro_batches": [count for count in MICRO_BATCHES if count <= batches[-1]],
+        "schedule": list(PIPELINES),
+        "objective": [*OBJECTIVES],
+        "cap_bytes": [*((format_bytes(cap), cap) for cap in caps), ("no limit", None)],
+    }

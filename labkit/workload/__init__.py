@@ -1,19 +1,15 @@
 """What the course trains: data sets, the sampler, models, and models as lists of layers."""
 
 from labkit.workload.activations import HeldBytes as HeldBytes, NonLeaf as NonLeaf
+from labkit.workload.chain import layers_of as layers_of, named_layers as named_layers
 from labkit.workload.datasets import (
     DATASETS as DATASETS,
     Data as Data,
     fake_data as fake_data,
     load_dataset as load_dataset,
 )
-from labkit.workload.layers import (
-    input_dtype as input_dtype,
-    layers_of as layers_of,
-    meta_copy as meta_copy,
-    named_layers as named_layers,
-    output_shapes as output_shapes,
-)
+from labkit.workload.layers import input_dtype as input_dtype, output_shapes as output_shapes
+from labkit.workload.meta import meta_copy as meta_copy
 from labkit.workload.models import (
     MODELS as MODELS,
     build_model as build_model,

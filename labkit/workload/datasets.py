@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.units import check_choice
+from labkit.units import check_choice, spelled
 from labkit.workload.models import import_torchvision
 
 REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
@@ -78,6 +78,7 @@ class Data:
         return channels, height, width
 
 
+@spelled
 def load_dataset(
     name: str,
     *,

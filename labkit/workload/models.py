@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from labkit.units import check_choice
+from labkit.units import check_choice, spelled
 
 # Images up to this width count as small: a stem made for ImageNet discards most of their pixels.
 SMALL_IMAGE_PIXELS = 64
@@ -33,6 +33,8 @@ VGG16_CHANNELS = (
 )
 
 
+@spelled
+@spelled
 def build_model(
     name: str,
     *,

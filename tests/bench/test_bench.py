@@ -103,7 +103,7 @@ def test_the_recorded_command_leaves_out_where_it_wrote():
         (["all-reduce", "--sizes", "10"], "10 bytes are not a whole number of float32"),
         (["all-reduce", "--world-size", "1"], "2 ranks or more, got world size 1"),
         (["all-reduce", "--world-size", "two"], "--world-size: 'two' is not an integer"),
-        (["all-reduce", "--device", "tpu"], "device 'tpu' is not known"),
+        (["all-reduce", "--device", "tpu"], "unknown device 'tpu'"),
         (["all-reduce", "--figure", "x.gif"], "a figure is saved as .png or .svg"),
         (["all-reduce", "--json", "/nowhere/x.json"], "in a folder that exists"),
         (["launch", "--sizes", "4KiB"], "bench launch has no option --sizes"),

@@ -402,7 +402,7 @@ def test_a_run_is_recorded_and_from_says_and_draws_the_same(tmp_path, capsys):
         (["--model", "gpt"], "unknown model 'gpt': choose one of small_cnn"),
         (["--batch-size", "2", "--world-size", "4"], "smaller than world_size 4"),
         (["--train-size", "99999"], "digits has 1437 training samples"),
-        (["--device", "tpu"], "device 'tpu' is not known"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
         (["--json", "/nowhere/out.json"], "in a folder that exists"),
         (["--figures", "/nowhere"], "give a folder that exists"),
         (["--from", "/nowhere/in.json"], "No such file"),

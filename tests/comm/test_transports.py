@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import travel_by_value
 from test_cuda_ipc import ends  # noqa: F401  (a fixture)
 
-from labkit import run
+from labkit import EmulatedLink, run
 from labkit.collectives import (
     fast_ring_all_reduce,
     naive_all_reduce,
@@ -39,6 +39,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 TRANSPORTS = [
     pytest.param("shared"),
     pytest.param("gloo"),
+    pytest.param("linked", id="shared, over an emulated link"),
     pytest.param("group", id="gloo, a group of its own"),
     pytest.param("staged", id="gloo, staged through host memory", marks=needs_gpu),
     pytest.param("cuda", id="CUDA IPC", marks=needs_gpu),
@@ -53,10 +54,18 @@ DTYPES = (
 
 def on(transport: str, function: Callable, world_size: int, *args, **settings) -> list:
     """Returns the values of ``function(comm, *args)`` by rank, with a Comm on that transport."""
-    known = {"group": "gloo", "staged": "gloo", "cuda": "shared", "nccl": "auto"}
+    known = {
+        "group": "gloo",
+        "linked": "shared",
+        "staged": "gloo",
+        "cuda": "shared",
+        "nccl": "auto",
+    }
     device = "cuda" if transport in ("staged", "cuda", "nccl") else "cpu"
     asked = known.get(transport, transport)
     settings |= {"world_size": world_size, "device": device, "transport": asked}
+    if transport == "linked":
+        settings["link"] = EmulatedLink(1e-6, 1e11)
     if transport != "group":
         return run(function, *args, **settings).values
     return run(in_a_group, function, args, **settings).values

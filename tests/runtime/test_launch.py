@@ -5,6 +5,7 @@ The numbers in the class names are the rows of the fault table that the tests st
 
 import contextlib
 import gc
+import json
 import os
 import re
 import resource
@@ -33,6 +34,7 @@ from ranks import (
 from labkit import DeadlineError, DeadlockError, WorkerError, run
 from labkit.collectives import broadcast, fast_ring_all_reduce, ring_all_reduce, tree_all_reduce
 from labkit.errors import PeerLostError
+from labkit.runtime import launch
 
 travel_by_value(__name__)
 
@@ -109,6 +111,16 @@ class TestResults:
         values = run(lambda comm: torch.full((25_000_000,), 2.0), world_size=1).values
         assert values[0].sum().item() == 50_000_000
 
+    def test_a_large_result_says_what_it_costs_and_what_to_do(self, capsys, monkeypatch):
+        run(lambda comm: torch.zeros(comm.rank * 1000), world_size=3)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(launch, "LARGE_RESULT_BYTES", 10_000)
+        run(lambda comm: torch.zeros(comm.rank * 1000), world_size=3)
+        said = capsys.readouterr().err
+        assert re.search(r"^the ranks have returned 1\d\.\d KiB \(rank 2: [89]\.\d+ KiB\)", said)
+        assert re.search(r"it took [\d.]+ m?s to pickle, send and unpickle", said)
+        assert "Next step: return what you need" in said
+
     def test_no_descriptor_is_left_open(self):
         still_works()
         before = open_descriptors()
@@ -152,6 +164,14 @@ class TestRow1WorkerRaises:
         with pytest.raises(WorkerError, match="inconsistent tensor size") as caught:
             run(fails, world_size=1)
         assert "ValueError: the shapes" in str(caught.value)
+
+    def test_the_line_is_the_learners_also_where_a_library_raises(self):
+        def fails(comm):
+            return json.loads("{")
+
+        with pytest.raises(WorkerError, match="JSONDecodeError") as caught:
+            run(fails, world_size=1)
+        assert 'json.loads("{")' in caught.value.location
 
 
 class TestRow2WorkerKilled:
@@ -606,9 +626,13 @@ class TestRow17StopButton:
         timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         start_s = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             run(sleeps, world_size=2)
         assert time.monotonic() - start_s < 10
+        (note,) = caught.value.__notes__
+        assert note.count("was in its own code, at ") == 2
+        assert note.count(f"{HERE}, line ") == 2
+        assert note.count("time.sleep(60)") == 2
         assert wait_until(lambda: not running_ranks(), 1)
         still_works()
 

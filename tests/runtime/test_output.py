@@ -9,7 +9,8 @@ from multiprocessing import Pipe
 import pytest
 
 from labkit.comm.board import Board
-from labkit.runtime.output import Output, ProgressBar
+from labkit.runtime.output import Output
+from labkit.runtime.watch import ProgressBar
 
 
 @pytest.fixture
@@ -81,11 +82,11 @@ def test_the_bar_of_a_run_that_takes_a_while_shows_the_slowest_rank(
     bar = ProgressBar(board)
     board.progress(0, 6, 10, "steps")
     board.progress(1, 4, 10, "steps")
-    bar.update()
+    bar.update({})
     assert stream.getvalue() == "", "a short run shows nothing"
     time.sleep(0.5)
-    bar.update()
+    bar.update({})
     assert ("4/10" in stream.getvalue()) == ("steps" in stream.getvalue()) == shown
     board.progress(1, 7, 10, "steps")
-    bar.close()
+    bar.close(None)
     assert ("6/10" in stream.getvalue()) == shown

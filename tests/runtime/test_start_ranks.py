@@ -124,10 +124,10 @@ class TestEndsOfRanks:
     @pytest.mark.slow
     def test_a_rank_that_is_stopped_in_the_middle_of_its_report_is_named(self, monkeypatch, seen):
         def stops_the_sender(inbox):
-            report = read(inbox)
-            if report is None:
+            complete = read(inbox)
+            if not complete:
                 os.kill(seen[-1].pids[0], signal.SIGSTOP)
-            return report
+            return complete
 
         read = supervisor.Inbox.read
         monkeypatch.setattr(supervisor.Inbox, "read", stops_the_sender)

@@ -9,7 +9,7 @@ REFUSED = {
     "strategy=magic": "unknown strategy 'magic': choose one of single, ",
     "model=gpt": "unknown model 'gpt': choose one of small_cnn",
     "dataset=imagenet": "unknown data set 'imagenet': choose one of digits, cifar10",
-    "device=tpu": "device 'tpu' is not known",
+    "device=tpu": "unknown device 'tpu'",
     "world_size=2": "single trains on one rank, got world_size 2",
     # Options of other techniques.
     "straggler=0:2 world_size=1": "its options are accumulate, amp",

@@ -16,7 +16,7 @@ EXPLORERS = {
     "ring": lambda: widgets.ring_stepper(world_size=4),
     "staleness": lambda: widgets.staleness_explorer(workers=3, factor=4),
     "buckets": lambda: widgets.bucket_explorer(25),
-    "split": lambda: widgets.split_explorer(PROFILE, LINK, split_points=(2,)),
+    "split": lambda: widgets.split_explorer(PROFILE, LINK, split_points=(2,), picture=False),
 }
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.workload.layers import layers_of, meta_copy, named_layers, output_shapes
+from labkit.workload.chain import layers_of, named_layers
+from labkit.workload.layers import output_shapes
+from labkit.workload.meta import meta_copy
 from labkit.workload.models import MODELS, build_model, published_vgg16
 
 
@@ -24,7 +26,7 @@ def test_a_model_that_is_not_a_chain_of_layers_is_refused_by_its_name():
             return inputs + super().forward(inputs)
 
     for model in (nn.Linear(2, 2), Residual(nn.Linear(2, 2))):
-        with pytest.raises(ValueError, match=f"{type(model).__name__} is not an nn.Sequential"):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} cannot be cut into layers"):
             layers_of(model)
     assert layers_of(nn.Sequential(residual := Residual(nn.Tanh()))) == [residual]
     with pytest.raises(ValueError, match="has no layers"):

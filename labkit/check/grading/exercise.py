@@ -9,6 +9,7 @@ Symbols: P ranks.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from random import Random, SystemRandom
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,14 @@ from torch import Tensor, nn
 from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost
-from labkit.units import format_count
+from labkit.units import format_count, spelled
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
+# One size of these is tried too, another in each check: a program made for SIZES is not enough.
+_FURTHER_SIZES = range(11, 96)
+# A seed and a key together fit into the 32 bits that PyTorch's generator uses.
+_SEEDS, _KEYS = 2**15, 2**16
 # Elements in a run that is drawn: 4 MB per rank, so that a transfer takes longer than its call.
 DRAWN = 1_000_000
 
@@ -42,27 +47,54 @@ def with_parameters(layers: nn.Sequential, seed: int) -> nn.Sequential:
 class Target(NamedTuple):
     """The traffic that one rank may cause in one call; a field of None is not judged.
 
-    ``operations`` counts the calls of send, recv and exchange; ``peers`` are the ranks it may send
-    to.
+    Less is better: it passes, if the values are right. ``operations`` counts the calls of send,
+    recv and exchange; an exchange may also be a send and a recv, in an order in which the ranks
+    do not wait for each other in a row. ``peers`` are the ranks it may send to. ``barriers``
+    counts the calls of ``comm.barrier``.
     """
 
     messages: int | None = None
     num_bytes: int | None = None
     operations: int | None = None
     peers: frozenset[int] | None = None
+    barriers: int | None = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the learner's function: P, the elements of a rank's tensor, the root."""
+    """One call of the learner's function.
+
+    Attributes:
+        world_size: P.
+        size: the elements of a rank's tensor.
+        root: the root of a collective.
+        seed: of the data; each check draws another one.
+        call: 0, or 1 for the second call, which gets other data.
+    """
 
     world_size: int
     size: int
     root: int = 0
+    seed: int = 0
+    call: int = 0
 
     def tensor(self, rank: int) -> Tensor:
         """What ``rank`` starts with: float32 [size], random, always the same for one case."""
-        return random_tensor(97 * rank + self.size + 1, self.size)
+        values = self.random(97 * rank + self.size + 1, self.size)
+        # A tiny number, which must not be dropped.
+        values[2 * self.size // 3 :][:1] *= 1e-6 if self.size >= _FURTHER_SIZES.start else 1.0
+        return values
+
+    def random(self, key: int, *shape: int) -> Tensor:
+        """A random tensor, float32, another one for each key (below 65536), seed and call."""
+        return random_tensor(self._seed_of(key), *shape)
+
+    def integer(self, key: int, least: int, most: int) -> int:
+        """A random integer, ``most`` included, another one for each key, seed and call."""
+        return Random(self._seed_of(key)).randint(least, most)
+
+    def _seed_of(self, key: int) -> int:
+        return (2 * self.seed + self.call) * _KEYS + key
 
     def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
         """The sum of ``of(rank)`` over the ranks."""
@@ -78,11 +110,17 @@ class Case:
         return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
 
 
+# One call of comm: its name, to which rank it sends, from which rank it receives.
+Step = tuple[str, int | None, int | None]
+
+
 class Outcome(NamedTuple):
     """What one rank's call left behind.
 
     ``value`` is graded; ``stand_in`` is what the learner may have meant instead (a returned
-    tensor, a list whose entries were replaced). ``bytes_to`` is by peer.
+    tensor, a list whose entries were replaced). ``bytes_to`` is by peer. ``steps`` are the calls
+    of comm in their order: ``("exchange", dst, src)``, ``("send", dst, None)`` ....
+    ``library`` names a function that solves the exercise and that the learner's function called.
     """
 
     value: Any
@@ -91,6 +129,9 @@ class Outcome(NamedTuple):
     num_bytes: int
     operations: int
     bytes_to: dict[int, int]
+    barriers: int = 0
+    steps: tuple[Step, ...] = ()
+    library: str = ""
 
 
 def one_tensor(rank: int, case: Case) -> tuple:
@@ -146,7 +187,11 @@ class Exercise:
             if the exercise has no tensor of variable size.
         library: labkit's own function with the same arguments, shown beside the learner's run.
         drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
-        rooted: the word for ``case.root`` in a sentence, if each rank is tried as root; else "".
+        root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
+        nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
+        case_words: a size that means a special case -> what is special about it, in words.
+        may_call: names of functions of labkit or PyTorch that solve exercises, and of modules
+            with such functions, that the learner may call all the same.
     """
 
     name: str
@@ -164,20 +209,29 @@ class Exercise:
     sizes: tuple[int, ...] = SIZES
     library: Callable | None = None
     drawn_size: int = 0
-    rooted: str = ""
+    root_name: str = ""
+    nouns: tuple[str, str] = ("rank", "element")
+    case_words: Mapping[int, str] = field(default_factory=dict)
+    may_call: frozenset[str] = frozenset()
 
-    def cases(self, world_size: int) -> list[Case]:
-        """The calls to make on ``world_size`` ranks, all in one run."""
+    def cases(self, world_size: int, seed: int = 0) -> list[Case]:
+        """The calls to make on ``world_size`` ranks, all in one run: two of each kind in a row."""
         sizes = self.sizes or (0,)
-        others = range(1, world_size) if self.rooted else ()
-        cases = [Case(world_size, size) for size in sizes]
-        return cases + [Case(world_size, sizes[0], root) for root in others]
+        if self.sizes == SIZES:
+            sizes += (Random(seed).choice(_FURTHER_SIZES),)
+        others = range(1, world_size) if self.root_name else ()
+        kinds = [Case(world_size, size, 0, seed) for size in sizes]
+        kinds += [Case(world_size, sizes[0], root, seed) for root in others]
+        return [replace(kind, call=call) for kind in kinds for call in (0, 1)]
 
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""
         parts = {"expected": nothing, "target": None, "total": None, "judge": None}
-        parts |= {"mistakes": {}, "library": None}
+        parts |= {"mistakes": {}, "library": None, "case_words": {}}
         return replace(self, **parts)
+
+
+Exercise.__init__ = spelled(Exercise.__init__)
 
 
 @dataclass(frozen=True)
@@ -206,7 +260,15 @@ def at_its_size(problem: Problem, case: Case, exercise: Exercise) -> Problem:
 
 def where(case: Case, exercise: Exercise) -> str:
     """The case in words: ``with 4 ranks and 10 elements``, and the root if there is one."""
-    text = f"with {format_count(case.world_size, 'rank')}"
-    if exercise.sizes:
-        text += f" and {format_count(case.size, 'element')}"
-    return text + (f", {exercise.rooted} {case.root}" if exercise.rooted else "")
+    ranks, elements = exercise.nouns
+    parts = [format_count(case.world_size, ranks)] if ranks else []
+    parts += [format_count(case.size, elements)] if exercise.sizes and elements else []
+    text = f"with {' and '.join(parts)}" if parts else "here"
+    if case.size in exercise.case_words:
+        text += f", {exercise.case_words[case.size]}"
+    return text + (f", {exercise.root_name} {case.root}" if exercise.root_name else "")
+
+
+def new_seed() -> int:
+    """The seed of the next check's data, another one each time."""
+    return SystemRandom().randrange(_SEEDS)

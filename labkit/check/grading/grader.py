@@ -11,12 +11,23 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, no_arguments, nothing
-from labkit.check.grading.judge_traffic import FIELDS, by_rank, counts, traffic_problems
+from labkit import collectives
+from labkit.check.grading.exercise import (
+    Case,
+    Exercise,
+    Outcome,
+    Problem,
+    new_seed,
+    no_arguments,
+    nothing,
+)
+from labkit.check.grading.judge_traffic import FIELDS, by_rank, counts, praise, traffic_problems
 from labkit.check.grading.judge_values import value_problems
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
 from labkit.check.grading.own_run import own_run
-from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
+from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, Verdict, status_of_right, told
+from labkit.check.grading.stub import about_stub, is_stub
+from labkit.check.grading.watched import names_to_call_by
 from labkit.check.grading.words import Mistake
 from labkit.units import format_count
 
@@ -66,12 +77,15 @@ def returns(
         signature: the names of all arguments, in one string.
         world_sizes: the P to try, in this order.
         sizes: the numbers of elements to try in ``case.tensor(rank)``, if it is used.
-        more: other fields of ``Exercise``: ``target=``, ``mistakes=``, ``judge=``.
+        more: other fields of ``Exercise``: ``target=``, ``mistakes=``, ``judge=``. By default the
+            function may call ``labkit.collectives``, except for the function of the same name.
 
     Returns:
         The verdict, as ``grade`` does.
     """
     name = name or getattr(fn, "__name__", type(fn).__name__)
+    # A page's own exercise may be built on sums over ranks; not on the function that it asks for.
+    more.setdefault("may_call", frozenset(vars(collectives)) - {name})
     exercise = Exercise(name, expected, inputs, signature, written=None, sizes=sizes, **more)
     return grade(fn, exercise, world_sizes)
 
@@ -83,7 +97,8 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
     takes = None
     try:
         takes = inspect.signature(fn)
-        takes.bind(*signature.split(", "))
+        names = names_to_call_by(fn, signature)
+        takes.bind(*([] if names else signature.split(", ")), **dict.fromkeys(names))
     except TypeError:
         return Mistake("fn.signature", takes=takes, signature=signature)
     except ValueError:
@@ -99,24 +114,49 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
     """Return the verdict on a function that can be called, without printing it."""
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, Problem] = {}
+    right: list[Mistake | str] = []
+    seed = new_seed()
     for world_size in world_sizes:
-        cases = exercise.cases(world_size)
+        cases, failure = exercise.cases(world_size, seed), None
         try:
             outcomes = outcomes_of(fn, exercise, cases)
-        except DidNotFinish as failure:
-            if failure.not_attempted:
+        except DidNotFinish as did_not:
+            failure = did_not
+            if failure.not_attempted and is_stub(fn):
                 return Verdict(exercise.name, NOT_ATTEMPTED)
-            columns[world_size] = {"finished": failure.ending}
-            problems = {"finished": Problem(failure.ending, failure.ending, failure.mistake)}
-            break
+            cases, outcomes = list(failure.outcomes), list(failure.outcomes.values())
         found = value_problems(exercise, cases, outcomes)
-        found += traffic_problems(exercise, cases, outcomes)
+        found += traffic_problems(exercise, cases, outcomes, right=not found)
         # Where two world sizes have the same problem, the larger one shows more of it.
         problems |= {problem.row: problem for problem in found}
-        columns[world_size] = _column(exercise, cases[0], outcomes[0])
+        columns[world_size] = _column(exercise, cases[0], outcomes[0]) if cases else {}
         for problem in found:
             columns[world_size] |= {problem.row: problem.cell, **_not_looked_at(problem, exercise)}
-    return _verdict(exercise, columns, list(problems.values()))
+        if failure is not None:
+            problems["finished"] = _unfinished(fn, failure)
+            columns[world_size] = {"finished": failure.ending} | columns[world_size]
+            columns[world_size]["finished"] = failure.ending
+            break
+        right = _said_when_right(exercise, cases[0], outcomes)
+    return _verdict(exercise, columns, list(problems.values()), right)
+
+
+def _unfinished(fn: Callable, failure: DidNotFinish) -> Problem:
+    """What to tell about a run that broke off."""
+    mistake = failure.mistake
+    if failure.not_attempted:
+        mistake = about_stub(fn, failure.unwritten)
+    return Problem("finished", failure.ending, mistake)
+
+
+def _said_when_right(
+    exercise: Exercise, case: Case, outcomes: list[tuple[Outcome, ...]]
+) -> list[Mistake | str]:
+    """What to say if nothing is wrong: that it is the library's, or how good it is."""
+    names = [outcome.library for ranks in outcomes for outcome in ranks if outcome.library]
+    if names:
+        return [Mistake("library.called", name=names[0])]
+    return [*praise(exercise, case, outcomes[0])]
 
 
 def _not_looked_at(problem: Problem, exercise: Exercise) -> dict[str, str]:
@@ -132,24 +172,31 @@ def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[
         cells = {"finished": "yes", "shape": "right", "value": "right"}
     if exercise.same_bits:
         cells["same bits"] = "yes"
+    if any(by_rank("barriers", ranks)):
+        cells["barriers"] = counts(by_rank("barriers", ranks))
     if exercise.total is not None:
         cells |= {row: str(sum(by_rank(row, ranks))) for row in ("messages", "bytes")}
     if exercise.target is not None:
         target = exercise.target(0, case)
         for row, field in FIELDS.items():
-            if getattr(target, field) is not None:
+            if getattr(target, field) is not None and row != "barriers":
                 cells[row] = "right" if row == "peers" else counts(by_rank(row, ranks))
     return cells
 
 
 def _verdict(
-    exercise: Exercise, columns: dict[int, dict[str, str]], problems: list[Problem]
+    exercise: Exercise,
+    columns: dict[int, dict[str, str]],
+    problems: list[Problem],
+    right: list[Mistake | str],
 ) -> Verdict:
     names = max(columns.values(), key=len)
-    verdict = Verdict(exercise.name, NOT_YET if problems else PASSED)
-    verdict.columns = [format_count(count, "rank") for count in columns]
+    verdict = Verdict(exercise.name, NOT_YET if problems else status_of_right(right))
+    noun = exercise.nouns[0]
+    verdict.columns = [format_count(n, noun) if noun else "this process" for n in columns]
     verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
     verdict.notes = [Mistake("told.row", row=p.row, what=p.mistake) for p in problems if p.mistake]
+    verdict.notes += [] if problems else right
     if "messages" in names:
         whose = "each rank" if exercise.target is not None else "all ranks together"
         size = f", for {exercise.sizes[0]} elements" if exercise.sizes else ""

@@ -7,7 +7,8 @@ from traceback import extract_tb
 from typing import Any, NamedTuple
 
 from labkit.check.grading.compare import agree
-from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, STUB, Verdict, told
+from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, Verdict, told
+from labkit.check.grading.stub import STUB
 from labkit.check.grading.words import Found, Mistake, named
 
 

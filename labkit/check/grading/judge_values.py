@@ -3,29 +3,43 @@
 ``labkit.check.grading.wrong_tensor`` works out what a wrong tensor is made of.
 """
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from labkit.check.grading.compare import close, other_kind, same
+from labkit.check.grading.compare import close, fit, other_kind, plain, same
 from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, at_its_size, where
 from labkit.check.grading.words import Found, Mistake, named
 from labkit.check.grading.wrong_tensor import contents, name_mistake
 from labkit.collectives.ring import split_chunks
+from labkit.units import format_count
 
 Ranks = tuple[Outcome, ...]
+Tried = dict[Case, Ranks]
 
 
 def value_problems(exercise: Exercise, cases: list[Case], outcomes: list[Ranks]) -> list[Problem]:
     """Return the first problem with the values, over the cases in order: a list of at most one."""
-    for case, ranks in zip(cases, outcomes):
+    tried = dict(zip(cases, outcomes))
+    for case, ranks in tried.items():
         found = _told(exercise, case, [outcome.value for outcome in ranks])
         if not found and exercise.judge is None:
-            found = _first_wrong(exercise, case, ranks) or _same_bits(exercise, case, ranks)
+            found = _first_wrong(exercise, tried, case) or _same_bits(exercise, case, ranks)
         if found:
-            return [at_its_size(found, case, exercise)]
+            return [at_its_size(_if_called_again(found, exercise, case), case, exercise)]
     return []
+
+
+def _if_called_again(found: Problem, exercise: Exercise, case: Case) -> Problem:
+    """Say so if only the second call went wrong: the first of each kind was judged before it."""
+    if case.call and found.mistake:
+        found.mistake.also.append(Mistake("value.second_call"))
+    return found
 
 
 def _told(exercise: Exercise, case: Case, values: list[Any]) -> Problem | None:
@@ -41,87 +55,148 @@ def _told(exercise: Exercise, case: Case, values: list[Any]) -> Problem | None:
     return Problem("value", "wrong", told) if found else None
 
 
-def _first_wrong(exercise: Exercise, case: Case, ranks: Ranks) -> Problem | None:
-    expected = [exercise.expected(rank, case) for rank in range(case.world_size)]
-    right = [_graded_same(exercise, o.value, due) for o, due in zip(ranks, expected)]
+def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Problem | None:
+    ranks = tried[case]
+    right = [_is_right(exercise, case, rank, one.value) for rank, one in enumerate(ranks)]
     if all(right):
         return None
     rank = right.index(False)
     wrong = Mistake("value.wrong", place=where(case, exercise), rank=rank, part="")
-    if kind := other_kind(ranks[rank].value, expected[rank]):
+    if kind := other_kind(ranks[rank].value, exercise.expected(rank, case)):
         wrong.why = kind
         return Problem("shape", "wrong", wrong)
-    wrong.why = _whole_mistake(exercise, case, ranks, expected[rank], rank)
+    wrong.why = _whole_mistake(exercise, tried, case, rank)
     if not wrong.why:
-        wrong.details["part"], wrong.why = _part_mistake(
-            exercise, case, rank, ranks[rank].value, expected[rank]
-        )
-    if sum(right) == 1 and expected[right.index(True)] is not None:
+        wrong.details["part"], wrong.why = _part_mistake(exercise, tried, case, rank)
+    if sum(right) == 1 and exercise.expected(right.index(True), case) is not None:
         wrong.also.append(Mistake("value.one_right", rank=right.index(True)))
-    if exercise.sizes and case.size != exercise.sizes[0]:
-        wrong.also.append(_odd_size(exercise, case))
+    wrong.also += _odd_size(exercise, case)
     return Problem("value", "wrong", wrong)
 
 
-def _graded_same(exercise: Exercise, value: Any, expected: Any) -> bool:
-    anything = exercise.written is not None and expected is None
-    return anything or same(value, expected)
+def _is_right(exercise: Exercise, case: Case, rank: int, value: Any) -> bool:
+    expected = exercise.expected(rank, case)
+    if exercise.written is not None and expected is None:
+        return True
+    if expected is None or other_kind(value, expected):
+        return same(value, expected)
+    return all(part.right for part in _parts(exercise, case, value, expected))
 
 
-def _whole_mistake(
-    exercise: Exercise, case: Case, ranks: Ranks, expected: Any, rank: int
-) -> Found:
-    """A mistake that explains the whole value: the exercise's own, or a result in new tensors."""
-    for these in (range(case.world_size), [rank]):
+def _whole_mistake(exercise: Exercise, tried: Tried, case: Case, rank: int) -> Found:
+    """A mistake that explains the whole value in all cases, or a result in new tensors."""
+    every = range(case.world_size)
+    for ranks, rights_too in ((every, True), (every, False), ([rank], False)):
         for key, wrong in exercise.mistakes.items():
-            if all(same(ranks[r].value, wrong(r, case)) for r in these):
+            if _explains(wrong, exercise, tried, ranks, rights_too):
                 return named(key)
-    meant = ranks[rank].stand_in
-    if meant is None or not _graded_same(exercise, meant, expected):
+    if case.call and same(tried[case][rank].value, exercise.expected(rank, replace(case, call=0))):
+        return Mistake("value.of_first_call")
+    meant = tried[case][rank].stand_in
+    if meant is None or not _is_right(exercise, case, rank, meant):
         return None
     return Mistake("value.new_chunks" if isinstance(meant, list) else "value.new_tensor")
 
 
-def _part_mistake(
-    exercise: Exercise, case: Case, rank: int, value: Any, expected: Any
-) -> tuple[str, Mistake]:
+def _explains(
+    mistake: Callable, exercise: Exercise, tried: Tried, ranks: Iterable[int], rights_too: bool
+) -> bool:
+    """Whether a mistake leads to all values of these ranks, or to all that are wrong."""
+    return all(
+        same(outcomes[rank].value, mistake(rank, case))
+        or not (rights_too or not _is_right(exercise, case, rank, outcomes[rank].value))
+        for case, outcomes in tried.items()
+        for rank in ranks
+    )
+
+
+def _part_mistake(exercise: Exercise, tried: Tried, case: Case, rank: int) -> tuple[str, Mistake]:
     """Where the first wrong part is, in words, and what it looks like."""
-    parts = _parts(exercise, case, value, expected)
-    wrong = next(part for part in parts if part.due is not None and not part.right)
+    wrong, looks = _first_part(exercise, tried, case, rank)
     place = f", in {wrong.name} {wrong.index}" if wrong.name else ""
-    if isinstance(wrong.due, Tensor):
-        return place, _look(exercise, case, rank, wrong, parts)
-    value, due = f"{wrong.value!r:.60}", f"{wrong.due!r:.60}"
-    return place, Mistake("value.differs", value=value, due=due)
+    if not isinstance(wrong.due, Tensor):
+        value, due = f"{wrong.value!r:.60}", f"{wrong.due!r:.60}"
+        return place, Mistake("value.differs", value=value, due=due)
+    if looks and looks.id != "value.kind" and not _looks_alike_again(exercise, tried, case, rank):
+        looks = None
+    return place, looks or _numbers_differ(wrong)
+
+
+def _looks_alike_again(exercise: Exercise, tried: Tried, case: Case, rank: int) -> bool:
+    """Whether the value of the other call, with other data, has the same name."""
+    twin = replace(case, call=1 - case.call)
+    if twin not in tried:
+        return True
+    if other_kind(tried[twin][rank].value, exercise.expected(rank, twin)):
+        return False
+    both = [_first_part(exercise, tried, one, rank)[1] for one in (case, twin)]
+    return len({looks.id if looks else None for looks in both}) == 1
+
+
+def _first_part(
+    exercise: Exercise, tried: Tried, case: Case, rank: int
+) -> tuple["_Part", Mistake | None]:
+    """The first part of a value that is wrong, and the mistake that it looks like."""
+    value, expected = tried[case][rank].value, exercise.expected(rank, case)
+    parts = _parts(exercise, case, value, expected)
+    wrong = next((part for part in parts if not part.right), parts[0])
+    is_tensor = isinstance(wrong.due, Tensor)
+    return wrong, _look(exercise, case, rank, wrong, parts) if is_tensor else None
 
 
 class _Part(NamedTuple):
-    """What is compared separately: an entry of a list, a chunk, or the whole value (no name)."""
+    """What is compared separately: an entry of a list, a chunk, or the whole value (no name).
+
+    ``summands`` are the inputs of the ranks that may have been added up in it.
+    """
 
     name: str
     index: int
     value: Any
     due: Any
+    summands: list[Tensor]
 
     @property
     def right(self) -> bool:
-        return same(self.value, self.due)
+        return self.due is None or same(self.value, self.due, self.summands)
 
 
 def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_Part]:
-    if isinstance(expected, (list, tuple)):
+    expected = plain(expected)
+    value = fit(value, expected)
+    if isinstance(expected, list):
         name = "chunk" if exercise.chunked else "entry"
     elif exercise.chunked:
         name, value = "chunk", split_chunks(value, case.world_size)
         expected = split_chunks(expected, case.world_size)
     else:
         name, value, expected = "", [value], [expected]
-    return [_Part(name, i, v, e) for i, (v, e) in enumerate(zip(value, expected))]
+    given = _given(exercise, case)
+    return [
+        _Part(name, i, v, e, given[i] if exercise.chunked else list(chain(*given.values())))
+        for i, (v, e) in enumerate(zip(value, expected))
+    ]
 
 
-def _look(exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_Part]) -> Mistake:
-    """The mistake that a wrong tensor looks like."""
+def _given(exercise: Exercise, case: Case) -> dict[int, list[Tensor]]:
+    """The tensors that all ranks get, by chunk, or by entry of a list."""
+    found: dict[int, list[Tensor]] = defaultdict(list)
+    for rank in range(case.world_size):
+        for arg in exercise.inputs(rank, case):
+            if isinstance(arg, Tensor):
+                arg = split_chunks(arg, case.world_size) if exercise.chunked else [arg]
+            for index, entry in enumerate(arg if isinstance(arg, list) else []):
+                found[index] += [entry] if isinstance(entry, Tensor) else []
+    return found
+
+
+def _look(
+    exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_Part]
+) -> Mistake | None:
+    """The mistake that a wrong tensor looks like; None if it looks like none."""
     value, due = wrong.value, wrong.due
+    if wrong.right:
+        return None
     if kind := other_kind(value, due):
         return kind
     if not torch.isfinite(value).all():
@@ -136,12 +211,24 @@ def _look(exercise: Exercise, case: Case, rank: int, wrong: _Part, parts: list[_
     basis, chunk = _basis(exercise, case), wrong.index if exercise.chunked else 0
     found, wanted = contents(value, basis, chunk), contents(due, basis, chunk)
     if found is None or wanted is None:
-        return _numbers_differ(value.flatten(), due.flatten())
+        return None
     complete = _complete_elsewhere(basis, case, parts)
     if complete is not None:
         shift = (complete - chunk) % case.world_size
         return Mistake("chunk.other_complete", other=complete, chunk=chunk, shift=shift)
+    if found == wanted:
+        return _inexact(wrong)
     return name_mistake(found, wanted, (rank, chunk), case.world_size)
+
+
+def _inexact(wrong: _Part) -> Mistake:
+    """Almost right: were the values stored in 16 bits, or is the error of another kind?"""
+    value = wrong.value.float()
+    if any(torch.equal(value, value.to(kind).float()) for kind in (torch.half, torch.bfloat16)):
+        return Mistake("sum.rounded")
+    place = _first_difference(wrong)
+    numbers = (f"{float(tensor.flatten()[place]):.8g}" for tensor in (value, wrong.due))
+    return Mistake("sum.inexact", place=place, **dict(zip(("value", "due"), numbers)))
 
 
 def _complete_elsewhere(basis: dict, case: Case, parts: list[_Part]) -> int | None:
@@ -167,21 +254,29 @@ def _basis(exercise: Exercise, case: Case) -> dict[tuple[int, int], Tensor]:
     return basis
 
 
-def _odd_size(exercise: Exercise, case: Case) -> Mistake:
+def _odd_size(exercise: Exercise, case: Case) -> list[Mistake]:
+    """That it is right at the first size, where this size is but another size."""
+    if not exercise.sizes or case.size == exercise.sizes[0] or case.size in exercise.case_words:
+        return []
     what = "one" if case.size == 1 else "other"
     if exercise.chunked and case.size < case.world_size:
         what = "below_ranks"
     elif exercise.chunked and case.size % case.world_size:
         what = "indivisible"
-    sizes = {"size": exercise.sizes[0], "odd": case.size, "ranks": case.world_size}
-    return Mistake(f"value.size_{what}", **sizes)
+    sizes = [format_count(size, exercise.nouns[1]) for size in (exercise.sizes[0], case.size)]
+    named = {"size": sizes[0], "odd": sizes[1], "ranks": case.world_size}
+    return [Mistake(f"value.size_{what}", **named)]
 
 
-def _numbers_differ(value: Tensor, due: Tensor) -> Mistake:
-    first = int((~close(value, due)).nonzero()[0])
+def _numbers_differ(wrong: _Part) -> Mistake:
+    first = _first_difference(wrong)
     start = f"from index {first} on it has" if first else "it begins with"
-    numbers = {"value": _numbers(value[first:]), "due": _numbers(due[first:])}
-    return Mistake("value.numbers", start=start, **numbers)
+    value, due = (_numbers(tensor.flatten()[first:]) for tensor in (wrong.value, wrong.due))
+    return Mistake("value.numbers", start=start, value=value, due=due)
+
+
+def _first_difference(wrong: _Part) -> int:
+    return int((~close(wrong.value, wrong.due, wrong.summands)).flatten().nonzero()[0])
 
 
 def _numbers(tensor: Tensor) -> str:

@@ -1,10 +1,15 @@
 """A learner's function on real ranks: what each call left behind, or how the run broke off."""
 
 import re
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from labkit.check.grading.compare import plain
 from labkit.check.grading.exercise import Case, Exercise, Outcome, where
-from labkit.check.grading.report import STUB
+from labkit.check.grading.stub import STUB
+from labkit.check.grading.watched import Watched
 from labkit.check.grading.words import Mistake
 from labkit.comm.comm import Comm
 from labkit.errors import DeadlineError, DeadlockError, WorkerError
@@ -17,16 +22,28 @@ TIMEOUT_S = 10.0
 AGAIN_S = 3.0
 
 
+# What a function may take on top of what its process holds; then it gets a MemoryError.
+_MOST_BYTES = 4 * 2**30
+
+
 class DidNotFinish(Exception):
-    """A run that ended in an error: its ``ending``, ``stuck`` or ``error``, and its mistake."""
+    """A run that ended in an error: its ``ending``, ``stuck`` or ``error``, and its mistake.
+
+    Attributes:
+        not_attempted: a rank came to the raise of a stub.
+        unwritten: the function with that raise.
+        outcomes: those of the cases that went well before, see ``outcomes_of``.
+    """
 
     def __init__(self, error: Exception, place: str = ""):
         self.ending = "stuck" if isinstance(error, DeadlockError) else "error"
         traceback = getattr(error, "worker_traceback", "")
         # In a traceback, code is indented by four spaces, places by two, the error by none.
         last_frame = re.split(r"\n(?=  \S)", f"\n{traceback}")[-1]
-        unwritten = rf"  .*\n    .*{STUB}\b(?s:.*)\nNotImplementedError\b"
-        self.not_attempted = re.match(unwritten, last_frame) is not None
+        unwritten = rf"  .*, in (\S+)\n    .*{STUB}\b(?s:.*)\nNotImplementedError\b"
+        found = re.match(unwritten, last_frame)
+        self.not_attempted, self.unwritten = found is not None, found[1] if found else ""
+        self.outcomes: dict[Case, tuple[Outcome, ...]] = {}
         story = str(error).partition("\n\nTraceback of rank")[0]
         super().__init__(f"{place}: {story}" if place else story)
         self.mistake = Mistake(f"run.{self.ending}", story=str(self))
@@ -45,13 +62,20 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tup
         if failure.not_attempted:
             raise failure from None
         again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
-    # Find the case that failed. With one case per run, no rank is in the next case, or in the
+    # Find the case that failed. With one call per run, no rank is in the next case, or in the
     # barrier before it, so the explanation names only the learner's lines.
+    before = {}
     for case in cases:
+        if case.call:
+            continue
         try:
-            _run(fn, exercise, [case], again_s)
+            (before[case],) = _run(fn, exercise, [case], again_s)
         except WorkerError as error:
-            raise DidNotFinish(error, where(case, exercise)) from None
+            failure = DidNotFinish(error, where(case, exercise))
+            break
+    else:
+        failure.mistake.also.append(Mistake("run.second_call"))
+    failure.outcomes = before
     raise failure
 
 
@@ -65,11 +89,12 @@ def _run(
 def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
     """On a rank: call ``fn`` for each case, the ranks together."""
     outcomes = []
-    for number, case in enumerate(cases):
-        if number:
-            # A message that one call left unreceived must not be received by the next call.
-            comm.barrier()
-        outcomes.append(call_once(comm, fn, exercise, case))
+    with limited_memory():
+        for number, case in enumerate(cases):
+            if number:
+                # A message that one call left unreceived must not be received by the next call.
+                comm.barrier()
+            outcomes.append(call_once(comm, fn, exercise, case))
     return outcomes
 
 
@@ -78,15 +103,35 @@ def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outco
     args = exercise.inputs(comm.rank, case)
     given = None if exercise.written is None else args[exercise.written]
     kept = list(given) if isinstance(given, list) else given
+    watched = Watched(fn, exercise.signature, exercise.may_call)
     before, sent_before = _spent(comm), comm.bytes_to.copy()
-    returned = exercise.call(fn, comm, *args)
+    returned = exercise.call(watched, comm, *args)
     value, meant = (kept, given) if isinstance(given, list) else (given, returned)
     if exercise.written is None or isinstance(returned, Mistake):
-        value, meant = returned, None
-    messages, num_bytes, operations = (now - then for now, then in zip(_spent(comm), before))
+        # Made plain here, because generators cannot travel, and run only now.
+        value, meant = plain(returned), None
+    messages, num_bytes, operations, barriers = (
+        now - then for now, then in zip(_spent(comm), before)
+    )
     # Subtracting Counters keeps only the peers to which something was sent.
-    return Outcome(value, meant, messages, num_bytes, operations, comm.bytes_to - sent_before)
+    sent_to = comm.bytes_to - sent_before
+    seen = barriers, tuple(watched.steps), watched.library
+    return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen)
 
 
-def _spent(comm: Comm) -> tuple[int, int, int]:
-    return comm.messages, comm.bytes_sent, comm.operations
+def _spent(comm: Comm) -> tuple[int, int, int, int]:
+    return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """In a rank: an endless list ends in a MemoryError, and not the machine."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError, ValueError):  # Linux tells how much the process holds; others do not
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + _MOST_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.check.grading.words import Mistake
+from labkit.notebook.record import note_verdict
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
-
-# A stub is told by this line, not by the type: PyTorch raises NotImplementedError, too.
-STUB = "raise NotImplementedError"
+# The library's or PyTorch's own function was called in place of writing it.
+NOT_YOURS = "works, but not yours yet"
 
 
 @dataclass
@@ -19,7 +19,8 @@ class Verdict:
 
     Attributes:
         name: the exercise.
-        status: ``passed``, ``not yet`` or ``not attempted yet``.
+        status: ``passed``, ``works, but not yours yet`` (an existing function was called),
+            ``not yet`` or ``not attempted yet``.
         columns: the world sizes in words, one per column.
         rows: what was judged -> one cell per column.
         notes: mistakes, or sentences that say what is right.
@@ -40,6 +41,11 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return self.status == PASSED
+
+    @property
+    def works(self) -> bool:
+        """Whether all results are right, be they the learner's work or not."""
+        return self.status in (PASSED, NOT_YOURS)
 
     @property
     def ids(self) -> list[str]:
@@ -102,13 +108,23 @@ def html_table(columns: list[str], rows: dict[str, list[str]]) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def status_of_right(notes: list[Mistake | str]) -> str:
+    """The status where nothing is wrong; a mistake in the notes says whose function it is."""
+    return NOT_YOURS if any(isinstance(note, Mistake) for note in notes) else PASSED
+
+
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
-    """Print and return the verdict of ``judge``, or one that says which error it raised."""
+    """Print, record and return the verdict of ``judge``, or of the error that it raised."""
     try:
         verdict = judge()
+    except KeyboardInterrupt:
+        print(f"stopped: {name}\nThe check was stopped, and nothing of it is still running.")
+        raise
     except Exception as error:
         note = Mistake("check.broke", error=f"{type(error).__name__}: {error}")
         verdict = Verdict(name, NOT_YET, notes=[note])
     print(verdict)
     verdict.shown = True
+    if verdict.status != NOT_ATTEMPTED:
+        note_verdict(verdict.name, verdict.status, verdict.passed)
     return verdict

@@ -47,7 +47,7 @@ class TorchDataParallel(Strategy):
         self.replicas = self.model if as_it_is else nn.DataParallel(self.model, gpus or None)
         self.comm = comm
         self.num_replicas = max(1, len(gpus))
-        self.gradients = LocalGradients(comm, self.replicas)
+        self.gradients = LocalGradients(comm, self.replicas, loss=self.loss)
         self.optimizer = make_optimizer(self.model.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

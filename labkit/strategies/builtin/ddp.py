@@ -50,7 +50,7 @@ class TorchDDP(Strategy):
         self.replica = DistributedDataParallel(
             self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb
         )
-        self.gradients = LocalGradients(comm, self.replica, **self.settings)
+        self.gradients = LocalGradients(comm, self.replica, loss=self.loss, **self.settings)
         self.optimizer = make_optimizer(self.replica.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

@@ -33,8 +33,6 @@ from labkit.workload.activations import NonLeaf
 from labkit.workload.layers import output_shapes
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-# The target of an empty row; the loss ignores it.
-_NO_TARGET = -100
 
 
 class TorchPipeline(StagedModel):
@@ -102,7 +100,7 @@ class TorchPipeline(StagedModel):
         if count * rows > len(targets):
             options["samples"] = torch.tensor([len(part) for part in targets.tensor_split(count)])
             inputs = _equal_parts(inputs, count, 0)
-            targets = _equal_parts(targets, count, _NO_TARGET)
+            targets = _equal_parts(targets, count, 0)
         entering = [inputs] if self.stage.is_first else []
         expected = targets if self.stage.is_last else None
         schedule.step(*entering, target=expected, return_outputs=False, **options)
@@ -151,7 +149,9 @@ class TorchPipeline(StagedModel):
                 )
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=_NO_TARGET)
+        # PyTorch calls this right after the forward of the same micro-batch.
+        count = self.layers.count
+        loss = self.loss(logits[:count], targets[:count])
         self._loss_sum += loss.detach()
         return loss / self._divisor
 
@@ -164,17 +164,19 @@ class _OnSamples(nn.Module):
     """A stage's layers, applied only to the first ``samples`` of the rows [n, ...], if given.
 
     A batch that divides has no empty rows. The output has as many rows as the input, and is
-    contiguous, as gloo requires.
+    contiguous, as gloo requires. ``count`` is the last ``samples``.
     """
 
     def __init__(self, layers: nn.Module):
         super().__init__()
         self.layers = layers
+        self.count: int | None = None
 
     def forward(self, rows: Tensor, samples: Tensor | None = None) -> Tensor:
         # A new tensor: if the layers return their input itself, PyTorch (up to 2.11) detaches the
         # buffer into which it will receive the next input.
         entering = NonLeaf.apply(rows)
+        self.count = None if samples is None else int(samples)
         if samples is None:
             return self.layers(entering).contiguous()
         leaving = self.layers(entering[:samples])

@@ -49,6 +49,7 @@ class ServedByRpc(Strategy):
             straggler would be the server.
     """
 
+    optimizes = "elements"
     through_comm = False
     name: str
 
@@ -61,7 +62,7 @@ class ServedByRpc(Strategy):
         self.check_ranks(comm.world_size)
         self.comm, self.make_optimizer = comm, make_optimizer
         self.model = model.to(comm.device).train()
-        self.local = LocalGradients(comm, self.model, **self.settings)
+        self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
         self.values, self.gradient = lay_end_to_end(self.model)
         self.prepare()
         join_rpc(comm)

@@ -42,7 +42,7 @@ class DDP(Strategy):
         self.model = model.to(comm.device).train()
         self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, op="sum")
         self.optimizer = make_optimizer(self.replica.trained)
-        self.gradients = LocalGradients(comm, self.replica, **self.settings)
+        self.gradients = LocalGradients(comm, self.replica, loss=self.loss, **self.settings)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()

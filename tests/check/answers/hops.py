@@ -154,8 +154,9 @@ def receives_in_halves(comm, layers, inputs):
 
 WRONG_FORWARDS = [
     (runs_a_copy, "hops.runs", "ran 0 times"),
+    (keeps_what_came_first, "hops.other_input"),
     (receives_in_halves, "traffic.off_target"),
-    (variant(received=lambda t: t), "hops.asks_nothing"),
+    (variant(received=lambda t: t), "hops.no_requires_grad"),
     (variant(received=lambda t: t.requires_grad_().clone()), "hops.no_leaf"),
     (variant(kept=lambda e, v: (e, v.detach())), "hops.no_graph"),
     (without_graph, "hops.no_graph"),

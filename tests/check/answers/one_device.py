@@ -364,7 +364,7 @@ ANSWERS = [
             (divides_by_its_own, "accumulate.own_samples"),
             (overwrites, "accumulate.last"),
             (keeps_to_itself, "accumulate.own_share"),
-            (ranks_alike, "accumulate.ranks_alike"),
+            (ranks_alike, "accumulate.mean_of_rank_means"),
             (synchronises_each, "traffic.off_target"),
         ],
     ),

@@ -105,7 +105,7 @@ WRONG = [
     (with_cost(lambda f, p, link: sum(sent(f, k) for k in p)), "cuts.bytes_alone"),
     (
         with_cost(lambda f, p, link: max((sent(f, k) for k in p), default=0)),
-        "cuts.dearest_hop",
+        "cuts.largest_hop",
     ),
     (with_memory(lambda layers: memory(layers, times=1)), "cuts.value_alone"),
     (with_memory(lambda layers: memory(layers, held=False)), "cuts.activations_forgotten"),

@@ -393,7 +393,7 @@ WRONG_SERVERS = [
     (variant(rounds=1), "run.stuck"),
     (variant(rounds=-1), "run.stuck"),
     (variant(sources=lambda comm: range(comm.world_size)), "run.error"),
-    (variant(lambda p, g, n: p.add_(g)), "async.uphill"),
+    (variant(lambda p, g, n: p.add_(g)), "async.wrong_sign"),
     (variant(lambda p, g, n: p.sub_(g / n)), "async.averaged"),
     (variant(lambda p, g, n: p - g), "async.unchanged"),
     (variant(lambda p, g, n: p.sub_(g).sub_(g[0])), "async.ended"),

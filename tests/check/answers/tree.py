@@ -34,7 +34,8 @@ def sends_its_own_each_time(comm, tensor):
 
 
 def lower_rank_sends_first(comm, tensor):
-    for peer in (comm.rank ^ 1, comm.rank ^ 2):
+    for bit in range(comm.world_size.bit_length() - 1):
+        peer = comm.rank ^ 2**bit
         own, incoming = tensor.clone(), torch.empty_like(tensor)
         if comm.rank < peer:
             comm.send(own, peer)
@@ -69,7 +70,7 @@ leaves_ten_alone = leaves_alone(10)
 ANSWERS = [
     Answers(
         check.tree.all_reduce,
-        [collectives.tree_all_reduce],
+        [collectives.tree_all_reduce, lower_rank_sends_first],
         [
             (
                 adds_itself,
@@ -89,7 +90,6 @@ ANSWERS = [
             (doubles(2, lambda rank, k: rank ^ 2**k, add=False), "sum.overwritten"),
             (sends_its_own_each_time, "sum.lacks_one"),
             (doubles(2, lambda rank, k: (rank + 2**k) % 4), "run.stuck"),
-            (lower_rank_sends_first, "rounds.send_then_recv"),
             (collectives.naive_all_reduce, "peers.bottleneck"),
             (collectives.ring_all_reduce, "traffic.off_target", "6, where the target is 2"),
         ],

@@ -37,16 +37,22 @@ def runs():
 
 @pytest.fixture
 def splits(runs):
-    made = widgets.split_explorer(PROFILE, LINK, split_points=(2,), measure=runs)
+    made = widgets.split_explorer(PROFILE, LINK, split_points=(2,), measure=runs, picture=False)
     yield made
     made.close()
+
+
+def press(explorer, name):
+    """Press a button, and wait until its work has ended."""
+    getattr(explorer, name).click()
+    explorer.join()
 
 
 def said(explorer):
     return html.unescape(re.sub("<[^>]+>", "", explorer.status.value))
 
 
-class TestSplitExplorer:
+class TestSplitSliders:
     def test_every_control_changes_the_model_that_is_shown(self, splits):
         def shown(points, link=LINK, profile=PROFILE, **options):
             split = predict_split(profile, points, link, **options)
@@ -120,7 +126,7 @@ class TestSplitExplorer:
         assert len(heights) == 3
 
     def test_run_lays_the_measured_bars_beside(self, splits, runs):
-        splits.run.click()
+        press(splits, "run")
         (call,) = runs.calls
         options = {"batch_size": 16, "micro_batches": 1, "schedule": "gpipe"}
         options |= {"input_shape": (3, 32, 32), "frozen": 0}
@@ -133,7 +139,7 @@ class TestSplitExplorer:
         assert repr(splits).endswith(twin.caption)
 
     def test_measured_bars_are_there_only_where_they_were_measured(self, splits):
-        splits.run.click()
+        press(splits, "run")
         for control, other, back in (
             (splits.cuts.sliders[0], 3, 2),
             (splits.stages, 3, 2),
@@ -153,22 +159,20 @@ class TestSplitExplorer:
         seen = []
 
         def during():
-            seen.append((splits.run.disabled, splits.best.disabled, said(splits)))
+            buttons = splits.run, splits.best, splits.stop
+            seen.append(([button.disabled for button in buttons], said(splits)))
             splits.run.click()
             splits.best.click()
-            thread = threading.Thread(target=splits.run.click)
-            thread.start()
-            thread.join()
 
         runs.during = during
-        splits.run.click()
-        assert seen == [(True, True, "measuring ...")]
-        assert (splits.run.disabled, splits.best.disabled) == (False, False)
+        press(splits, "run")
+        assert seen == [([True, True, False], "measuring ...")]
+        assert (splits.run.disabled, splits.best.disabled, splits.stop.disabled) == (0, 0, 1)
         assert len(runs.calls) == 1
 
     def test_what_is_chosen_during_a_run_is_shown_after_it(self, splits, runs):
         runs.during = lambda: setattr(splits.cuts.sliders[0], "value", 4)
-        splits.run.click()
+        press(splits, "run")
         assert "cut before layer 4" in alt_of(splits)
         assert "Measured" not in alt_of(splits)
         assert "cut before layer 2" in said(splits)
@@ -178,21 +182,31 @@ class TestSplitExplorer:
     def test_an_error_of_the_run_is_said_and_the_next_press_works(self, splits, runs):
         before = splits.view.value
         runs.problem = WorkerError("rank 1 <died>")
-        splits.run.click()
+        press(splits, "run")
         assert said(splits) == "WorkerError: rank 1 <died>"
         assert "&lt;died&gt;" in splits.status.value
         assert splits.view.value == before
         runs.problem = None
-        splits.run.click()
+        press(splits, "run")
         assert "Measured" in alt_of(splits)
 
-    def test_the_stop_button_leaves_working_buttons(self, splits, runs):
-        runs.problem = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
-            splits.run.click()
-        assert said(splits) == "stopped"
-        runs.problem = None
+    def test_stop_ends_the_run_and_leaves_working_buttons(self, splits, runs):
+        measuring = threading.Event()
+
+        def during():
+            measuring.set()
+            while True:
+                threading.Event().wait(0.01)
+
+        runs.during = during
         splits.run.click()
+        measuring.wait()
+        splits.stop.click()
+        splits.join()
+        assert said(splits) == "stopped"
+        assert "Measured" not in alt_of(splits)
+        runs.during = lambda: None
+        press(splits, "run")
         assert said(splits).startswith("measured")
 
     @pytest.mark.parametrize("objective", ["step", "largest_stage"])
@@ -200,7 +214,7 @@ class TestSplitExplorer:
         splits.stages.value = 3
         splits.micro_batches.value = 4
         splits.objective.value = objective
-        splits.best.click()
+        press(splits, "best")
         best = best_split(PROFILE, 3, LINK, objective=objective, micro_batches=4)
         assert splits.cuts.points == best.split_points
         assert f"cut before layers {best.split_points[0]}, {best.split_points[1]}" in said(splits)
@@ -211,11 +225,11 @@ class TestSplitExplorer:
         assert labels[-1] == "no limit"
         cap = splits.cap.options[-2][1]
         splits.cap.value = cap
-        splits.best.click()
+        press(splits, "best")
         assert max(predict_split(PROFILE, splits.cuts.points, LINK).memory_bytes) <= cap
         splits.cap.value = splits.cap.options[0][1]
         points = splits.cuts.points
-        splits.best.click()
+        press(splits, "best")
         assert said(splits).startswith("ValueError: no split into 2 stages keeps every stage")
         assert splits.cuts.points == points
 
@@ -228,11 +242,13 @@ class TestSplitExplorer:
         )
 
     def test_without_a_link_of_this_machine_there_are_the_others(self, runs):
-        explorer = widgets.split_explorer(PROFILE, split_points=(2, 4), frozen=2, measure=runs)
+        explorer = widgets.split_explorer(
+            PROFILE, split_points=(2, 4), frozen=2, measure=runs, picture=False
+        )
         assert explorer.link.options == tuple(LINKS)
         split = predict_split(PROFILE, (2, 4), LINKS["NVLink 4"], frozen=2)
         assert alt_of(explorer) == plots.split_costs(PROFILE, split).alt
-        explorer.run.click()
+        press(explorer, "run")
         assert runs.calls[0][2]["frozen"] == 2
         assert "Measured" in alt_of(explorer)
         explorer.close()
@@ -242,10 +258,10 @@ class TestSplitExplorer:
         assert seconds == sorted(seconds)
 
     def test_closed_its_buttons_do_nothing(self, runs):
-        explorer = widgets.split_explorer(PROFILE, LINK, measure=runs)
+        explorer = widgets.split_explorer(PROFILE, LINK, measure=runs, picture=False)
         assert explorer.cuts.points == (3,), "in the middle, where nothing is said"
         explorer.close()
-        explorer.run.click()
+        press(explorer, "run")
         assert not runs.calls
 
     @pytest.mark.parametrize(
@@ -260,6 +276,7 @@ class TestSplitExplorer:
             ({"frozen": 7}, "frozen must be an integer from 0 to 6"),
         ],
     )
-    def test_a_start_out_of_range_is_refused(self, start, message):
+    @pytest.mark.parametrize("picture", [False, None])
+    def test_a_start_out_of_range_is_refused(self, start, message, picture):
         with pytest.raises(ValueError, match=message):
-            widgets.split_explorer(PROFILE, LINK, **start)
+            widgets.split_explorer(PROFILE, LINK, picture=picture, **start)

@@ -1,0 +1,69 @@
+"""Stubs: whether the learner has begun, and whether the raise is still in a finished answer."""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from traceback import extract_tb
+
+from labkit.check.grading.words import Mistake
+
+# A stub is told by this line, not by the type: PyTorch raises NotImplementedError, too.
+STUB = "raise NotImplementedError"
+# A stub may contain one line that prepares the result, and one that returns it.
+_GIVEN_LINES = 2
+_WORK = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match, ast.AugAssign, ast.FunctionDef)
+
+
+def raised_by_stub(error: BaseException) -> str:
+    """The function whose stub has raised ``error``; "" if it was not raised by a stub."""
+    last = extract_tb(error.__traceback__)[-1]
+    is_stubs = isinstance(error, NotImplementedError) and STUB in (last.line or "")
+    return last.name if is_stubs else ""
+
+
+def is_stub(fn: Callable) -> bool:
+    """Whether a function that came to a stub's raise has nothing but what the stub gives."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(_plain_function(fn))))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    first = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+    return first is None or not _has_work(first.body)
+
+
+def about_stub(fn: Callable, raised_in: str, place: str = "") -> Mistake:
+    """What to tell where a written function came to the raise of the stub ``raised_in``."""
+    if raised_in == getattr(_plain_function(fn), "__name__", raised_in):
+        return Mistake("stub.raise_left", place=place)
+    return Mistake("stub.calls_stub", name=raised_in, place=place)
+
+
+def _plain_function(fn: Callable) -> Callable:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn)
+    is_written = inspect.isfunction(fn) or inspect.ismethod(fn)
+    return fn if is_written else type(fn).__call__
+
+
+def _has_work(body: list[ast.stmt]) -> bool:
+    lines = [line for line in body if not _is_filler(line)]
+    if any(isinstance(line, _WORK) for line in lines) or len(lines) > _GIVEN_LINES:
+        return True
+    if any(isinstance(line, ast.Expr) for line in lines):
+        return True
+    match lines:
+        case [ast.Return(value=value)]:
+            return not isinstance(value, (ast.Name, ast.Constant, type(None)))
+    return False
+
+
+def _is_filler(line: ast.stmt) -> bool:
+    """A docstring, ``...``, ``pass`` or the stub's raise."""
+    if isinstance(line, ast.Expr):
+        return isinstance(line.value, ast.Constant)
+    return isinstance(line, ast.Pass) or (
+        isinstance(line, ast.Raise) and STUB in ast.unparse(line)
+    )

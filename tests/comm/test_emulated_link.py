@@ -1,0 +1,236 @@
+"""The emulated link: its arithmetic on a clock that stands still, and real runs over it.
+
+Every transport's contract holds over it, too: tests/comm/test_transports.py.
+"""
+
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import travel_by_value
+from torch import nn
+
+from labkit import EmulatedLink, collectives, run, train_with
+from labkit.comm.emulated_link import Card, LinkTransport
+from labkit.config import parse_link
+from labkit.costs import Link, all_reduce_seconds
+from labkit.strategies.ddp.bucketed import BucketedDDP
+from labkit.strategies.ddp.naive import NaiveDDP
+
+travel_by_value(__name__)
+
+ALL_REDUCES = ("naive_all_reduce", "ring_all_reduce", "fast_ring_all_reduce", "tree_all_reduce")
+
+
+def at_second(*seconds):
+    """A clock that shows these seconds, one after another."""
+    return iter(seconds).__next__
+
+
+# The arithmetic
+
+
+def test_a_message_takes_latency_and_bytes_over_bandwidth():
+    card = Card(EmulatedLink(2.0, 10.0), at_second(100.0))
+    assert card.book(out_bytes=50) == 2 + 50 / 10
+
+
+def test_messages_to_different_ranks_queue_up_on_the_senders_card():
+    card = Card(EmulatedLink(2.0, 10.0), at_second(100.0, 100.0, 103.0))
+    assert [card.book(out_bytes=50) for _ in range(3)] == [7, 14, 21 - 3]
+
+
+def test_a_card_that_has_been_idle_begins_at_once():
+    card = Card(EmulatedLink(1.0), at_second(0.0, 50.0))
+    assert [card.book(in_bytes=8), card.book(in_bytes=8)] == [1, 1]
+
+
+def test_a_card_sends_and_receives_at_the_same_time():
+    card = Card(EmulatedLink(0.0, 10.0), at_second(0.0, 0.0, 0.0))
+    assert card.book(out_bytes=100) == 10
+    assert card.book(in_bytes=50) == 5
+    assert card.book(out_bytes=0, in_bytes=20) == 10, "an exchange ends with the later of the two"
+
+
+def test_threads_share_a_card():
+    card, together = Card(EmulatedLink(1.0), lambda: 0.0), threading.Barrier(4)
+    ends: list[float] = []
+
+    def book():
+        together.wait()
+        ends.extend(card.book(out_bytes=1) for _ in range(50))
+
+    threads = [threading.Thread(target=book) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ends) == list(range(1, 201))
+
+
+@pytest.mark.parametrize("link", [EmulatedLink(), EmulatedLink(1e-5, 1e22), EmulatedLink(0.1, 3)])
+def test_the_command_line_reads_what_a_link_prints(link):
+    assert EmulatedLink(*parse_link(str(link))) == link
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((-1.0,), "latency_s must be a number from 0 up, got -1.0"),
+        ((float("nan"),), "latency_s must be"),
+        ((0.0, 0), "bandwidth_bytes_per_s must be a number above 0, got 0"),
+        ((0.0, float("nan")), "bandwidth_bytes_per_s must be"),
+    ],
+)
+def test_links_that_cannot_be(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        EmulatedLink(*numbers)
+
+
+def test_another_object_is_not_a_link():
+    with pytest.raises(ValueError, match=r"is not a labkit\.EmulatedLink"):
+        run(print, world_size=1, link=Link(0.1, 0.1))
+
+
+# Real runs. A sleep never ends early, so "at least" cannot fail by chance.
+
+
+def sums(comm):
+    found = {}
+    for name in ALL_REDUCES:
+        before = comm.messages, comm.bytes_sent
+        total = getattr(collectives, name)(comm, torch.arange(1000.0) * (comm.rank + 1))
+        counted = comm.messages - before[0], comm.bytes_sent - before[1]
+        found[name] = total.tolist(), counted
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_sums_and_counts_are_the_same_over_a_link(transport, world_size):
+    plain = run(sums, world_size=world_size, transport=transport)
+    linked = run(sums, world_size=world_size, transport=transport, link=EmulatedLink(1e-4, 1e9))
+    assert linked.values == plain.values
+    assert linked.bytes_sent == plain.bytes_sent
+
+
+def there_and_back(comm):
+    tensor = torch.zeros(1000, dtype=torch.uint8)
+    for transfer in (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send):
+        transfer(tensor, 1 - comm.rank)
+    comm.exchange(tensor, 1 - comm.rank, torch.empty_like(tensor), 1 - comm.rank)
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_every_message_takes_at_least_its_time_on_both_ends(transport):
+    link = EmulatedLink(0.01, 1e5)
+    trace = run(there_and_back, world_size=2, transport=transport, link=link).trace
+    for rank in (0, 1):
+        spans = trace.of(rank, "communicate")
+        assert len(spans) == 3
+        # The message begins when both have come: a span may begin a little later than that.
+        assert all(span.duration_s > 0.9 * link.message_seconds(1000) for span in spans)
+
+
+def seconds_of(comm, names, num_elements):
+    tensor, seconds = torch.ones(num_elements), []
+    for name in names:
+        comm.barrier()
+        start_s = time.perf_counter()
+        getattr(collectives, name)(comm, tensor)
+        comm.barrier()
+        seconds.append(time.perf_counter() - start_s)
+    return seconds
+
+
+def test_all_reduces_take_the_time_of_the_model():
+    """At least: this machine adds time of its own, and how much depends on what else it does."""
+    link, names = EmulatedLink(0.002, 5e6), ALL_REDUCES[:2]
+    measured = run(seconds_of, names, 25_000, world_size=4, link=link).values[0]
+    model = Link(link.latency_s, 1 / link.bandwidth_bytes_per_s)
+    expected = [all_reduce_seconds(name, 100_000, 4, model) for name in ("naive", "ring")]
+    assert measured == pytest.approx(expected, rel=0.5)
+    assert expected[0] / expected[1] > 3
+    assert measured[0] / measured[1] > 2
+
+
+class SlowBackward(torch.autograd.Function):
+    """The identity; its backward takes as long as that of a larger layer."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.1)
+        return gradient
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        return SlowBackward.apply(x)
+
+
+def one_backward(comm, bucketed):
+    model = nn.Sequential(nn.Linear(8, 8), Slow(), nn.Linear(8, 8))
+    replica = BucketedDDP(comm, model, bucket_mb=0) if bucketed else NaiveDDP(comm, model)
+    comm.barrier()
+    with comm.span("compute"):
+        replica(torch.ones(1, 8)).sum().backward()
+
+
+def overlapped(trace):
+    """Whether a rank sends in one thread while it computes in another."""
+    computes = trace.of(kind="compute")
+    sends = [span for span in trace.spans if span.num_bytes]
+    return any(
+        send.rank == compute.rank
+        and send.lane != compute.lane
+        and max(send.start_s, compute.start_s) < min(send.end_s, compute.end_s)
+        for send, compute in itertools.product(sends, computes)
+    )
+
+
+def test_backward_goes_on_while_a_bucket_is_on_the_link():
+    link = EmulatedLink(0.02)
+    bucketed = run(one_backward, True, world_size=2, link=link)
+    naive = run(one_backward, False, world_size=2, link=link)
+    assert overlapped(bucketed.trace)
+    assert not overlapped(naive.trace)
+
+
+def in_pytorchs_group(comm):
+    assert isinstance(comm.transport, LinkTransport)
+    group = dist.new_group(backend="labkit")
+    start_s = time.perf_counter()
+    dist.all_reduce(torch.ones(4), group=group)
+    return time.perf_counter() - start_s
+
+
+def test_the_backend_sends_over_the_link_too():
+    for seconds in run(in_pytorchs_group, world_size=2, link=EmulatedLink(0.02)).values:
+        assert seconds > 2 * 0.02
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("ddp", {}),
+        ("ddp", {"builtin": True, "backend": "labkit"}),
+        ("ring_all_reduce", {"compress": "topk"}),
+        ("parameter_server", {}),
+        ("async_parameter_server", {"max_staleness": 2}),
+        ("pipeline", {"micro_batches": 2}),
+    ],
+)
+def test_any_technique_trains_over_a_link(strategy, settings):
+    link = EmulatedLink(1e-4, 1e9)
+    result = train_with(
+        strategy, world_size=2, train_size=128, batch_size=64, link=link, **settings
+    )
+    assert result.config.link == "0.0001s,1000000000.0B/s"
+    assert result.epochs

@@ -1,0 +1,86 @@
+"""A DataLoader with workers inside a rank: data sets of a notebook, crashes, no process left."""
+
+import multiprocessing
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from ranks import travel_by_value, wait_until
+from torch.utils.data import DataLoader, Dataset
+
+from labkit import WorkerError, run
+from labkit.comm.processes import is_running
+
+travel_by_value(__name__)
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="workers are forked on Linux only"
+)
+
+
+class Squares(Dataset):
+    """x and x squared; it travels by value, as a class of a notebook's cell does."""
+
+    def __init__(self, bad: str = ""):
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int):
+        if index == 13 and self.bad == "raises":
+            raise KeyError("sample 13 is missing")
+        if index == 13 and self.bad == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(float(index)), index**2
+
+
+def use_workers(comm, bad=""):
+    loader = DataLoader(Squares(bad), batch_size=5, num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        pairs = [torch.stack([x.long() ** 2, y]) for x, y in loader]
+    values = torch.cat(pairs, dim=1)
+    comm.barrier()
+    # The loader's workers are alive when the function returns.
+    children = [child.pid for child in multiprocessing.active_children()]
+    sys.modules[__name__ + "_keeps"] = iter(loader)
+    return values, children
+
+
+def test_workers_serve_a_data_set_that_no_process_could_import():
+    result = run(use_workers, world_size=2)
+    for values, children in result.values:
+        assert values[0].tolist() == values[1].tolist() == [n**2 for n in range(24)]
+        assert len(children) == 2
+        assert wait_until(lambda pids=children: not any(map(is_running, pids)), 5)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [("raises", "sample 13 is missing"), ("dies", r"worker \(pid\(s\) \d+\) exited unexpectedly")],
+)
+def test_a_worker_that_fails_is_named(bad, message):
+    with pytest.raises(WorkerError, match=message):
+        run(use_workers, bad, world_size=2)
+
+
+def die_with_workers(comm, folder):
+    loader = iter(DataLoader(Squares(), batch_size=2, num_workers=2))
+    next(loader)
+    pids = [child.pid for child in multiprocessing.active_children()]
+    (folder / f"{comm.rank}").write_text(" ".join(map(str, pids)))
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.barrier()
+
+
+def test_workers_end_with_a_rank_that_is_killed(tmp_path):
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        run(die_with_workers, tmp_path, world_size=2)
+    pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
+    assert len(pids) == 4
+    # Killed with the group of their rank; the system ends them when it gets to it.
+    assert wait_until(lambda: not any(map(is_running, pids)), 5)
