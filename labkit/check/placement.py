@@ -116,6 +116,7 @@ CASES = (
     _Case(_FUNNEL, 2, _NEAR, 887 * _KIB),
     _Case(_FUNNEL, 3, _NEAR, 640 * _KIB),
     _Case(_DUMBBELL, 4, _NEAR, 460 * _KIB),
+    _Case(_DUMBBELL, 3, _NEAR, 460 * _KIB),
     _Case(_DUMBBELL, 4, _FAR, 460 * _KIB),
     _Case(_DUMBBELL, 3, _NEAR, math.inf),
 )

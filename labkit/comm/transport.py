@@ -80,4 +80,5 @@ class Transport(ABC):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor of any dtype, as a uint8 view [n]."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # An empty tensor that comes from NumPy may have a stride of 0, which view refuses.
+    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()

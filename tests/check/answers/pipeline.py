@@ -243,7 +243,7 @@ def of_four_stages(stage, P, M):
 
 
 WRONG_STREAMS = [
-    (of_four_stages, "stream.stage"),
+    (of_four_stages, "stream.too_long"),
     (gpipe, "stream.fill_and_drain"),
     (with_warm_up(lambda s, P: 0), "stream.all_last"),
     (with_warm_up(lambda s, P: P - 1), "stream.all_first"),

@@ -257,7 +257,7 @@ WRONG_RULES = [
     (two_ahead, "not answer.raised"),
     (own_is_oldest, "answer.wrong"),
     (lambda w, version, pulled, bound: None, "answer.nothing"),
-    (lambda w, version, pulled: True, "fn.signature"),
+    (lambda w, version, pulled: True, "answer.raised"),
 ]
 
 
@@ -400,7 +400,7 @@ WRONG_SERVERS = [
     (variant(answer=lambda p: p * 3), "async.own"),
     (answers_from_before_the_last, "async.answered_first"),
     (all_updates_in_a_new_tensor, "async.unchanged"),
-    (variant(lambda p, g, n: p.sub_(0.5 * g)), "async.ended"),
+    (variant(lambda p, g, n: p.sub_(0.75 * g)), "async.ended"),
 ]
 
 
