@@ -4,15 +4,18 @@ Symbols: P ranks and stages, n samples. The input and the output of every stage 
 a wrong tensor can be received, too, and the mistake can be named.
 """
 
-from collections.abc import Callable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, returns
 from labkit.check.grading.compare import other_kind, same
-from labkit.check.grading.exercise import random_tensor, with_parameters
+from labkit.check.grading.exercise import with_parameters
 from labkit.comm.comm import Comm
 
 _SAMPLES, _WIDTH = 5, 4
@@ -31,7 +34,7 @@ def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         fn,
         name="hops.forward",
         signature="comm, layers, inputs",
-        inputs=lambda rank, case: (_stage(rank), _inputs()),
+        inputs=lambda rank, case: (_stage(rank), _inputs(case), case),
         call=_look_at_forward,
         judge=_judge_forward,
         target=partial(_target, 1),
@@ -50,6 +53,7 @@ def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ver
         _gradients_alone,
         name="hops.backward",
         signature="comm, entering, leaving",
+        inputs=lambda rank, case: (case,),
         call=_gradients_of,
         mistakes={id: partial(_gradients_alone, **by) for id, by in _BACKWARD_MISTAKES.items()},
         target=partial(_target, -1),
@@ -62,8 +66,8 @@ def _stage(rank: int) -> nn.Module:
     return with_parameters(layers, 11 + rank)
 
 
-def _inputs() -> Tensor:
-    return random_tensor(3, _SAMPLES, _WIDTH)
+def _inputs(case: Case) -> Tensor:
+    return case.random(3, _SAMPLES, _WIDTH)
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
@@ -78,19 +82,28 @@ def _target(step: int, rank: int, case: Case) -> Target:
 
 
 def _look_at_forward(
-    fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor
+    fn: Callable, comm: Comm, layers: nn.Module, inputs: Tensor, case: Case
 ) -> list[Mistake] | Mistake:
     """On the rank: call ``fn``, and test whether backward would give ``entering`` a gradient."""
-    runs: list[int] = []
-    layers.register_forward_hook(lambda *_: runs.append(1))
-    found = fn(comm, layers, inputs)
-    pair = isinstance(found, (tuple, list)) and len(found) == 2
-    if not pair or not all(isinstance(one, Tensor) for one in found):
+    runs: Counter[nn.Module] = Counter()
+    for layer in layers.children():
+        layer.register_forward_hook(lambda layer, *_: runs.update([layer]))
+    pair = _pair(fn(comm, layers, inputs))
+    if pair is None:
         return Mistake("hops.no_pair")
-    entering, leaving = found
-    wrong = _wrong_values(comm.rank, entering, leaving)
-    wrong = wrong or _wrong_graph(comm.rank, entering, leaving, len(runs))
+    wrong = _wrong_values(comm.rank, case, *pair)
+    wrong = wrong or _wrong_graph(comm.rank, *pair, layers, max(runs.values(), default=0))
     return [wrong] if wrong else []
+
+
+def _pair(found: Any) -> tuple[Tensor, Tensor] | None:
+    """Two tensors from a tuple, a list, a generator ...; None if there are not two."""
+    if isinstance(found, Tensor) or not isinstance(found, Iterable):
+        return None
+    tensors = tuple(itertools.islice(found, 3))
+    if len(tensors) != 2 or not all(isinstance(one, Tensor) for one in tensors):
+        return None
+    return tensors
 
 
 def _judge_forward(case: Case, by_rank: list[list[Mistake]]) -> Mistake | None:
@@ -101,48 +114,52 @@ def _judge_forward(case: Case, by_rank: list[list[Mistake]]) -> Mistake | None:
 
 
 @torch.no_grad()
-def _after(num_stages: int) -> Tensor:
+def _after(num_stages: int, case: Case) -> Tensor:
     """The output of the first ``num_stages`` stages, [n, 4]."""
-    value = _inputs()
+    value = _inputs(case)
     for rank in range(num_stages):
         value = _stage(rank)(value)
     return value
 
 
-def _wrong_values(rank: int, entering: Tensor, leaving: Tensor) -> Mistake | None:
+def _wrong_values(rank: int, case: Case, entering: Tensor, leaving: Tensor) -> Mistake | None:
     for name, found, due, wrong in (
-        ("entering", entering.detach(), _after(rank), _wrong_entering),
-        ("leaving", leaving.detach(), _after(rank + 1), _wrong_leaving),
+        ("entering", entering.detach(), _after(rank, case), _wrong_entering),
+        ("leaving", leaving.detach(), _after(rank + 1, case), _wrong_leaving),
     ):
         if kind := other_kind(found, due):
             return Mistake("hops.kind", name=name, **kind.details)
         if not same(found, due):
-            return wrong(rank, found)
+            return wrong(rank, case, found)
     return None
 
 
-def _wrong_leaving(rank: int, found: Tensor) -> Mistake:
+def _wrong_leaving(rank: int, case: Case, found: Tensor) -> Mistake:
     with torch.no_grad():
-        on_inputs = _stage(rank)(_inputs())
+        on_inputs = _stage(rank)(_inputs(case))
     if same(found, on_inputs):
         return Mistake("hops.ran_on_inputs")
-    return Mistake("hops.not_run" if same(found, _after(rank)) else "hops.other_output")
+    return Mistake("hops.not_run" if same(found, _after(rank, case)) else "hops.other_output")
 
 
-def _wrong_entering(rank: int, found: Tensor) -> Mistake:
-    if same(found, _after(rank - 1)):
+def _wrong_entering(rank: int, case: Case, found: Tensor) -> Mistake:
+    if same(found, _after(rank - 1, case)):
         return Mistake("hops.sent_what_entered", before=rank - 1)
-    if same(found, _after(rank + 1)):
+    if same(found, _after(rank + 1, case)):
         return Mistake("hops.swapped")
     return Mistake("hops.other_input")
 
 
-def _wrong_graph(rank: int, entering: Tensor, leaving: Tensor, runs: int) -> Mistake | None:
-    if runs != 1:
+def _wrong_graph(
+    rank: int, entering: Tensor, leaving: Tensor, layers: nn.Module, runs: int
+) -> Mistake | None:
+    if runs > 1:
         return Mistake("hops.runs", runs=runs)
     if not leaving.requires_grad:
         return Mistake("hops.no_graph")
     leaving.sum().backward()
+    if any(parameter.grad is None for parameter in layers.parameters()):
+        return Mistake("hops.runs", runs=0)
     if rank == 0 or (entering.is_leaf and entering.grad is not None):
         return None
     if not entering.requires_grad:
@@ -156,18 +173,18 @@ def _wrong_graph(rank: int, entering: Tensor, leaving: Tensor, runs: int) -> Mis
 Gradient = Tensor | None
 
 
-def _ran(rank: int, world_size: int) -> tuple[nn.Module, Tensor, Tensor]:
+def _ran(rank: int, case: Case) -> tuple[nn.Module, Tensor, Tensor]:
     """A stage after its forward: layers, input, output (on the last stage the loss)."""
-    layers, entering = _stage(rank), _after(rank).requires_grad_(rank > 0)
+    layers, entering = _stage(rank), _after(rank, case).requires_grad_(rank > 0)
     leaving = layers(entering)
-    if rank == world_size - 1:
+    if rank == case.world_size - 1:
         leaving = leaving.square().mean()
     return layers, entering, leaving
 
 
-def _gradients_of(fn: Callable, comm: Comm) -> list[Gradient] | Mistake:
+def _gradients_of(fn: Callable, comm: Comm, case: Case) -> list[Gradient] | Mistake:
     """On the rank: the gradients that ``fn`` leaves, by parameter."""
-    layers, entering, leaving = _ran(comm.rank, comm.world_size)
+    layers, entering, leaving = _ran(comm.rank, case)
     fn(comm, entering, leaving)
     found = [parameter.grad for parameter in layers.parameters()]
     if any(gradient is None for gradient in found):
@@ -191,7 +208,7 @@ def _gradients_alone(
     """
     layers, came = nn.Module(), None
     for stage in reversed(range(rank, case.world_size)):
-        layers, entering, leaving = _ran(stage, case.world_size)
+        layers, entering, leaving = _ran(stage, case)
         leaving.backward(begin(leaving, came))
         came = pass_on(entering, came, case.world_size) if stage else None
     return [parameter.grad for parameter in layers.parameters()]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from labkit import collectives
 from labkit.check.grading import WORLD_SIZES, Case, Target, Verdict, returns
-from labkit.check.grading.exercise import random_tensor
 
 LR, SCALE, KEPT = 0.5, 1024.0, 2
 
@@ -62,7 +61,7 @@ def _num_samples(rank: int) -> list[int]:
 
 def _gradients(rank: int, case: Case) -> Tensor:
     """[3, N], by micro-batch."""
-    return random_tensor(100 * rank + case.size, 3, case.size)
+    return case.random(100 * rank + case.size, 3, case.size)
 
 
 def _batch_size(case: Case) -> int:
@@ -189,7 +188,7 @@ def top_k(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdic
 
 
 def _residual(rank: int, case: Case) -> Tensor:
-    return random_tensor(rank + 7, case.size)
+    return case.random(rank + 7, case.size)
 
 
 def _with_memory(rank: int, case: Case) -> Tensor:

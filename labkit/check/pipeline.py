@@ -195,7 +195,7 @@ def _action(thing: Any) -> Action:
     kinds = {"F": "forward", "B": "backward"}
     if isinstance(thing, str) and thing[:1] in kinds and thing[1:].isdecimal():
         return Action(kinds[thing[0]], int(thing[1:]))
-    if isinstance(thing, tuple) and len(thing) == 2 and thing[0] in kinds.values():
+    if isinstance(thing, (tuple, list)) and len(thing) == 2 and thing[0] in kinds.values():
         return Action(thing[0], int(thing[1]))
     raise Wrong(Mistake("stream.no_action", thing=repr(thing)))
 

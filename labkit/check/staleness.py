@@ -48,7 +48,6 @@ def bookkeeping(fn: Callable) -> Verdict:
         [((list(events),), _by_version(events)) for events in _HISTORIES],
         name="staleness.bookkeeping",
         mistakes=_BOOKKEEPING_MISTAKES,
-        kind=list,
     )
 
 
@@ -63,7 +62,6 @@ def admission(fn: Callable) -> Verdict:
         [(args, _may(*args)) for args in _SITUATIONS],
         name="staleness.admission",
         mistakes=_ADMISSION_MISTAKES,
-        kind=bool,
     )
 
 

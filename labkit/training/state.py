@@ -6,13 +6,15 @@ import math
 import torch
 from torch import Tensor
 
+from labkit.comm.transport import as_bytes
+
 
 def checksum(state: dict[str, Tensor]) -> str:
     """SHA-256 of all names and values: equal on two ranks only if their replicas are equal."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(name.encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(as_bytes(tensor.contiguous()).numpy().tobytes())
     return digest.hexdigest()
 
 

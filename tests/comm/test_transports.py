@@ -27,7 +27,7 @@ from labkit.comm import meeting, shared_transport
 from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.comm.torch_transport import TorchTransport
-from labkit.comm.transport import Transport
+from labkit.comm.transport import Transport, as_bytes
 from labkit.costs.traffic import naive_all_reduce_cost, ring_all_reduce_cost, tree_all_reduce_cost
 from labkit.errors import PeerLostError
 
@@ -93,6 +93,7 @@ def contents(rank: int, device) -> list[torch.Tensor]:
     tensors = [
         *(base.abs().to(dtype) for dtype in DTYPES),
         torch.empty(0),
+        torch.empty(0).as_strided((0,), (0,)),
         torch.empty(0, 3, dtype=torch.int16),
         torch.tensor(rank),
         torch.tensor(rank > 0),
@@ -111,8 +112,8 @@ def contents(rank: int, device) -> list[torch.Tensor]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (one, other))
-    return torch.equal(*(flat.view(torch.uint8) for flat in bits))
+    both = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (one, other))
+    return torch.equal(*map(as_bytes, both))
 
 
 def every_operation(comm) -> tuple[list, dict]:

@@ -1,5 +1,7 @@
 """Answers to ``check.hops``: the forward and the backward of one stage."""
 
+from collections import namedtuple
+
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -81,7 +83,79 @@ def tells_all_behind(comm, layers, inputs):
     return entering, leaving
 
 
+def layer_by_layer(comm, layers, inputs):
+    """Runs the layers one by one, and the last rank needs no case of its own."""
+    before, after = comm.rank - 1, comm.rank + 1
+    entering = value = inputs if before < 0 else comm.recv(torch.zeros(inputs.shape), before)
+    value.requires_grad_(before >= 0)
+    for layer in layers:
+        value = layer(value)
+    if after < comm.world_size:
+        comm.send(value, after)
+    return [entering, value]
+
+
+def by_its_forward_method(comm, layers, inputs):
+    entering = inputs.clone()
+    if comm.rank:
+        comm.recv(entering, comm.rank - 1)
+    entering.requires_grad_(True)
+    leaving = layers.forward(entering)
+    if not is_last(comm):
+        comm.send(leaving.detach().clone(), comm.rank + 1)
+    return {"entering": entering, "leaving": leaving}.values()
+
+
+Passed = namedtuple("Passed", ["entering", "leaving"])
+
+
+def in_a_named_tuple(comm, layers, inputs):
+    entering, leaving = variant(received=lambda t: t.detach().requires_grad_())(
+        comm, layers, inputs
+    )
+    return Passed(leaving=leaving, entering=entering)
+
+
+def asks_on_stage_0_too(comm, layers, inputs):
+    return variant()(comm, layers, inputs.requires_grad_())
+
+
+def yields_both(comm, layers, inputs):
+    yield from variant(received=lambda t: t.clone().requires_grad_())(comm, layers, inputs)
+
+
+def runs_a_copy(comm, layers, inputs):
+    """The values are right, but the stage's own parameters are in no graph."""
+    import copy
+
+    return variant()(comm, copy.deepcopy(layers), inputs)
+
+
+def keeps_what_came_first(comm, layers, inputs, kept=[]):  # noqa: B006
+    if not kept:
+        kept.append(variant()(comm, layers, inputs))
+    return kept[0]
+
+
+def receives_in_halves(comm, layers, inputs):
+    """Right values in twice as many messages."""
+    entering = inputs
+    if comm.rank:
+        entering = torch.empty_like(inputs)
+        for part in entering.chunk(2):
+            comm.recv(part, comm.rank - 1)
+        entering.requires_grad_()
+    leaving = layers(entering)
+    if not is_last(comm):
+        for part in leaving.detach().chunk(2):
+            comm.send(part, comm.rank + 1)
+    return entering, leaving
+
+
 WRONG_FORWARDS = [
+    (runs_a_copy, "hops.runs", "ran 0 times"),
+    (keeps_what_came_first, "hops.other_input"),
+    (receives_in_halves, "traffic.off_target"),
     (variant(received=lambda t: t), "hops.no_requires_grad"),
     (variant(received=lambda t: t.requires_grad_().clone()), "hops.no_leaf"),
     (variant(kept=lambda e, v: (e, v.detach())), "hops.no_graph"),
@@ -148,7 +222,56 @@ def to_the_next(comm, entering, leaving):
         comm.send(entering.grad, comm.rank + 1)
 
 
+def gives_the_gradient_by_name(comm, entering, leaving):
+    on_last = leaving.dim() == 0
+    g = None if on_last else comm.recv(torch.zeros(leaving.shape), comm.rank + 1)
+    leaving.backward(gradient=g)
+    return comm.rank and comm.send(entering.grad.clone(), comm.rank - 1)
+
+
+def by_the_function(comm, entering, leaving):
+    gradient = torch.ones_like(leaving)
+    if not is_last(comm):
+        comm.recv(gradient, comm.rank + 1)
+    torch.autograd.backward([leaving], [gradient])
+    if entering.requires_grad:
+        comm.send(entering.grad, comm.rank - 1)
+
+
+def by_a_product(comm, entering, leaving):
+    """The gradient of (leaving x g).sum() is that of leaving, given g."""
+    if is_last(comm):
+        leaving.backward()
+    else:
+        gradient = torch.empty_like(leaving.detach())
+        comm.recv(gradient, comm.rank + 1)
+        (leaving * gradient).sum().backward()
+    if comm.rank != 0:
+        comm.send(entering.grad.detach(), comm.rank - 1)
+
+
+def by_a_hook(comm, entering, leaving):
+    """Sends as soon as autograd has the gradient."""
+    if comm.rank > 0:
+        entering.register_hook(lambda gradient: comm.send(gradient, comm.rank - 1))
+    gradient = None
+    if not is_last(comm):
+        gradient = torch.empty_like(leaving)
+        comm.recv(gradient, comm.rank + 1)
+    leaving.backward(gradient)
+
+
+def keeps_the_graph(comm, entering, leaving):
+    way_back(run=lambda v, g: v.backward(g, retain_graph=True))(comm, entering, leaving)
+
+
+def at_half_precision(comm, entering, leaving):
+    way_back(sent=lambda e, g, comm: e.grad.half().float())(comm, entering, leaving)
+
+
 WRONG_BACKWARDS = [
+    (at_half_precision, "value.wrong"),
+    (way_back(begin=lambda v, g: g if g is None else -g), "value.wrong"),
     (way_back(begin=lambda v, g: torch.ones_like(v)), "hops.began_with_ones"),
     (way_back(sent=lambda e, g, comm: e.grad if g is None else g), "hops.passed_on"),
     (way_back(sent=lambda e, g, comm: e), "hops.activation_back"),
@@ -166,6 +289,29 @@ WRONG_BACKWARDS = [
 
 detaches_what_it_sends = variant(sent=lambda e, v: v.detach(), kept=lambda e, v: [e, v])
 ANSWERS = [
-    Answers(check.hops.forward, [variant(), detaches_what_it_sends], WRONG_FORWARDS),
-    Answers(check.hops.backward, [way_back()], WRONG_BACKWARDS),
+    Answers(
+        check.hops.forward,
+        [
+            variant(),
+            detaches_what_it_sends,
+            layer_by_layer,
+            by_its_forward_method,
+            in_a_named_tuple,
+            asks_on_stage_0_too,
+            yields_both,
+        ],
+        WRONG_FORWARDS,
+    ),
+    Answers(
+        check.hops.backward,
+        [
+            way_back(),
+            gives_the_gradient_by_name,
+            by_the_function,
+            by_a_product,
+            by_a_hook,
+            keeps_the_graph,
+        ],
+        WRONG_BACKWARDS,
+    ),
 ]

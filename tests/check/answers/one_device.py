@@ -1,5 +1,9 @@
 """Answers to ``check.one_device``."""
 
+import functools
+import itertools
+
+import numpy as np
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -50,7 +54,121 @@ def synchronises_each(comm, gradients, num_samples, batch_size):
     return sum(parts) / batch_size
 
 
+def by_a_dot_product(comm, gradients, num_samples, batch_size):
+    weights = torch.tensor(num_samples) / batch_size
+    return ring_all_reduce(comm, torch.stack(tuple(gradients)).T @ weights)
+
+
+def in_numpy(comm, gradients, num_samples, batch_size):
+    total = np.average(np.stack([g.numpy() for g in gradients]), axis=0, weights=num_samples)
+    total = torch.tensor(total * sum(num_samples), dtype=torch.float32)
+    return ring_all_reduce(comm, total).numpy() / batch_size
+
+
+def in_place(comm, gradients, num_samples, batch_size):
+    first, *others = (g.mul_(n) for n, g in zip(num_samples, gradients))
+    for other in others:
+        first.add_(other)
+    return ring_all_reduce(comm, first).div_(batch_size)
+
+
+def in_double(comm, gradients, num_samples, batch_size):
+    """Adds up in float64, and sends float32."""
+    total = functools.reduce(
+        lambda total, pair: total + pair[0] * pair[1].double(),
+        zip(num_samples, gradients),
+        torch.zeros_like(gradients[0], dtype=torch.float64),
+    )
+    return ring_all_reduce(comm, (total / batch_size).float()).double()
+
+
+def by_its_own_mean(comm, gradients, num_samples, batch_size):
+    mine = sum(num_samples)
+    mean = sum(g * (n / mine) for n, g in zip(num_samples, gradients))
+    return ring_all_reduce(comm, mean * mine) / batch_size
+
+
+def by_its_own_ring(comm, gradients, num_samples, batch_size):
+    """The literature's ring, with a remainder in the last chunk."""
+    total = sum(n * gradient for n, gradient in zip(num_samples, gradients)) / batch_size
+    P, rank = comm.world_size, comm.rank
+    size = len(total) // P
+    edges = [*(k * size for k in range(P)), len(total)]
+    chunks = [total[a:b] for a, b in itertools.pairwise(edges)]
+    right, left = (rank + 1) % P, (rank - 1) % P
+    for step in range(P - 1):
+        target = chunks[(rank - step - 1) % P]
+        incoming = torch.empty_like(target)
+        comm.exchange(chunks[(rank - step) % P], right, incoming, left)
+        target += incoming
+    for step in range(P - 1):
+        comm.exchange(chunks[(rank - step + 1) % P], right, chunks[(rank - step) % P], left)
+    return total
+
+
+def weighs_by_the_first_rank(comm, gradients, num_samples, batch_size):
+    """The sizes that rank 0 has: right there, wrong elsewhere."""
+    return accumulates(comm, gradients, [4, 2, 1], batch_size)
+
+
+def forgets_the_last(comm, gradients, num_samples, batch_size):
+    return accumulates(comm, gradients[:-1], num_samples, batch_size)
+
+
+def in_float16(comm, gradients, num_samples, batch_size):
+    return accumulates(comm, [g.half().float() for g in gradients], num_samples, batch_size)
+
+
 # loss_scaling(comm, weight, gradient, scale, lr)
+
+
+def in_a_tuple(comm, weight, gradient, scale, lr):
+    total = ring_all_reduce(comm, gradient.clone())
+    finite = bool(torch.isfinite(total).all())
+    return (weight.sub(total, alpha=lr / scale), scale) if finite else (weight, 0.5 * scale)
+
+
+def by_its_largest(comm, weight, gradient, scale, lr):
+    ring_all_reduce(comm, gradient)
+    if gradient.abs().max() < float("inf"):
+        return weight.add_(gradient / scale, alpha=-lr), torch.tensor(scale)
+    return weight, torch.tensor(scale / 2)
+
+
+def by_its_sum(comm, weight, gradient, scale, lr):
+    """Infinity minus infinity is NaN, so a sum that is finite has no infinity in it."""
+    ring_all_reduce(comm, gradient)
+    total = gradient.double().sum().item()
+    overflowed = total in (float("inf"), float("-inf")) or total != total
+    return [weight if overflowed else weight - gradient * lr / scale, scale / (1 + overflowed)]
+
+
+def with_numpy(comm, weight, gradient, scale, lr):
+    total = ring_all_reduce(comm, gradient).numpy()
+    if np.isfinite(total).all():
+        return np.subtract(weight.numpy(), lr * total / scale), np.float32(scale)
+    return weight.numpy(), np.float32(scale / 2)
+
+
+def unscales_first(comm, weight, gradient, scale, lr):
+    mine = gradient / scale
+    ring_all_reduce(comm, mine)
+    while not mine.isfinite().all():
+        return weight, scale / 2
+    weight -= lr * mine
+    return weight, scale
+
+
+def quarters(comm, weight, gradient, scale, lr):
+    new, after = scales(comm, weight, gradient, scale, lr)
+    return [new, after if after == scale else scale / 4]
+
+
+def looks_at_one_place(comm, weight, gradient, scale, lr):
+    ring_all_reduce(comm, gradient)
+    if not gradient[0].isfinite():
+        return [weight, scale / 2]
+    return [weight - lr * gradient / scale, scale]
 
 
 def scales(comm, weight, gradient, scale, lr):
@@ -124,6 +242,60 @@ def sparse(comm, gradient, residual, k, order=torch.abs):
     return [total, left.index_fill(0, places, 0.0)]
 
 
+def by_sorting(comm, gradient, residual, k):
+    left = (gradient + residual).tolist()
+    places = sorted(range(len(left)), key=lambda place: -abs(left[place]))[:k]
+    mine = torch.tensor([left[place] for place in places])
+    total = adds_up(comm, len(left), mine, torch.tensor(places))
+    return total, torch.tensor([0.0 if p in places else v for p, v in enumerate(left)])
+
+
+def by_partition(comm, gradient, residual, k):
+    left = gradient.numpy() + residual.numpy()
+    places = np.argpartition(np.abs(left), -k)[-k:]
+    total = adds_up(comm, len(left), torch.from_numpy(left[places]), torch.from_numpy(places))
+    left[places] = 0
+    return total.numpy(), left
+
+
+def by_a_ring(comm, gradient, residual, k):
+    """Pairs travel around: as many bytes as all_gather."""
+    left = gradient + residual
+    places = left.abs().argsort(descending=True)[:k]
+    total = torch.zeros_like(left).index_add(0, places, left[places])
+    right, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    values, at = left[places], places
+    for _ in range(comm.world_size - 1):
+        values = comm.exchange(values, right, torch.empty_like(values), before)
+        at = comm.exchange(at, right, torch.empty_like(at), before)
+        total.scatter_add_(0, at, values)
+    return [total, left.masked_fill(torch.zeros(len(left)).bool().index_fill(0, places, 1), 0)]
+
+
+def with_short_places(comm, gradient, residual, k):
+    """Places of four bytes: fewer bytes than asked."""
+    left = gradient + residual
+    places = left.abs().topk(k).indices
+    total = torch.zeros_like(left)
+    for v, p in zip(all_gather(comm, left[places]), all_gather(comm, places.int())):
+        total.index_add_(0, p, v)
+    left[places] = 0
+    return total, left
+
+
+def in_place_of_the_residual(comm, gradient, residual, k):
+    residual += gradient
+    places = torch.topk(residual.abs(), k, sorted=False).indices
+    total = adds_up(comm, len(residual), residual[places], places)
+    residual[places] = 0
+    yield total
+    yield residual
+
+
+def sends_one_fewer(comm, gradient, residual, k):
+    return sparse(comm, gradient, residual, k - 1)
+
+
 def overwrites_places(comm, gradient, residual, k):
     left = gradient + residual
     places, total = left.abs().topk(k).indices, torch.zeros_like(left)
@@ -174,8 +346,19 @@ def sends_zeros_too(comm, gradient, residual, k):
 ANSWERS = [
     Answers(
         check.one_device.accumulate,
-        [accumulates],
         [
+            accumulates,
+            by_a_dot_product,
+            in_numpy,
+            in_place,
+            in_double,
+            by_its_own_mean,
+            by_its_own_ring,
+        ],
+        [
+            (weighs_by_the_first_rank, "value.wrong"),
+            (forgets_the_last, "value.wrong"),
+            (in_float16, "value.wrong"),
             (means_of_means, "accumulate.mean_of_means"),
             (sums, "accumulate.sum"),
             (divides_by_its_own, "accumulate.own_samples"),
@@ -187,8 +370,10 @@ ANSWERS = [
     ),
     Answers(
         check.one_device.loss_scaling,
-        [scales],
+        [scales, in_a_tuple, by_its_largest, by_its_sum, with_numpy, unscales_first],
         [
+            (quarters, "value.wrong"),
+            (looks_at_one_place, "scaling.update_anyway"),
             (never_unscales, "scaling.still_scaled"),
             (averages_too, "scaling.over_ranks"),
             (never_looks, "scaling.update_anyway"),
@@ -203,8 +388,16 @@ ANSWERS = [
     ),
     Answers(
         check.one_device.top_k,
-        [sparse],
         [
+            sparse,
+            by_sorting,
+            by_partition,
+            by_a_ring,
+            with_short_places,
+            in_place_of_the_residual,
+        ],
+        [
+            (sends_one_fewer, "value.wrong"),
             (overwrites_places, "top_k.last_wins"),
             (forgets, "top_k.lost"),
             (ignores_the_residual, "top_k.forgot_residual"),

@@ -1,7 +1,10 @@
 """Answers to ``check.pipeline``."""
 
 import itertools
+from collections import defaultdict, deque
+from fractions import Fraction
 
+import numpy as np
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -31,6 +34,51 @@ def stages_of(slots):
 def idle_share(slots):
     start_s, end_s = bounds(slots)
     return 1 - busy(slots) / (stages_of(slots) * (end_s - start_s))
+
+
+def idle_of_each_stage(slots):
+    """Adds up the idle time itself, before, between and after the slots."""
+    rows = defaultdict(list)
+    for stage, _, _, start_s, end_s in slots:
+        rows[stage].append((start_s, end_s))
+    first, last = bounds(slots)
+    idle = 0.0
+    for row in rows.values():
+        at = first
+        for start_s, end_s in sorted(row):
+            idle, at = idle + start_s - at, end_s
+        idle += last - at
+    return idle / (len(rows) * (last - first))
+
+
+def idle_in_numpy(slots):
+    stage, start_s, end_s = np.array([(s.stage, s.start_s, s.end_s) for s in slots]).T
+    whole = len(np.unique(stage)) * (end_s.max() - start_s.min())
+    return 1 - (end_s - start_s).sum() / whole
+
+
+def idle_in_torch(slots):
+    times = torch.tensor([(s.start_s, s.end_s) for s in slots], dtype=torch.float64)
+    whole = stages_of(slots) * (times.max() - times.min())
+    return (whole - times.diff().sum()) / whole
+
+
+def idle_as_a_fraction(slots):
+    start_s, end_s = map(Fraction, bounds(slots))
+    return 1 - Fraction(busy(slots)) / (stages_of(slots) * (end_s - start_s))
+
+
+def idle_by_mean(slots):
+    """The mean over the stages of each one's idle share."""
+    start_s, end_s = bounds(slots)
+    stages = {slot.stage for slot in slots}
+    shares = [1 - busy([s for s in slots if s.stage == k]) / (end_s - start_s) for k in stages]
+    return [sum(shares) / len(shares)][0]
+
+
+def idle_of_the_first_stage(slots):
+    start_s, end_s = bounds(slots)
+    return 1 - busy([s for s in slots if s.stage == 0]) / (end_s - start_s)
 
 
 def by_gaps(slots):
@@ -141,7 +189,61 @@ def one_backward_more(stage, P, M):
     return [*in_words(stage, P, M), f"B{M}"]
 
 
+def as_pairs(stage, P, M):
+    return tuple(
+        (a.kind, a.micro_batch) for a in with_warm_up(lambda s, P: P - 1 - s)(stage, P, M)
+    )
+
+
+def by_a_queue(stage, P, M):
+    """Runs a backward whenever as many micro-batches are held as may be."""
+    held, actions = deque(), deque()
+    forwards = iter(range(M))
+    while len(actions) < 2 * M:
+        m = next(forwards, None) if len(held) < P - stage else None
+        if m is None:
+            actions.append(f"B{held.popleft()}")
+        else:
+            held.append(m)
+            actions.append(f"F{m}")
+    return actions
+
+
+def in_numpy_integers(stage, P, M):
+    ahead = min(P - 1 - stage, M)
+    numbers = np.arange(M)
+    yield from (Action("forward", m) for m in numbers[:ahead])
+    for m in numbers:
+        if m + ahead < M:
+            yield Action("forward", numbers[m + ahead])
+        yield Action("backward", m)
+
+
+def by_zipping(stage, num_stages, num_micro_batches):
+    forwards = [Action("forward", m) for m in range(num_micro_batches)]
+    backwards = [Action("backward", m) for m in range(num_micro_batches)]
+    ahead = num_stages - 1 - stage
+    pairs = itertools.zip_longest(forwards[ahead:], backwards)
+    turns = itertools.chain.from_iterable(pairs)
+    return filter(None, itertools.chain(forwards[:ahead], turns))
+
+
+def by_recursion(stage, P, M, done=(0, 0)):
+    f, b = done
+    if b == M:
+        return []
+    if f < M and f - b < P - stage:
+        return [f"F{f}", *by_recursion(stage, P, M, (f + 1, b))]
+    return [f"B{b}", *by_recursion(stage, P, M, (f, b + 1))]
+
+
+def of_four_stages(stage, P, M):
+    """The warm-up of the first size that the check asks about."""
+    return with_warm_up(lambda s, P: 3 - s)(stage, P, M)
+
+
 WRONG_STREAMS = [
+    (of_four_stages, "stream.too_long"),
     (gpipe, "stream.fill_and_drain"),
     (with_warm_up(lambda s, P: 0), "stream.all_last"),
     (with_warm_up(lambda s, P: P - 1), "stream.all_first"),
@@ -232,6 +334,56 @@ def own_tensor_back(comm, hop, outgoing, landing):
         landing.copy_(outgoing)
 
 
+def by_cases(comm, hop, outgoing, landing):
+    match hop.send, hop.recv:
+        case (None, recv):
+            comm.recv(landing, recv.peer)
+        case (send, None):
+            comm.send(outgoing, send.peer)
+        case (send, recv):
+            comm.exchange(send=outgoing, dst=send.peer, recv=landing, src=recv.peer)
+
+
+def by_the_tensors(comm, hop, outgoing, landing):
+    if outgoing is None:
+        return comm.recv(landing, src=hop.recv.peer)
+    if landing is None:
+        return comm.send(outgoing, dst=hop.send.peer)
+    return comm.exchange(outgoing, hop.send.peer, landing, hop.recv.peer)
+
+
+def beside_and_copied(comm, hop, outgoing, landing):
+    incoming = None if landing is None else torch.zeros_like(landing)
+    carry_out(comm, hop, None if outgoing is None else outgoing.clone(), incoming)
+    if incoming is not None:
+        landing[:] = incoming
+
+
+def by_a_table(comm, hop, outgoing, landing):
+    {
+        (True, True): lambda: comm.exchange(outgoing, hop.send[2], landing, hop.recv[2]),
+        (True, False): lambda: comm.send(outgoing, hop.send[2]),
+        (False, True): lambda: comm.recv(landing, hop.recv[2]),
+    }[hop.send is not None, hop.recv is not None]()
+
+
+def to_any_sender(comm, hop, outgoing, landing):
+    """A single receive may also name the only sender that is possible."""
+    if hop.send is None:
+        comm.recv_any(landing, [hop.recv.peer])
+    else:
+        carry_out(comm, hop, outgoing, landing)
+
+
+def through_numpy(comm, hop, outgoing, landing):
+    carry_out(
+        comm,
+        hop,
+        outgoing if outgoing is None else torch.from_numpy(outgoing.numpy().copy()),
+        landing if landing is None else torch.from_numpy(landing.numpy()),
+    )
+
+
 WRONG_HOPS = [
     (send_first, "run.stuck"),
     (receive_first, "run.stuck"),
@@ -246,11 +398,42 @@ WRONG_HOPS = [
 
 
 ANSWERS = [
-    Answers(check.pipeline.bubble, [idle_share, bubble], WRONG_BUBBLES),
+    Answers(
+        check.pipeline.bubble,
+        [
+            idle_share,
+            idle_of_each_stage,
+            idle_in_numpy,
+            idle_in_torch,
+            idle_as_a_fraction,
+            idle_by_mean,
+        ],
+        [*WRONG_BUBBLES, (idle_of_the_first_stage, "bubble.differs"), (bubble, "own.library")],
+    ),
     Answers(
         check.pipeline.one_f_one_b,
-        [with_warm_up(lambda s, P: P - 1 - s), in_words],
+        [
+            with_warm_up(lambda s, P: P - 1 - s),
+            in_words,
+            as_pairs,
+            by_a_queue,
+            in_numpy_integers,
+            by_zipping,
+            by_recursion,
+        ],
         WRONG_STREAMS,
     ),
-    Answers(check.pipeline.hop, [carry_out], WRONG_HOPS),
+    Answers(
+        check.pipeline.hop,
+        [
+            carry_out,
+            by_cases,
+            by_the_tensors,
+            beside_and_copied,
+            by_a_table,
+            to_any_sender,
+            through_numpy,
+        ],
+        WRONG_HOPS,
+    ),
 ]

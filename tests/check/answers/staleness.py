@@ -1,5 +1,9 @@
 """Answers to ``check.staleness``."""
 
+import bisect
+import itertools
+
+import numpy as np
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -22,6 +26,74 @@ def staleness_of(events):
             late.append(version - pulled[worker])
             version += 1
     return late
+
+
+def one_by_one(events):
+    """A generator."""
+    version, pulled = 0, {}
+    for kind, worker in events:
+        if kind == "push":
+            yield version - pulled[worker]
+            version += 1
+        else:
+            pulled[worker] = version
+
+
+def in_an_array(events):
+    pushes = np.cumsum([kind == "push" for kind, _ in events])
+    late = []
+    for place, (kind, worker) in enumerate(events):
+        if kind == "push":
+            last = max(i for i in range(place) if events[i] == ("pull", worker))
+            late.append(pushes[place] - 1 - pushes[last])
+    return np.array(late)
+
+
+def in_a_tensor(events):
+    return torch.tensor(staleness_of(events))
+
+
+def by_recursion(events, version=0, pulled=()):
+    if not events:
+        return ()
+    (kind, worker), *rest = events
+    if kind == "pull":
+        return by_recursion(rest, version, (*pulled, (worker, version)))
+    return (version - dict(pulled)[worker], *by_recursion(rest, version + 1, pulled))
+
+
+def counts_down(events):
+    """Every push ages the gradients that are under way, and takes its own out of its list."""
+    ages, late = {}, []
+    for kind, worker in events:
+        if kind == "pull":
+            ages[worker] = 0
+            continue
+        late.append(ages[worker])
+        ages = {other: age + 1 for other, age in ages.items()}
+    return late
+
+
+def uses_up_its_argument(events):
+    version, pulled, late = 0, {}, []
+    while events:
+        kind, worker = events.pop(0)
+        if kind == "pull":
+            pulled[worker] = version
+        else:
+            late.append(np.int64(version - pulled[worker]))
+            version += 1
+    return late
+
+
+def one_short(events):
+    return staleness_of(events)[:-1]
+
+
+def first_history_only(events, kept=[]):  # noqa: B006
+    if not kept:
+        kept.extend(staleness_of(events))
+    return kept
 
 
 def counts_itself(events):
@@ -85,7 +157,10 @@ WRONG_BOOKS = [
     (lambda events: [i for i, (kind, _) in enumerate(events) if kind == "push"], "answer.wrong"),
     (lambda events: list(range(len(staleness_of(events)))), "staleness.version"),
     (lambda events: {}["worker"], "answer.raised"),
-    (lambda events: 3, "answer.raised"),
+    (lambda events: 3, "answer.wrong"),
+    (one_short, "answer.wrong"),
+    (first_history_only, "answer.wrong"),
+    (lambda events: [max(0, late - 1) for late in staleness_of(events)], "answer.wrong"),
     (lambda events: None, "answer.nothing"),
 ]
 
@@ -100,6 +175,56 @@ def others(worker, pulled):
 def may_apply(worker, version, pulled, bound):
     oldest_first = sorted(others(worker, pulled))
     return all(version + 1 + k - v <= bound for k, v in enumerate(oldest_first))
+
+
+def with_a_counter(worker, version, pulled, bound):
+    """By deadlines: at most d of the others may have to come within the next d updates."""
+    times_left = [bound - (version + 1 - v) for v in others(worker, pulled)]
+    return min(times_left) >= 0 and all(
+        sum(left < d for left in times_left) <= d for d in range(1, len(times_left) + 1)
+    )
+
+
+def by_every_order(worker, version, pulled, bound):
+    """Whether any order of the others is in time."""
+    orders = itertools.permutations(others(worker, pulled))
+    return any(all(version + 1 + k - v <= bound for k, v in enumerate(o)) for o in orders)
+
+
+def in_numpy(worker, version, pulled, bound):
+    oldest_first = np.sort(others(worker, pulled))
+    return np.all(version + 1 + np.arange(len(oldest_first)) - oldest_first <= bound)
+
+
+def in_torch(worker, version, pulled, bound):
+    oldest_first = torch.tensor(others(worker, pulled)).sort().values
+    return (version + 1 + torch.arange(len(oldest_first)) - oldest_first <= bound).all()
+
+
+def as_a_number(worker, version, pulled, bound):
+    return int(may_apply(worker, version, pulled, bound))
+
+
+def keeps_them_sorted(worker, version, pulled, bound):
+    queue = []
+    for other in pulled:
+        if other != worker:
+            bisect.insort(queue, pulled[other])
+    while queue:
+        version += 1
+        if version - queue.pop(0) > bound:
+            return False
+    return True
+
+
+def two_ahead(worker, version, pulled, bound):
+    """Looks at the oldest and the newest only: right for two others, wrong for more or fewer."""
+    oldest, *_, newest = sorted(others(worker, pulled))
+    return version + 1 - oldest <= bound and version + 1 - newest <= bound
+
+
+def own_is_oldest(worker, version, pulled, bound):
+    return pulled[worker] == min(pulled.values())
 
 
 WRONG_RULES = [
@@ -129,6 +254,9 @@ WRONG_RULES = [
         "admission.newest_first",
     ),
     (lambda w, version, pulled, bound: False, "answer.wrong"),
+    (two_ahead, "not answer.raised"),
+    (own_is_oldest, "answer.wrong"),
+    (lambda w, version, pulled, bound: None, "answer.nothing"),
     (lambda w, version, pulled: True, "answer.raised"),
 ]
 
@@ -146,6 +274,76 @@ def serve(comm, parameters, num_updates):
         worker = comm.recv_any(gradient, workers_of(comm))
         parameters -= gradient
         comm.send(parameters, worker)
+
+
+def serve_in_order_of_arrival(comm, parameters, num_updates):
+    """Forgets who is done, and makes a new tensor for each gradient."""
+    left = {worker: worker for worker in workers_of(comm)}
+    while left:
+        gradient = torch.zeros(parameters.shape)
+        worker = comm.recv_any(gradient, list(left))
+        parameters.add_(gradient, alpha=-1)
+        comm.send(parameters.clone(), worker)
+        left[worker] -= 1
+        if not left[worker]:
+            del left[worker]
+
+
+def serve_one_after_another(comm, parameters, num_updates):
+    """Every worker to its end: right here, where a worker never waits for another."""
+    for worker in workers_of(comm):
+        for _ in range(worker):
+            parameters[:] = parameters - comm.recv(torch.empty_like(parameters), worker)
+            comm.send(parameters, worker)
+
+
+def serve_in_numpy(comm, parameters, num_updates):
+    values, gradient = parameters.numpy(), torch.empty_like(parameters)
+    for _ in range(num_updates):
+        worker = comm.recv_any(gradient, {*workers_of(comm)})
+        values -= gradient.numpy()
+        comm.send(torch.from_numpy(values), worker)
+
+
+def serve_by_recursion(comm, parameters, num_updates):
+    if num_updates:
+        gradient = torch.empty_like(parameters)
+        worker = comm.recv_any(gradient, workers_of(comm))
+        torch.sub(parameters, gradient, out=parameters)
+        comm.send(parameters, worker)
+        serve_by_recursion(comm, parameters, num_updates - 1)
+
+
+def serve_and_return(comm, parameters, num_updates):
+    gradients = {worker: torch.empty(len(parameters)) for worker in workers_of(comm)}
+    pushes = 0
+    while pushes != num_updates:
+        buffer = torch.empty_like(parameters)
+        worker = comm.recv_any(buffer, gradients)
+        gradients[worker].copy_(buffer)
+        parameters.copy_(parameters - gradients[worker])
+        comm.send(parameters, worker)
+        pushes += 1
+    return parameters
+
+
+def answers_from_before_the_last(comm, parameters, num_updates):
+    """Each worker gets the parameters as another worker's push left them."""
+    gradient, last = torch.empty_like(parameters), parameters.clone()
+    for _ in range(num_updates):
+        worker = comm.recv_any(gradient, workers_of(comm))
+        comm.send(last, worker)
+        parameters -= gradient
+        last = parameters.clone()
+
+
+def all_updates_in_a_new_tensor(comm, parameters, num_updates):
+    values, gradient = parameters.clone(), torch.empty_like(parameters)
+    for _ in range(num_updates):
+        worker = comm.recv_any(gradient, workers_of(comm))
+        values -= gradient
+        comm.send(values, worker)
+    return values
 
 
 def in_turns(comm, parameters, num_updates):
@@ -200,6 +398,9 @@ WRONG_SERVERS = [
     (variant(lambda p, g, n: p - g), "async.unchanged"),
     (variant(lambda p, g, n: p.sub_(g).sub_(g[0])), "async.ended"),
     (variant(answer=lambda p: p * 3), "async.own"),
+    (answers_from_before_the_last, "async.answered_first"),
+    (all_updates_in_a_new_tensor, "async.unchanged"),
+    (variant(lambda p, g, n: p.sub_(0.75 * g)), "async.ended"),
 ]
 
 
@@ -210,7 +411,43 @@ def takes_its_own_out(worker, version, pulled, bound):
 
 
 ANSWERS = [
-    Answers(check.staleness.bookkeeping, [staleness_of], WRONG_BOOKS),
-    Answers(check.staleness.admission, [may_apply, takes_its_own_out], WRONG_RULES),
-    Answers(check.staleness.server, [serve], WRONG_SERVERS),
+    Answers(
+        check.staleness.bookkeeping,
+        [
+            staleness_of,
+            one_by_one,
+            in_an_array,
+            in_a_tensor,
+            by_recursion,
+            counts_down,
+            uses_up_its_argument,
+        ],
+        WRONG_BOOKS,
+    ),
+    Answers(
+        check.staleness.admission,
+        [
+            may_apply,
+            takes_its_own_out,
+            with_a_counter,
+            by_every_order,
+            in_numpy,
+            in_torch,
+            as_a_number,
+            keeps_them_sorted,
+        ],
+        WRONG_RULES,
+    ),
+    Answers(
+        check.staleness.server,
+        [
+            serve,
+            serve_in_order_of_arrival,
+            serve_one_after_another,
+            serve_in_numpy,
+            serve_by_recursion,
+            serve_and_return,
+        ],
+        WRONG_SERVERS,
+    ),
 ]
