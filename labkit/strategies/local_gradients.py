@@ -31,6 +31,18 @@ def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> No
         )
 
 
+def fill_missing(optimizer: torch.optim.Optimizer) -> None:
+    """Let missing gradients count as zeros, as in a sum over ranks.
+
+    An optimizer leaves out a parameter without a gradient, but changes one whose gradient is zero
+    by its momentum or weight decay; every technique has to do the same.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
 class LocalGradients:
     """Forward and backward of one rank's share of a batch, and the matching update.
 
@@ -103,6 +115,7 @@ class LocalGradients:
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make one step of ``optimizer``; with fp16, only if no gradient has overflowed."""
         with self.comm.span("update"):
+            fill_missing(optimizer)
             self.scaler.step(optimizer)
             self.scaler.update()
 

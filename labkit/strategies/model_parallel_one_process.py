@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.local_gradients import fill_missing
 from labkit.strategies.stage import on_several
 from labkit.trace import ClockTimer, CudaTimer
 from labkit.workload.chain import layers_of
@@ -89,6 +90,7 @@ class ModelParallelOneProcess(Strategy):
         with self.comm.span("backward"):
             (loss / batch_size).backward()
         with self.comm.span("update"):
+            fill_missing(self.optimizer)
             self.optimizer.step()
         self.steps += 1
         return loss.detach().to(self.comm.device)

@@ -23,6 +23,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
 from labkit.schedules.split_points import as_split_points, check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.local_gradients import fill_missing
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
 from labkit.workload.chain import named_layers, state_key
@@ -82,6 +83,11 @@ class Stage:
         self.outside = _outside(model, names, layers)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
         trained = [p for p in self.module.parameters() if p.requires_grad]
+        # Without gradients, all stages make the same updates of them.
+        unused = {id(v): v for v in self.outside.values() if isinstance(v, nn.Parameter)}
+        for parameter in unused.values():
+            parameter.data = parameter.data.to(comm.device)
+        trained += [p for p in unused.values() if p.requires_grad]
         self.optimizer = make_optimizer(trained) if trained else None
         self.held_bytes = 0
         self._measures = True
@@ -158,6 +164,7 @@ class Stage:
                 parameter.grad = self._sum_over(stages, parameter)
         with self.comm.span("update"):
             if self.optimizer:
+                fill_missing(self.optimizer)
                 self.optimizer.step()
 
     @torch.no_grad()
@@ -191,7 +198,7 @@ class Stage:
                     broadcast(self.comm, value, root=stage)
                     state[state_key(self.names[index], key)] = value.cpu()
         # In the model's own order, and with what no layer uses.
-        state |= self.outside
+        state |= {key: value.detach().cpu().clone() for key, value in self.outside.items()}
         return {key: state[key] for key in self.meta_model.state_dict()}
 
     @contextmanager
@@ -272,8 +279,8 @@ def _outside(
     inside = {
         state_key(name, key) for name, layer in zip(names, layers) for key in layer.state_dict()
     }
-    state = model.state_dict().items()
-    return {key: value.detach().cpu().clone() for key, value in state if key not in inside}
+    state = model.state_dict(keep_vars=True)
+    return {key: value for key, value in state.items() if key not in inside}
 
 
 def _first_trained(stages: list[nn.ModuleList]) -> int:

@@ -110,8 +110,8 @@ def _updated(make: MakeOptimizer, cuts: list[Cut]) -> Tensor:
 def _made(make: MakeOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if isinstance(make, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer is a {type(make).__name__} of one model's parameters, and each rank has "
-            f"its own: give a function, as in lambda params: torch.optim.{type(make).__name__}"
+            f"optimizer {type(make).__name__} has one model's parameters, and each rank has its "
+            f"own: give a function, as in lambda params: torch.optim.{type(make).__name__}"
             "(params, lr=...)"
         )
     try:
@@ -122,7 +122,7 @@ def _made(make: MakeOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Op
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer returns a {type(optimizer).__name__}: give a function of the parameters "
+            f"optimizer returns {type(optimizer).__name__}: give a function of the parameters "
             "that returns a torch.optim.Optimizer"
         )
     return optimizer
@@ -182,7 +182,7 @@ def _check_loss(work: Work, outputs: Tensor, targets: Tensor) -> None:
     raise ValueError(
         f"loss of {count} is {mean:.4g}, and the mean of their losses one by one is "
         f"{total / len(alone):.4g}: shares of a batch add up only if the loss is the mean over "
-        "samples (without weights that are divided by their own sum)"
+        "samples. With weights, return (weights * losses).mean()"
     )
 
 

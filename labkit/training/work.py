@@ -163,8 +163,8 @@ def _own_model(config: RunConfig, part: Any, dtype: torch.dtype) -> nn.Module:
         model = made(part, "model", config.seed)
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model {config.model} is a {type(model).__name__}: give an nn.Module, a list of "
-            "layers, or a function without arguments that makes one"
+            f"model {config.model} is of type {type(model).__name__}: give an nn.Module, a "
+            "list of layers, or a function without arguments that makes one"
         )
     _check_model(model, dtype)
     return model.to(dtype)
@@ -173,7 +173,7 @@ def _own_model(config: RunConfig, part: Any, dtype: torch.dtype) -> nn.Module:
 def _as_layer(layer: Any) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise ValueError(
-            f"a layer in the list is a {type(layer).__name__}: give nn.Modules, such as "
+            f"a layer in the list is of type {type(layer).__name__}: give nn.Modules, such as "
             "nn.Flatten() for a function"
         )
     return layer
@@ -220,8 +220,8 @@ def _mean_loss(config: RunConfig, own: Own) -> Loss:
     loss = loss() if isinstance(loss, type) else loss
     if not callable(loss):
         raise ValueError(
-            f"loss {config.loss} is a {type(loss).__name__}: give a function (outputs, targets) "
-            "that returns the mean over the samples"
+            f"loss {config.loss} is of type {type(loss).__name__}: give a function (outputs, "
+            "targets) that returns the mean over the samples"
         )
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has parameters of its own to train: make them the model's")

@@ -1,0 +1,116 @@
+"""``labkit train`` with the learner's own model, data, loss and optimizer, by import path."""
+
+import json
+import os
+import sys
+
+import pytest
+from test_cli import call
+
+from labkit.__main__ import main
+
+MODULE = """
+import torch
+from torch import nn
+
+number = 3
+net = nn.Sequential(nn.Linear(6, 3))
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.inputs = torch.randn(size, 6)
+    def __len__(self):
+        return len(self.inputs)
+    def __getitem__(self, index):
+        return self.inputs[index], int(self.inputs[index, 0] > 0)
+
+def make_model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+def make_dataset():
+    return Points(60), Points(20)
+
+def my_loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+def make_optimizer(parameters):
+    return torch.optim.RMSprop(parameters, lr=1e-3)
+
+def needs(argument): ...
+
+def fails():
+    raise ZeroDivisionError("not today")
+
+def makes_3():
+    return 3
+"""
+OWN = {
+    "model": "my_work:make_model",
+    "dataset": "my_work:make_dataset",
+    "loss": "my_work:my_loss",
+    "optimizer": "my_work:make_optimizer",
+}
+WORDS = ["--strategy", "ddp", "--world-size", "2"]
+
+
+def words_of(**own):
+    return [word for name, path in own.items() for word in (f"--{name}", path)]
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A folder with the module ``my_work``, and one that raises; the current directory."""
+    (tmp_path / "my_work.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("import no_such_thing\n")
+    monkeypatch.chdir(tmp_path)
+    # The script labkit does not have the current directory on its path.
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    yield tmp_path
+    sys.modules.pop("my_work", None)
+
+
+def test_own_work_from_the_current_directory(work, capsys):
+    assert main(["train", *WORDS, *words_of(**OWN), "--json", "out.json"]) == 0
+    assert "replicas agree: True" in capsys.readouterr().out
+    found = json.loads((work / "out.json").read_text())
+    assert {name: found["config"][name] for name in OWN} == OWN
+    assert found["epochs"][0].keys() == {"loss", "test_accuracy", "test_loss", "seconds"}
+
+
+def test_own_work_under_torchrun(work):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    torchrun += ["-m", "labkit", "train"]
+    words = ["--strategy", "ddp", *words_of(**OWN | {"model": "my_work:net"})]
+    done = call(*words, command=torchrun, env=os.environ | {"TMPDIR": str(work)})
+    assert done.returncode == 0, done.stderr
+    assert "replicas agree: True" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"model": "my_wrk:make_model"}, "there is no module my_wrk in"),
+        ({"model": "my_work.py:make_model"}, "write MODULE:NAME without .py"),
+        ({"model": "broken:make_model"}, "broken needs a module: No module named 'no_such_thing'"),
+        ({"model": "my_work:make_modle"}, "has no make_modle: did you mean make_model?"),
+        ({"model": "my_work:"}, "my_work has no name: write my_work:NAME"),
+        ({"model": "my_work:number"}, "'my_work:number' is 3: name a function"),
+        ({"model": "my_work:needs"}, "needs cannot be called without arguments"),
+        ({"model": "my_work:fails"}, "model fails raised ZeroDivisionError: not today"),
+        ({"model": "my_work:makes_3"}, "model my_work:makes_3 is of type int: give an nn.Module"),
+        ({"dataset": "my_work:makes_3"}, "dataset is of type int: give a map-style Dataset"),
+        ({"loss": "my_work:makes_3"}, "loss does not take outputs [4, 10] float32"),
+        ({"optimizer": "my_work:makes_3"}, "optimizer fails on a list of parameters"),
+        ({"optimizer": "adamm"}, "unknown optimizer 'adamm': choose one of sgd, adam, adamw"),
+        ({"loss": "mse"}, "unknown loss 'mse': choose one of cross_entropy, mse_loss"),
+        ({"optimizer": "adam", "momentum": "0.5"}, "optimizer adam takes no momentum here"),
+    ],
+)
+def test_a_wrong_path_is_an_error_of_use_in_one_line(work, own, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", *WORDS, *words_of(**own)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,205 @@
+"""The learner's own model, data, loss and optimizer: on all ranks as on one, or refused."""
+
+import json
+import math
+import os
+from collections import defaultdict
+
+import own_parts
+import pytest
+import torch
+from own_parts import Bad, Net, Points, Stream, TwoOutputs, WithLock, adam, clipped, net, smooth
+from ranks import travel_by_value
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from labkit import RunConfig, WorkerError, run, train_with
+from labkit.training.loop import fit
+from labkit.training.make_strategy import make_strategy
+from labkit.training.own import Own
+from labkit.training.state import largest_difference
+from labkit.workload.models import import_torchvision
+
+travel_by_value(__name__)
+
+SMALL = {"batch_size": 20, "dtype": "float64", "epochs": 2}
+# 47 = 2 x 20 + 7: batches that do not divide, and a last one that is smaller.
+OWN = Own(model=Net, dataset=(Points(47), Points(20, seed=1)), loss=smooth, optimizer=adam)
+INPUTS, TARGETS = torch.randn(30, 6), torch.arange(30) % 3
+TECHNIQUES = [
+    ("data_parallel", False, {}),
+    ("ddp", False, {}),
+    ("parameter_server", False, {}),
+    ("parameter_server", True, {}),
+    ("ring_all_reduce", False, {}),
+    ("ring_all_reduce", False, {"accumulate": 2}),
+    ("model_parallel", False, {}),
+    ("model_parallel", True, {}),
+    ("pipeline", False, {"micro_batches": 3}),
+    ("pipeline", True, {"micro_batches": 3}),
+]
+
+
+def in_turn(comm, jobs):
+    return {name: fit(comm, *job, False, OWN) for name, job in jobs.items()}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The ranks' reports by technique and world size: one run for each number of ranks."""
+    jobs = defaultdict(dict)
+    for world_size in (1, 2, 3):
+        for index, (name, builtin, options) in enumerate([("single", False, {}), *TECHNIQUES]):
+            if name == "single" and world_size > 1:
+                continue
+            config = RunConfig(name, world_size, builtin=builtin, **SMALL, **options)
+            job = config, make_strategy(config, own=OWN)
+            jobs[1 if name == "data_parallel" else world_size][index, world_size] = job
+    found = {}
+    for ranks, some in jobs.items():
+        values = run(in_turn, some, world_size=ranks, timeout_s=300).values
+        found |= {key: [reports[key] for reports in values] for key in some}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("index", range(1, len(TECHNIQUES) + 1))
+def test_own_work_ends_where_one_device_ends(trained, index, world_size):
+    (single,), reports = trained[0, 1], trained[index, world_size]
+    assert largest_difference(reports[0].state, single.state) < 1e-10
+    assert len({report.checksum for report in reports}) == 1
+    for mine, reference in zip(reports[0].epochs, single.epochs, strict=True):
+        for name in ("loss", "test_loss", "test_accuracy"):
+            assert mine[name] == pytest.approx(reference[name], abs=1e-12)
+
+
+def test_the_caller_s_model_is_the_start_and_is_not_changed(tmp_path):
+    model = own_parts.Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parts = {"model": model, "dataset": (INPUTS, TARGETS), "lr": 1e-30}
+    result = train_with("ddp", world_size=2, **parts)
+    assert largest_difference(result.state, before) < 1e-6
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    model.load_state_dict(result.state)
+    assert math.isnan(result.test_accuracy)
+    result.save_json(tmp_path / "out.json")
+    written = json.loads((tmp_path / "out.json").read_text())
+    named = {name: written["config"][name] for name in ("model", "dataset", "loss", "optimizer")}
+    assert list(named.values()) == ["Net (own)", "Tensor (own)", "cross_entropy", "sgd"]
+    assert written["epochs"][0]["test_accuracy"] is None
+    assert "no held-out samples" in written["note"]
+
+
+def random_net():
+    """Not the same on all ranks."""
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    return Net()
+
+
+def test_ranks_start_equal_even_if_their_models_do_not():
+    parts = {"model": random_net, "dataset": lambda: Points(20), "num_workers": 2}
+    assert train_with("ring_all_reduce", world_size=2, **parts).replicas_agree
+
+
+def test_workers_read_the_same_samples():
+    parts = {"model": net(), "dataset": Points(47), "batch_size": 20}
+    plain, ahead = (train_with("single", num_workers=number, **parts) for number in (0, 2))
+    assert ahead.difference_from(plain) == 0
+
+
+def test_what_has_no_classes_reports_its_loss():
+    values = INPUTS.sum(dim=1, keepdim=True)
+    parts = {"dataset": ((INPUTS, values), (INPUTS, values)), "loss": "mse_loss"}
+    result = train_with("single", model=net(outputs=1), optimizer="adam", epochs=3, **parts)
+    assert math.isnan(result.test_accuracy)
+    assert result.test_loss < result.epochs[0]["test_loss"]
+    assert (result.config.lr, result.config.momentum) == (1e-3, None)
+
+
+def test_torchvision_s_resnet_in_stages_as_it_comes():
+    model = import_torchvision().models.resnet18(num_classes=3)
+    data = torch.randn(3, 3, 32, 32), torch.arange(3)
+    parts = {"model": model, "dataset": data, "dtype": "float64", "lr": 0.01}
+    single = train_with("single", **parts)
+    staged = train_with("pipeline", world_size=2, micro_batches=1, split_points="7", **parts)
+    assert staged.difference_from(single) < 1e-10
+    model.load_state_dict(staged.state)
+
+
+def refuse(**parts):
+    return {"model": net(), "dataset": (INPUTS, TARGETS)} | parts
+
+
+REFUSED = {
+    "IterableDataset, .* give a map-style Dataset": refuse(dataset=Stream()),
+    "dataset is a DataLoader.*give its dataset": refuse(
+        dataset=DataLoader(TensorDataset(INPUTS, TARGETS))
+    ),
+    r"no samples \(inputs \[0, 6\] and targets \[0\]\)": refuse(dataset=(INPUTS[:0], TARGETS[:0])),
+    r"inputs \[30, 6\] and targets \[29\]: give one target": refuse(dataset=(INPUTS, TARGETS[1:])),
+    r"differ in shape, as \[5\] and \[6\]": refuse(dataset=Bad(lambda x, y, i: (x[i % 2 :], y))),
+    "tuple of 3 parts: each has to be a pair": refuse(dataset=Bad(lambda x, y, i: (x, y, i))),
+    "inputs of dataset are collated to a dict": refuse(dataset=Bad(lambda x, y, i: ({"x": x}, y))),
+    r"dataset WithLock cannot be sent .*\['lock'\].* give a function": refuse(dataset=WithLock()),
+    r"does not take inputs \[4, 6\] float32": refuse(model=net(inputs=5)),
+    "TwoOutputs returns tuple .* one tensor with 4 rows": refuse(model=TwoOutputs()),
+    "nothing can be trained": refuse(model=net().requires_grad_(False)),
+    "1 is in evaluation mode and the rest": refuse(model=own_parts.evaluating(net(), 1)),
+    "on the meta device": refuse(model=net().to("meta")),
+    "0.weight is float64, and dtype is float32: use dtype='float64'": refuse(model=net().double()),
+    "Linear cannot be called without arguments": refuse(model=nn.Linear),
+    "model must be a string, got 5": refuse(model=5),
+    "classes from 0 to 2, and the model has 2 outputs": refuse(model=net(outputs=2)),
+    r"loss does not take outputs \[4, 3\] float32 and targets \[4\]": refuse(
+        loss=functional.mse_loss
+    ),
+    "loss is the sum over the samples": refuse(loss=nn.CrossEntropyLoss(reduction="sum")),
+    r"loss returns \[4\] float32": refuse(loss=nn.CrossEntropyLoss(reduction="none")),
+    "add up only if the loss is the mean over samples": refuse(
+        loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))
+    ),
+    "give a function, as in lambda params: torch.optim.Adam": refuse(
+        optimizer=torch.optim.Adam(net().parameters())
+    ),
+    "LBFGS needs a closure": refuse(optimizer=torch.optim.LBFGS),
+    "optimizer returns NoneType": refuse(optimizer=lambda parameters: None),
+    "takes no lr here: leave it out": refuse(optimizer=adam, lr=0.1),
+    "1 training sample for world_size 2": refuse(train_size=1),
+    "train_size 31: Tensor .* has 30 training samples": refuse(train_size=31),
+    "labkit's models take images": refuse(model="mlp"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_trained_is_refused_before_any_rank_starts(message):
+    with pytest.raises(ValueError, match=message):
+        train_with("ddp", world_size=2, **REFUSED[message])
+
+
+@pytest.mark.parametrize(
+    ("technique", "optimizer", "is_fine"),
+    [
+        ("ddp", clipped, True),
+        ("parameter_server", clipped, False),
+        ("pipeline", clipped, False),
+        ("parameter_server", torch.optim.Adafactor, False),
+        ("pipeline", torch.optim.Adafactor, True),
+        ("parameter_server", torch.optim.AdamW, True),
+    ],
+)
+def test_an_optimizer_that_needs_the_whole_model_is_refused_where_none_has_it(
+    technique, optimizer, is_fine
+):
+    parts = refuse(optimizer=optimizer, world_size=2)
+    if is_fine:
+        train_with(technique, **parts)
+        return
+    with pytest.raises(ValueError, match=f"in {technique} .* makes other updates"):
+        train_with(technique, **parts)
+
+
+def test_a_late_sample_of_another_shape_is_named_by_the_rank():
+    late = Bad(lambda x, y, i: (x[i == 7 :], y))
+    with pytest.raises(WorkerError, match=r"differ in shape, as \[5\] and \[6\]"):
+        train_with("single", model=net(), dataset=late)
