@@ -108,7 +108,7 @@ def test_the_recorded_command_leaves_out_where_it_wrote():
         (["all-reduce", "--json", "/nowhere/x.json"], "in a folder that exists"),
         (["launch", "--sizes", "4KiB"], "bench launch has no option --sizes"),
         (["ddp", "--figure", "x.png"], "bench ddp draws no figure"),
-        (["ddp", "--models", "gpt"], "unknown model 'gpt': choose some of small_cnn"),
+        (["ddp", "--models", "gpt"], "unknown model 'gpt': choose one of small_cnn"),
         (["ddp", "--world-size", "1"], "2 ranks or more, got world size 1"),
         (["pipeline", "--world-size", "1"], "2 ranks or more, got world size 1"),
         (["--json", "x.json"], "--json and --figure are for one bench"),
