@@ -38,7 +38,8 @@ def buckets(fn: Callable) -> Verdict:
     Runs in this process.
     """
     expected = {case: assign_buckets(*case) for case in _BUCKETINGS}
-    return answers(fn, expected, name="ddp.buckets", mistakes=_BUCKET_MISTAKES)
+    names = "sizes_bytes, cap_bytes, first_cap_bytes"
+    return answers(fn, expected, name="ddp.buckets", signature=names, mistakes=_BUCKET_MISTAKES)
 
 
 def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:

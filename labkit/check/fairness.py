@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from labkit.check.grading import WORLD_SIZES, Case, Mistake, Verdict, returns
+from labkit.check.grading.compare import fit
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 
@@ -103,17 +104,25 @@ def interleaved_ratio(fn: Callable) -> Verdict:
     ``fn`` has to call each once to warm up, then make ``repeats`` pairs of one run each, which
     begin with a and with b alternately. Runs in this process.
     """
-    name, watch = "fairness.interleaved_ratio", Stopwatch()
-    contenders = watch.contender("a", 1.0), watch.contender("b", 1.5)
+    name = "fairness.interleaved_ratio"
     judge = partial(
         ask,
         name,
         fn,
-        [Question((*contenders, REPEATS), "a and b in turns")],
-        lambda _, found: _wrong_order(watch.order) or _wrong_ratio(watch.seconds, found),
-        right=lambda answers: f"{REPEATS} pairs in turns, ratio {answers[0]:.3g}",
+        [Question((REPEATS,), "a and b in turns")],
+        lambda _, timed: _wrong_order(timed[0]) or _wrong_ratio(*timed[1:]),
+        call=_timed,
+        right=lambda answers: f"{REPEATS} pairs in turns, ratio {answers[0][2]:.3g}",
+        signature="a, b, repeats",
     )
     return told(name, judge)
+
+
+def _timed(fn: Callable, repeats: int) -> tuple[str, "Seconds", Any]:
+    """The order of the calls, the seconds of each, and what ``fn`` returns."""
+    watch = Stopwatch()
+    found = fn(watch.contender("a", 1.0), watch.contender("b", 1.5), repeats)
+    return watch.order, watch.seconds, fit(found, 0.0)
 
 
 def _wrong_order(order: str) -> Mistake | None:

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from labkit.check.grading import Mistake, Verdict
+from labkit.check.grading.compare import plain
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 from labkit.costs.link import Link
@@ -45,13 +46,14 @@ def best_cuts(fn: Callable) -> Verdict:
         _problem,
         mistakes=mistakes,
         call=_points,
+        signature="profile, max_stages, link, cap_bytes",
         right=lambda answers: praise,
     )
     return told(_NAME, judge)
 
 
 def _points(fn: Callable, *case: Any) -> Any:
-    answer = fn(*case)
+    answer = plain(fn(*case))
     return tuple(answer) if isinstance(answer, list) else answer
 
 

@@ -85,7 +85,7 @@ WRONG_BOOKS = [
     (lambda events: [i for i, (kind, _) in enumerate(events) if kind == "push"], "answer.wrong"),
     (lambda events: list(range(len(staleness_of(events)))), "staleness.version"),
     (lambda events: {}["worker"], "answer.raised"),
-    (lambda events: 3, "answer.raised"),
+    (lambda events: 3, "answer.wrong"),
     (lambda events: None, "answer.nothing"),
 ]
 
