@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from labkit.check.grading import on_ranks
 from labkit.check.grading.compare import agree, plain
 from labkit.check.grading.limits import OutOfTime, limited_memory, limited_time
-from labkit.check.grading.on_ranks import story_of
+from labkit.check.grading.on_ranks import AGAIN_S, in_one_process, story_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, Verdict, status_of_right, told
 from labkit.check.grading.stub import about_stub, is_stub, raised_by_stub
 from labkit.check.grading.watched import Watched
@@ -222,7 +221,7 @@ def _asked(fn: Callable, questions: Sequence[Question], call: Callable, signatur
     answers: list = []
     for (args, words), _ in zip(given, range(_ONE_BY_ONE)):
         try:
-            found = _elsewhere(fn, [(args, words)], call, signature, on_ranks.AGAIN_S)
+            found = _elsewhere(fn, [(args, words)], call, signature, AGAIN_S)
         except WorkerError as error:
             return Asked(answers, [], _ended(words, error))
         if not found.answers:
@@ -235,8 +234,7 @@ def _elsewhere(
     fn: Callable, given: list, call: Callable, signature: str, timeout_s: float
 ) -> Asked:
     parts = fn, given, call, signature, timeout_s
-    options = {"world_size": 1, "device": "cpu", "timeout_s": timeout_s + _MORE_S}
-    return on_ranks.run(_answered, *parts, **options).values[0]
+    return in_one_process(_answered, *parts, timeout_s=timeout_s + _MORE_S)
 
 
 def _ended(words: str, error: WorkerError) -> Mistake:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from labkit.check.grading.compare import plain
 from labkit.check.grading.exercise import Case, Exercise, Outcome, where
@@ -77,6 +78,11 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tup
         failure.mistake.also.append(Mistake("run.second_call"))
     failure.outcomes = before
     raise failure
+
+
+def in_one_process(fn: Callable, *args: Any, timeout_s: float) -> Any:
+    """Return ``fn(comm, *args)`` of a run with one rank."""
+    return run(fn, *args, world_size=1, device="cpu", timeout_s=timeout_s).values[0]
 
 
 def _run(
