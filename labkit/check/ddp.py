@@ -44,7 +44,9 @@ def buckets(fn: Callable) -> Verdict:
     Runs in this process.
     """
     expected = [(case, assign_buckets(*case)) for case in _BUCKETINGS]
-    return answers(fn, expected, name="ddp.buckets", mistakes=_BUCKET_MISTAKES, kind=_lists)
+    names = "sizes_bytes, cap_bytes, first_cap_bytes"
+    options = {"signature": names, "mistakes": _BUCKET_MISTAKES, "kind": _lists}
+    return answers(fn, expected, name="ddp.buckets", **options)
 
 
 def average(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:

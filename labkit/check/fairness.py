@@ -7,25 +7,17 @@ import itertools
 import math
 import numbers
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from labkit.check.grading import WORLD_SIZES, Case, Mistake, Verdict, returns
-from labkit.check.grading.compare import short
+from labkit.check.grading.compare import fit, short
 from labkit.check.grading.exercise import random_tensor
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
-
-
-def plain(value: Any) -> Any:
-    """The Python number in a tensor or an array of one element; anything else as it is."""
-    try:
-        return value.item()
-    except (AttributeError, RuntimeError, ValueError):
-        return value
 
 
 # Odd, even and one: only an odd number of pairs leaves a single median.
@@ -100,7 +92,7 @@ def _replica(rank: int, case: Case) -> tuple[torch.Tensor]:
 
 def _judge(case: Case, values: list[Any]) -> Mistake | None:
     kind, who, place = _REPLICAS[case.size]
-    says = list(map(plain, values))
+    says = [fit(value, 0.0) for value in values]
     for rank, value in enumerate(says):
         if value is None:
             return Mistake("replicas.nothing", rank=rank)
@@ -143,9 +135,10 @@ class Stopwatch:
 
 
 class _Taken(NamedTuple):
-    """What one call of the learner's function did, and what it returned."""
+    """One call of the learner's function: the order of its runs, their seconds, what it found."""
 
-    watch: Stopwatch
+    order: str
+    seconds: "Seconds"
     found: Any
 
 
@@ -157,31 +150,35 @@ def interleaved_ratio(fn: Callable) -> Verdict:
     begin with a and with b alternately. Of an even number of pairs, either of the two middle
     ratios and anything between them is a median. Runs in this process.
     """
-    taken: list[_Taken] = []
-
-    def call(fn: Callable, cost_s: float, repeats: int) -> _Taken:
-        watch = Stopwatch()
-        found = fn(watch.contender("a", 1.0), watch.contender("b", cost_s), repeats)
-        taken.append(_Taken(watch, found))
-        return taken[-1]
-
-    def problem(question: Question, answer: _Taken) -> Mistake | None:
-        _, repeats = question.args
-        wrong = _wrong_order(answer.watch.order, repeats) or _wrong_ratio(answer, taken)
-        return wrong and Mistake("told.place", place=question.words, what=wrong)
-
     # In one of them b is the faster one, so that a ratio turned to be above 1 is noticed.
-    questions = [
-        Question((cost_s, repeats), f"with repeats={repeats}")
-        for cost_s, repeats in zip((1.5, 0.6, 0.6), REPEATS)
-    ]
+    contests = tuple(zip((1.5, 0.6, 0.6), REPEATS))
     name, right = "fairness.interleaved_ratio", f"{REPEATS[0]} pairs in turns, ratio "
     judge = partial(
-        *(ask, name, fn, questions, problem),
-        call=call,
-        right=lambda answers: right + f"{float(answers[0].found):.3g}",
+        *(ask, name, fn, [Question((contests,), "a and b in turns")], _wrong_contest),
+        call=_timed,
+        right=lambda answers: right + f"{float(answers[0][0].found):.3g}",
+        signature="a, b, repeats",
     )
     return told(name, judge)
+
+
+def _timed(fn: Callable, contests: Sequence[tuple[float, int]]) -> list[_Taken]:
+    """What each contest took: b's seconds, where a takes one, and the number of pairs."""
+    taken = []
+    for cost_s, repeats in contests:
+        watch = Stopwatch()
+        found = fn(watch.contender("a", 1.0), watch.contender("b", cost_s), repeats)
+        taken.append(_Taken(watch.order, watch.seconds, fit(found, 0.0)))
+    return taken
+
+
+def _wrong_contest(question: Question, all_taken: list[_Taken]) -> Mistake | None:
+    (contests,) = question.args
+    for (_, repeats), taken in zip(contests, all_taken):
+        wrong = _wrong_order(taken.order, repeats) or _wrong_ratio(taken, all_taken)
+        if wrong:
+            return Mistake("told.place", place=f"with repeats={repeats}", what=wrong)
+    return None
 
 
 def _wrong_order(order: str, repeats: int) -> Mistake | None:
@@ -227,12 +224,11 @@ def _equal(found: float, due: float) -> bool:
     return math.isclose(found, due, rel_tol=1e-5)
 
 
-def _wrong_ratio(answer: _Taken, all_taken: list[_Taken]) -> Mistake | None:
+def _wrong_ratio(taken: _Taken, all_taken: list[_Taken]) -> Mistake | None:
     """The mistake that leads to these numbers, in all calls; None if this one is right."""
-    found = plain(answer.found)
+    found, seconds = taken.found, taken.seconds
     if isinstance(found, bool) or not isinstance(found, numbers.Real):
         return Mistake("ratio.kind", kind=short(found))
-    seconds = answer.watch.seconds
     if _is_median(float(found), _ratios(seconds)):
         return None
     why = next((Mistake(id) for id in mistaken_ratios(seconds) if _all_make(id, all_taken)), None)
@@ -241,10 +237,9 @@ def _wrong_ratio(answer: _Taken, all_taken: list[_Taken]) -> Mistake | None:
 
 def _all_make(id: str, all_taken: list[_Taken]) -> bool:
     """Whether each number is the one to which the mistake leads."""
-    answers = [(plain(found), watch.seconds) for watch, found in all_taken]
     return all(
         isinstance(found, numbers.Real) and _equal(float(found), mistaken_ratios(seconds)[id])
-        for found, seconds in answers
+        for _, seconds, found in all_taken
     )
 
 

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from labkit import schedules
 from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, returns
-from labkit.check.grading.compare import agree
+from labkit.check.grading.compare import agree, fit, other_kind
 from labkit.check.grading.exercise import with_parameters
 from labkit.check.grading.in_process import Question, Wrong, ask
-from labkit.check.grading.report import told
+from labkit.check.grading.report import announces_a_stop, told
 from labkit.comm.comm import Comm
 from labkit.costs.pipeline_timeline import Slot, bubble as idle_share, predicted_slots
 from labkit.schedules.pipeline import Action, Hop, Message, in_flight, with_hops
@@ -59,14 +59,16 @@ def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> 
         Question((P, M), f"with {format_count(P, 'stage')} and {format_count(M, 'micro-batch')}")
         for P, M in _SIZES
     ]
-    on_paper = ask(name, fn, questions, _wrong_streams, call=_streams_of)
+    names = "stage, num_stages, num_micro_batches"
+    with announces_a_stop(name):
+        on_paper = ask(name, fn, questions, _wrong_streams, call=_streams_of, signature=names)
     if not on_paper:
         return told(name, lambda: on_paper)
     return returns(
         fn,
         _gradients_alone,
         name=name,
-        signature="stage, num_stages, num_micro_batches",
+        signature=names,
         call=_train_by,
         world_sizes=world_sizes,
     )
@@ -94,9 +96,11 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
 
 
 def _share_of(fn: Callable, slots: list[Slot]) -> float:
-    answer = fn(slots)
+    answer = fit(fn(slots), 0.0)
     if answer is None:
         raise Wrong(Mistake("answer.nothing"))
+    if kind := other_kind(answer, 0.0):
+        raise Wrong(kind)
     return float(answer)
 
 

@@ -48,6 +48,7 @@ def best_cuts(fn: Callable) -> Verdict:
         _problem,
         mistakes=mistakes,
         call=_points,
+        signature="profile, max_stages, link, cap_bytes",
         right=lambda answers: praise,
     )
     return told(_NAME, judge)

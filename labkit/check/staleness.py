@@ -47,6 +47,7 @@ def bookkeeping(fn: Callable) -> Verdict:
         fn,
         [((list(events),), _by_version(events)) for events in _HISTORIES],
         name="staleness.bookkeeping",
+        signature="events",
         mistakes=_BOOKKEEPING_MISTAKES,
     )
 
@@ -61,6 +62,7 @@ def admission(fn: Callable) -> Verdict:
         fn,
         [(args, _may(*args)) for args in _SITUATIONS],
         name="staleness.admission",
+        signature="worker, version, pulled, bound",
         mistakes=_ADMISSION_MISTAKES,
     )
 

@@ -26,13 +26,17 @@ def to_send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor that is sent for ``tensor``: detached and contiguous."""
     check_tensor(tensor, device)
     # A conjugate or negative view is only a flag: the bytes in memory are not its values.
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    outgoing = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # The strides of an empty array of NumPy are 0, which PyTorch cannot view as bytes.
+    return outgoing if outgoing.numel() else outgoing.new_empty(outgoing.shape)
 
 
 def to_receive(tensor: Tensor, device: torch.device) -> Tensor:
     """Where a message for ``tensor`` arrives: the tensor itself if contiguous, or a buffer."""
     check_tensor(tensor, device)
     flat = tensor.detach()
+    if not flat.numel():
+        return flat.new_empty(flat.shape)
     if flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
         return flat
     if any(step == 0 and size > 1 for step, size in zip(flat.stride(), flat.shape)):

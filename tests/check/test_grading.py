@@ -319,13 +319,9 @@ def test_each_mistake_in_taking_times_leads_to_other_numbers():
 
 
 def test_a_stream_right_on_paper_is_trained_with_on_ranks():
-    calls = []
-
     def right_at_first(stage, P, M):
         """Right on paper; wrong for P = 2 and M = 5, which only the ranks ask for."""
-        calls.append(stage)
         return in_words(stage, P, M) if (P, M) != (2, 5) else map(str, gpipe(stage, P, M + 1))
 
     verdict = check.pipeline.one_f_one_b(right_at_first, world_sizes=(2,))
-    assert len(calls) == 4 + 3 + 2 + 2 + 4
     assert verdict.ids[1:] == ["run.error"]

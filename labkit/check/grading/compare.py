@@ -50,8 +50,8 @@ def fit(value: Any, expected: Any) -> Any:
     value = plain(value)
     if isinstance(expected, Tensor) and isinstance(value, list):
         with_rows = [torch.as_tensor(row).double() for row in value] if _are_rows(value) else []
-        shapes = {row.shape for row in with_rows}
-        value = torch.stack(with_rows) if len(shapes) == 1 else value
+        alike = {(len(value), *row.shape) for row in with_rows} == {tuple(expected.shape)}
+        value = torch.stack(with_rows) if alike else value
     elif isinstance(expected, list) and isinstance(value, Tensor):
         value = [plain(row) for row in value]
     elif isinstance(expected, (int, float)) and isinstance(value, Tensor) and value.numel() == 1:
@@ -89,7 +89,7 @@ def same(value: Any, expected: Any, summands: Sequence[Tensor] = (), *, gaps: bo
     if isinstance(expected, (int, float)):
         return isinstance(value, (int, float)) and _same_number(value, expected)
     if isinstance(expected, set) and isinstance(value, list):
-        return len(value) == len(expected) and all(entry in expected for entry in value)
+        return len(value) == len(expected) and all(entry in value for entry in expected)
     return type(value) is type(expected) and bool(value == expected)
 
 

@@ -122,7 +122,7 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
             outcomes = outcomes_of(fn, exercise, cases)
         except DidNotFinish as did_not:
             failure = did_not
-            if failure.not_attempted and is_stub(fn):
+            if is_stub(fn, failure.unwritten):
                 return Verdict(exercise.name, NOT_ATTEMPTED)
             cases, outcomes = list(failure.outcomes), list(failure.outcomes.values())
         found = value_problems(exercise, cases, outcomes)

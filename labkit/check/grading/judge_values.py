@@ -204,7 +204,7 @@ def _look(
     if not value.any():
         return Mistake("value.zeros")
     for other in parts:
-        if other.due is not None and same(value, other.due):
+        if other is not wrong and other.due is not None and same(value, other.due):
             id = "value.rotated" if exercise.chunked else "value.elsewhere"
             shift = (other.index - wrong.index) % case.world_size
             return Mistake(id, name=other.name, index=other.index, shift=shift)

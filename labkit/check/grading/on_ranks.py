@@ -1,13 +1,12 @@
 """A learner's function on real ranks: what each call left behind, or how the run broke off."""
 
 import re
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 from labkit.check.grading.compare import plain
 from labkit.check.grading.exercise import Case, Exercise, Outcome, where
+from labkit.check.grading.limits import limited_memory
 from labkit.check.grading.stub import STUB
 from labkit.check.grading.watched import Watched
 from labkit.check.grading.words import Mistake
@@ -20,10 +19,6 @@ from labkit.runtime.launch import run
 # longer limit, too: a busy machine may start its ranks late.
 TIMEOUT_S = 10.0
 AGAIN_S = 3.0
-
-
-# What a function may take on top of what its process holds; then it gets a MemoryError.
-_MOST_BYTES = 4 * 2**30
 
 
 class DidNotFinish(Exception):
@@ -44,9 +39,15 @@ class DidNotFinish(Exception):
         found = re.match(unwritten, last_frame)
         self.not_attempted, self.unwritten = found is not None, found[1] if found else ""
         self.outcomes: dict[Case, tuple[Outcome, ...]] = {}
-        story = str(error).partition("\n\nTraceback of rank")[0]
+        story = story_of(error)
         super().__init__(f"{place}: {story}" if place else story)
         self.mistake = Mistake(f"run.{self.ending}", story=str(self))
+
+
+def story_of(error: Exception) -> str:
+    """An error's words, without the traceback and without advice on ``labkit.run``."""
+    story = str(error).partition("\n\nTraceback of rank")[0]
+    return story.replace(", or give the run a larger timeout_s", "")
 
 
 def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tuple[Outcome, ...]]:
@@ -77,6 +78,11 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tup
         failure.mistake.also.append(Mistake("run.second_call"))
     failure.outcomes = before
     raise failure
+
+
+def in_one_process(fn: Callable, *args: Any, timeout_s: float) -> Any:
+    """Return ``fn(comm, *args)`` of a run with one rank."""
+    return run(fn, *args, world_size=1, device="cpu", timeout_s=timeout_s).values[0]
 
 
 def _run(
@@ -121,17 +127,3 @@ def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outco
 
 def _spent(comm: Comm) -> tuple[int, int, int, int]:
     return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers
-
-
-@contextmanager
-def limited_memory() -> Iterator[None]:
-    """In a rank: an endless list ends in a MemoryError, and not the machine."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):  # Linux tells how much the process holds; others do not
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + _MOST_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)

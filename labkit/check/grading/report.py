@@ -1,7 +1,8 @@
 """The verdict of a check: one short table, as text and as HTML."""
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,13 +100,21 @@ def status_of_right(notes: list[Mistake | str]) -> str:
     return NOT_YOURS if any(isinstance(note, Mistake) for note in notes) else PASSED
 
 
-def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
-    """Print, record and return the verdict of ``judge``, or of the error that it raised."""
+@contextmanager
+def announces_a_stop(name: str) -> Iterator[None]:
+    """Say that a check was stopped (Ctrl-C, the stop button): the program stops, too."""
     try:
-        verdict = judge()
+        yield
     except KeyboardInterrupt:
         print(f"stopped: {name}\nThe check was stopped, and nothing of it is still running.")
         raise
+
+
+def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
+    """Print and return the verdict of ``judge``, or one that says which error it raised."""
+    try:
+        with announces_a_stop(name):
+            verdict = judge()
     except Exception as error:
         note = Mistake("check.broke", error=f"{type(error).__name__}: {error}")
         verdict = Verdict(name, NOT_YET, notes=[note])

@@ -23,10 +23,13 @@ def raised_by_stub(error: BaseException) -> str:
     return last.name if is_stubs else ""
 
 
-def is_stub(fn: Callable) -> bool:
-    """Whether a function that came to a stub's raise has nothing but what the stub gives."""
+def is_stub(fn: Callable, raised_in: str) -> bool:
+    """Whether ``fn`` is still a stub, where the stub ``raised_in`` ("" for none) was reached."""
+    own = _plain_function(fn)
+    if raised_in != getattr(own, "__name__", raised_in) or not raised_in:
+        return False
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(_plain_function(fn))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(own)))
     except (OSError, TypeError, SyntaxError):
         return True
     first = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
