@@ -276,7 +276,7 @@ WRONG_SHARE_ONLY = [
 WRONG_LEFT = [
     (copies(to="left", more=-2), "messages.one_less"),
     (copies(to="left", more=0), "messages.one_more"),
-    (copies(to="left", put=adds), "copy.added"),
+    (copies(to="left", put=adds), "value.wrong"),
     (copies(to="left", first=0), "value.wrong"),
     (copies(to="left", put=lambda chunks, i, incoming: None), "value.unchanged"),
 ]
@@ -424,7 +424,7 @@ WRONG_RING = [
     (nothing_for_few_elements, "value.size_below_ranks"),
     (adds_a_little, "value.wrong"),
     (forgets_small_numbers, "value.wrong"),
-    (KeepsItsChunks(), "value.unchanged"),
+    (KeepsItsChunks(), "value.wrong"),
     (waits_between_the_halves, "traffic.barrier"),
     (leaves_the_last_element, "value.wrong"),
     (only_rank_0_is_right, "value.one_right"),
