@@ -195,8 +195,8 @@ class RunConfig:
             )
         if self.link is not None and self.builtin and self.backend != "labkit":
             raise ValueError(
-                f"link {self.link!r}: PyTorch's {self.backend} backend sends its messages itself, "
-                "and no emulated link can delay them. Use backend 'labkit', or no builtin"
+                f"link {self.link!r}: PyTorch's own backends send their messages themselves, so "
+                "no emulated link can delay them. Use backend 'labkit', or no builtin"
             )
 
     def _follow(self, name: str, count: int) -> None:

@@ -33,6 +33,7 @@ _MOSTLY = 0.6
 _MENTIONED = 0.02
 # Two stages without micro-batches wait for each other half of the time.
 _BUBBLE = 0.3
+_BETWEEN = "between its messages"
 # A straggler is the limit from this share of waiting on, if messages take less.
 _NOTICED = 0.1
 
@@ -118,7 +119,7 @@ def _slowest(times: dict[int, RankTimes], has_stages: bool) -> Slowest:
     own_s = {rank: one.seconds[COMPUTE] + one.seconds[GAP] for rank, one in times.items()}
     computes = _compared(units_s, work) if units_s else None
     if computes is None or (computes.factor < _STRAGGLER and not has_stages):
-        works = _compared(own_s, "between its messages")
+        works = _compared(own_s, _BETWEEN)
         if computes is None or works.factor > _STRAGGLER:
             return works
     return computes
@@ -218,10 +219,12 @@ def _second_sentence(limit: Limit, times: dict[int, RankTimes], gap: str, slowes
     parts = [f"the rest: {', '.join(rest)}"] if rest else []
     if limit.hidden > _MENTIONED:
         parts.append(f"{_percent(limit.hidden)} of all communication was hidden behind computing")
-    if limit.rank is None and slowest.factor > _STRAGGLER and not _is_awaited(slowest.rank, times):
+    is_slow = slowest.factor > _STRAGGLER and slowest.work != _BETWEEN
+    if limit.rank is None and is_slow and not _is_awaited(slowest.rank, times):
+        times_as_long = f"{format_number(slowest.factor)} times as long as other ranks"
         parts.append(
-            f"rank {slowest.rank} took {format_number(slowest.factor)} times as long as the "
-            f"others {slowest.work}, and they hardly waited for it"
+            f"rank {slowest.rank} took {times_as_long} {slowest.work}, and hardly any of them "
+            "waited for it"
         )
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}." if text else ""

@@ -135,26 +135,26 @@ def test_every_message_takes_at_least_its_time_on_both_ends(transport):
         assert all(span.duration_s > 0.9 * link.message_seconds(1000) for span in spans)
 
 
-def seconds_of(comm, names, num_elements):
-    tensor, seconds = torch.ones(num_elements), []
-    for name in names:
+def least_seconds(comm, names, num_elements, repeats=3):
+    """The quickest of some repeats, by name, until the last rank is done."""
+    tensor, seconds = torch.ones(num_elements), {name: [] for name in names}
+    for name in names * repeats:
         comm.barrier()
         start_s = time.perf_counter()
         getattr(collectives, name)(comm, tensor)
         comm.barrier()
-        seconds.append(time.perf_counter() - start_s)
-    return seconds
+        seconds[name].append(time.perf_counter() - start_s)
+    return {name: min(repeats) for name, repeats in seconds.items()}
 
 
 def test_all_reduces_take_the_time_of_the_model():
-    """At least: this machine adds time of its own, and how much depends on what else it does."""
-    link, names = EmulatedLink(0.002, 5e6), ALL_REDUCES[:2]
-    measured = run(seconds_of, names, 25_000, world_size=4, link=link).values[0]
-    model = Link(link.latency_s, 1 / link.bandwidth_bytes_per_s)
-    expected = [all_reduce_seconds(name, 100_000, 4, model) for name in ("naive", "ring")]
-    assert measured == pytest.approx(expected, rel=0.5)
-    assert expected[0] / expected[1] > 3
-    assert measured[0] / measured[1] > 2
+    """At least: this machine adds time, and how much depends on what else runs on it."""
+    link, model = EmulatedLink(0.002, 5e6), Link(0.002, 1 / 5e6)
+    names = ("naive_all_reduce", "ring_all_reduce")
+    measured = run(least_seconds, names, 25_000, world_size=4, link=link).values[0]
+    naive_s, ring_s = (all_reduce_seconds(name, 100_000, 4, model) for name in ("naive", "ring"))
+    assert measured["naive_all_reduce"] > 0.98 * naive_s
+    assert 0.98 * ring_s < measured["ring_all_reduce"] < naive_s, "the model says a third of naive"
 
 
 class SlowBackward(torch.autograd.Function):
