@@ -90,9 +90,8 @@ def run(
         print(chosen.note, file=sys.stderr)
     _check_program()
     _check_open_files(world_size)
-    call = dump_call(fn, args)
-    shared = call, cell_sources(), chosen, timeout_s, frozenset(may_lose)
-    supervisor = Supervisor(Job(*shared, in_notebook=kernel() is not None))
+    settings = chosen, timeout_s, frozenset(may_lose), kernel() is not None
+    supervisor = Supervisor(Job(dump_call(fn, args), cell_sources(), *settings))
     return _result(supervisor.run(), supervisor.lost)
 
 
