@@ -10,6 +10,7 @@ import ipywidgets
 import traitlets
 
 from labkit.plots import CaptionedFigure
+from labkit.widgets.idle import when_idle
 from labkit.widgets.kept import kept_state
 
 # How long a learner's pause is, after which the next figures are drawn.
@@ -19,7 +20,7 @@ _PAUSE_S = 0.15
 class Explorer(ipywidgets.VBox):
     """Controls above a figure, drawn by a pure function of their values; each drawing is cached.
 
-    After a move, the figures that the same control would show next are drawn in the background.
+    The figures that the next move would show are drawn in the background.
 
     Attributes:
         draw: makes the figure from the values that ``chosen`` returns.
@@ -51,6 +52,7 @@ class Explorer(ipywidgets.VBox):
         for control in controls:
             control.observe(self._show, "value")
         self._show()
+        when_idle(self._draw_first_moves)
 
     def _restore(self, draw: Callable[..., CaptionedFigure]) -> None:
         """Set the controls to what they had when this cell ran the last time."""
@@ -98,9 +100,21 @@ class Explorer(ipywidgets.VBox):
         with self._showing:
             self.view.value, self.caption = self._page(self.chosen())
             self._kept["values"] = self._values()
-        if change is not None and (ahead := list(self._next(change))):
+        if change is not None:
             self._moves += 1
-            work = (ahead, self._moves)
+            self._start_drawing(change.owner, change.old)
+
+    def _draw_first_moves(self) -> None:
+        if not self._moves:
+            self._start_drawing(self._controls[0], None)
+
+    def _start_drawing(self, moved: ipywidgets.ValueWidget, before: Any) -> None:
+        """Draw what the moved control would show next, then what the others would."""
+        others = [control for control in self._controls if control is not moved]
+        keys = [*self._next(moved, before)]
+        keys += [key for control in others for key in self._next(control, None)]
+        if keys:
+            work = (keys, self._moves)
             threading.Thread(target=self._draw_ahead, args=work, daemon=True).start()
 
     def _page(self, key: tuple) -> tuple[str, str]:
@@ -124,11 +138,11 @@ class Explorer(ipywidgets.VBox):
             with contextlib.suppress(ValueError):
                 self._page(key)
 
-    def _next(self, change: Any) -> Iterator[tuple]:
+    def _next(self, control: ipywidgets.ValueWidget, before: Any) -> Iterator[tuple]:
         """The arguments after one and two more moves in the same direction, and after one back."""
-        place, offered = self._controls.index(change.owner), _offered(change.owner)
-        now = offered.index(change.owner.value)
-        step = -1 if change.old in offered[now:] else 1
+        place, offered = self._controls.index(control), _offered(control)
+        now = offered.index(control.value)
+        step = -1 if before in offered[now + 1 :] else 1
         for other in (now + step, now + 2 * step, now - step):
             if other in range(len(offered)):
                 values = self._values()

@@ -79,7 +79,7 @@ class SplitSliders(Explorer):
         counts = self.micro_batches.value, self.schedule.value, self.batch.value
         return Choice(self.cuts.points, self.link.value, *counts)
 
-    def _next(self, change: Any) -> Iterator[tuple]:
+    def _next(self, control: ipywidgets.ValueWidget, before: Any) -> Iterator[tuple]:
         # A move of one cut may move others, so it is not known what comes next.
         return iter(())
 

@@ -14,4 +14,4 @@ def _no_pictures(monkeypatch):
 def _nothing_ahead(request, monkeypatch):
     """What is drawn is only what is shown, unless a test is about what is drawn ahead."""
     if "ahead" not in request.node.name:
-        monkeypatch.setattr(Explorer, "_next", lambda explorer, change: iter(()))
+        monkeypatch.setattr(Explorer, "_next", lambda *_: iter(()))
