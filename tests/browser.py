@@ -270,10 +270,11 @@ class Page:
         if str(error) != "Disposed":
             self.script_errors.append(str(error))
 
-    def menu(self, menu: str, entry: str) -> None:
-        """Choose an entry of the main menu, by the names on the screen."""
+    def menu(self, menu: str, *entries: str) -> None:
+        """Choose an entry of the main menu, or of menus in it, by the names on the screen."""
         self.window.get_by_role("menuitem", name=menu, exact=True).click()
-        self.window.locator(".lm-Menu-itemLabel").get_by_text(entry, exact=True).click()
+        for entry in entries:
+            self.window.locator(".lm-Menu-itemLabel").get_by_text(entry, exact=True).click()
 
     def start_all(self) -> None:
         """Start to run all cells again."""

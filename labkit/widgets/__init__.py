@@ -1,13 +1,14 @@
 """Interactive figures, for notebooks with a kernel.
 
     bucket_explorer      the model of DDP's buckets: ``plots.bucket_overlap`` with controls
-    split_explorer       a model cut into stages: ``plots.split_costs`` with controls; runs it
+    split_explorer       a model cut into stages: a picture whose cuts are dragged; runs it
     ring_stepper         ring all-reduce step by step: ``plots.ring_step`` with two sliders
     staleness_explorer   the model of late gradients: ``plots.staleness_model`` with three sliders
 
-Each is drawn by a pure function of ``labkit.plots``, which also draws the static figure for pages
-without a kernel, and prints as a line of text where there is no browser. Controls can be used from
-the keyboard, and are attributes of the object returned.
+The picture is drawn in the browser; ``plots.split_costs`` is its static twin. The others are drawn
+by a pure function of ``labkit.plots``, which also draws the static figure for pages without a
+kernel. Each prints as a line of text where there is no browser, can be used from the keyboard, and
+keeps its state when its cell is run again.
 """
 
 from labkit.units import unknown_name

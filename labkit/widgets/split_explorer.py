@@ -10,6 +10,7 @@ from torch import nn
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import Profile
 from labkit.training.split_run import MeasuredSplit, measure_profile, measure_split
+from labkit.widgets.kept import kept_state
 from labkit.widgets.split_choice import MICRO_BATCHES, Choice, SplitModels, check_stages
 from labkit.widgets.split_sliders import SplitSliders
 from labkit.widgets.split_work import SplitWork
@@ -64,7 +65,8 @@ def split_explorer(
     start = Choice(points, next(iter(models.links)), micro_batches, schedule, profile.batch_size)
     models.predicted(start)  # refuses impossible settings
     run = partial(measure, model, input_shape=tuple(input_shape), frozen=frozen)
-    return _explorer_class(picture)(SplitWork(models, run), start)
+    kept = kept_state(profile.model, len(profile.layers), frozen, *models.links, *start)
+    return _explorer_class(picture)(SplitWork(models, run, kept), start)
 
 
 def _check_micro_batches(micro_batches: int, batch_size: int) -> None:

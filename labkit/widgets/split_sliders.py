@@ -1,6 +1,7 @@
 """A model cut into stages, with sliders above a figure: for browsers without the picture."""
 
 import html
+from collections.abc import Iterator
 from typing import Any
 
 import ipywidgets
@@ -77,6 +78,10 @@ class SplitSliders(Explorer):
     def chosen(self) -> Choice:
         counts = self.micro_batches.value, self.schedule.value, self.batch.value
         return Choice(self.cuts.points, self.link.value, *counts)
+
+    def _next(self, control: ipywidgets.ValueWidget, before: Any) -> Iterator[tuple]:
+        # A move of one cut may move others, so it is not known what comes next.
+        return iter(())
 
     def join(self) -> None:
         """Wait until a button's work has ended."""

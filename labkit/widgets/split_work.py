@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 from labkit.placement.planner import SplitModel
 from labkit.plots.split_costs import cuts_words, split_caption
@@ -16,11 +17,14 @@ class SplitWork:
     Args:
         models: the predictions.
         measure: ``training.split_run.measure_split`` for this model.
+        kept: where the state is kept for the next run of the cell.
     """
 
-    def __init__(self, models: SplitModels, measure: Callable[..., MeasuredSplit]):
-        self.models, self._measure = models, measure
-        self._runs: dict[Choice, MeasuredSplit] = {}
+    def __init__(
+        self, models: SplitModels, measure: Callable[..., MeasuredSplit], kept: dict[str, Any]
+    ):
+        self.models, self._measure, self.kept = models, measure, kept
+        self._runs: dict[Choice, MeasuredSplit] = kept.setdefault("runs", {})
 
     def measured(self, choice: Choice) -> MeasuredSplit | None:
         """What was measured of this split; on which link it was predicted does not matter."""

@@ -56,9 +56,9 @@ class StalenessExplorer(Explorer):
         )
         super().__init__(plots.staleness_model, self.workers, self.factor, self.bound)
 
-    def chosen(self) -> tuple[int, int, int | None]:
-        bound = self.bound.value
-        return self.workers.value, self.factor.value, None if bound == math.inf else bound
+    def _arguments(self, values: list[Any]) -> tuple[int, int, int | None]:
+        workers, factor, bound = values
+        return workers, factor, None if bound == math.inf else bound
 
     def _move_bounds(self, _change: Any) -> None:
         bounds, chosen = _bounds(self.workers.value), self.bound.value

@@ -1,6 +1,7 @@
 """What all explorers have in common."""
 
 import base64
+import queue
 import threading
 
 import ipywidgets
@@ -10,6 +11,7 @@ from shown import alt_of, drawings
 from splits import LINK, PROFILE
 
 from labkit import plots, widgets
+from labkit.widgets import kept
 from labkit.widgets.explorer import Explorer
 
 EXPLORERS = {
@@ -87,6 +89,29 @@ def test_what_was_seen_is_not_drawn_again(explorer):
     assert len(drawn) == 1
 
 
+def test_the_next_moves_are_drawn_ahead():
+    drawn = queue.Queue()
+
+    def draw(size, kind):
+        drawn.put((size, kind))
+        return plots.CaptionedFigure(
+            Figure(), alt=f"a figure of size {size} and {kind}", caption="Empty."
+        )
+
+    size, kind = ipywidgets.IntSlider(5, 0, 7), ipywidgets.Dropdown(options=["a", "b"])
+    explorer = Explorer(draw, size, kind)
+    assert drawn.get() == (5, "a")
+    assert drawn.empty(), "nothing before the first move"
+    size.value = 6
+    found = [drawn.get(timeout=10) for _ in range(3)]
+    assert found == [(6, "a"), (7, "a"), (6, "b")], "(5, a) has been drawn"
+    shown = explorer.view.value
+    assert "of size 6 and a" in shown
+    kind.value = "b"
+    assert "of size 6 and b" in explorer.view.value
+    explorer.close()
+
+
 def test_it_is_read_as_text_where_there_is_no_browser(explorer):
     text = repr(explorer)
     assert text.startswith("[sliders")
@@ -105,6 +130,22 @@ def test_closed_it_leaves_nothing(make):
     slider.value += 1
     assert explorer.view.value == shown
     explorer.close()  # a second time does no harm
+
+
+def test_it_keeps_its_state_when_its_cell_is_run_again(make, monkeypatch):
+    monkeypatch.setattr(kept, "_cell", lambda: "a cell")
+    monkeypatch.setattr(kept, "_STATES", {})
+    first = make()
+    slider = sliders_of(first)[-1]
+    slider.value += 1
+    again = make()
+    assert again.chosen() == first.chosen()
+    assert alt_of(again) == alt_of(first)
+    monkeypatch.setattr(kept, "_cell", lambda: "another cell")
+    other = make()
+    assert other.chosen() != first.chosen()
+    for explorer in (first, again, other):
+        explorer.close()
 
 
 def test_two_do_not_answer_to_each_other(make):

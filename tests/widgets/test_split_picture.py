@@ -10,6 +10,7 @@ from torch import nn
 from labkit import plots, widgets
 from labkit.errors import WorkerError
 from labkit.placement.planner import best_split, predict_split
+from labkit.widgets import kept
 from labkit.widgets.split_choice import LINKS
 
 
@@ -187,6 +188,21 @@ class TestSplitPicture:
         data, _ = picture._repr_mimebundle_()
         assert data["text/plain"] == text
         assert "application/vnd.jupyter.widget-view+json" in data
+
+    def test_it_keeps_its_state_when_its_cell_is_run_again(self, runs, monkeypatch):
+        monkeypatch.setattr(kept, "_cell", lambda: "a cell")
+        monkeypatch.setattr(kept, "_STATES", {})
+        first = widgets.split_explorer(PROFILE, LINK, measure=runs)
+        first.points, first.link, first.mode = [1, 4], "1 GbE", "bytes"
+        press(first, "run")
+        again = widgets.split_explorer(PROFILE, LINK, measure=runs)
+        assert (again.points, again.link, again.mode) == ([1, 4], "1 GbE", "bytes")
+        assert again.measured == first.measured
+        assert repr(again) == repr(first)
+        other = widgets.split_explorer(PROFILE, LINK, split_points=(2,), measure=runs)
+        assert (other.points, other.measured) == ([2], [])
+        for picture in (first, again, other):
+            picture.close()
 
     def test_without_anywidget_there_are_sliders(self, monkeypatch, runs):
         found = importlib.util.find_spec

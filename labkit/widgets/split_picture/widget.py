@@ -24,6 +24,10 @@ _SCRIPTS = ("elements", "words", "split_model", "split_looks", "split_row", "spl
 _SCRIPTS += ("split_controls", "split_picture")
 _IMPORT = re.compile(r'^import \{[^}]+\} from "\./[\w.]+";\n', re.MULTILINE)
 
+# What stays when the cell is run again.
+_KEPT = ["points", "link", "batch_size", "micro_batches", "schedule", "objective", "cap_bytes"]
+_KEPT += ["mode", "measured"]
+
 
 def script() -> str:
     """The browser's side as one module: a widget is loaded from text, which imports no files."""
@@ -73,9 +77,10 @@ class SplitPicture(anywidget.AnyWidget):
             links={name: asdict(link) for name, link in models.links.items()},
             options=offered(models, start),
             frozen=models.frozen,
-            **{**start._asdict(), "points": list(start.points)},
+            **{**start._asdict(), "points": list(start.points), **work.kept.get("picture", {})},
         )
         self.on_msg(self._answer)
+        self.observe(self._keep, _KEPT)
 
     def chosen(self) -> Choice:
         counts = self.micro_batches, self.schedule, self.batch_size
@@ -111,6 +116,9 @@ class SplitPicture(anywidget.AnyWidget):
         actions = {"run": self.run, "best": self.best, "stop": self.stop}
         if action := actions.get(content.get("kind", "")):
             action()
+
+    def _keep(self, _change: Any) -> None:
+        self._work.kept["picture"] = {name: getattr(self, name) for name in _KEPT}
 
     def _say(self, doing: str, said: str) -> None:
         self.busy, self.status = doing, said
