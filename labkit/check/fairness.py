@@ -19,7 +19,6 @@ from labkit.check.grading.exercise import random_tensor
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 
-
 # Odd, even and one: only an odd number of pairs leaves a single median.
 REPEATS = (7, 4, 1)
 
