@@ -26,7 +26,7 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
         fn,
         _mean_over_samples,
         name="one_device.accumulate",
-        inputs=lambda r, c: (list(_gradients(r, c)), _num_samples(r), _batch_size(c)),
+        inputs=lambda r, c: (list(_gradients(r, c)), _num_samples(r, c), _batch_size(c)),
         signature="comm, gradients, num_samples, batch_size",
         target=_one_all_reduce,
         # A mistake's id -> what it returns on rank r. c is the case.
@@ -36,7 +36,7 @@ def accumulate(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
             ),
             "accumulate.sum": lambda r, c: _mean_over_samples(r, c) * _batch_size(c),
             "accumulate.own_samples": (
-                lambda r, c: _mean_over_samples(r, c) * (_batch_size(c) / sum(_num_samples(r)))
+                lambda r, c: _mean_over_samples(r, c) * (_batch_size(c) / sum(_num_samples(r, c)))
             ),
             "accumulate.last": (
                 lambda r, c: c.over_ranks(lambda r: _weighted(r, c)[-1]) / _batch_size(c)
@@ -55,8 +55,9 @@ def _one_all_reduce(rank: int, case: Case) -> Target:
     return Target(messages=2 * (case.world_size - 1))
 
 
-def _num_samples(rank: int) -> list[int]:
-    return [4, 2, 1 + 2 * rank]
+def _num_samples(rank: int, case: Case) -> list[int]:
+    least = case.integer(0, 1, 4)
+    return [least + 3, least + 1, least + 2 * rank]
 
 
 def _gradients(rank: int, case: Case) -> Tensor:
@@ -65,16 +66,16 @@ def _gradients(rank: int, case: Case) -> Tensor:
 
 
 def _batch_size(case: Case) -> int:
-    return sum(sum(_num_samples(rank)) for rank in range(case.world_size))
+    return sum(sum(_num_samples(rank, case)) for rank in range(case.world_size))
 
 
 def _weighted(rank: int, case: Case) -> Tensor:
     """[3, N]: the gradient of the summed loss of each micro-batch."""
-    return torch.tensor(_num_samples(rank)).unsqueeze(1) * _gradients(rank, case)
+    return torch.tensor(_num_samples(rank, case)).unsqueeze(1) * _gradients(rank, case)
 
 
 def _own_mean(rank: int, case: Case) -> Tensor:
-    return _weighted(rank, case).sum(0) / sum(_num_samples(rank))
+    return _weighted(rank, case).sum(0) / sum(_num_samples(rank, case))
 
 
 def _mean_over_samples(rank: int, case: Case) -> Tensor:
