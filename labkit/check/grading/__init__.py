@@ -1,7 +1,9 @@
 """What all checks share: run a learner's function, judge values and traffic, say what is wrong.
 
 ``exercise`` holds what a learner's function is called with; ``on_ranks`` and ``in_process`` call
-it; ``judge_values`` (with ``compare`` and ``wrong_tensor``) and ``judge_traffic`` judge;
+it, ``watched`` for the library's functions and within ``limits``; ``judge_values`` (with
+``compare`` and ``wrong_tensor``) and ``judge_traffic`` (with ``critical_path``) judge; ``stub``
+tells an answer that has not begun from one that still contains the stub's raise;
 ``words`` has the sentence of every mistake, and ``report`` the table. ``grader`` puts them
 together.
 """
