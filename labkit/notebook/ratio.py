@@ -59,6 +59,11 @@ class Ratio:
         return self.repeats in ("1 pair", "1 repeat of each")
 
     @property
+    def inverse(self) -> "Ratio":
+        """How many times as large ``other`` is as ``one``."""
+        return Ratio(1 / self.high, 1 / self.median, 1 / self.low, self.repeats)
+
+    @property
     def spread(self) -> str:
         """The spread in words, for brackets."""
         if self.has_no_spread:

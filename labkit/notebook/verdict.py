@@ -86,6 +86,9 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     ratio = _ratio(one, many)
     who = _WORDS.get(ranks, str(ranks))
     text = f"{who} ranks were {ratio} as fast as one device ({ratio.spread})"
+    if ratio.is_larger is False:
+        slower = ratio.inverse
+        text = f"{who} ranks took {slower} as long as one device ({slower.spread})"
     if ratio.is_larger is None:
         return Verdict(f"{text}{_undecided(ratio)}.", None, ratio)
     if not (isinstance(one, TrainResult) and isinstance(many, TrainResult)):

@@ -95,6 +95,7 @@ def test_two_ranks_that_are_slower(name, reason):
     assert found.holds is False
     assert found.ratio is not None
     assert found.ratio.high < 1
+    assert f"Two ranks took {1 / found.ratio.median:.3g} times as long as one device" in str(found)
     assert reason in str(found)
 
 
