@@ -34,7 +34,7 @@ def split_explorer(
 ) -> "SplitPicture | SplitSliders":
     """Explore where to cut a model: drag the cuts, see the predicted step, and measure it.
 
-    ``plots.split_costs`` draws a static figure of the same numbers.
+    Its static twin is ``plots.split_costs``.
 
     Args:
         profile: the model's layers, and the batch size to start with; or a chain of layers, such
@@ -47,29 +47,40 @@ def split_explorer(
         batch_size: to start with, if a chain of layers is given.
         input_shape: of one sample, for the run.
         frozen: the number of layers, from the first on, that are not trained.
-        measure: the function that the button calls, with the arguments of
-            ``training.split_run.measure_split``.
-        picture: False for sliders above a figure, in a browser that does not show the picture.
-            None takes the picture if ``anywidget`` is installed, which it needs.
+        measure: what Run calls, with the arguments of ``training.split_run.measure_split``.
+        picture: False for sliders above a figure, where a browser does not show the picture; by
+            default only without ``anywidget``, which the picture needs.
 
     Raises:
         ValueError: a start that its control does not offer, or a model that cannot be cut.
     """
-    model = profile if isinstance(profile, nn.Module) else profile.model
-    if isinstance(profile, nn.Module):
-        profile = measure_profile(profile, batch_size=batch_size, input_shape=input_shape)
+    model, profile = _profiled(profile, batch_size, input_shape)
     points = (len(profile.layers) // 2,) if split_points is None else tuple(split_points)
-    check_stages(points)
-    _check_micro_batches(micro_batches, profile.batch_size)
+    _check_start(points, micro_batches, profile.batch_size)
     models = SplitModels(profile, link, frozen)
     start = Choice(points, next(iter(models.links)), micro_batches, schedule, profile.batch_size)
     models.predicted(start)  # refuses impossible settings
     run = partial(measure, model, input_shape=tuple(input_shape), frozen=frozen)
-    kept = kept_state(profile.model, len(profile.layers), frozen, *models.links, *start)
+    kept = kept_state(profile.model, *_sizes(profile), frozen, *models.links, *start)
     return _explorer_class(picture)(SplitWork(models, run, kept), start)
 
 
-def _check_micro_batches(micro_batches: int, batch_size: int) -> None:
+def _sizes(profile: Profile) -> list[tuple[str, int, int]]:
+    """What differs for another model, which must not show what was measured of this one."""
+    return [(layer.name, layer.output_bytes, layer.parameter_bytes) for layer in profile.layers]
+
+
+def _profiled(
+    model: Profile | nn.Module, batch_size: int, input_shape: tuple[int, ...]
+) -> tuple[str | nn.Module, Profile]:
+    """What Run trains, and its profile."""
+    if isinstance(model, Profile):
+        return model.model, model
+    return model, measure_profile(model, batch_size=batch_size, input_shape=input_shape)
+
+
+def _check_start(points: tuple[int, ...], micro_batches: int, batch_size: int) -> None:
+    check_stages(points)
     possible = [m for m in MICRO_BATCHES if m <= batch_size]
     if micro_batches not in possible:
         known = ", ".join(map(str, possible))
