@@ -76,6 +76,7 @@ def shards(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdi
         written=1,
         chunked=True,
         target=_sends_a_ring,
+        any_chunks=True,
         same_bits=True,
         mistakes=_SHARDS,
         may_call=frozenset(vars(collectives)),

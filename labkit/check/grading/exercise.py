@@ -175,6 +175,8 @@ class Exercise:
         target: (rank, case) -> Target of this rank.
         total: case -> Target of all ranks together (``operations`` of the busiest rank), for
             exercises that do not prescribe which rank sends.
+        any_chunks: the ranks may cut their tensors as they like, so that fewer bytes than those of
+            the target, which is for the longest chunks, are no mistake.
         same_bits: the ranks must agree to the bit.
         mistakes: a mistake's id (or a page's own sentence) -> (rank, case) -> the wrong value that
             it leads to. A mistake that explains all ranks is preferred to a mistake that explains
@@ -202,6 +204,7 @@ class Exercise:
     chunked: bool = False
     target: Callable[[int, Case], Target] | None = None
     total: Callable[[Case], Target] | None = None
+    any_chunks: bool = False
     same_bits: bool = False
     mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)
     judge: Callable[[Case, list[Any]], Found] | None = None

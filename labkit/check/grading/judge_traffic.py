@@ -155,7 +155,7 @@ def _differs(spent: int, due: int | None, exercise: Exercise, case: Case, right:
         return False
     # An empty chunk may travel as an empty message, or not at all.
     empty_chunks = exercise.chunked and case.size < case.world_size
-    return spent > due or not (right or empty_chunks)
+    return spent > due or not (right or empty_chunks or exercise.any_chunks)
 
 
 def counts(numbers: list) -> str:

@@ -16,7 +16,7 @@ from labkit.check.grading.exercise import Case, Exercise
 from labkit.check.grading.held_memory import PeakBytes
 from labkit.check.grading.judge_traffic import FIELDS, by_rank
 from labkit.check.grading.on_ranks import TIMEOUT_S, call_once
-from labkit.check.grading.report import NOT_ATTEMPTED, PASSED
+from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET
 from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
@@ -238,7 +238,7 @@ def _draw(trace: Trace, spent: Spent, name: str, whose: str) -> "CaptionedFigure
 
 def _sentence(status: str, own: Spent, due: dict[str, list[int]], library: Spent | None) -> str:
     """How the run compares with the target, and with labkit's; of each, the busiest rank."""
-    text = PASSED if status == PASSED else "not right yet"
+    text = "not right yet" if status == NOT_YET else status
     if due:
         text += f", {_beside_target(_ratios(own.counts, due))}"
     if library is None:
