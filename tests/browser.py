@@ -311,6 +311,12 @@ class Page:
         self.window.wait_for_function(HAS_RUN, arg=[NOTEBOOK, index, before])
         self._wait_until_idle()
 
+    def type_cell(self, index: int, source: str) -> None:
+        """Replace what a code cell holds, as a learner does."""
+        self.cell(index).locator(".cm-content").click()
+        self.window.keyboard.press("Control+a")
+        self.window.keyboard.insert_text(source.strip())
+
     def restart_kernel(self) -> None:
         """Restart the kernel and clear all outputs, by the menu."""
         self._wait_until_idle()

@@ -5,7 +5,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from labkit.comm.board import Board
@@ -60,8 +62,23 @@ class Guarded:
             print(f"the run goes on, and is no longer drawn: {what}", file=sys.stderr)
 
 
+_draws = ContextVar("draws", default=True)
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Within the block, runs show nothing while they last: a check shows its result."""
+    token = _draws.set(False)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
+
+
 def watcher(board: Board) -> Watcher:
     """The watcher of a run: the course's in a notebook's kernel, else the bar."""
+    if not _draws.get():
+        return Nothing()
     if kernel() is not None:
         if not draws_live():
             return Nothing()

@@ -20,6 +20,7 @@ from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET
 from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
+from labkit.runtime.watch import undrawn
 from labkit.trace import Trace
 from labkit.units import format_bytes, format_count, format_number, html_table, text_table
 
@@ -106,7 +107,8 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
     fns = [fn, exercise.library] if exercise.library else [fn]
     options = {"world_size": world_size, "device": "cpu", "timeout_s": TIMEOUT_S}
     try:
-        result = run(_spend, fns, exercise.to_run(), case, **options)
+        with undrawn():
+            result = run(_spend, fns, exercise.to_run(), case, **options)
     except (WorkerError, ValueError) as error:
         story = str(error).partition("\n\nTraceback of rank")[0]
         return OwnRun(exercise.name, f"it did not finish, so there is nothing to draw. {story}")

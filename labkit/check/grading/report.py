@@ -8,6 +8,7 @@ from typing import Any
 
 from labkit.check.grading.words import Mistake
 from labkit.notebook.record import note_verdict
+from labkit.runtime.watch import undrawn
 from labkit.units import html_table, text_table
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
@@ -113,7 +114,7 @@ def announces_a_stop(name: str) -> Iterator[None]:
 def told(name: str, judge: Callable[[], Verdict]) -> Verdict:
     """Print and return the verdict of ``judge``, or one that says which error it raised."""
     try:
-        with announces_a_stop(name):
+        with announces_a_stop(name), undrawn():
             verdict = judge()
     except Exception as error:
         note = Mistake("check.broke", error=f"{type(error).__name__}: {error}")
