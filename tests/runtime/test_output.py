@@ -10,7 +10,7 @@ import pytest
 
 from labkit.comm.board import Board
 from labkit.runtime.output import Output
-from labkit.runtime.watch import ProgressBar
+from labkit.runtime.watch import Nothing, ProgressBar, undrawn, watcher
 
 
 @pytest.fixture
@@ -90,3 +90,10 @@ def test_the_bar_of_a_run_that_takes_a_while_shows_the_slowest_rank(
     board.progress(1, 7, 10, "steps")
     bar.close(None)
     assert ("6/10" in stream.getvalue()) == shown
+
+
+def test_a_check_draws_nothing_while_its_ranks_run():
+    board = Board(2)
+    with undrawn():
+        assert isinstance(watcher(board), Nothing)
+    assert not isinstance(watcher(board), Nothing)
