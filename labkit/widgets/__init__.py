@@ -8,7 +8,8 @@
 The picture is drawn in the browser; ``plots.split_costs`` is its static twin. The others are drawn
 by a pure function of ``labkit.plots``, which also draws the static figure for pages without a
 kernel. Each prints as a line of text where there is no browser, can be used from the keyboard, and
-keeps its state when its cell is run again.
+keeps its state when its cell is run again (``kept``). ``explorer`` has what they share, ``job``
+and ``idle`` what runs in the background.
 """
 
 from labkit.units import unknown_name

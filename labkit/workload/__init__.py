@@ -1,4 +1,11 @@
-"""What the course trains: data sets, the sampler, models, and models as lists of layers."""
+"""What the course trains: data sets, the sampler, models, and models as lists of layers.
+
+datasets, samples, sampling   data sets; samples by their numbers; which rank gets which
+models, losses                the models by name; losses as sums over samples
+chain, traced, layers         a model as a list of layers, by PyTorch's tracer if it is no list;
+                              the shapes between them (meta: without memory)
+activations                   what forward keeps for backward
+"""
 
 from labkit.workload.activations import HeldBytes as HeldBytes, NonLeaf as NonLeaf
 from labkit.workload.chain import layers_of as layers_of, named_layers as named_layers
