@@ -13,7 +13,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COURSE = {"check", "plots", "widgets", "notebook", "bench"}
 # Tests of parts that need the course: the command line, the names of ``labkit``, the workbook.
-NOT_CORE = {"project", "test_cli.py", "test_limits.py", "test_init.py", "test_lab.py"}
+NOT_CORE = {
+    "project",
+    "test_cli.py",
+    "test_cli_own.py",
+    "test_limits.py",
+    "test_init.py",
+    "test_lab.py",
+}
 
 # An installed labkit, or one in another folder, still has the course: this blocks its import.
 TAKE_AWAY = f"""

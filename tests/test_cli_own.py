@@ -102,7 +102,10 @@ def test_own_work_under_torchrun(work):
         ({"dataset": "my_work:makes_3"}, "dataset is of type int: give a map-style Dataset"),
         ({"loss": "my_work:makes_3"}, "loss does not take outputs [4, 10] float32"),
         ({"optimizer": "my_work:makes_3"}, "optimizer fails on a list of parameters"),
-        ({"optimizer": "adamm"}, "unknown optimizer 'adamm': choose one of sgd, adam, adamw"),
+        (
+            {"optimizer": "adamm"},
+            "unknown optimizer 'adamm' (did you mean 'adam'?): choose one of sgd, adam, adamw",
+        ),
         ({"loss": "mse"}, "unknown loss 'mse': choose one of cross_entropy, mse_loss"),
         ({"optimizer": "adam", "momentum": "0.5"}, "optimizer adam takes no momentum here"),
     ],

@@ -14,6 +14,7 @@ from labkit.bench import compare
 from labkit.config import RunConfig
 from labkit.runtime import supervisor
 from labkit.training.make_strategy import make_strategy
+from labkit.training.train_run import train_run
 
 BAD_INTEGERS = [*NOT_NUMBERS, "-1", "1.5", "1e3", "-0.0", str(10**30), "9" * 5000]
 BAD_NUMBERS = [*NOT_NUMBERS, "-1", "-inf", "1e308", "1e999", "9" * 5000]
@@ -25,6 +26,8 @@ BAD = {
     **dict.fromkeys(("N", "B", "E", "K", "--servers", "--micro-batches"), BAD_INTEGERS),
     **dict.fromkeys(("N,N", "B,B"), BAD_LISTS),
     **dict.fromkeys(("S", "M", "D", "S,S", "M,M", "D,D", "FILE", "FILE.png", "DIR"), ()),
+    **dict.fromkeys(("L", "O"), ()),
+    "LATENCY,BANDWIDTH": ["", "10", "x", "10ms,20ms", "-1ms", "1e400s", "10Mb/s", "0MB/s", "1ms,"],
     "SECONDS": [*BAD_NUMBERS, "0", "-0.0"],
     "MB": BAD_NUMBERS,
     "X": [*BAD_NUMBERS, "1"],
@@ -106,6 +109,8 @@ def check_config(setting):
     # Names are looked up in the tables of what there is.
     if set(setting) & {"strategy", "model", "dataset", "device", "transport"}:
         make_strategy(config)
+    elif set(setting) & {"loss", "optimizer"}:
+        train_run(config)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from multiprocessing.connection import Connection
+from typing import TextIO
 
 from labkit.runtime.messages import Shown
 from labkit.runtime.objects import Objects
@@ -158,8 +159,16 @@ class Output:
         self._open.clear()
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal; a program may replace or close its streams."""
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
 def _print_lines(rank: int, lines: list[str]) -> None:
     if lines:
         # Over a bar in a terminal.
-        erase = "\r\x1b[K" if sys.stdout is not None and sys.stdout.isatty() else ""
+        erase = "\r\x1b[K" if is_terminal(sys.stdout) else ""
         print(erase + "\n".join(f"[rank {rank}] {line}" for line in lines), flush=True)

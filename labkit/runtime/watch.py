@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from labkit.comm.board import Board
 from labkit.runtime.objects import kernel
-from labkit.runtime.output import is_live
+from labkit.runtime.output import is_live, is_terminal
 from labkit.runtime.preload import IN_NOTEBOOKS, interrupts_later
 from labkit.trace import Trace
 
@@ -145,7 +145,7 @@ class ProgressBar:
         self._bar.update(done - self._bar.n)
 
     def _show_line(self, bars: Bars) -> None:
-        if time.monotonic() - self._line_s < _EVERY_S or not _is_terminal():
+        if time.monotonic() - self._line_s < _EVERY_S or not is_terminal(sys.stderr):
             return
         self._line_s = time.monotonic()
         texts = [f"[rank {rank}] {mine[-1]}" for rank, mine in bars.items()]
@@ -162,7 +162,3 @@ class ProgressBar:
             self._bar.close()
         if self._line:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()

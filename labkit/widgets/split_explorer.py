@@ -37,10 +37,8 @@ def split_explorer(
     Its static twin is ``plots.split_costs``.
 
     Args:
-        profile: the model's layers, and the batch size to start with; or a chain of layers, such
-            as your ``nn.Sequential``, which is measured here, and is what Run trains.
-        link: between two stages on this machine (``training.split_run.stage_link``); None leaves
-            only ``split_choice.LINKS``.
+        profile: the model's layers, or your own chain of layers, which is measured here.
+        link: between two stages on this machine; None leaves only ``split_choice.LINKS``.
         split_points: to start with, 1 to 3; by default one cut in the middle of the layers.
         micro_batches: to start with, one of ``MICRO_BATCHES``, at most the batch size.
         schedule: to start with, ``gpipe`` or ``1f1b``.
@@ -48,8 +46,7 @@ def split_explorer(
         input_shape: of one sample, for the run.
         frozen: the number of layers, from the first on, that are not trained.
         measure: what Run calls, with the arguments of ``training.split_run.measure_split``.
-        picture: False for sliders above a figure, where a browser does not show the picture; by
-            default only without ``anywidget``, which the picture needs.
+        picture: False for sliders above a figure; by default only without ``anywidget``.
 
     Raises:
         ValueError: a start that its control does not offer, or a model that cannot be cut.

@@ -73,7 +73,7 @@ def test_both_timelines_are_drawn_from_their_first_call_to_their_last(wasteful):
         assert "Timeline of 4 ranks" in figure.alt
     page = wasteful._repr_html_()
     assert page.count("<img alt=") == 2
-    assert '<th scope="row">memory held</th>' in page
+    assert ">memory held</th>" in page
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,8 @@ def test_the_librarys_function_meets_every_target(grade, fn, counted):
     found = grade(own, world_sizes=(2,)).own_run(3)
     assert found.rows["bytes"][0] == found.rows["bytes"][1] == found.rows["bytes"][2]
     assert found.sentence == (
-        f"passed, with exactly the {counted} of the target. labkit's function takes the same."
+        f"works, but not yours yet, with exactly the {counted} of the target. labkit's function "
+        "takes the same."
     )
 
 

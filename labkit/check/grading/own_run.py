@@ -193,9 +193,9 @@ def _cells(row: str, spent: list[Spent], due: dict[str, list[int]]) -> list[str]
 
 def _cell(row: str, numbers: list[int]) -> str:
     """One number if all ranks have the same, else the numbers by rank."""
-    shown = numbers[:1] if len(set(numbers)) == 1 else numbers
     as_bytes = row in ("bytes", HELD)
-    return "  ".join(format_bytes(n) if as_bytes else f"{n:,}" for n in shown)
+    shown = [format_bytes(n) if as_bytes else f"{n:,}" for n in numbers]
+    return shown[0] if len(set(shown)) == 1 else "  ".join(shown)
 
 
 def _caption(exercise: Exercise, case: Case) -> str:
@@ -260,9 +260,10 @@ def _ratios(own: dict[str, list[int]], other: dict[str, list[int]]) -> dict[str,
 
 
 def _beside_target(ratios: dict[str, float]) -> str:
-    if more := {row: ratio for row, ratio in ratios.items() if ratio > 1}:
+    # A number that is not divisible by P makes a chunk longer than the others by one.
+    if more := {row: ratio for row, ratio in ratios.items() if ratio > 1.001}:
         return f"with {_times(more)} of the target"
-    if less := {row: ratio for row, ratio in ratios.items() if ratio < 1}:
+    if less := {row: ratio for row, ratio in ratios.items() if ratio < 0.999}:
         return f"with {_times(less)} of the target, which is better than asked"
     return f"with exactly the {_listed(ratios)} of the target" if ratios else "without messages"
 

@@ -407,8 +407,9 @@ ANSWERS = [
             idle_in_torch,
             idle_as_a_fraction,
             idle_by_mean,
+            bubble,
         ],
-        [*WRONG_BUBBLES, (idle_of_the_first_stage, "bubble.differs"), (bubble, "own.library")],
+        [*WRONG_BUBBLES, (idle_of_the_first_stage, "bubble.differs")],
     ),
     Answers(
         check.pipeline.one_f_one_b,

@@ -235,7 +235,8 @@ ANSWERS = [
             last_of_the_equal,
             as_an_array,
             as_a_tensor,
+            planner,
         ],
-        [*WRONG, (planner, "own.library")],
+        WRONG,
     ),
 ]
