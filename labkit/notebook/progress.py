@@ -98,7 +98,7 @@ class Progress:
         return "\n\n".join([*parts, "\n".join([*self.sentences(), self.where])])
 
     def _repr_html_(self) -> str:
-        tables = [html_table(heads, rows) for heads, *rows in self._tables()]
+        tables = [html_table(heads, rows, of_words=True) for heads, *rows in self._tables()]
         said = (" ".join(self.sentences()), self.where)
         return "".join([*tables, *(f"<p>{html.escape(text)}</p>" for text in said)])
 
