@@ -2,10 +2,13 @@
 
 import functools
 import importlib
+import inspect
 from pathlib import Path
 
 import pytest
+from graded import Answers
 
+from labkit import check
 from labkit.check.grading.words import WORDS
 
 pytestmark = pytest.mark.slow
@@ -14,11 +17,23 @@ SETS = {
     path.stem: importlib.import_module(f"answers.{path.stem}").ANSWERS
     for path in sorted(Path(__file__).parent.joinpath("answers").glob("[!_]*.py"))
 }
-ALL = {
-    f"{name}-{number}": answers
-    for name, checks in SETS.items()
-    for number, answers in enumerate(checks)
-}
+
+
+def joined() -> dict[str, Answers]:
+    """All answers, those of two files to one check together, so that they share their runs."""
+    found: dict[tuple, tuple[str, Answers]] = {}
+    for name, checks in SETS.items():
+        for number, answers in enumerate(checks):
+            which = answers.check, answers.on
+            first, same = found.get(
+                which, (f"{name}-{number}", answers._replace(right=[], wrong=[]))
+            )
+            right, wrong = same.right + answers.right, same.wrong + answers.wrong
+            found[which] = first, same._replace(right=right, wrong=wrong)
+    return dict(found.values())
+
+
+ALL = joined()
 RIGHT = [(key, fn) for key, answers in ALL.items() for fn in answers.right]
 WRONG = [(key, *case) for key, answers in ALL.items() for case in answers.wrong]
 
@@ -70,3 +85,27 @@ def test_every_mistake_is_reached_by_an_answer():
     sizes = {key: ALL[key].sizes or [None] for key in ALL}
     reached |= {i for key, fn in RIGHT for size in sizes[key] for i in verdict(key, fn, size).ids}
     assert sorted({*WORDS} - reached) == []
+
+
+def named_checks():
+    """The functions of each set that grade ``fn``."""
+    sets = [getattr(check, name) for name in check.__all__]
+    return [
+        function
+        for module in filter(inspect.ismodule, sets)
+        for function in filter(inspect.isfunction, vars(module).values())
+        if function.__module__ == module.__name__
+        and not function.__name__.startswith("_")
+        and [*inspect.signature(function).parameters][:1] == ["fn"]
+    ]
+
+
+@pytest.mark.parametrize("graded", named_checks(), ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_each_check_has_five_right_answers_in_other_clothes(graded):
+    right = [
+        fn
+        for answers in ALL.values()
+        for fn in answers.right
+        if getattr(answers.check, "func", answers.check) is graded
+    ]
+    assert len(right) >= 6

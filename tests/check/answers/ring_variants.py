@@ -1,7 +1,9 @@
 """More answers to ``check.ring``: right ones in unusual forms, wrong ones that look right."""
 
+from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -447,3 +449,135 @@ ANSWERS = [
     Answers(check.ring.all_reduce, RIGHT_RING, WRONG_RING, 4),
     Answers(share_only_left, to_the_left(RIGHT_WAYS), WRONG_LEFT, 4),
 ]
+
+
+# rotate_and_add(comm, tensor)
+
+
+def rotates(comm, tensor, to="right", steps=-1, first=None):
+    right, left = neighbours(comm)
+    dst, src = (right, left) if to == "right" else (left, right)
+    passing = tensor.clone() if first is None else first(tensor)
+    for _ in range(comm.world_size + steps):
+        incoming = torch.empty_like(tensor)
+        comm.exchange(passing, dst, incoming, src)
+        tensor += incoming
+        passing = incoming
+
+
+def collects_then_adds(comm, tensor):
+    right, left = neighbours(comm)
+    seen = [tensor.clone()]
+    while len(seen) < comm.world_size:
+        seen.append(comm.exchange(seen[-1], right, torch.zeros_like(tensor), left))
+    tensor.copy_(torch.stack(seen).sum(0))
+
+
+def rotates_by_parity(comm, tensor):
+    right, left = neighbours(comm)
+    passing = tensor.clone()
+    for _ in range(comm.world_size - 1):
+        incoming = torch.empty_like(passing)
+        if comm.rank % 2:
+            comm.recv(incoming, left)
+            comm.send(passing, right)
+        else:
+            comm.send(passing, right)
+            comm.recv(incoming, left)
+        tensor.add_(incoming)
+        passing = incoming
+
+
+def rotates_in_numpy(comm, tensor):
+    right, left = neighbours(comm)
+    total, passing = tensor.numpy(), tensor.numpy().copy()
+    for _ in range(comm.world_size - 1):
+        incoming = np.zeros_like(passing)
+        comm.exchange(torch.from_numpy(passing), right, torch.from_numpy(incoming), left)
+        total += incoming
+        passing = incoming
+
+
+def rotates_by_recursion(comm, tensor):
+    right, left = neighbours(comm)
+
+    def pass_on(passing, left_over):
+        if left_over:
+            incoming = comm.exchange(passing, right, torch.empty_like(passing), left)
+            tensor.add_(incoming)
+            pass_on(incoming, left_over - 1)
+
+    pass_on(tensor.clone(), comm.world_size - 1)
+
+
+def adds_in_float64(comm, tensor):
+    right, left = neighbours(comm)
+    total, passing = tensor.double(), tensor.clone()
+    buffers = [torch.empty_like(tensor), passing]
+    for step in range(comm.world_size - 1):
+        comm.exchange(buffers[step % 2 - 1], right, buffers[step % 2], left)
+        total += buffers[step % 2]
+    tensor.copy_(total)
+    return tensor
+
+
+def passes_on_the_sum(comm, tensor):
+    right, left = neighbours(comm)
+    for _ in range(comm.world_size - 1):
+        incoming = torch.empty_like(tensor)
+        comm.exchange(tensor, right, incoming, left)
+        tensor += incoming
+
+
+def passes_on_its_own_each_time(comm, tensor):
+    right, left = neighbours(comm)
+    own = tensor.clone()
+    for _ in range(comm.world_size - 1):
+        tensor += comm.exchange(own, right, torch.empty_like(own), left)
+
+
+def keeps_only_the_last(comm, tensor):
+    right, left = neighbours(comm)
+    passing = tensor.clone()
+    for _ in range(comm.world_size - 1):
+        passing = comm.exchange(passing, right, torch.empty_like(tensor), left)
+    tensor.copy_(passing)
+
+
+def adds_to_a_new_tensor(comm, tensor):
+    total = tensor.clone()
+    rotates(comm, total)
+    return total
+
+
+def sends_before_it_receives(comm, tensor):
+    right, left = neighbours(comm)
+    for _ in range(comm.world_size - 1):
+        incoming = torch.empty_like(tensor)
+        comm.send(tensor, right)
+        comm.recv(incoming, left)
+
+
+ROTATE = Answers(
+    check.ring.rotate_and_add,
+    [
+        rotates,
+        collects_then_adds,
+        rotates_by_parity,
+        rotates_in_numpy,
+        rotates_by_recursion,
+        adds_in_float64,
+    ],
+    [
+        (passes_on_the_sum, "sum.twice"),
+        (passes_on_its_own_each_time, "value.wrong"),
+        (keeps_only_the_last, "sum.overwritten"),
+        (adds_to_a_new_tensor, "value.new_tensor"),
+        (sends_before_it_receives, "run.stuck"),
+        (partial(rotates, to="left"), "peers.left"),
+        (partial(rotates, steps=-2), "messages.one_less"),
+        (partial(rotates, steps=0), "messages.one_more"),
+        (partial(rotates, first=lambda t: t.half().float()), "value.wrong"),
+    ],
+)
+ANSWERS.append(ROTATE)
