@@ -148,8 +148,8 @@ def _open_standard_files() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest free number is the one that is closed.
-            os.open(os.devnull, os.O_RDWR)
+            # The lowest free number is the closed one. The server and its ranks inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _make_short_folder() -> None:
