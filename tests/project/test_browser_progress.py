@@ -1,5 +1,7 @@
 """A prediction and the progress of a learner, in the browser."""
 
+import re
+
 import pytest
 
 pytestmark = pytest.mark.browser
@@ -36,8 +38,9 @@ def test_a_prediction_is_locked_and_kept_over_a_restart_of_the_kernel(lab):
     page.wait_for_text("Locked since it was measured")
     assert field.input_value() == "5976883.2 bytes"
     page.run_cell(3)
-    page.wait_for_text("exercises passed")
+    page.wait_for_text(" exercises passed")
     (shown,) = [cell["text"] for cell in page.cells() if "within a factor" in cell["text"]]
+    assert re.search(r"\b1 of \d\d exercises passed", shown)
     assert "passed: double" in shown
     assert "predicts\tsent by one rank\t5.7 MiB\t5.72 MiB" in shown
     page.press_button("Predict again")
