@@ -77,9 +77,8 @@ def why_not_sent(own: Own) -> str:
     for name in PARTS:
         if find_unpicklable(name, part := getattr(own, name)):
             inside = find_unpicklable(name, dict(getattr(part, "__dict__", {})))
-            way_out = "give a function that makes it" if name in ("model", "dataset") else (
-                "make it inside the function"
-            )  # fmt: skip
+            is_made = name in ("model", "dataset")
+            way_out = "give a function that makes it" if is_made else "make it inside the function"
             return (
                 f"{name} {_name_of(part)} cannot be sent to the ranks, because it cannot be "
                 f"pickled{inside and f': {inside}'}. Instead, {way_out}: each rank calls it"
