@@ -10,7 +10,7 @@ its counterpart in ``labkit.collectives``:
     check.data_parallel.scatter   .replicate   .parallel_apply   .gather   .reduce
     check.ddp.buckets   .sampler   .average   .accumulate
     check.parameter_server.server   .worker   .shards
-    check.staleness.bookkeeping   .admission   .server
+    check.staleness.push   .server   .bookkeeping   .smaller_steps   .admission
     check.hops.forward   .backward
     check.placement.best_cuts
     check.pipeline.bubble   .one_f_one_b   .hop
