@@ -283,9 +283,9 @@ def _wrong_overlap(steps: list[Step], number: int) -> Mistake | None:
         return Mistake("overlap.nothing_started")
     if number and any(len(step.starts) > len(BUCKETS) for step in steps):
         return Mistake("overlap.hooks_left", count=max(len(step.starts) for step in steps))
-    named = [[BUCKET_OF_SIZE.get(size) for size, _ in step.starts] for step in steps]
+    named = [[BUCKET_OF_SIZE.get(size, -1) for size, _ in step.starts] for step in steps]
     for rank, (step, buckets) in enumerate(zip(steps, named)):
-        if None in buckets or len(buckets) > len(BUCKETS):
+        if -1 in buckets or len(buckets) > len(BUCKETS):
             sizes = [size for size, _ in step.starts]
             return Mistake(
                 "overlap.not_the_buckets", rank=rank, sizes=sizes, due=[*BUCKET_OF_SIZE]

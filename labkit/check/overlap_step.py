@@ -148,7 +148,8 @@ def _loss(parameters: list[nn.Parameter], rank: int, case: Case, step: int) -> T
     hidden = torch.tanh(inputs @ trunk.T + bias)
     # Backward goes through the branch that was taken last first: ranks differ in their orders.
     branches = [lambda: hidden @ left.T, lambda: (hidden @ right.sum(2).T).sin()]
-    out = sum(branch() for branch in (branches if rank % 2 == 0 else reversed(branches)))
+    first, second = branches if rank % 2 == 0 else reversed(branches)
+    out = first() + second()
     if case.size == ALL_USED or rank == 0:
         out = out * rare.exp().sum()
     if case.size == ALL_USED:
