@@ -3,14 +3,12 @@
 Symbols: P ranks.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.check.grading.own_run import OwnRun
@@ -23,6 +21,7 @@ from labkit.runtime.launch import RunResult, run
 from labkit.runtime.watch import undrawn
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.ddp.bucketed import BucketedDDP, start_all_reduce
+from labkit.units import format_seconds
 
 if TYPE_CHECKING:
     from labkit.plots import CaptionedFigure
@@ -47,19 +46,28 @@ def own_run(name: str, fn: Callable, status: str, world_size: int = 2) -> OwnRun
     titles = "One step, your backward", "One step, labkit's BucketedDDP"
     figures = [_last_step(result, title) for result, title in zip(results, titles)]
     rows = {
-        "all-reduces per step": [str(one.values[0][0]) for one in results],
-        "median step": [f"{statistics.median(one.values[0][1]) * 1e3:.0f} ms" for one in results],
+        "all-reduces per step": [str(one.values[0]) for one in results],
+        "hidden communication": [f"{one.explain().hidden:.0%}" for one in results],
     }
-    caption = f"{world_size} ranks over {LINK}, {_LAYERS} layers, {_SAMPLES} samples per rank."
+    link = f"a link of {format_seconds(LINK.latency_s)} and 125 MB/s"
+    caption = f"{world_size} ranks over {link}, {_LAYERS} layers, {_SAMPLES} samples per rank."
     said = f"{status}. {verdict.overlap(results[0]).text}"
     return OwnRun(name, said, ["yours", "labkit"], rows, caption, *figures)
 
 
-def _steps(comm: Comm, fn: Callable | None) -> tuple[int, list[float]]:
-    """On a rank: a few training steps by ``fn``, or by BucketedDDP.
+class _Started:
+    """An all-reduce under way, whose ``wait`` is recorded as waiting."""
 
-    Returns the all-reduces per step, and the seconds of each step after the first.
-    """
+    def __init__(self, comm: Comm, flat: Tensor):
+        self._comm, self._work = comm, start_all_reduce(comm, flat)
+
+    def wait(self) -> None:
+        with self._comm.span("wait"):
+            self._work.wait()
+
+
+def _steps(comm: Comm, fn: Callable | None) -> int:
+    """On a rank: a few training steps by ``fn``, or by BucketedDDP; the all-reduces per step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = [part for _ in range(_LAYERS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
@@ -67,12 +75,11 @@ def _steps(comm: Comm, fn: Callable | None) -> tuple[int, list[float]]:
     replica = model if fn else BucketedDDP(comm, model, bucket_mb=1, op="sum")
     parameters = list(model.parameters())
     buckets = assign_buckets([4 * p.numel() for p in parameters], MIB)
-    batch_size, start = _SAMPLES * comm.world_size, partial(start_all_reduce, comm)
+    batch_size, start = _SAMPLES * comm.world_size, partial(_Started, comm)
     inputs, targets = torch.randn(_SAMPLES, _WIDTH), torch.randint(10, (_SAMPLES,))
-    optimizer, seconds = torch.optim.SGD(parameters, lr=1e-3), []
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
     for _ in range(_STEPS):
         comm.barrier()
-        start_s = time.perf_counter()
         optimizer.zero_grad()
         with comm.span("compute"):
             loss = functional.cross_entropy(replica(inputs), targets, reduction="sum")
@@ -82,8 +89,7 @@ def _steps(comm: Comm, fn: Callable | None) -> tuple[int, list[float]]:
                 (loss / batch_size).backward()
         with comm.span("update"):
             optimizer.step()
-        seconds.append(time.perf_counter() - start_s)
-    return len(buckets), seconds[1:]
+    return len(buckets)
 
 
 def _last_step(result: RunResult, title: str) -> "CaptionedFigure":
