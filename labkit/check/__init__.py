@@ -8,7 +8,8 @@ its counterpart in ``labkit.collectives``:
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
     check.one_device.accumulate   .loss_scaling   .top_k
     check.data_parallel.scatter   .replicate   .parallel_apply   .gather   .reduce
-    check.ddp.buckets   .sampler   .average   .accumulate
+    check.ddp.average   .hooks   .buckets
+    check.overlap.in_order   .finish   .backward
     check.parameter_server.server   .worker   .shards
     check.staleness.push   .server   .bookkeeping   .smaller_steps   .admission
     check.hops.forward   .backward
@@ -33,6 +34,7 @@ from labkit.check import (
     hops,
     naive,
     one_device,
+    overlap,
     parameter_server,
     pipeline,
     placement,
@@ -45,6 +47,6 @@ from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
-__all__ += ["parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]
+__all__ += ["overlap", "parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]
 
 __getattr__ = unknown_name(__name__)

@@ -1,5 +1,6 @@
 """A learner's own run: its counts are those of the call, beside the target and labkit's."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from labkit import check, collectives
 from labkit.check.grading import Case
 from labkit.check.grading.held_memory import PeakBytes
 from labkit.check.grading.own_run import _spend
+from labkit.check.overlap_run import own_run
 
 travel_by_value(__name__)
 
@@ -107,6 +109,43 @@ def test_a_function_that_never_ends_is_told_and_not_drawn():
 @pytest.mark.parametrize("fn", [stub, None])
 def test_what_cannot_run_is_told_in_one_sentence(fn):
     assert "nothing to draw" in repr(run_of(fn))
+
+
+def all_reduces_beside_backward(loss, parameters, buckets, start, batch_size):
+    flats, handles = [], []
+
+    def launch(bucket):
+        flats.append(torch.cat([parameters[i].grad.flatten() for i in bucket]))
+        handles.append(start(flats[-1]))
+
+    # The first registered parameter of a bucket gets its gradient last: each layer has a weight
+    # and a bias, and the weights of this run fill their buckets alone.
+    with contextlib.ExitStack() as hooks:
+        for bucket in buckets[:-1]:
+            hook = partial(lambda bucket, _: launch(bucket), bucket)
+            handle = parameters[min(bucket)].register_post_accumulate_grad_hook(hook)
+            hooks.callback(handle.remove)
+        loss.backward()
+    launch(buckets[-1])
+    for bucket, flat, handle in zip(buckets, flats, handles):
+        handle.wait()
+        pieces = (flat / batch_size).split([parameters[i].numel() for i in bucket])
+        for i, piece in zip(bucket, pieces):
+            parameters[i].grad = piece.view_as(parameters[i])
+
+
+def test_a_backward_with_overlap_is_drawn_on_a_link_beside_labkits():
+    found = own_run("overlap.backward", all_reduces_beside_backward, "passed")
+    assert found.sentence.startswith("passed. ")
+    assert "hidden behind computing" in found.sentence
+    assert found.rows["all-reduces per step"] == ["7", "7"]
+    assert found.figure is not None
+    assert found.library_figure is not None
+
+
+def test_a_backward_that_is_open_or_broken_is_not_drawn():
+    assert "nothing to draw" in own_run("overlap.backward", stub, "not attempted yet").sentence
+    assert "it did not finish" in own_run("overlap.backward", never_received, "not yet").sentence
 
 
 def test_a_check_without_ranks_has_no_run_to_draw():
