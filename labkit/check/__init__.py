@@ -9,7 +9,7 @@ its counterpart in ``labkit.collectives``:
     check.one_device.accumulate   .loss_scaling   .top_k
     check.data_parallel.scatter   .parallel_apply   .reduce
     check.ddp.buckets   .sampler   .average   .accumulate
-    check.parameter_server.server   .worker   .shards
+    check.parameter_server.push_and_pull   .one_by_one   .server   .worker   .shards
     check.staleness.bookkeeping   .admission   .server
     check.hops.forward   .backward
     check.placement.best_cuts
