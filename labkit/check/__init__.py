@@ -10,7 +10,7 @@ its counterpart in ``labkit.collectives``:
     check.data_parallel.scatter   .replicate   .parallel_apply   .gather   .reduce
     check.ddp.average   .hooks   .buckets
     check.overlap.in_order   .finish   .backward
-    check.parameter_server.server   .worker   .shards
+    check.parameter_server.push_and_pull   .one_by_one   .server   .worker   .shards
     check.staleness.push   .server   .bookkeeping   .smaller_steps   .admission
     check.hops.forward   .backward
     check.placement.best_cuts
