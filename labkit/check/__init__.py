@@ -14,7 +14,7 @@ its counterpart in ``labkit.collectives``:
     check.staleness.push   .server   .bookkeeping   .smaller_steps   .admission
     check.hops.forward   .backward
     check.placement.best_cuts
-    check.pipeline.bubble   .one_f_one_b   .hop
+    check.pipeline.micro_batches   .gpipe   .bubble   .one_f_one_b   .hop   .step
 
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
 

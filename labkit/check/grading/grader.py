@@ -199,6 +199,7 @@ def _verdict(
     verdict.notes += [] if problems else right
     if "messages" in names:
         whose = "each rank" if exercise.target is not None else "all ranks together"
-        size = f", for {exercise.sizes[0]} elements" if exercise.sizes else ""
+        noun = exercise.nouns[1]
+        size = f", for {format_count(exercise.sizes[0], noun)}" if exercise.sizes and noun else ""
         verdict.caption = f"Messages and bytes sent, and rounds, are those of {whose}{size}."
     return verdict

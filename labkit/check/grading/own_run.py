@@ -211,8 +211,11 @@ def _cell(row: str, numbers: list[int]) -> str:
 
 
 def _caption(exercise: Exercise, case: Case) -> str:
-    what = format_count(case.world_size, "rank")
-    what += f" and {case.size:,} elements per rank" if exercise.sizes else ""
+    ranks, elements = exercise.nouns
+    what = format_count(case.world_size, ranks or "rank")
+    if exercise.sizes and elements:
+        what += f" and {case.size:,} {elements}s"
+        what += " per rank" if elements == "element" else ""
     whose = "Where ranks differ, the numbers are by rank."
     if exercise.total is not None:
         whose = "Messages and bytes are those of all ranks together, rounds of the busiest rank."
