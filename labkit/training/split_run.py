@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from labkit.comm.comm import Comm
-from labkit.costs.link import Link, fit_link
+from labkit.costs.link import Link
 from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
@@ -29,6 +29,7 @@ from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.trace import Span, Trace
+from labkit.training.measured_link import measure_link
 from labkit.units import format_count
 from labkit.workload.layers import input_dtype, layer_outputs, layers_of
 from labkit.workload.models import MODELS, build_model
@@ -218,36 +219,9 @@ def measure_profile(
     return run(profiled, world_size=1, device=device, timeout_s=_TIMEOUT_S).values[0]
 
 
-def stage_link(
-    sizes_bytes: Sequence[int] = tuple(2**k for k in (10, 14, 18, 20, 22, 24)),
-    *,
-    repeats: int = 7,
-    transport: str = "auto",
-    device: str = "auto",
-) -> Link:
-    """Latency (alpha) and seconds per byte (beta) of a hop between two ranks of this machine.
-
-    A line is fitted to the median times of the transfers alone, in both directions, without
-    waiting for the other rank.
-
-    Args:
-        sizes_bytes: the sizes of the messages.
-        repeats: transfers per size and direction, after one that warms up.
-        transport, device: see ``labkit.run``.
-    """
-
-    def back_and_forth(comm: Comm) -> None:
-        tensors = [torch.ones(size, dtype=torch.uint8, device=comm.device) for size in sizes_bytes]
-        transfers = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
-        for tensor in tensors * (repeats + 1):
-            for transfer in transfers:
-                transfer(tensor, 1 - comm.rank)
-
-    result = run(back_and_forth, world_size=2, transport=transport, device=device)
-    hops = [span for span in result.trace.of(kind="communicate") if span.num_bytes]
-    # The first round warms up.
-    hops = hops[2 * len(sizes_bytes) :]
-    return fit_link([hop.num_bytes for hop in hops], [hop.duration_s for hop in hops])
+def stage_link(*, device: str = "auto") -> Link:
+    """The link between two stages: ``labkit.measure_link`` under its earlier name."""
+    return measure_link(device=device)
 
 
 def _train(
