@@ -3,10 +3,13 @@
 ``labkit.check`` is this package. The named checks take a learner's function with the signature of
 its counterpart in ``labkit.collectives``:
 
-    check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce
-    check.naive.all_reduce    check.tree.all_reduce
+    check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce   .weighted_mean
+    check.naive.all_reduce
+    check.tree.all_reduce   .choose
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
-    check.one_device.accumulate   .loss_scaling   .top_k
+    check.backend.bucket   .work   .group
+    check.compressed.half_the_bytes   .top_k
+    check.one_device.accumulate
     check.data_parallel.scatter   .replicate   .parallel_apply   .gather   .reduce
     check.ddp.average   .hooks   .buckets
     check.overlap.in_order   .finish   .backward
@@ -27,7 +30,9 @@ continues after an exercise that is not done yet.
 """
 
 from labkit.check import (
+    backend,
     collectives,
+    compressed,
     data_parallel,
     ddp,
     fairness,
@@ -46,7 +51,8 @@ from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade
 from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
-__all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
-__all__ += ["overlap", "parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]
+__all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "fairness", "hops"]
+__all__ += ["naive", "one_device", "overlap", "parameter_server", "pipeline", "placement", "ring"]
+__all__ += ["staleness", "tree"]
 
 __getattr__ = unknown_name(__name__)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import cloudpickle
-
 from labkit import collectives
 from labkit.check.grading.exercise import (
     Case,
@@ -29,6 +27,7 @@ from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, Verdict, status_
 from labkit.check.grading.stub import about_stub, is_stub
 from labkit.check.grading.watched import names_to_call_by
 from labkit.check.grading.words import Mistake
+from labkit.runtime.pickling import dumps
 from labkit.units import format_count
 
 WORLD_SIZES = (2, 3, 4)
@@ -104,7 +103,7 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
     except ValueError:
         pass  # a builtin without a signature: wrong arguments show in the call
     try:
-        cloudpickle.dumps(fn)
+        dumps(fn)
     except Exception as error:
         return Mistake("fn.cannot_travel", error=error)
     return None
