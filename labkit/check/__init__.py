@@ -12,7 +12,7 @@ its counterpart in ``labkit.collectives``:
     check.parameter_server.server   .worker   .shards
     check.staleness.bookkeeping   .admission   .server
     check.hops.forward   .backward
-    check.placement.best_cuts
+    check.placement.bytes_over_cuts   .step_seconds   .best_cuts
     check.pipeline.bubble   .one_f_one_b   .hop
 
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
