@@ -81,7 +81,7 @@ class MeasuredSplit:
         """The spans of the counted step whose length is the median."""
         steps = _by_step(self.trace)
         place = self.step_s.index(statistics.median_low(self.step_s))
-        return steps[place]
+        return Trace.merge([[span for span in steps[place].spans if span.kind != _MARK]])
 
 
 def measure_split(
