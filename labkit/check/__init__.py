@@ -16,7 +16,7 @@ its counterpart in ``labkit.collectives``:
     check.parameter_server.push_and_pull   .one_by_one   .server   .worker   .shards
     check.staleness.push   .server   .bookkeeping   .smaller_steps   .admission
     check.hops.forward   .backward
-    check.placement.best_cuts
+    check.placement.bytes_over_cuts   .step_seconds   .best_cuts
     check.pipeline.micro_batches   .gpipe   .bubble   .one_f_one_b   .hop   .step
 
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
