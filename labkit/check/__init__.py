@@ -3,6 +3,7 @@
 ``labkit.check`` is this package. The named checks take a learner's function with the signature of
 its counterpart in ``labkit.collectives``:
 
+    check.messages.there_and_back   .round_trip   .all_gather   .message_time
     check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce
     check.naive.all_reduce    check.tree.all_reduce
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
@@ -31,6 +32,7 @@ from labkit.check import (
     ddp,
     fairness,
     hops,
+    messages,
     naive,
     one_device,
     parameter_server,
@@ -44,7 +46,8 @@ from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade
 from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
-__all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
-__all__ += ["parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]
+__all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "messages"]
+__all__ += ["naive", "one_device", "parameter_server", "pipeline", "placement", "ring"]
+__all__ += ["staleness", "tree"]
 
 __getattr__ = unknown_name(__name__)

@@ -73,8 +73,9 @@ def _names(tree: ast.AST) -> Iterator[str]:
             continue
         room, _, function = ast.unparse(node.func).rpartition(".")
         room = room.removeprefix("labkit.")
-        if room.startswith("check."):
-            yield f"{room.removeprefix('check.')}.{function}"
+        kind, _, exercises = room.partition(".")
+        if kind == "check" and exercises.isidentifier():
+            yield f"{exercises}.{function}"
         elif room == "check" and (function in _OWN_NAME or function == "Exercise"):
             yield from _own_name(node, function)
 
