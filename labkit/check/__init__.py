@@ -16,7 +16,8 @@ its counterpart in ``labkit.collectives``:
     check.placement.best_cuts
     check.pipeline.bubble   .one_f_one_b   .hop
 
-Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
+Others belong to a page: ``check.fairness.synchronisations``, ``.interleaved_ratio``,
+``.useful_rate`` and ``.replicas_agree``.
 
 A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
 anything else is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs no ranks is

@@ -3,7 +3,8 @@
 Symbols: P ranks, S bytes of a rank's tensor.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +29,11 @@ def there_and_back(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
 
     Target: ranks 0 and 1 send one message of S bytes to each other, the others none.
     """
-    return _grade(
-        fn,
+    exercise = _exercise(
         "messages.there_and_back",
         lambda rank, case: _sum(range(2), case) if rank < 2 else None,
         lambda rank, case: _one_message({1 - rank} if rank < 2 else set(), case),
-        world_sizes,
-        mistakes={
+        {
             "trip.not_added": lambda rank, case: case.tensor(0) if rank < 2 else None,
             "trip.overwritten": lambda rank, case: 2 * case.tensor(0) if rank < 2 else None,
             "trip.no_answer": lambda rank, case: [case.tensor(0), _sum(range(2), case), None][
@@ -42,6 +41,7 @@ def there_and_back(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
             ],
         },
     )
+    return grade(fn, exercise, world_sizes)
 
 
 def round_trip(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -50,13 +50,11 @@ def round_trip(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
     Rank r returns the sum over ranks 0 to r, which it has sent on; rank 0 that over all ranks,
     which has come home. Target per rank: one message of S bytes to its right neighbour.
     """
-    return _grade(
-        fn,
+    exercise = _exercise(
         "messages.round_trip",
         lambda rank, case: _sum(range(rank + 1) if rank else range(case.world_size), case),
         lambda rank, case: _one_message({(rank + 1) % case.world_size}, case),
-        world_sizes,
-        mistakes={
+        {
             "trip.not_added": lambda rank, case: case.tensor(0),
             "trip.what_came": lambda rank, case: _sum(range(rank or case.world_size), case),
             "trip.overwritten": lambda rank, case: (
@@ -64,6 +62,7 @@ def round_trip(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
             ),
         },
     )
+    return grade(fn, exercise, world_sizes)
 
 
 def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -71,15 +70,14 @@ def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
 
     Target per rank: P - 1 messages of S bytes.
     """
-    return _grade(
-        fn,
+    exercise = _exercise(
         "messages.all_gather",
         lambda rank, case: [case.tensor(other) for other in range(case.world_size)],
         lambda rank, case: Target(case.world_size - 1, 4 * (case.world_size - 1) * case.size),
-        world_sizes,
-        mistakes={"gather.order": _as_they_come},
-        library=collectives.all_gather,
+        {"gather.order": _as_they_come},
+        collectives.all_gather,
     )
+    return grade(fn, exercise, world_sizes)
 
 
 def message_time(fn: Callable) -> Verdict:
@@ -103,18 +101,25 @@ def message_time(fn: Callable) -> Verdict:
     )
 
 
-def _grade(
-    fn: Callable,
+def _exercise(
     name: str,
-    expected: Callable,
-    target: Callable,
-    world_sizes: tuple[int, ...],
-    **more: object,
-) -> Verdict:
-    """Grade ``fn(comm, mine)`` by what each rank returns and sends; ``more``: of ``Exercise``."""
-    parts = {"signature": "comm, mine", "written": None, "sizes": _SIZES, "drawn_size": DRAWN}
-    exercise = Exercise(name, expected=expected, target=target, **parts | more)
-    return grade(fn, exercise, world_sizes)
+    expected: Callable[[int, Case], Any],
+    target: Callable[[int, Case], Target],
+    mistakes: Mapping[str, Callable[[int, Case], Any]],
+    library: Callable | None = None,
+) -> Exercise:
+    """``fn(comm, mine)``, judged by what each rank returns and sends."""
+    return Exercise(
+        name,
+        expected=expected,
+        signature="comm, mine",
+        written=None,
+        target=target,
+        mistakes=mistakes,
+        sizes=_SIZES,
+        library=library,
+        drawn_size=DRAWN,
+    )
 
 
 def _sum(ranks: Iterable[int], case: Case) -> Tensor:
