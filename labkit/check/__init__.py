@@ -3,6 +3,7 @@
 ``labkit.check`` is this package. The named checks take a learner's function with the signature of
 its counterpart in ``labkit.collectives``:
 
+    check.messages.there_and_back   .round_trip   .all_gather   .message_time
     check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce   .weighted_mean
     check.naive.all_reduce
     check.tree.all_reduce   .choose
@@ -19,7 +20,8 @@ its counterpart in ``labkit.collectives``:
     check.placement.bytes_over_cuts   .step_seconds   .best_cuts
     check.pipeline.micro_batches   .gpipe   .bubble   .one_f_one_b   .hop   .step
 
-Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
+Others belong to a page: ``check.fairness.synchronisations``, ``.interleaved_ratio``,
+``.useful_rate`` and ``.replicas_agree``.
 
 A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
 anything else is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs no ranks is
@@ -37,6 +39,7 @@ from labkit.check import (
     ddp,
     fairness,
     hops,
+    messages,
     naive,
     one_device,
     overlap,
@@ -52,7 +55,8 @@ from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "fairness", "hops"]
-__all__ += ["naive", "one_device", "overlap", "parameter_server", "pipeline", "placement", "ring"]
+__all__ += ["messages", "naive", "one_device", "overlap", "parameter_server", "pipeline"]
+__all__ += ["placement", "ring"]
 __all__ += ["staleness", "tree"]
 
 __getattr__ = unknown_name(__name__)
