@@ -14,6 +14,8 @@ its counterpart in ``labkit.collectives``:
     check.hops.forward   .backward
     check.placement.best_cuts
     check.pipeline.bubble   .one_f_one_b   .hop
+    check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
+        .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
 
 Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
 
@@ -36,6 +38,7 @@ from labkit.check import (
     parameter_server,
     pipeline,
     placement,
+    puzzles,
     ring,
     staleness,
     tree,
@@ -45,6 +48,6 @@ from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
-__all__ += ["parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]
+__all__ += ["parameter_server", "pipeline", "placement", "puzzles", "ring", "staleness", "tree"]
 
 __getattr__ = unknown_name(__name__)
