@@ -6,7 +6,8 @@ its counterpart in ``labkit.collectives``:
     check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce
     check.naive.all_reduce    check.tree.all_reduce
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
-    check.one_device.accumulate   .loss_scaling   .top_k
+    check.step.timer   .flops   .largest_batch   .accumulate   .loss_scaling
+    check.one_device.loss_scaling   .top_k
     check.data_parallel.scatter   .parallel_apply   .reduce
     check.ddp.buckets   .sampler   .average   .accumulate
     check.parameter_server.server   .worker   .shards
@@ -41,6 +42,7 @@ from labkit.check import (
     puzzles,
     ring,
     staleness,
+    step,
     tree,
 )
 from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade, returns
@@ -48,6 +50,7 @@ from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
-__all__ += ["parameter_server", "pipeline", "placement", "puzzles", "ring", "staleness", "tree"]
+__all__ += ["parameter_server", "pipeline", "placement", "puzzles", "ring", "staleness", "step"]
+__all__ += ["tree"]
 
 __getattr__ = unknown_name(__name__)

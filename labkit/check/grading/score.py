@@ -42,6 +42,7 @@ class Scored(NamedTuple):
     yours: str
     best: str
 
+
 def score_problems(score: Score, exercise: Exercise, tried: dict[Case, Ranks]) -> list[Problem]:
     """Return what keeps right values from the best score: a list of at most one problem."""
     for case, ranks in tried.items():
