@@ -31,7 +31,7 @@ SIZES = (24, 7)
 MESSAGES = 8
 LATENCY_S, BYTES_PER_S = 1e-3, 1e6
 
-Ranks = Sequence[Outcome]
+Ranks = tuple[Outcome, ...]
 # The puzzles in their order -> their verdicts, as far as this session has tried them.
 _TRIED: dict[str, Verdict | None] = {}
 

@@ -288,7 +288,8 @@ def _equal(found: list, due: list) -> bool:
 
 
 def _weighted(parts: Parts, weights: list[float]) -> list[Tensor]:
-    return [sum(w * one for w, one in zip(weights, all_parts)) for all_parts in zip(*parts)]
+    by_parameter = map(torch.stack, zip(*parts))
+    return [torch.tensordot(torch.tensor(weights).double(), one, 1) for one in by_parameter]
 
 
 # A mistake's id, and the gradients that it leads to.

@@ -40,7 +40,7 @@ WRONG = [(key, *case) for key, answers in ALL.items() for case in answers.wrong]
 
 @functools.cache
 def verdicts_of(file):
-    """The verdicts on all answers of a file, which share their runs: (check, answer) -> verdict."""
+    """The verdicts on all answers of a file, which share runs, by (check, answer)."""
     shared, alone = {}, {}
     for key, answers in ALL.items():
         if key.rpartition("-")[0] == file:

@@ -5,7 +5,8 @@ it, ``watched`` for the library's functions and within ``limits``; ``judge_value
 ``compare`` and ``wrong_tensor``) and ``judge_traffic`` (with ``critical_path``) judge; ``score``
 compares a puzzle's answer with the best known; ``stub`` tells an answer that has not begun from
 one that still contains the stub's raise; ``words`` has the sentence of every mistake, and
-``report`` the table. ``grader`` puts them together. ``own_run`` (with ``held_memory``) draws what the learner's function does.
+``report`` the table. ``grader`` puts them together. ``own_run`` (with ``held_memory``) draws what
+the learner's function does.
 """
 
 from labkit.check.grading.exercise import Case, Exercise, Target

@@ -167,8 +167,9 @@ def _said_when_right(
     names = [outcome.library for ranks in outcomes for outcome in ranks if outcome.library]
     if names:
         return [Mistake("library.called", name=names[0])]
-    told = exercise.score and best
-    said = [praise_score(exercise.score, case.world_size, best)] if told else []
+    said = []
+    if exercise.score and best:
+        said = [praise_score(exercise.score, case.world_size, best)]
     return [*said, *praise(exercise, case, outcomes[0])]
 
 

@@ -1,6 +1,6 @@
 """The score of a puzzle: one number, the less the better, beside the best that is known."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, wher
 from labkit.check.grading.words import Mistake
 from labkit.units import format_count
 
-Ranks = Sequence[Outcome]
+Ranks = tuple[Outcome, ...]
 
 
 @dataclass(frozen=True)
