@@ -8,9 +8,9 @@ its counterpart in ``labkit.collectives``:
     check.naive.all_reduce
     check.tree.all_reduce   .choose
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
+    check.step.timer   .flops   .largest_batch   .accumulate   .loss_scaling
     check.backend.bucket   .work   .group
     check.compressed.half_the_bytes   .top_k
-    check.one_device.accumulate
     check.data_parallel.scatter   .replicate   .parallel_apply   .gather   .reduce
     check.ddp.average   .hooks   .buckets
     check.overlap.in_order   .finish   .backward
@@ -19,6 +19,8 @@ its counterpart in ``labkit.collectives``:
     check.hops.forward   .backward
     check.placement.bytes_over_cuts   .step_seconds   .best_cuts
     check.pipeline.micro_batches   .gpipe   .bubble   .one_f_one_b   .hop   .step
+    check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
+        .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
 
 Others belong to a page: ``check.fairness.synchronisations``, ``.interleaved_ratio``,
 ``.useful_rate`` and ``.replicas_agree``.
@@ -41,13 +43,14 @@ from labkit.check import (
     hops,
     messages,
     naive,
-    one_device,
     overlap,
     parameter_server,
     pipeline,
     placement,
+    puzzles,
     ring,
     staleness,
+    step,
     tree,
 )
 from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade, returns
@@ -55,8 +58,7 @@ from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "fairness", "hops"]
-__all__ += ["messages", "naive", "one_device", "overlap", "parameter_server", "pipeline"]
-__all__ += ["placement", "ring"]
-__all__ += ["staleness", "tree"]
+__all__ += ["messages", "naive", "overlap", "parameter_server", "pipeline", "placement"]
+__all__ += ["puzzles", "ring", "staleness", "step", "tree"]
 
 __getattr__ = unknown_name(__name__)
