@@ -265,7 +265,10 @@ ANSWERS = [
             clears_first,
         ],
         [
-            (variant(loss=lambda out, targets, weight: loss_of(out, targets, 1)), "stage_step.weights"),
+            (
+                variant(loss=lambda out, targets, weight: loss_of(out, targets, 1)),
+                "stage_step.weights",
+            ),
             (
                 variant(
                     loss=lambda out, y, w: w * functional.cross_entropy(out, y, reduction="sum")
