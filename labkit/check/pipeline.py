@@ -370,9 +370,9 @@ def _step_by(
     fn(comm, layers, stream, _step_parts(case))
     due = [str(one)[0] for one in stream if isinstance(one, Action)]
     if ran != due:
-        return Mistake("step.order", found=" ".join(ran) or "nothing", due=" ".join(due))
+        return Mistake("stage_step.order", found=" ".join(ran) or "nothing", due=" ".join(due))
     gradients = [parameter.grad for parameter in layers[0].parameters()]
-    return Mistake("step.no_gradients") if any(g is None for g in gradients) else gradients
+    return Mistake("stage_step.no_gradients") if any(g is None for g in gradients) else gradients
 
 
 def _note_backward(output: Any, ran: list[str]) -> None:
@@ -404,7 +404,7 @@ def _messages_of_step(rank: int, case: Case) -> Target:
 
 
 _STEP_MISTAKES = {
-    "step.weights": partial(_step_alone, weight=lambda of, n: 1.0),
-    "step.sums": partial(_step_alone, weight=lambda of, n: of * n),
-    "step.last_only": lambda rank, case: _step_alone(rank, case, first=case.size - 1),
+    "stage_step.weights": partial(_step_alone, weight=lambda of, n: 1.0),
+    "stage_step.sums": partial(_step_alone, weight=lambda of, n: of * n),
+    "stage_step.last_only": lambda rank, case: _step_alone(rank, case, first=case.size - 1),
 }

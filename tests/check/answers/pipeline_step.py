@@ -265,17 +265,20 @@ ANSWERS = [
             clears_first,
         ],
         [
-            (variant(loss=lambda out, targets, weight: loss_of(out, targets, 1)), "step.weights"),
+            (
+                variant(loss=lambda out, targets, weight: loss_of(out, targets, 1)),
+                "stage_step.weights",
+            ),
             (
                 variant(
                     loss=lambda out, y, w: w * functional.cross_entropy(out, y, reduction="sum")
                 ),
-                "step.sums",
+                "stage_step.sums",
             ),
-            (variant(before_backward=lambda layers: layers.zero_grad()), "step.last_only"),
-            (drops_gradients, "step.no_gradients"),
-            (all_at_once, "step.order", "the order F B"),
-            (only_forwards, "step.order"),
+            (variant(before_backward=lambda layers: layers.zero_grad()), "stage_step.last_only"),
+            (drops_gradients, "stage_step.no_gradients"),
+            (all_at_once, "stage_step.order", "the order F B"),
+            (only_forwards, "stage_step.order"),
             (variant(begin=lambda g: g if g is None else -g), "value.wrong"),
             (variant(carry=send_first), "run.stuck"),
             (variant(stream_of=forwards_first), "run.error"),
