@@ -3,6 +3,7 @@
 import contextlib
 import re
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ import labkit
 from labkit import check, collectives
 from labkit.check.grading import Case
 from labkit.check.grading.held_memory import PeakBytes
-from labkit.check.grading.own_run import _spend
+from labkit.check.grading.own_run import _caption, _spend
 from labkit.check.overlap_run import own_run
 
 travel_by_value(__name__)
@@ -68,6 +69,13 @@ def test_a_wasteful_run_passes_at_twice_the_bytes(wasteful):
     )
     assert wasteful.columns == ["yours", "labkit"]
     assert wasteful.rows["messages"] == ["3", "6"]
+
+
+def test_the_caption_counts_in_the_exercise_s_own_words(wasteful):
+    assert wasteful.caption.startswith("With 4 ranks and ")
+    assert " elements per rank. " in wasteful.caption
+    parts = replace(SUM, nouns=("stage", "micro-batch"))
+    assert _caption(parts, Case(3, 1000)).startswith("With 3 stages and 1,000 micro-batches. ")
 
 
 def test_memory_held_is_counted_while_the_function_runs(wasteful):

@@ -214,7 +214,9 @@ def _caption(exercise: Exercise, case: Case) -> str:
     ranks, elements = exercise.nouns
     what = format_count(case.world_size, ranks or "rank")
     if exercise.sizes and elements:
-        what += f" and {case.size:,} {elements}s"
+        what += " and " + format_count(case.size, elements).replace(
+            str(case.size), f"{case.size:,}"
+        )
         what += " per rank" if elements == "element" else ""
     whose = "Where ranks differ, the numbers are by rank."
     if exercise.total is not None:
