@@ -7,11 +7,11 @@ its counterpart in ``labkit.collectives``:
     check.naive.all_reduce    check.tree.all_reduce
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
     check.one_device.accumulate   .loss_scaling   .top_k
-    check.data_parallel.scatter   .parallel_apply   .reduce
+    check.data_parallel.scatter   .replicate   .parallel_apply   .gather   .reduce
     check.ddp.average   .hooks   .buckets
     check.overlap.in_order   .finish   .backward
     check.parameter_server.server   .worker   .shards
-    check.staleness.bookkeeping   .admission   .server
+    check.staleness.push   .server   .bookkeeping   .smaller_steps   .admission
     check.hops.forward   .backward
     check.placement.best_cuts
     check.pipeline.bubble   .one_f_one_b   .hop

@@ -7,8 +7,11 @@ import pytest
 import torch
 from ranks import travel_by_value
 
+import labkit
 from labkit import check, collectives
+from labkit.check.grading import Case
 from labkit.check.grading.held_memory import PeakBytes
+from labkit.check.grading.own_run import _spend
 from labkit.check.overlap_run import own_run
 
 travel_by_value(__name__)
@@ -162,3 +165,18 @@ def test_peak_bytes_counts_storages_once_and_only_while_they_live():
         given.clone()
         [given.clone() for _ in range(3)]
     assert peak.num_bytes == 3 * given.nbytes
+
+
+def serve_one(comm, parameters, num_updates):
+    comm.recv(parameters, 1)
+    parameters.neg_()
+    comm.send(parameters, 1)
+
+
+def test_a_rank_that_runs_the_checks_own_code_is_drawn_from_the_drawn_call_on():
+    _, exercise = check.staleness.server(serve_one, world_sizes=(2,)).run_again.args
+    ran = labkit.run(_spend, [serve_one], exercise.to_run(), Case(2, 1), world_size=2)
+    drawn_s = min(start_s for ((_, _, start_s, _),) in ran.values)
+    computed = ran.trace.of(1, "compute")
+    assert len(computed) == 2  # the call that is counted, and the call that is drawn
+    assert [span.start_s > drawn_s for span in computed] == [False, True]

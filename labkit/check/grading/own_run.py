@@ -125,7 +125,7 @@ def _spend(
     found = []
     for fn in fns:
         comm.barrier()
-        held, clock = PeakBytes(), _Clock(comm)
+        held = PeakBytes()
         outcome = call_once(comm, held.around(fn), exercise, case)
         counts = {row: getattr(outcome, FIELDS[row]) for row in ROWS}
         # The ranks make their arguments before they start together.
@@ -133,6 +133,7 @@ def _spend(
             exercise, inputs=functools.partial(_given, exercise.inputs(comm.rank, case))
         )
         comm.barrier()
+        clock = _Clock(comm)
         call_once(comm, clock.around(fn), ready, case)
         found.append((counts, held.num_bytes, clock.start_s, clock.end_s))
     return found
@@ -145,6 +146,7 @@ def _given(args: tuple, rank: int, case: Case) -> tuple:
 class _Clock:
     """Note when a function starts and ends, in seconds of this rank's trace.
 
+    On a rank that runs a check's own code instead, both are the moment when the clock was made.
     What the function does between its messages (copies, additions) is recorded as ``compute``.
     """
 
