@@ -50,14 +50,17 @@ class Answers(NamedTuple):
         parameter = inspect.signature(self.check).parameters.get("world_sizes")
         return parameter.default if parameter else ()
 
-    def verdicts(self) -> dict[Hashable, Verdict]:
-        """The verdicts, by (right answer, world size) and by wrong answer."""
+    def gradings(self) -> tuple[dict[Hashable, Callable], dict[Hashable, Callable]]:
+        """Those that may share runs, and those that may not.
+
+        They are by (right answer, world size) and by wrong answer.
+        """
         found = {(fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes}
         found |= {(fn, None): partial(self.grade, fn) for fn in self.right if not self.sizes}
         together = [fn for fn, *ids in self.wrong if not ENDS_ITS_RUN & {*ids}]
         found |= {fn: partial(self.grade, fn, self.on) for fn in together}
         alone = {fn for fn, *_ in self.wrong} - {*together}
-        return in_shared_runs(found) | {fn: self.grade(fn, self.on) for fn in alone}
+        return found, {fn: partial(self.grade, fn, self.on) for fn in alone}
 
 
 class _Asked(BaseException):

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from labkit.config import RunConfig
 from labkit.notebook.ratio import Ratio, middle
 from labkit.runtime.launch import RunResult
 from labkit.runtime.rank_states import COMMUNICATE, COMPUTE, EVALUATE, WAIT, state_of
@@ -35,7 +36,7 @@ Run: TypeAlias = TrainResult | RunResult | MeasuredSplit
 Times: TypeAlias = TrainResult | float | Iterable[float]
 
 _WORDS = {2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight"}
-_PARTS = {2: "half", 3: "a third", 4: "a quarter"}
+_PARTS = {1: "all", 2: "half", 3: "a third", 4: "a quarter"}
 # The techniques in which every rank computes its share of the samples, and none only serves.
 _SHARES_SAMPLES = ("data_parallel", "ddp", "ring_all_reduce")
 # Settings that make two runs do different work.
@@ -342,8 +343,11 @@ def _why(one: TrainResult, many: TrainResult, ranks: int, ratio: Ratio) -> str:
     """What the time of several ranks is made of, in words; empty if the runs do not show it."""
     alone, mine = _by_state(one), _by_state(many)
     total = sum(mine.values()) or 1.0
-    part = _PARTS.get(ranks, f"1/{ranks}")
-    computed = mine[COMPUTE] / alone[COMPUTE] if alone[COMPUTE] else 0.0
+    # Servers compute nothing, and are among the ranks of the mean.
+    workers = ranks - _servers(many.config)
+    who = "each" if workers == ranks else "each worker"
+    part = _PARTS.get(workers, f"1/{workers}")
+    computed = mine[COMPUTE] * ranks / workers / alone[COMPUTE] if alone[COMPUTE] else 0.0
     if ratio.median > 0.8 * ranks:
         shared = many.config.strategy in _SHARES_SAMPLES and computed < 1.5 / ranks
         return f"each computed {part}" if shared else ""
@@ -356,7 +360,7 @@ def _why(one: TrainResult, many: TrainResult, ranks: int, ratio: Ratio) -> str:
         slow = format_number(limit.slowdown)
         return f"the likely reason is rank {limit.rank}, which took {slow} times as long as others"
     reasons = {
-        COMPUTE: f"each had {part} of the samples, and still computed {_times(computed)} as long "
+        COMPUTE: f"{who} had {part} of the samples, and still computed {_times(computed)} as long "
         f"as one device{_sharing(ranks, many)}",
         COMMUNICATE: f"messages took {mine[COMMUNICATE] / total:.0%} of each rank's time",
         WAIT: f"each rank waited {mine[WAIT] / total:.0%} of its time for others",
@@ -368,6 +372,11 @@ def _why(one: TrainResult, many: TrainResult, ranks: int, ratio: Ratio) -> str:
         reasons[WAIT] = f"the main thread waited {mine[WAIT] / total:.0%} of its time for others"
     reason = reasons[max(losses, key=losses.__getitem__)]
     return reason if ratio.is_larger else f"the likely reason is that {reason}"
+
+
+def _servers(config: RunConfig) -> int:
+    """How many ranks hold parameters and compute nothing."""
+    return (config.servers or 1) if config.strategy.endswith("parameter_server") else 0
 
 
 def _times(factor: float) -> str:

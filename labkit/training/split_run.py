@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from labkit.comm.comm import Comm
-from labkit.costs.link import Link
 from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
@@ -29,7 +28,6 @@ from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
 from labkit.trace import Span, Trace
-from labkit.training.measured_link import measure_link
 from labkit.units import format_count
 from labkit.workload.layers import input_dtype, layer_outputs, layers_of
 from labkit.workload.models import MODELS, build_model
@@ -81,7 +79,7 @@ class MeasuredSplit:
         """The spans of the counted step whose length is the median."""
         steps = _by_step(self.trace)
         place = self.step_s.index(statistics.median_low(self.step_s))
-        return steps[place]
+        return Trace.merge([[span for span in steps[place].spans if span.kind != _MARK]])
 
 
 def measure_split(
@@ -217,11 +215,6 @@ def measure_profile(
         return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
 
     return run(profiled, world_size=1, device=device, timeout_s=_TIMEOUT_S).values[0]
-
-
-def stage_link(*, device: str = "auto") -> Link:
-    """The link between two stages: ``labkit.measure_link`` under its earlier name."""
-    return measure_link(device=device)
 
 
 def _train(

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from graded import Answers
+from graded import Answers, in_shared_runs
 
 from labkit import check
 from labkit.check.grading.words import WORDS
@@ -39,12 +39,18 @@ WRONG = [(key, *case) for key, answers in ALL.items() for case in answers.wrong]
 
 
 @functools.cache
-def verdicts_of(key):
-    return ALL[key].verdicts()
+def verdicts_of(file):
+    """The verdicts on all answers of a file, which share runs, by (check, answer)."""
+    shared, alone = {}, {}
+    for key, answers in ALL.items():
+        if key.rpartition("-")[0] == file:
+            for found, own in zip((shared, alone), answers.gradings()):
+                found |= {(key, what): grade for what, grade in own.items()}
+    return in_shared_runs(shared) | {what: grade() for what, grade in alone.items()}
 
 
 def verdict(key, *what):
-    return verdicts_of(key)[what if len(what) > 1 else what[0]]
+    return verdicts_of(key.rpartition("-")[0])[key, what if len(what) > 1 else what[0]]
 
 
 def label(value):

@@ -1,5 +1,6 @@
 """What all checks share: verdicts, their words, and a page's own exercises."""
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -305,6 +306,15 @@ def test_no_two_mistakes_in_cutting_look_alike():
     for id, rule in placement.MISTAKES:
         splits = tuple(placement.search(case, **rule) for case in placement.CASES)
         assert found.setdefault(splits, id) == id
+
+
+def test_no_two_mistakes_about_a_split_lead_to_the_same_numbers():
+    cases = {"bytes": placement.BYTE_CASES, "step": placement.STEP_CASES}
+    tables = {"bytes": placement.BYTE_MISTAKES, "step": placement.STEP_MISTAKES}
+    right = {"bytes": placement._crossing, "step": placement._step}
+    for which, mistakes in tables.items():
+        for one, other in itertools.combinations([right[which], *mistakes.values()], 2):
+            assert any(one(*case) != other(*case) for case in cases[which])
 
 
 def test_each_mistake_in_taking_times_leads_to_other_numbers():

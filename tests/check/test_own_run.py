@@ -1,6 +1,8 @@
 """A learner's own run: its counts are those of the call, beside the target and labkit's."""
 
 import contextlib
+import re
+import time
 from functools import partial
 
 import pytest
@@ -79,6 +81,26 @@ def test_both_timelines_are_drawn_from_their_first_call_to_their_last(wasteful):
     page = wasteful._repr_html_()
     assert page.count("<img alt=") == 2
     assert ">memory held</th>" in page
+
+
+def slowly_made(rank, case):
+    time.sleep(0.5 if case.size == 9 and rank else 0.0)
+    return (case.tensor(rank),)
+
+
+def rank_0_answers(fn, comm, tensor):
+    if comm.rank:
+        fn(comm, tensor)
+    else:
+        comm.recv(tensor, 1)
+
+
+def test_a_part_that_the_check_plays_does_not_widen_the_timeline():
+    options = {"inputs": slowly_made, "call": rank_0_answers, "sizes": (8,), "drawn_size": 9}
+    found = run_of(lambda comm, tensor: comm.send(tensor, 0), check.Exercise("to 0", **options), 2)
+    milliseconds = re.search(r"Timeline of 2 ranks over ([\d.]+) (ms|µs|us)", found.figure.alt)
+    assert milliseconds, found.figure.alt
+    assert milliseconds[2] != "ms" or float(milliseconds[1]) < 400
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,17 @@ def test_a_server_does_not_compute_its_half():
         compare("async_parameter_server", SIX_EPOCHS, strategy="async_parameter_server"),
     )
     assert "each computed" not in str(found)
+
+
+def test_the_part_of_a_worker_where_other_ranks_serve():
+    epochs = [{"seconds": 1.0}] * 3
+    one = replace(compare("single", SIX_EPOCHS), epochs=epochs, phases_s={"compute": 1.0})
+    many = compare("ddp", FOUR_RANKS)
+    config = replace(many.config, strategy="parameter_server", servers=2)
+    epochs = [{"seconds": 2.0}] * 3
+    served = replace(many, config=config, epochs=epochs, phases_s={"compute": 0.9, "wait": 0.3})
+    reason = "each worker had half of the samples, and still computed 1.8 times as long"
+    assert reason in str(verdict.speedup(one, served))
 
 
 def test_seconds_alone_give_no_reason():

@@ -20,6 +20,10 @@ def test_bytes_and_hops_of_a_pipeline():
         forwards = found.trace.of(stage, "forward")
         assert len(forwards) == len(found.trace.of(stage, "backward")) == 2 * 4
         assert sum(span.duration_s for span in forwards) <= sum(found.step_s)
+    # One step alone, without the marks between steps.
+    step = found.typical_step()
+    assert {*step.kinds} == {"forward", "backward", "communicate", "wait", "update"}
+    assert len(step.of(kind="update")) == 3
     busy_s = [a + b for a, b in zip(found.forward_s, found.backward_s)]
     assert max(busy_s) < max(found.step_s)
 

@@ -10,7 +10,7 @@ Symbols: P ranks.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random, SystemRandom
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost
 from labkit.units import format_count, spelled
+
+if TYPE_CHECKING:
+    from labkit.check.grading.score import Score
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
@@ -110,8 +113,8 @@ class Case:
         return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
 
 
-# One call of comm: its name, to which rank it sends, from which rank it receives.
-Step = tuple[str, int | None, int | None]
+# One call of comm: its name, to which rank it sends, from which it receives, the bytes it sends.
+Step = tuple[Any, ...]
 
 
 class Outcome(NamedTuple):
@@ -119,8 +122,9 @@ class Outcome(NamedTuple):
 
     ``value`` is graded; ``stand_in`` is what the learner may have meant instead (a returned
     tensor, a list whose entries were replaced). ``bytes_to`` is by peer. ``steps`` are the calls
-    of comm in their order: ``("exchange", dst, src)``, ``("send", dst, None)`` ....
+    of comm in their order: ``("exchange", dst, src, bytes)``, ``("send", dst, None, bytes)`` ....
     ``library`` names a function that solves the exercise and that the learner's function called.
+    ``held_bytes`` is the most memory that it held at one time, if the exercise asks for it.
     """
 
     value: Any
@@ -132,6 +136,7 @@ class Outcome(NamedTuple):
     barriers: int = 0
     steps: tuple[Step, ...] = ()
     library: str = ""
+    held_bytes: int = 0
 
 
 def one_tensor(rank: int, case: Case) -> tuple:
@@ -192,6 +197,8 @@ class Exercise:
         root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         case_words: a size that means a special case -> what is special about it, in words.
+        score: what a puzzle is scored by, once all values are right.
+        holds: count the memory that the function holds.
         may_call: names of functions of labkit or PyTorch that solve exercises, and of modules
             with such functions, that the learner may call all the same.
     """
@@ -215,6 +222,8 @@ class Exercise:
     root_name: str = ""
     nouns: tuple[str, str] = ("rank", "element")
     case_words: Mapping[int, str] = field(default_factory=dict)
+    score: "Score | None" = None
+    holds: bool = False
     may_call: frozenset[str] = frozenset()
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:
@@ -230,7 +239,7 @@ class Exercise:
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""
         parts = {"expected": nothing, "target": None, "total": None, "judge": None}
-        parts |= {"mistakes": {}, "library": None, "case_words": {}}
+        parts |= {"score": None, "mistakes": {}, "library": None, "case_words": {}}
         return replace(self, **parts)
 
 

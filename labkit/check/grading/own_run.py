@@ -8,6 +8,7 @@ Symbols: P ranks.
 
 import functools
 import html
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,12 +149,13 @@ class _Clock:
 
     On a rank that runs a check's own code instead, both are the moment when the clock was made.
     What the function does between its messages (copies, additions) is recorded as ``compute``.
+    On a rank whose part the check plays, the function is not called, and has no times.
     """
 
     def __init__(self, comm: Comm):
         self._comm = comm
         self._recorder = comm.session.recorder
-        self.start_s = self.end_s = self._now_s()
+        self.start_s, self.end_s = math.inf, -math.inf
 
     def _now_s(self) -> float:
         return self._recorder.timer.seconds(self._recorder.timer.mark(), self._recorder.origin)
@@ -209,8 +211,11 @@ def _cell(row: str, numbers: list[int]) -> str:
 
 
 def _caption(exercise: Exercise, case: Case) -> str:
-    what = format_count(case.world_size, "rank")
-    what += f" and {case.size:,} elements per rank" if exercise.sizes else ""
+    ranks, elements = exercise.nouns
+    what = format_count(case.world_size, ranks or "rank")
+    if exercise.sizes and elements:
+        what += f" and {case.size:,} {elements}s"
+        what += " per rank" if elements == "element" else ""
     whose = "Where ranks differ, the numbers are by rank."
     if exercise.total is not None:
         whose = "Messages and bytes are those of all ranks together, rounds of the busiest rank."
