@@ -267,15 +267,14 @@ def _wrong_gradient(
 
 
 def _judge(case: Case, values: list[Any]) -> Mistake | None:
-    for number in range(2):
-        steps = [value.steps[number] for value in values]
+    for number, steps in enumerate(zip(*(value.steps for value in values))):
         found = _wrong_overlap(steps, number) or _wrong_numbers(case, steps, number)
         if found:
             return found
     return None
 
 
-def _wrong_overlap(steps: list[Step], number: int) -> Mistake | None:
+def _wrong_overlap(steps: Sequence[Step], number: int) -> Mistake | None:
     """What is wrong with the moments of starts and waits; nothing here depends on a clock."""
     if not all(step.ready for step in steps):
         return Mistake("overlap.no_backward")
@@ -327,7 +326,7 @@ def _wrong_wait(step: Step, buckets: list[int], rank: int) -> Mistake | None:
     return None
 
 
-def _wrong_numbers(case: Case, steps: list[Step], number: int) -> Mistake | None:
+def _wrong_numbers(case: Case, steps: Sequence[Step], number: int) -> Mistake | None:
     P, B = case.world_size, case.size
     own = [own_gradients(rank, case, number) for rank in range(P)]
     total = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*own)]

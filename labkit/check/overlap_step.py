@@ -160,6 +160,9 @@ def _loss(parameters: list[nn.Parameter], rank: int, case: Case, step: int) -> T
 
 def two_steps(fn: Callable, comm: Comm, case: Case) -> Steps | Mistake:
     """On a rank: two calls of the learner's function, with one model."""
+    if case.call:
+        # The second step has shown already what the function keeps from one call to the next.
+        return Steps()
     parameters, steps = _parameters(), []
     watch = _Watch(comm, parameters)
     try:
