@@ -166,6 +166,34 @@ def a_wordy_stub(comm, tensor):
     )
 
 
+class NotBegun(torch.distributed.Work):
+    def __init__(self, operation, tensors):
+        super().__init__()
+        self.tensors = tensors
+
+    def wait(self, timeout=None):
+        raise NotImplementedError
+
+    get_future = wait
+
+
+class Begun(NotBegun):
+    def __init__(self, operation, tensors):
+        super().__init__(operation, tensors)
+        try:
+            operation()
+        except Exception as error:
+            self.error = error
+
+    def wait(self, timeout=None):
+        raise NotImplementedError
+
+
+def test_a_class_is_not_attempted_until_one_of_its_methods_is_written():
+    assert check.backend.work(NotBegun).status == "not attempted yet"
+    assert "stub.calls_stub" in check.backend.work(Begun).ids
+
+
 def test_an_error_of_pytorch_is_not_taken_for_a_stub(capsys):
     assert check.naive.all_reduce(flips_bits_of_floats).status == "not yet"
     assert "not implemented for 'Float'" in capsys.readouterr().out
