@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SMALL_BYTES = 2**16
+_SMALL_BYTES = 48 * 2**10
 
 
 class PeakBytes(TorchDispatchMode):
