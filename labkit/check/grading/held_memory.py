@@ -28,6 +28,11 @@ class PeakBytes(TorchDispatchMode):
         self.num_bytes = 0
         self._held = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """To leave it out of compiling, PyTorch would import its compiler: seconds per rank."""
+        return False
+
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

@@ -768,7 +768,7 @@ ANSWERS = [
             (starts_at_zero, "puzzle.zero"),
             (by_magnitude, "puzzle.magnitude"),
         ],
-        5,
+        6,
     ),
     Answers(
         check.puzzles.pass_on,
@@ -781,7 +781,7 @@ ANSWERS = [
             (receives_from_any, "score.untold"),
             (all_send_first, "run.stuck"),
         ],
-        5,
+        6,
     ),
     Answers(
         check.puzzles.pass_in_place,
@@ -797,7 +797,7 @@ ANSWERS = [
             (to_the_left_in_place, "puzzle.from_the_right"),
             (by_exchange, "value.new_tensor"),
         ],
-        3,
+        6,
     ),
     Answers(
         check.puzzles.same_bits,
@@ -806,12 +806,12 @@ ANSWERS = [
             *(in_whole_numbers, with_fsum, exact_along_a_chain),
         ],
         [
-            (exact_both_ways, "score.above", "64 bytes"),
+            (exact_both_ways, "score.above", "80 bytes"),
             (rounds_each_part, "puzzle.rounded"),
             (sums_its_own, "puzzle.other_sum"),
             (returns_all_sums, "puzzle.no_number"),
         ],
-        5,
+        6,
     ),
     Answers(
         check.puzzles.broadcast,
@@ -822,7 +822,7 @@ ANSWERS = [
             (two_chains, "score.above", "4 rounds"),
             (tells_nobody, "puzzle.own"),
         ],
-        8,
+        6,
     ),
     Answers(
         check.puzzles.prefix_sum,
@@ -834,7 +834,7 @@ ANSWERS = [
             (sums_all, "puzzle.total"),
             (stops_after_one_step, "puzzle.two_alone"),
         ],
-        5,
+        6,
     ),
     Answers(
         check.puzzles.all_gather,
@@ -845,7 +845,7 @@ ANSWERS = [
             (rotated(1), "puzzle.own_first"),
             (rotated(-1), "puzzle.backwards"),
         ],
-        5,
+        6,
     ),
     Answers(
         check.puzzles.long_broadcast,
@@ -855,12 +855,12 @@ ANSWERS = [
         ],
         [
             (in_a_tree, "score.above", "99 ms"),
-            (in_one_piece, "score.above", "132 ms"),
+            (in_one_piece, "score.above", "165 ms"),
             (number_by_number, "score.above"),
             (one_after_another, "score.above"),
             (sends_nothing, "value.unchanged"),
         ],
-        5,
+        6,
     ),
     Answers(
         check.puzzles.reduce_blocks,
@@ -869,12 +869,12 @@ ANSWERS = [
             *(halving_into_a_row, halving_in_a_list, halving_to_the_left),
         ],
         [
-            (block_by_block, "score.above", "4 rounds"),
+            (block_by_block, "score.above", "5 rounds"),
             (reduces_everything, "traffic.off_target"),
             (keeps_its_own_block, "puzzle.own"),
             (block_of_the_next, "puzzle.next_block"),
         ],
-        5,
+        6,
     ),
     Answers(
         check.puzzles.all_reduce,
