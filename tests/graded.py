@@ -2,7 +2,8 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -23,6 +24,12 @@ ENDS_ITS_RUN = {
 }
 
 
+# Answers in one run: if one of them ends it after all, each of them gets its own run.
+TOGETHER = 100
+# Runs of several ranks at the same time.
+AT_ONCE = 4
+
+
 class Answers(NamedTuple):
     """Answers with which a check is tested.
 
@@ -40,9 +47,9 @@ class Answers(NamedTuple):
     on: int = 3
 
     def grade(self, fn: Callable, world_size: int | None = None) -> Verdict:
-        options = {"world_sizes": (world_size,)} if self.sizes and world_size else {}
-        with always_the_same_data():
-            return self.check(fn, **options)
+        return self.check(
+            fn, **({"world_sizes": (world_size,)} if self.sizes and world_size else {})
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -50,17 +57,40 @@ class Answers(NamedTuple):
         parameter = inspect.signature(self.check).parameters.get("world_sizes")
         return parameter.default if parameter else ()
 
-    def gradings(self) -> tuple[dict[Hashable, Callable], dict[Hashable, Callable]]:
-        """Those that may share runs, and those that may not.
+    def gradings(self) -> tuple[dict, dict]:
+        """What to grade, by (right answer, world size), by wrong answer, and ``a_stub``.
 
-        They are by (right answer, world size) and by wrong answer.
+        Returns:
+            (those that may share a run, those that end their run).
         """
-        found = {(fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes}
-        found |= {(fn, None): partial(self.grade, fn) for fn in self.right if not self.sizes}
-        together = [fn for fn, *ids in self.wrong if not ENDS_ITS_RUN & {*ids}]
-        found |= {fn: partial(self.grade, fn, self.on) for fn in together}
-        alone = {fn for fn, *_ in self.wrong} - {*together}
-        return found, {fn: partial(self.grade, fn, self.on) for fn in alone}
+        shared = {
+            (fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes or [None]
+        }
+        wrong = {fn: partial(self.grade, fn, self.on) for fn, *_ in self.wrong}
+        ending = {fn for fn, *ids in self.wrong if ENDS_ITS_RUN & {*ids}}
+        alone = {fn: wrong.pop(fn) for fn in ending} | {a_stub: partial(self.grade, a_stub)}
+        return shared | wrong, alone
+
+
+def a_stub(*args):
+    raise NotImplementedError
+
+
+def graded(checks: Mapping[str, Answers]) -> dict[tuple, Verdict]:
+    """The verdicts of all answers to these checks, by (name of the check, grading)."""
+    shared, alone = {}, {}
+    for name, answers in checks.items():
+        for of_all, gradings in zip((shared, alone), answers.gradings()):
+            of_all |= {(name, which): grading for which, grading in gradings.items()}
+    with always_the_same_data():
+        # A run that stands still, or is ended, mostly waits: some of them at the same time.
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            ended = {which: pool.submit(grading) for which, grading in alone.items()}
+        verdicts = {which: verdict.result() for which, verdict in ended.items()}
+        some = [*shared.items()]
+        for first in range(0, len(some), TOGETHER):
+            verdicts |= in_shared_runs(dict(some[first : first + TOGETHER]))
+    return verdicts
 
 
 class _Asked(BaseException):

@@ -19,9 +19,8 @@ from torch import Tensor
 from labkit import collectives
 from labkit.check.grading import Case, Exercise, Mistake, Target, Verdict, grade
 from labkit.check.grading.critical_path import seconds_in_a_row, steps_in_a_row
-from labkit.check.grading.exercise import Outcome
+from labkit.check.grading.exercise import Outcome, Score
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET
-from labkit.check.grading.score import Score
 from labkit.units import format_bytes, format_count, format_seconds, html_table, text_table
 
 # Odd and even, powers of two and others; the last is shown on the scoreboard.

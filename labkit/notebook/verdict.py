@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from labkit.config import RunConfig
 from labkit.notebook.ratio import Ratio, middle
 from labkit.runtime.launch import RunResult
 from labkit.runtime.rank_states import COMMUNICATE, COMPUTE, EVALUATE, WAIT, state_of
@@ -35,7 +36,7 @@ Run: TypeAlias = TrainResult | RunResult | MeasuredSplit
 Times: TypeAlias = TrainResult | float | Iterable[float]
 
 _WORDS = {2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight"}
-_PARTS = {2: "half", 3: "a third", 4: "a quarter"}
+_PARTS = {1: "all", 2: "half", 3: "a third", 4: "a quarter"}
 # The techniques in which every rank computes its share of the samples, and none only serves.
 _SHARES_SAMPLES = ("data_parallel", "ddp", "ring_all_reduce")
 # Settings that make two runs do different work.
@@ -84,11 +85,11 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     if ranks is None or ranks < 2:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 2 or more")
     ratio = _ratio(one, many)
-    who = _WORDS.get(ranks, str(ranks))
-    text = f"{who} ranks were {ratio} as fast as one device ({ratio.spread})"
+    who = f"{_WORDS.get(ranks, str(ranks))} {'replicas' if _in_one_process(many) else 'ranks'}"
+    text = f"{who} were {ratio} as fast as one device ({ratio.spread})"
     if ratio.is_larger is False:
         slower = ratio.inverse
-        text = f"{who} ranks took {slower} as long as one device ({slower.spread})"
+        text = f"{who} took {slower} as long as one device ({slower.spread})"
     if ratio.is_larger is None:
         return Verdict(f"{text}{_undecided(ratio)}.", None, ratio)
     if not (isinstance(one, TrainResult) and isinstance(many, TrainResult)):
@@ -342,8 +343,11 @@ def _why(one: TrainResult, many: TrainResult, ranks: int, ratio: Ratio) -> str:
     """What the time of several ranks is made of, in words; empty if the runs do not show it."""
     alone, mine = _by_state(one), _by_state(many)
     total = sum(mine.values()) or 1.0
-    part = _PARTS.get(ranks, f"1/{ranks}")
-    computed = mine[COMPUTE] / alone[COMPUTE] if alone[COMPUTE] else 0.0
+    # Servers compute nothing, and are among the ranks of the mean.
+    workers = ranks - _servers(many.config)
+    who = "each" if workers == ranks else "each worker"
+    part = _PARTS.get(workers, f"1/{workers}")
+    computed = mine[COMPUTE] * ranks / workers / alone[COMPUTE] if alone[COMPUTE] else 0.0
     if ratio.median > 0.8 * ranks:
         shared = many.config.strategy in _SHARES_SAMPLES and computed < 1.5 / ranks
         return f"each computed {part}" if shared else ""
@@ -355,13 +359,24 @@ def _why(one: TrainResult, many: TrainResult, ranks: int, ratio: Ratio) -> str:
     if (limit := many.explain()).kind == "straggler" and not ratio.is_larger:
         slow = format_number(limit.slowdown)
         return f"the likely reason is rank {limit.rank}, which took {slow} times as long as others"
-    reason = {
-        COMPUTE: f"each had {part} of the samples, and still computed {_times(computed)} as long "
+    reasons = {
+        COMPUTE: f"{who} had {part} of the samples, and still computed {_times(computed)} as long "
         f"as one device{_sharing(ranks, many)}",
         COMMUNICATE: f"messages took {mine[COMMUNICATE] / total:.0%} of each rank's time",
         WAIT: f"each rank waited {mine[WAIT] / total:.0%} of its time for others",
-    }[max(losses, key=losses.__getitem__)]
+    }
+    if _in_one_process(many):  # its phases are those of the main thread
+        reasons[COMMUNICATE] = (
+            f"copies took {mine[COMMUNICATE] / total:.0%} of the main thread's time"
+        )
+        reasons[WAIT] = f"the main thread waited {mine[WAIT] / total:.0%} of its time for others"
+    reason = reasons[max(losses, key=losses.__getitem__)]
     return reason if ratio.is_larger else f"the likely reason is that {reason}"
+
+
+def _servers(config: RunConfig) -> int:
+    """How many ranks hold parameters and compute nothing."""
+    return (config.servers or 1) if config.strategy.endswith("parameter_server") else 0
 
 
 def _times(factor: float) -> str:
@@ -373,8 +388,14 @@ def _sharing(ranks: int, result: TrainResult) -> str:
     if cores is None or result.hardware.get("gpus"):
         return ""
     if ranks > cores:
-        return f", as {ranks} ranks share {format_count(cores, 'core')}"
+        noun = "replicas" if _in_one_process(result) else "ranks"
+        return f", as {ranks} {noun} share {format_count(cores, 'core')}"
     return f", which has all {format_count(cores, 'core')} for itself" if cores > 1 else ""
+
+
+def _in_one_process(run: Times) -> bool:
+    """Whether the replicas of a run are threads of one process, so that it has one rank."""
+    return isinstance(run, TrainResult) and run.config.strategy == "data_parallel"
 
 
 def _by_state(result: TrainResult) -> defaultdict[str, float]:

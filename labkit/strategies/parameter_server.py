@@ -27,6 +27,20 @@ from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
 
 
+@torch.no_grad()
+def answer_one_by_one(comm: Comm, values: Tensor, lr: float = 0.1) -> None:
+    """Naive, on rank 0: update the parameters [N] with each push, and answer it at once.
+
+    Each worker pulls parameters without the pushes of the workers after it, so there is no longer
+    one model that all of them train. W messages of N elements.
+    """
+    push = torch.empty_like(values)
+    for worker in range(1, comm.world_size):
+        comm.recv(push, worker)
+        values -= lr * push
+        comm.send(values, worker)
+
+
 class ParameterServer(Strategy):
     """Synchronous data parallelism through servers: all ranks wait for the slowest worker.
 

@@ -1,12 +1,11 @@
 """Every check passes the right answers, and names the mistake in each wrong one."""
 
-import functools
 import importlib
 import inspect
 from pathlib import Path
 
 import pytest
-from graded import Answers, in_shared_runs
+from graded import Answers, a_stub, graded
 
 from labkit import check
 from labkit.check.grading.words import WORDS
@@ -38,19 +37,13 @@ RIGHT = [(key, fn) for key, answers in ALL.items() for fn in answers.right]
 WRONG = [(key, *case) for key, answers in ALL.items() for case in answers.wrong]
 
 
-@functools.cache
-def verdicts_of(file):
-    """The verdicts on all answers of a file, which share runs, by (check, answer)."""
-    shared, alone = {}, {}
-    for key, answers in ALL.items():
-        if key.rpartition("-")[0] == file:
-            for found, own in zip((shared, alone), answers.gradings()):
-                found |= {(key, what): grade for what, grade in own.items()}
-    return in_shared_runs(shared) | {what: grade() for what, grade in alone.items()}
-
-
-def verdict(key, *what):
-    return verdicts_of(key.rpartition("-")[0])[key, what if len(what) > 1 else what[0]]
+@pytest.fixture(scope="module")
+def verdicts(request):
+    """By check and answer: of the checks of which a test is to run."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    keys = [item.callspec.params.get("key") for item in tests if hasattr(item, "callspec")]
+    needs_all = any(item.name == test_every_mistake_is_reached.__name__ for item in tests)
+    return graded(ALL if needs_all else {key: ALL[key] for key in ALL if key in keys})
 
 
 def label(value):
@@ -58,16 +51,16 @@ def label(value):
 
 
 @pytest.mark.parametrize(("key", "fn"), RIGHT, ids=label)
-def test_a_right_answer_passes(key, fn):
+def test_a_right_answer_passes(key, fn, verdicts):
     for size in ALL[key].sizes or [None]:
-        assert verdict(key, fn, size).works, verdict(key, fn, size)
+        assert verdicts[key, (fn, size)].works, verdicts[key, (fn, size)]
 
 
 @pytest.mark.parametrize(
     ("key", "fn", "due"), [(key, fn, due) for key, fn, *due in WRONG], ids=label
 )
-def test_a_wrong_answer_is_told_by_its_mistake(key, fn, due):
-    found = verdict(key, fn)
+def test_a_wrong_answer_is_told_by_its_mistake(key, fn, due, verdicts):
+    found = verdicts[key, fn]
     assert repr(found).startswith("not yet: ")
     for one in due:
         if one.startswith("not "):
@@ -77,19 +70,14 @@ def test_a_wrong_answer_is_told_by_its_mistake(key, fn, due):
 
 
 @pytest.mark.parametrize("key", [key for key, answers in ALL.items() if answers.right])
-def test_a_stub_is_not_attempted_yet(key):
-    def stub(*args):
-        raise NotImplementedError
-
-    found = ALL[key].grade(stub)
+def test_a_stub_is_not_attempted_yet(key, verdicts):
+    found = verdicts[key, a_stub]
     assert repr(found) == f"not attempted yet: {found.name}"
 
 
-def test_every_mistake_is_reached_by_an_answer():
-    reached = {i for key, fn, *_ in WRONG for i in verdict(key, fn).ids}
+def test_every_mistake_is_reached(verdicts):
     # That a function is the library's own is told where all is right.
-    sizes = {key: ALL[key].sizes or [None] for key in ALL}
-    reached |= {i for key, fn in RIGHT for size in sizes[key] for i in verdict(key, fn, size).ids}
+    reached = {id for found in verdicts.values() for id in found.ids}
     assert sorted({*WORDS} - reached) == []
 
 
@@ -106,12 +94,12 @@ def named_checks():
     ]
 
 
-@pytest.mark.parametrize("graded", named_checks(), ids=lambda f: f"{f.__module__}.{f.__name__}")
-def test_each_check_has_five_right_answers_in_other_clothes(graded):
+@pytest.mark.parametrize("named", named_checks(), ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_each_check_has_five_right_answers_in_other_clothes(named):
     right = [
         fn
         for answers in ALL.values()
         for fn in answers.right
-        if getattr(answers.check, "func", answers.check) is graded
+        if getattr(answers.check, "func", answers.check) is named
     ]
     assert len(right) >= 6

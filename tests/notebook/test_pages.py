@@ -33,6 +33,7 @@ def test_a_pages_exercises_have_the_names_of_their_verdicts(path):
     [
         ("check.ring.share_only(mine, to='left')", ["ring.share_only"]),
         ("labkit.check.ring.all_reduce(mine)", ["ring.all_reduce"]),
+        ("check.ring.all_reduce(mine).own_run()", ["ring.all_reduce"]),
         ("check.returns(gather, value, target=check.Target(1))", ["gather"]),
         ("check.answers(fn, {}, name='choose')", ["choose"]),
         ("e = check.Exercise('half', judge=j)\ncheck.grade(half, e)", ["half"]),

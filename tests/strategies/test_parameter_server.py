@@ -12,7 +12,7 @@ from torch import nn
 
 from labkit import WorkerError, run, train_with
 from labkit.costs.traffic import parameter_server_cost
-from labkit.strategies.parameter_server import ParameterServer
+from labkit.strategies.parameter_server import ParameterServer, answer_one_by_one
 from labkit.strategies.single import Single
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share
@@ -45,6 +45,22 @@ def train_by_hand(comm, make_strategy, make_models, batches):
         strategy.end_epoch()
         found.append((strategy.full_state(), samples, sent))
     return found
+
+
+def pull_from_the_naive_server(comm):
+    values = torch.full((2,), 10.0)
+    if comm.rank == 0:
+        answer_one_by_one(comm, values, lr=0.5)
+    else:
+        comm.send(torch.tensor([1.0, 2.0]) * 10**comm.rank, 0)
+        comm.recv(values, 0)
+    return values.tolist(), comm.messages
+
+
+def test_the_naive_server_answers_each_push_before_the_next():
+    values, messages = zip(*run(pull_from_the_naive_server, world_size=3).values)
+    assert values == ([-45.0, -100.0], [5.0, 0.0], [-45.0, -100.0])
+    assert messages == (2, 1, 1)
 
 
 @pytest.fixture(scope="module")

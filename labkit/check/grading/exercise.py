@@ -10,7 +10,7 @@ Symbols: P ranks.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import Cost
 from labkit.units import format_count, spelled
-
-if TYPE_CHECKING:
-    from labkit.check.grading.score import Score
 
 # The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
 SIZES = (96, 10, 2, 1, 0)
@@ -164,6 +161,32 @@ def nothing(rank: int, case: Case) -> Any:
     return None
 
 
+Ranks = tuple[Outcome, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a puzzle is scored by.
+
+    Attributes:
+        of: (case, outcomes by rank) -> the number; None if it cannot be told.
+        best: case -> the best known; None for a case that is not scored.
+        shown: the number -> its text, with a unit.
+        source: who reaches the best, in words.
+        rule: (case, outcomes) -> which of the puzzle's rules is broken, or None.
+        slack: by which part of the best a number may be larger and still be as good.
+        of_rounds: whether the pattern of the messages may explain a score.
+    """
+
+    of: Callable[[Case, Ranks], float | None]
+    best: Callable[[Case], float | None]
+    shown: Callable[[float], str]
+    source: str
+    rule: Callable[[Case, Ranks], Mistake | None] = lambda case, ranks: None
+    slack: float = 0.0
+    of_rounds: bool = False
+
+
 @dataclass(frozen=True)
 class Exercise:
     """What a function has to do on P ranks.
@@ -222,7 +245,7 @@ class Exercise:
     root_name: str = ""
     nouns: tuple[str, str] = ("rank", "element")
     case_words: Mapping[int, str] = field(default_factory=dict)
-    score: "Score | None" = None
+    score: Score | None = None
     holds: bool = False
     may_call: frozenset[str] = frozenset()
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import cloudpickle
-
 from labkit import collectives
 from labkit.check.grading.exercise import (
     Case,
@@ -30,6 +28,7 @@ from labkit.check.grading.score import Scored, praise_score, score_problems, sco
 from labkit.check.grading.stub import about_stub, is_stub
 from labkit.check.grading.watched import names_to_call_by
 from labkit.check.grading.words import Mistake
+from labkit.runtime.pickling import dumps
 from labkit.units import format_count
 
 WORLD_SIZES = (2, 3, 4)
@@ -105,7 +104,7 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
     except ValueError:
         pass  # a builtin without a signature: wrong arguments show in the call
     try:
-        cloudpickle.dumps(fn)
+        dumps(fn)
     except Exception as error:
         return Mistake("fn.cannot_travel", error=error)
     return None
@@ -213,6 +212,7 @@ def _verdict(
     verdict.notes += [] if problems else right
     if "messages" in names:
         whose = "each rank" if exercise.target is not None else "all ranks together"
-        size = f", for {exercise.sizes[0]} elements" if exercise.sizes else ""
+        noun = exercise.nouns[1]
+        size = f", for {format_count(exercise.sizes[0], noun)}" if exercise.sizes and noun else ""
         verdict.caption = f"Messages and bytes sent, and rounds, are those of {whose}{size}."
     return verdict

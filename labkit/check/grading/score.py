@@ -1,37 +1,17 @@
 """The score of a puzzle: one number, the less the better, beside the best that is known."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from labkit.check.grading.exercise import Case, Exercise, Outcome, Problem, where
+from labkit.check.grading.exercise import (
+    Case,
+    Exercise,
+    Problem,
+    Ranks,
+    Score,
+    where,
+)
 from labkit.check.grading.words import Mistake
 from labkit.units import format_count
-
-Ranks = tuple[Outcome, ...]
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a puzzle is scored by.
-
-    Attributes:
-        of: (case, outcomes by rank) -> the number; None if it cannot be told.
-        best: case -> the best known; None for a case that is not scored.
-        shown: the number -> its text, with a unit.
-        source: who reaches the best, in words.
-        rule: (case, outcomes) -> which of the puzzle's rules is broken, or None.
-        slack: by which part of the best a number may be larger and still be as good.
-        of_rounds: whether the pattern of the messages may explain a score.
-    """
-
-    of: Callable[[Case, Ranks], float | None]
-    best: Callable[[Case], float | None]
-    shown: Callable[[float], str]
-    source: str
-    rule: Callable[[Case, Ranks], Mistake | None] = lambda case, ranks: None
-    slack: float = 0.0
-    of_rounds: bool = False
 
 
 class Scored(NamedTuple):

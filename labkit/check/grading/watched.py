@@ -24,7 +24,7 @@ _SOLUTIONS = tuple(
     f"{_LABKIT}/{part}"
     for part in (
         *("collectives/", "schedules/", "strategies/", "placement/planner", "placement/search"),
-        *("costs/pipeline_timeline", "workload/sampling"),
+        *("costs/pipeline_timeline", "workload/sampling", "comm/work.py"),
     )
 )
 _HELPERS = {

@@ -19,6 +19,117 @@ def workers(comm):
     return range(1, comm.world_size)
 
 
+# A worker of one server: (comm, gradient, values)
+
+
+def pushes_and_pulls(comm, gradient, values, pushed=1.0):
+    comm.send(pushed * gradient, 0)
+    comm.recv(values, 0)
+
+
+def pulls_beside(comm, gradient, values):
+    comm.send(gradient, 0)
+    values[:] = comm.recv(torch.empty_like(values), 0)
+
+
+def pushes_and_pulls_in_numpy(comm, gradient, values):
+    comm.send(torch.from_numpy(gradient.numpy().copy()), 0)
+    comm.recv(torch.from_numpy(values.numpy()), 0)
+
+
+def pushes_by_keyword(*, values, gradient, comm):
+    comm.send(tensor=gradient, dst=0)
+    return comm.recv(tensor=values, src=0)
+
+
+def pulls_from_any(comm, gradient, values):
+    comm.send(gradient.clone(), dst=0)
+    comm.recv_any(values, [0])
+
+
+def takes_both_ways_as_one(comm, gradient, values):
+    for way, tensor in ((comm.send, gradient), (comm.recv, values)):
+        way(tensor, 0)
+
+
+def waits_before_it_pushes(comm, gradient, values):
+    comm.recv(values, 0)
+    comm.send(gradient, 0)
+
+
+def as_only_worker(fn):
+    """A wrong worker of several servers, as one of a single server."""
+    return lambda comm, gradient, values: fn(comm, gradient, values, 1)
+
+
+# The server that answers one by one: (comm, values)
+
+
+def answers_at_once(comm, values, lr=0.1, order=1):
+    for rank in workers(comm)[::order]:
+        values -= lr * comm.recv(torch.empty_like(values), rank)
+        comm.send(values, rank)
+
+
+def answers_whoever_comes(comm, values):
+    waiting, push = {*workers(comm)}, torch.empty_like(values)
+    while waiting:
+        rank = comm.recv_any(push, waiting)
+        waiting.remove(rank)
+        values.sub_(push, alpha=0.1)
+        comm.send(values, rank)
+
+
+def answers_in_numpy(comm, values):
+    array, push = values.numpy(), np.empty(len(values), dtype=np.float32)
+    for rank in workers(comm):
+        comm.recv(torch.from_numpy(push), rank)
+        array -= np.float32(0.1) * push
+        comm.send(torch.from_numpy(array.copy()), rank)
+
+
+def answers_the_rest_later(comm, values, rank=1):
+    if rank < comm.world_size:
+        values.copy_(values - 0.1 * comm.recv(torch.zeros_like(values), rank))
+        comm.send(values, rank)
+        answers_the_rest_later(comm, values, rank + 1)
+
+
+def answers_by_optimizer(comm, values):
+    optimizer = torch.optim.SGD([values], lr=0.1)
+    for rank in workers(comm):
+        values.grad = comm.recv(torch.empty_like(values), rank)
+        optimizer.step()
+        comm.send(values, rank)
+
+
+def answers_before_it_updates(comm, values):
+    for rank in workers(comm):
+        push = comm.recv(torch.empty_like(values), rank)
+        comm.send(values, rank)
+        values -= 0.1 * push
+
+
+def forgets_each_update(comm, values):
+    for rank in workers(comm):
+        comm.send(values - 0.1 * comm.recv(torch.empty_like(values), rank), rank)
+
+
+def answers_from_new_parameters(comm, values):
+    for rank in workers(comm):
+        values = values - 0.1 * comm.recv(torch.empty_like(values), rank)
+        comm.send(values, rank)
+
+
+def answers_twice(comm, values):
+    answers_at_once(comm, values)
+    values -= 0.1
+
+
+def collects_without_dividing(comm, values):
+    serves(comm, values, 1)
+
+
 # The server: (comm, values, batch_size)
 
 
@@ -86,14 +197,27 @@ def serves_the_first_worker_alone(comm, values, batch_size):
 
 
 def serves_as_they_come(comm, values, batch_size):
-    waiting, pushes = {*workers(comm)}, []
+    """Receives from whoever comes, and adds in the order of the ranks."""
+    waiting, pushes = {*workers(comm)}, {}
     while waiting:
         incoming = torch.empty_like(values)
-        waiting.remove(comm.recv_any(incoming, waiting))
-        pushes.append(incoming)
-    values.sub_(torch.stack(pushes).sum(0), alpha=0.1 / batch_size)
+        rank = comm.recv_any(incoming, waiting)
+        waiting.remove(rank)
+        pushes[rank] = incoming
+    total = torch.stack([pushes[rank] for rank in workers(comm)]).sum(0)
+    values.sub_(total, alpha=0.1 / batch_size)
     for rank in reversed(workers(comm)):
         comm.send(values.clone(), rank)
+
+
+def adds_as_they_come(comm, values, batch_size):
+    waiting, total, incoming = {*workers(comm)}, torch.zeros_like(values), values.clone()
+    while waiting:
+        waiting.remove(comm.recv_any(incoming, waiting))
+        total += incoming
+    values -= 0.1 * total / batch_size
+    for rank in workers(comm):
+        comm.send(values, rank)
 
 
 def serves_in_numpy(comm, values, batch_size):
@@ -182,14 +306,6 @@ def works_in_numpy(comm, gradient, values, servers):
         comm.recv(torch.from_numpy(part), server)
 
 
-def rounds_the_slices_up(comm, gradient, values, servers):
-    """torch.chunk cuts 10 into 5 and 5, but 1 into 1: with few elements a server gets nothing."""
-    for server, part in enumerate(gradient.chunk(servers)):
-        comm.send(part, server)
-    for server, part in enumerate(values.chunk(servers)):
-        comm.recv(part, server)
-
-
 def works(comm, gradient, values, servers, pushed=slice(None), pulled=slice(None)):
     bounds = chunk_bounds(len(gradient), servers)
     for server, (start, end) in enumerate(bounds[pushed]):
@@ -233,16 +349,21 @@ def pushes_everything_everywhere(comm, gradient, values, servers):
         comm.send(gradient, server)
 
 
+def pulls_first(comm, gradient, values, servers):
+    for server, part in enumerate(values.tensor_split(servers)):
+        comm.recv(part, server)
+    works(comm, gradient, values, servers)
+
+
 # Both at once: (comm, gradient, values, batch_size)
 
 
-def does_both(comm, gradient, values, batch_size, divisor=None, sign=1, own=1, share=True):
+def does_both(comm, gradient, values, batch_size, divisor=None, sign=1, own=1):
     chunks, mine = split_chunks(gradient, comm.world_size), (comm.rank + own) % comm.world_size
     share_reduce(comm, chunks)
     pieces = split_chunks(values, comm.world_size)
     pieces[mine] -= sign * 0.1 * chunks[mine] / (divisor or batch_size)
-    if share:
-        share_only(comm, pieces)
+    share_only(comm, pieces)
 
 
 def both_divide_by_ranks(comm, gradient, values, batch_size):
@@ -310,6 +431,29 @@ def everyone_to_everyone(comm, gradient, values, batch_size):
         comm.exchange(pulled[rank], dst, pulled[src], src)
 
 
+def everyone_by_turns(comm, gradient, values, batch_size, own=True, add=True, pull=True):
+    """Each slice goes straight to the rank that serves it, into one tensor for the sum."""
+    P, rank = comm.world_size, comm.rank
+    pushed, pulled = gradient.tensor_split(P), values.tensor_split(P)
+    total = pushed[rank].clone() if own else torch.zeros_like(pushed[rank])
+    for turn in range(1, P):
+        dst, src = (rank + turn) % P, (rank - turn) % P
+        incoming = torch.empty_like(total)
+        comm.exchange(pushed[dst], dst, incoming, src)
+        total = total + incoming if add else incoming
+    pulled[rank].sub_(total, alpha=0.1 / batch_size)
+    for turn in range(1, P):
+        dst, src = (rank + turn) % P, (rank - turn) % P
+        comm.exchange(pulled[rank], dst, pulled[src] if pull else pulled[src].clone(), src)
+
+
+def keeps_its_own_slice(comm, gradient, values, batch_size):
+    own = values.tensor_split(comm.world_size)[comm.rank]
+    before = own.clone()
+    everyone_by_turns(comm, gradient, values, batch_size)
+    own.copy_(before)
+
+
 def serves_itself_twice(comm, gradient, values, batch_size):
     does_both(comm, gradient, values, batch_size)
     values[:1] -= 0.1 * gradient[:1] / batch_size
@@ -328,19 +472,35 @@ SERVER = [
     (waits_for_nobody, "server.asynchronous"),
     (updates_at_every_push, "server.update_per_push"),
     (makes_new_parameters, "server.not_in_place"),
+    (adds_as_they_come, "server.order"),
     (serves_the_first_worker_alone, "run.stuck"),
 ]
+PUSH_AND_PULL = [
+    (partial(pushes_and_pulls, pushed=0.1), "worker.scaled"),
+    (as_only_worker(pulls_into_nothing), "worker.unchanged"),
+    (as_only_worker(adds_what_it_pulls), "worker.added"),
+    (as_only_worker(pushes_parameters), "worker.pushed_parameters"),
+    (as_only_worker(updates_again), "worker.updated_again"),
+    (partial(pushes_and_pulls, pushed=2.0), "value.wrong"),
+    (waits_before_it_pushes, "run.stuck"),
+]
+ONE_BY_ONE = [
+    (collects_without_dividing, "one_by_one.collected"),
+    (answers_before_it_updates, "one_by_one.sent_old"),
+    (forgets_each_update, "one_by_one.own_push"),
+    (answers_from_new_parameters, "server.not_in_place"),
+    (partial(answers_at_once, lr=-0.1), "server.wrong_sign"),
+    (partial(answers_at_once, lr=0.01), "one_by_one.differs"),
+    (answers_twice, "one_by_one.differs", "rank 0 holds"),
+]
 WORKER = [
-    (rounds_the_slices_up, "run.stuck"),
-    (partial(works, pushed=slice(None, None, -1)), "run.stuck"),
     (partial(works, pulled=slice(None, None, -1)), "run.stuck"),
     (pulls_into_nothing, "worker.unchanged"),
     (adds_what_it_pulls, "worker.added"),
     (pushes_parameters, "worker.pushed_parameters"),
     (pushes_an_update, "worker.scaled"),
     (updates_again, "worker.updated_again"),
-    (pushes_everything_everywhere, "run.stuck"),
-    (partial(works, pushed=slice(0)), "run.stuck"),
+    (pulls_first, "run.stuck"),
 ]
 
 
@@ -354,12 +514,39 @@ SHARDS = [
     (both_divide_by_ranks, "shards.over_ranks"),
     (partial(does_both, sign=-1), "server.wrong_sign"),
     (partial(does_both, own=0), "shards.unchanged"),
-    (partial(does_both, share=False), "shards.own_slice"),
+    (partial(everyone_by_turns, pull=False), "shards.own_slice"),
+    (partial(everyone_by_turns, own=False), "shards.own_missing"),
+    (partial(everyone_by_turns, add=False), "server.last_push_only"),
+    (keeps_its_own_slice, "shards.own_old"),
     (everyone_for_itself, "shards.own_gradient"),
     (through_one_rank, "traffic.off_target"),
     (serves_itself_twice, "value.wrong"),
 ]
 ANSWERS = [
+    Answers(
+        check.parameter_server.push_and_pull,
+        [
+            pushes_and_pulls,
+            pulls_beside,
+            pushes_and_pulls_in_numpy,
+            pushes_by_keyword,
+            pulls_from_any,
+            takes_both_ways_as_one,
+        ],
+        PUSH_AND_PULL,
+    ),
+    Answers(
+        check.parameter_server.one_by_one,
+        [
+            answers_at_once,
+            partial(answers_at_once, order=-1),
+            answers_whoever_comes,
+            answers_in_numpy,
+            answers_the_rest_later,
+            answers_by_optimizer,
+        ],
+        ONE_BY_ONE,
+    ),
     Answers(
         check.parameter_server.server,
         [
@@ -371,6 +558,7 @@ ANSWERS = [
             serves_by_optimizer,
         ],
         SERVER,
+        4,
     ),
     Answers(
         check.parameter_server.worker,
@@ -393,6 +581,7 @@ ANSWERS = [
             updates_a_copy_of_the_chunk,
             divides_before_it_pushes,
             everyone_to_everyone,
+            everyone_by_turns,
         ],
         SHARDS,
     ),

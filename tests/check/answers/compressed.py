@@ -1,4 +1,4 @@
-"""Answers to ``check.one_device``."""
+"""Answers to ``check.compressed``."""
 
 import numpy as np
 import torch
@@ -6,115 +6,122 @@ from graded import Answers
 from ranks import travel_by_value
 
 from labkit import check
-from labkit.collectives import all_gather, ring_all_reduce
+from labkit.collectives import all_gather, ring_all_reduce, share_only
+from labkit.collectives.ring import split_chunks
 
 travel_by_value(__name__)
 
 
-# loss_scaling(comm, weight, gradient, scale, lr)
+# half_the_bytes(comm, tensor)
 
 
-def in_a_tuple(comm, weight, gradient, scale, lr):
-    total = ring_all_reduce(comm, gradient.clone())
-    finite = bool(torch.isfinite(total).all())
-    return (weight.sub(total, alpha=lr / scale), scale) if finite else (weight, 0.5 * scale)
+def halves_messages(comm, tensor, half=torch.float16, rounds=True):
+    P, rank = comm.world_size, comm.rank
+    right, left = (rank + 1) % P, (rank - 1) % P
+    chunks = tensor.tensor_split(P)
+    for step in range(P - 1):
+        target = chunks[(rank - step - 1) % P]
+        incoming = torch.empty_like(target, dtype=half)
+        comm.exchange(chunks[(rank - step) % P].to(half), right, incoming, left)
+        target += incoming
+    if rounds:
+        chunks[(rank + 1) % P].copy_(chunks[(rank + 1) % P].to(half))
+    for step in range(P - 1):
+        target = chunks[(rank - step) % P]
+        incoming = torch.empty_like(target, dtype=half)
+        comm.exchange(chunks[(rank + 1 - step) % P].to(half), right, incoming, left)
+        target.copy_(incoming)
 
 
-def by_its_largest(comm, weight, gradient, scale, lr):
-    ring_all_reduce(comm, gradient)
-    if gradient.abs().max() < float("inf"):
-        return weight.add_(gradient / scale, alpha=-lr), torch.tensor(scale)
-    return weight, torch.tensor(scale / 2)
+def in_bfloat16(comm, tensor):
+    halves_messages(comm, tensor, torch.bfloat16)
 
 
-def by_its_sum(comm, weight, gradient, scale, lr):
-    """Infinity minus infinity is NaN, so a sum that is finite has no infinity in it."""
-    ring_all_reduce(comm, gradient)
-    total = gradient.double().sum().item()
-    overflowed = total in (float("inf"), float("-inf")) or total != total
-    return [weight if overflowed else weight - gradient * lr / scale, scale / (1 + overflowed)]
+def around(comm, chunks):
+    """A ring that adds in the precision of the chunks."""
+    P, rank = comm.world_size, comm.rank
+    for step in range(P - 1):
+        target = chunks[(rank - step - 1) % P]
+        incoming = torch.empty_like(target)
+        comm.exchange(chunks[(rank - step) % P], (rank + 1) % P, incoming, (rank - 1) % P)
+        target += incoming
+    share_only(comm, chunks)
 
 
-def with_numpy(comm, weight, gradient, scale, lr):
-    total = ring_all_reduce(comm, gradient).numpy()
-    if np.isfinite(total).all():
-        return np.subtract(weight.numpy(), lr * total / scale), np.float32(scale)
-    return weight.numpy(), np.float32(scale / 2)
+def adds_halves(comm, tensor):
+    small = tensor.half()
+    around(comm, list(small.tensor_split(comm.world_size)))
+    tensor.copy_(small)
 
 
-def unscales_first(comm, weight, gradient, scale, lr):
-    mine = gradient / scale
-    ring_all_reduce(comm, mine)
-    while not mine.isfinite().all():
-        return weight, scale / 2
-    weight -= lr * mine
-    return weight, scale
+def in_numpy(comm, tensor):
+    small = torch.from_numpy(tensor.numpy().astype(np.float16))
+    around(comm, split_chunks(small, comm.world_size))
+    tensor.numpy()[:] = small.numpy()
 
 
-def quarters(comm, weight, gradient, scale, lr):
-    new, after = scales(comm, weight, gradient, scale, lr)
-    return [new, after if after == scale else scale / 4]
+def with_share_only(comm, tensor):
+    chunks = split_chunks(tensor, comm.world_size)
+    P, rank = comm.world_size, comm.rank
+    for step in range(P - 1):
+        outgoing = chunks[(rank - step) % P].to(torch.float16)
+        target = chunks[(rank - step - 1) % P]
+        incoming = target.to(torch.float16)
+        target += comm.exchange(outgoing, (rank + 1) % P, incoming, (rank - 1) % P).float()
+    small = [chunk.half() for chunk in chunks]
+    share_only(comm, small)
+    tensor.copy_(torch.cat(small))
 
 
-def looks_at_one_place(comm, weight, gradient, scale, lr):
-    ring_all_reduce(comm, gradient)
-    if not gradient[0].isfinite():
-        return [weight, scale / 2]
-    return [weight - lr * gradient / scale, scale]
+def padded(comm, tensor):
+    P = comm.world_size
+    small = torch.zeros(-(-len(tensor) // P) * P, dtype=torch.float16)
+    small[: len(tensor)] = tensor
+    around(comm, list(small.chunk(P)) if len(small) else [small] * P)
+    tensor[:] = small[: len(tensor)].float()
 
 
-def scales(comm, weight, gradient, scale, lr):
-    ring_all_reduce(comm, gradient)
-    if not gradient.isfinite().all():
-        return [weight, scale / 2]
-    return [weight - lr * gradient / scale, scale]
+def as_integers(comm, tensor):
+    """The bits of the halves, in messages of int16."""
+    P, rank = comm.world_size, comm.rank
+    chunks = [chunk.half() for chunk in split_chunks(tensor, P)]
+    for step in range(2 * (P - 1)):
+        target = (rank - step - 1) % P
+        incoming = torch.empty(len(chunks[target]), dtype=torch.int16)
+        outgoing = chunks[(rank - step) % P].view(torch.int16)
+        comm.exchange(outgoing, (rank + 1) % P, incoming, (rank - 1) % P)
+        received = incoming.view(torch.half)
+        chunks[target] = chunks[target] + received if step < P - 1 else received
+    tensor.copy_(torch.cat(chunks))
 
 
-def never_unscales(comm, weight, gradient, scale, lr):
-    return scales(comm, weight, gradient, scale, lr * scale)
+def by_the_exact_ring(comm, tensor):
+    ring_all_reduce(comm, tensor)
 
 
-def averages_too(comm, weight, gradient, scale, lr):
-    return scales(comm, weight, gradient, scale, lr / comm.world_size)
+def by_the_librarys_ring(comm, tensor):
+    """Its partial sums travel as float32."""
+    small = tensor.half()
+    ring_all_reduce(comm, small)
+    tensor.copy_(small)
 
 
-def never_looks(comm, weight, gradient, scale, lr):
-    return [weight - lr * ring_all_reduce(comm, gradient) / scale, scale]
+def keeps_its_own_unrounded(comm, tensor):
+    halves_messages(comm, tensor, rounds=False)
 
 
-def only_lowers(comm, weight, gradient, scale, lr):
-    ring_all_reduce(comm, gradient)
-    lowered = scale if gradient.isfinite().all() else scale / 2
-    return [weight - lr * gradient / scale, lowered]
+def forgets_the_copy(comm, tensor):
+    adds_halves(comm, tensor.clone())
 
 
-def always_lowers(comm, weight, gradient, scale, lr):
-    return [scales(comm, weight, gradient, scale, lr)[0], scale / 2]
+def divides(comm, tensor):
+    adds_halves(comm, tensor)
+    tensor /= comm.world_size
 
 
-def skips_number_by_number(comm, weight, gradient, scale, lr):
-    finite = ring_all_reduce(comm, gradient).isfinite()
-    updated = torch.where(finite, weight - lr * gradient / scale, weight)
-    return [updated, scale if finite.all() else scale / 2]
-
-
-def only_skips(comm, weight, gradient, scale, lr):
-    return [scales(comm, weight, gradient, scale, lr)[0], scale]
-
-
-def looks_too_early(comm, weight, gradient, scale, lr):
-    finite = gradient.isfinite().all()
-    ring_all_reduce(comm, gradient)
-    return [weight - lr * gradient / scale, scale] if finite else [weight, scale / 2]
-
-
-def scales_alone(comm, weight, gradient, scale, lr):
-    return [weight - lr * gradient / scale, scale]
-
-
-def asks_everyone(comm, weight, gradient, scale, lr):
-    ring_all_reduce(comm, (~gradient.isfinite().all()).float().reshape(1))
-    return scales(comm, weight, gradient, scale, lr)
+def in_eight_bits(comm, tensor):
+    adds_halves(comm, tensor)
+    tensor.copy_((tensor * 4).round() / 4)
 
 
 # top_k(comm, gradient, residual, k)
@@ -237,25 +244,27 @@ def sends_zeros_too(comm, gradient, residual, k):
 
 ANSWERS = [
     Answers(
-        check.one_device.loss_scaling,
-        [scales, in_a_tuple, by_its_largest, by_its_sum, with_numpy, unscales_first],
+        check.compressed.half_the_bytes,
         [
-            (quarters, "value.wrong"),
-            (looks_at_one_place, "scaling.update_anyway"),
-            (never_unscales, "scaling.still_scaled"),
-            (averages_too, "scaling.over_ranks"),
-            (never_looks, "scaling.update_anyway"),
-            (only_lowers, "scaling.lowered_and_updated"),
-            (always_lowers, "scaling.lowered_for_nothing"),
-            (skips_number_by_number, "scaling.patched"),
-            (only_skips, "scaling.not_lowered"),
-            (looks_too_early, "scaling.ranks_disagree"),
-            (scales_alone, "scaling.own_gradient"),
-            (asks_everyone, "traffic.off_target"),
+            halves_messages,
+            in_bfloat16,
+            adds_halves,
+            in_numpy,
+            with_share_only,
+            padded,
+            as_integers,
+        ],
+        [
+            (by_the_exact_ring, "traffic.off_target"),
+            (by_the_librarys_ring, "traffic.off_target"),
+            (keeps_its_own_unrounded, "half.ranks_differ"),
+            (forgets_the_copy, "half.unchanged"),
+            (divides, "half.mean"),
+            (in_eight_bits, "half.too_far"),
         ],
     ),
     Answers(
-        check.one_device.top_k,
+        check.compressed.top_k,
         [
             sparse,
             by_sorting,
