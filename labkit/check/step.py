@@ -167,7 +167,6 @@ def largest_batch(fn: Callable) -> Verdict:
         mistakes={
             "memory.no_gradients": lambda p, s, k, m: _samples(m - 4 * (1 + s) * p, k),
             "memory.no_state": lambda p, s, k, m: _samples(m - 8 * p, k),
-            "memory.no_parameters": lambda p, s, k, m: _samples(m - 4 * (1 + s) * p, k),
             "memory.numbers": lambda p, s, k, m: _samples(m - (2 + s) * p, k),
             "memory.kept_alone": lambda p, s, k, m: _samples(m, k),
             "memory.state_alone": lambda p, s, k, m: _samples(m - 4 * s * p, k),

@@ -822,7 +822,7 @@ ANSWERS = [
             (two_chains, "score.above", "4 rounds"),
             (tells_nobody, "puzzle.own"),
         ],
-        6,
+        8,
     ),
     Answers(
         check.puzzles.prefix_sum,
