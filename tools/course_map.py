@@ -60,6 +60,10 @@ PAGES = {
         "seventy times",
         'How does a benchmark come to "70 times faster than DDP"?',
     ),
+    "17_puzzles": (
+        "puzzles",
+        "In how few rounds, bytes or spare memory can you solve ten small puzzles?",
+    ),
 }
 _FIRST = "00_start_here"
 _TABLE = re.compile(r"\| page \|.*\n(\|.*(\n|$))+")

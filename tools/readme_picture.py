@@ -1,51 +1,146 @@
-"""Make the README's picture: one real training step on four ranks, with a record of the run.
+"""Make the README's picture: a function, the processes that ran it, and who waited.
 
-Writes data/results/ring_step.png and data/results/ring_step.json.
+What is drawn is the source of ``all_reduce`` below, what its ranks have sent, and their timeline.
+Writes data/results/readme_picture.png and, with a record of the run, readme_picture.json.
 """
 
+import inspect
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from labkit import plots, train_with
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from labkit import EmulatedLink, RunResult, devices, run
 from labkit.files import write_atomically
+from labkit.plots import CaptionedFigure
+from labkit.plots.figure import WIDTH_IN, add_legend, drawn, fixed_axes, label_lanes
+from labkit.plots.palette import BLUE, DARK, GRID
+from labkit.plots.timeline import draw_spans, timeline_words
 from labkit.trace import Trace
 
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "results"
-# The first steps warm up the caches; the last one of an epoch has a smaller batch.
-STEP = 20
+WORLD_SIZE, NUM_ELEMENTS, HEIGHT_IN = 4, 250_000, 5.0
+# 1 MB takes 80 ms, so that a message is wide enough to be seen, and waits for no core.
+LINK = EmulatedLink(0.0, 12.5e6)
+
+
+def all_reduce(comm, tensor):
+    if comm.rank == 0:
+        theirs = torch.empty_like(tensor)
+        for r in range(1, comm.world_size):
+            tensor += comm.recv(theirs, r)
+        for r in range(1, comm.world_size):
+            comm.send(tensor, r)
+    else:
+        comm.send(tensor, 0)
+        comm.recv(tensor, 0)
+
+
+def reduce_ones(comm) -> float:
+    tensor = torch.ones(NUM_ELEMENTS)
+    comm.barrier()
+    all_reduce(comm, tensor)
+    return tensor[0].item()
 
 
 def main() -> None:
-    result = train_with("ring_all_reduce", world_size=4, epochs=1, batch_size=64)
-    start_s, end_s = step_bounds(result.trace, STEP)
-    figure = plots.timeline(
-        result,
-        title="One training step on four ranks, as measured",
-        start_s=start_s,
-        end_s=end_s,
-    )
+    result = run(reduce_ones, world_size=WORLD_SIZE, device="cpu", link=LINK)
+    picture = draw(result)
     RESULTS.mkdir(exist_ok=True)
-    figure.save(RESULTS / "ring_step.png")
+    picture.save(RESULTS / "readme_picture.png")
     record = {
         "command": "python tools/readme_picture.py",
-        "config": result.config.as_dict(),
-        "step": STEP,
-        "step_seconds": end_s - start_s,
-        "hardware": result.hardware,
-        "versions": result.versions,
+        "source": inspect.getsource(all_reduce),
+        "world_size": WORLD_SIZE,
+        "link": str(LINK),
+        "values": result.values,
+        "messages": result.messages,
+        "bytes_sent": result.bytes_sent,
+        "explained": said_of(result),
+        "alt": picture.alt,
+        "hardware": devices.hardware(),
     }
-    write_atomically(RESULTS / "ring_step.json", json.dumps(record, indent=2) + "\n")
-    print(figure.caption)
+    write_atomically(RESULTS / "readme_picture.json", json.dumps(record, indent=2) + "\n")
+    print(picture.alt)
 
 
-def step_bounds(trace: Trace, step: int) -> tuple[float, float]:
-    """(start, end) of a step: its earliest start on a rank, and the latest start of the next."""
-    starts, ends = [], []
-    for rank in trace.ranks:
-        data = trace.of(rank, "data")
-        starts.append(data[step].start_s)
-        ends.append(data[step + 1].start_s)
-    return min(starts), max(ends)
+@drawn
+def draw(result: RunResult) -> CaptionedFigure:
+    """The three steps: the function, its processes with what they sent, their timeline."""
+    trace = from_the_start(result.trace)
+    figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
+    width, height = 72 * figure.get_size_inches()
+    head(figure, 1, (10, height - 18), "You write the technique")
+    code = frame(fixed_axes(figure, 10, 340, height - 162, height - 36))
+    text = inspect.getsource(all_reduce).rstrip()
+    code.text(0.04, 0.49, text, family="monospace", va="center", size=9.5, linespacing=1.2)
+    head(figure, 2, (362, height - 18), "Real processes run it")
+    draw_processes(
+        fixed_axes(figure, 362, width - 10, height - 162, height - 36), result.bytes_sent
+    )
+    head(figure, 3, (10, height - 184), "You see who waits for whom")
+    lanes = fixed_axes(figure, 52, width - 10, 60, height - 204)
+    lanes.set_xlim(0, 1e3 * max(span.end_s for span in trace.spans))
+    add_legend(figure, draw_spans(lanes, list(trace.spans), trace.ranks, 1e-3, model=False))
+    label_lanes(lanes, [f"rank {rank}" for rank in trace.ranks])
+    lanes.set_xlabel("time since the start (ms)")
+    alt, caption = timeline_words(trace)
+    return CaptionedFigure(figure, alt=f"{alt} {said_of(result)}", caption=caption)
+
+
+def said_of(result: RunResult) -> str:
+    """The first sentence of what labkit says of the run."""
+    return str(result.explain()).partition(". ")[0] + "."
+
+
+def head(figure: Figure, number: int, place: tuple[float, float], words: str) -> None:
+    """A step's number in a disc and its words; ``place`` in points."""
+    width, height = 72 * figure.get_size_inches()
+    x, y = place[0] / width, place[1] / height
+    disc = {"boxstyle": "circle,pad=0.25", "facecolor": BLUE, "edgecolor": "none"}
+    figure.text(x, y, str(number), color="white", weight="bold", va="center", bbox=disc)
+    figure.text(x + 20 / width, y, words, size=14, weight="bold", va="center")
+
+
+def frame(axes: Axes) -> Axes:
+    """Axes from 0 to 1 without ticks, with a thin frame."""
+    axes.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1), facecolor="#F7F7F7")
+    for side in axes.spines.values():
+        side.set(visible=True, color=GRID)
+    return axes
+
+
+def draw_processes(axes: Axes, bytes_sent: Sequence[int]) -> None:
+    """A box per rank with what it has sent, and an arrow between rank 0 and each other."""
+    frame(axes)
+    centres = {0: (0.5, 0.77), 1: (0.18, 0.23), 2: (0.5, 0.23), 3: (0.82, 0.23)}
+    for rank, (x, y) in centres.items():
+        corner = (x - 0.13, y - 0.14)
+        shape = "round,pad=0,rounding_size=0.03"
+        axes.add_patch(
+            FancyBboxPatch(corner, 0.26, 0.28, shape, facecolor="white", edgecolor=BLUE)
+        )
+        sent = f"rank {rank}\nsends {bytes_sent[rank] / 1e6:g} MB"
+        axes.text(x, y, sent, ha="center", va="center", size=9.5)
+        if rank:
+            ends = (x, 0.38), (0.5 + 0.3 * (x - 0.5), 0.62)
+            axes.annotate("", *ends, arrowprops={"arrowstyle": "<->", "color": DARK})
+
+
+def from_the_start(trace: Trace) -> Trace:
+    """The trace without the barrier before the function, from second 0 on."""
+    start_s = min(span.start_s for span in trace.spans if span.kind == "communicate")
+    spans = [
+        replace(span, start_s=max(0.0, span.start_s - start_s), end_s=span.end_s - start_s)
+        for span in trace.spans
+        if span.end_s > start_s
+    ]
+    return Trace.merge([spans])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
 from labkit.placement.planner import predict_split
 from labkit.placement.vgg16_splits import VGG16_SPLITS
-from labkit.training.split_run import measure_profile, measure_split, stage_link
+from labkit.training.measured_link import measure_link
+from labkit.training.split_run import measure_profile, measure_split
 from labkit.units import check_integer, format_bytes, format_number, format_seconds
 
 MODEL = "vgg16"
@@ -118,7 +119,7 @@ def bench_placement(repeats: int = 6) -> Iterator[Result]:
 
 def _results(repeats: int) -> Iterator[Result]:
     yield measure_transport(repeats * 5)
-    link = stage_link(device="cpu")
+    link = measure_link(device="cpu")
     yield measure_hops(link, repeats)
     profile = measure_profile(MODEL, batch_size=SCATTER_BATCH, input_shape=SHAPE, device="cpu")
     for micro_batches in (1, MICRO_BATCHES):

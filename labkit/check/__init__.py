@@ -3,19 +3,27 @@
 ``labkit.check`` is this package. The named checks take a learner's function with the signature of
 its counterpart in ``labkit.collectives``:
 
-    check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce
-    check.naive.all_reduce    check.tree.all_reduce
+    check.messages.there_and_back   .round_trip   .all_gather   .message_time
+    check.ring.rotate_and_add   .share_reduce   .share_only   .all_reduce   .weighted_mean
+    check.naive.all_reduce
+    check.tree.all_reduce   .choose
     check.collectives.broadcast   .gather   .scatter   .reduce   .barrier
-    check.one_device.accumulate   .loss_scaling   .top_k
-    check.data_parallel.scatter   .parallel_apply   .reduce
-    check.ddp.buckets   .sampler   .average   .accumulate
+    check.step.timer   .flops   .largest_batch   .accumulate   .loss_scaling
+    check.backend.bucket   .work   .group
+    check.compressed.half_the_bytes   .top_k
+    check.data_parallel.scatter   .replicate   .parallel_apply   .gather   .reduce
+    check.ddp.average   .hooks   .buckets
+    check.overlap.in_order   .finish   .backward
     check.parameter_server.push_and_pull   .one_by_one   .server   .worker   .shards
-    check.staleness.bookkeeping   .admission   .server
+    check.staleness.push   .server   .bookkeeping   .smaller_steps   .admission
     check.hops.forward   .backward
-    check.placement.best_cuts
-    check.pipeline.bubble   .one_f_one_b   .hop
+    check.placement.bytes_over_cuts   .step_seconds   .best_cuts
+    check.pipeline.micro_batches   .gpipe   .bubble   .one_f_one_b   .hop   .step
+    check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
+        .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
 
-Others belong to a page: ``check.fairness.replicas_agree`` and ``.interleaved_ratio``.
+Others belong to a page: ``check.fairness.synchronisations``, ``.interleaved_ratio``,
+``.useful_rate`` and ``.replicas_agree``.
 
 A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
 anything else is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs no ranks is
@@ -26,25 +34,31 @@ continues after an exercise that is not done yet.
 """
 
 from labkit.check import (
+    backend,
     collectives,
+    compressed,
     data_parallel,
     ddp,
     fairness,
     hops,
+    messages,
     naive,
-    one_device,
+    overlap,
     parameter_server,
     pipeline,
     placement,
+    puzzles,
     ring,
     staleness,
+    step,
     tree,
 )
 from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade, returns
 from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
-__all__ += ["collectives", "data_parallel", "ddp", "fairness", "hops", "naive", "one_device"]
-__all__ += ["parameter_server", "pipeline", "placement", "ring", "staleness", "tree"]
+__all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "fairness", "hops"]
+__all__ += ["messages", "naive", "overlap", "parameter_server", "pipeline", "placement"]
+__all__ += ["puzzles", "ring", "staleness", "step", "tree"]
 
 __getattr__ = unknown_name(__name__)

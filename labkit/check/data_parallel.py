@@ -3,17 +3,19 @@
 Symbols: P devices, n samples.
 """
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from labkit.check.grading import Case, Mistake, Verdict, returns
 from labkit.check.grading.compare import plain, same, short
-from labkit.check.grading.exercise import random_tensor
+from labkit.check.grading.exercise import random_tensor, with_parameters
 
 DEVICES = 4
 _MEET_S = 1.0
@@ -132,6 +134,91 @@ def _wrong_with(parts: Any, inputs: Tensor, devices: int) -> Mistake | None:
     return None
 
 
+def replicate(fn: Callable) -> Verdict:
+    """Grade ``fn(model, num_devices)``: a list of modules, the model and independent copies of it.
+
+    The first is ``model`` itself. The others hold the same numbers, parameters and buffers, in
+    memory of their own.
+    """
+    return returns(
+        fn,
+        name="data_parallel.replicate",
+        signature="model, num_devices",
+        judge=lambda case, values: values[0],
+        call=_look_at_replicas,
+        nouns=("", ""),
+        world_sizes=(1,),
+    )
+
+
+def _small_model() -> nn.Sequential:
+    """With buffers, a frozen parameter, and a gradient from an earlier step."""
+    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = with_parameters(layers, seed=5)
+    model(random_tensor(6, 8, 3)).sum().backward()
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def _look_at_replicas(fn: Callable, comm: Any) -> Mistake | None:
+    """On the rank: try ``fn``, and return what is wrong with it."""
+    for devices in (3, 2, 1, 4):
+        model = _small_model()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        replicas = fn(model, devices)
+        if wrong := _wrong_with_replicas(replicas, model, before, devices):
+            return wrong
+    return None
+
+
+def _wrong_with_replicas(
+    replicas: Any, model: nn.Module, before: Mapping[str, Tensor], devices: int
+) -> Mistake | None:
+    if isinstance(replicas, Iterable) and not isinstance(replicas, nn.Sequential):
+        replicas = list(replicas)
+    are_modules = isinstance(replicas, list) and all(isinstance(r, nn.Module) for r in replicas)
+    if not are_modules or len(replicas) != devices:
+        found = f"{len(replicas)} modules" if are_modules else f"{replicas!r:.60}"
+        return Mistake("copies.count", due=devices, found=found)
+    pairs = list(itertools.combinations(enumerate(replicas), 2))
+    if one := next(((a, b) for (a, one), (b, other) in pairs if one is other), None):
+        return Mistake("copies.one_module", first=one[0], second=one[1])
+    if replicas[0] is not model:
+        return Mistake("copies.first_copied")
+    for (a, one), (b, other) in pairs:
+        if name := _shared_tensor(one, other):
+            return Mistake("copies.shared_memory", first=a, second=b, name=name)
+    for index, replica in enumerate(replicas):
+        if wrong := _other_than(before, model, replica):
+            return Mistake("copies.replica", index=index, what=wrong)
+    return None
+
+
+def _shared_tensor(one: nn.Module, other: nn.Module) -> str:
+    """The name of a parameter or buffer of which both modules hold the same memory, or ""."""
+    places = {tensor.data_ptr() for tensor in _tensors(other).values() if tensor.numel()}
+    return next((name for name, t in _tensors(one).items() if t.data_ptr() in places), "")
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _other_than(
+    before: Mapping[str, Tensor], model: nn.Module, replica: nn.Module
+) -> Mistake | None:
+    """What differs between a replica and the model as it was."""
+    due, found = dict(model.named_parameters()), dict(replica.named_parameters())
+    if due.keys() != found.keys():
+        return Mistake("copies.names", due=", ".join(due), found=", ".join(found) or "none")
+    state = replica.state_dict()
+    for name, tensor in before.items():
+        if name not in state or not torch.equal(state[name], tensor):
+            return Mistake("copies.numbers" if name in due else "copies.buffer", name=name)
+    frozen = [name for name in due if due[name].requires_grad != found[name].requires_grad]
+    return Mistake("copies.frozen", name=frozen[0]) if frozen else None
+
+
 def parallel_apply(fn: Callable) -> Verdict:
     """Grade ``fn(functions, inputs)``: ``functions[i](inputs[i])`` for all i, in threads.
 
@@ -228,6 +315,114 @@ def _look_at_autograd(fn: Callable) -> Mistake | None:
     if not all(fn([part] * 2, [0, 1])) or not torch.is_grad_enabled():
         return Mistake("threads.do_not_record")
     return None
+
+
+_CLASSES = 3
+# By number of samples: how many each device has.
+_PARTS = {6: (1, 3, 2), 7: (4, 3), 4: (1, 1, 1, 1), 5: (5,)}
+
+
+def gather(fn: Callable) -> Verdict:
+    """Grade ``fn(outputs, targets)``: the loss on device 0, and what goes back to the devices.
+
+    ``outputs`` are [n_i, classes] by device, ``targets`` [n]. Expected is the mean cross-entropy
+    over all n samples, and by device its gradient with respect to the outputs, [n_i, classes]. No
+    gradient may run on into the replicas.
+    """
+    return returns(
+        fn,
+        name="data_parallel.gather",
+        inputs=lambda rank, case: (case.size,),
+        signature="outputs, targets",
+        judge=_judge_gradients,
+        call=lambda fn, comm, size: _of_all(_gather_and_look, fn, _PARTS, size),
+        sizes=tuple(_PARTS),
+        nouns=("", "sample"),
+        world_sizes=(1,),
+    )
+
+
+def _outputs_and_targets(size: int) -> tuple[list[Tensor], Tensor]:
+    outputs = [random_tensor(size + i, n, _CLASSES) for i, n in enumerate(_PARTS[size])]
+    return outputs, torch.arange(size) * 2 % _CLASSES
+
+
+def _gather_and_look(fn: Callable, size: int) -> tuple[Any, bool]:
+    """(what ``fn`` returns, whether a gradient has run on into a replica)."""
+    outputs, targets = _outputs_and_targets(size)
+    # One number stands for the parameters of a replica.
+    replicas = [torch.ones((), requires_grad=True) for _ in outputs]
+    found = fn([output * replica for output, replica in zip(outputs, replicas)], targets)
+    return _as_lists(found), any(replica.grad is not None for replica in replicas)
+
+
+def _as_lists(found: Any) -> Any:
+    """(loss, gradients), the gradients as a list."""
+    if not isinstance(found, Iterable) or isinstance(found, Tensor):
+        return f"{found!r:.60}"
+    return [plain(list(one) if isinstance(one, Iterator) else one) for one in found]
+
+
+def _loss_and_gradients(
+    size: int, sizes: Sequence[int] | None = None, reduction: str = "mean", by_part: bool = False
+) -> list[Any]:
+    """What ``fn`` has to return; the options make mistakes.
+
+    Args:
+        size: the number of samples.
+        sizes: those of the gradients' parts, if not those of the outputs.
+        reduction: of the cross-entropy.
+        by_part: the mean over the devices of the means over their samples.
+    """
+    outputs, targets = _outputs_and_targets(size)
+    gathered = torch.cat(outputs).requires_grad_()
+    loss = functional.cross_entropy(gathered, targets, reduction=reduction)
+    if by_part:
+        parts = zip(*(whole.split(_PARTS[size]) for whole in (gathered, targets)))
+        loss = torch.stack([functional.cross_entropy(*part) for part in parts]).mean()
+    (gradient,) = torch.autograd.grad(loss, gathered)
+    return [loss.item(), list(gradient.split(list(sizes or _PARTS[size])))]
+
+
+# A mistake's id -> what it returns for that many samples.
+_WRONG_GRADIENTS: dict[str, Callable[[int], list[Any]]] = {
+    "gather_loss.mean_of_means": lambda n: _loss_and_gradients(n, by_part=True),
+    "gather_loss.sum": lambda n: _loss_and_gradients(n, reduction="sum"),
+    "gather_loss.whole": lambda n: [
+        _loss_and_gradients(n)[0],
+        [torch.cat(_loss_and_gradients(n)[1])] * len(_PARTS[n]),
+    ],
+    "gather_loss.own_mean": lambda n: [
+        _loss_and_gradients(n)[0],
+        [n / len(part) * part for part in _loss_and_gradients(n)[1]],
+    ],
+    "gather_loss.equal_parts": lambda n: _loss_and_gradients(
+        n, [len(part) for part in torch.ones(n).tensor_split(len(_PARTS[n]))]
+    ),
+}
+
+
+def _judge_gradients(case: Case, values: list[Any]) -> Mistake | None:
+    found: dict[int, Any] = values[0]
+    result, has_run_on = found[case.size]
+    due = _loss_and_gradients(case.size)
+    wrong = None
+    if not isinstance(result, list) or len(result) != 2:
+        return Mistake("gather_loss.kind", result=f"{result!r:.60}")
+    if not same(result[0], due[0]):
+        wrong = Mistake("gather_loss.loss", loss=short(result[0]), due=short(due[0]))
+    elif not same(result[1], due[1], gaps=False):
+        wrong = Mistake(
+            "gather_loss.gradients", found=f"{short(result[1]):.90}", due=short(due[1])
+        )
+    if wrong is None:
+        return Mistake("gather_loss.ran_on") if has_run_on else None
+    for id, rule in _WRONG_GRADIENTS.items():
+        if all(one and same(one[0], rule(size), gaps=False) for size, one in found.items()):
+            return Mistake(id)
+    if has_run_on:
+        wrong.explain(Mistake("gather_loss.ran_on"))
+    return wrong
 
 
 # By number of devices: whether each of them has a gradient, by parameter.

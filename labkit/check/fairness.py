@@ -1,4 +1,4 @@
-"""The checks of page 15: replicas that agree to the bit, and a fair comparison of two times.
+"""The checks of page 15: what a benchmark has to look at beside its clock.
 
 Symbols: P ranks.
 """
@@ -13,12 +13,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from labkit.check.grading import WORLD_SIZES, Case, Mistake, Verdict, returns
+from labkit.check.grading import WORLD_SIZES, Case, Mistake, Verdict, answers, returns
 from labkit.check.grading.compare import fit, short
 from labkit.check.grading.exercise import random_tensor
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import told
 
+# (messages by rank of an epoch,): its ring all-reduces.
+_COUNTED = {
+    ((64, 64),): 32,
+    ((2, 2),): 1,
+    ((96, 96, 96, 96),): 16,
+    ((12, 12, 12),): 3,
+    ((0, 0, 0, 0, 0),): 0,
+    ((40, 40, 40, 40, 40, 40),): 4,
+}
+# (samples of the data set, samples by rank, seconds by epoch): useful samples per second.
+_RATES = {
+    (1000, (500, 500), (9.0, 2.0, 2.5, 2.0)): 500.0,
+    (1000, (1000, 1000), (9.0, 2.0, 2.5, 2.0)): 500.0,
+    (1000, (300, 300), (3.0, 2.0, 2.0, 2.5)): 300.0,
+    (800, (200, 200, 200, 200), (5.0, 1.0, 7.0, 1.0)): 800.0,
+    (600, (600, 600, 600), (0.5, 1.0, 4.0, 1.0, 1.0, 9.0)): 600.0,
+}
 # Odd, even and one: only an odd number of pairs leaves a single median.
 REPEATS = (7, 4, 1)
 
@@ -51,6 +68,59 @@ _REPLICAS = {
 }
 # In a sum with the other numbers, or with an absolute tolerance, its last bit is lost.
 _TINY = 1e-30
+
+
+def synchronisations(fn: Callable) -> Verdict:
+    """Grade ``fn(messages)``: how many ring all-reduces an epoch had, from each rank's messages.
+
+    ``messages`` has one number per rank, 2 (P - 1) for each all-reduce. Runs in this process.
+    """
+    return answers(
+        fn,
+        _COUNTED,
+        name="fairness.synchronisations",
+        signature="messages",
+        mistakes={
+            "synchronisations.half": lambda messages: messages[0] / (len(messages) - 1),
+            "synchronisations.of_all": lambda m: sum(m) / (2 * (len(m) - 1)),
+            "synchronisations.ranks": lambda messages: messages[0] / (2 * len(messages)),
+            "synchronisations.two": lambda messages: messages[0] / 2,
+            "synchronisations.messages": lambda messages: messages[0],
+        },
+    )
+
+
+def useful_rate(fn: Callable) -> Verdict:
+    """Grade ``fn(train_size, samples_by_rank, epoch_seconds)``: useful samples per second.
+
+    Of the median epoch without the first; samples that another rank has done, too, do not count.
+    Runs in this process.
+    """
+
+    def rate(count: Callable, middle: Callable) -> Callable:
+        return lambda train_size, by_rank, seconds: count(train_size, by_rank) / middle(seconds)
+
+    def once(train_size: int, by_rank: Sequence[int]) -> int:
+        return min(train_size, sum(by_rank))
+
+    def later(seconds: Sequence[float]) -> float:
+        return statistics.median(seconds[1:])
+
+    return answers(
+        fn,
+        _RATES,
+        name="fairness.useful_rate",
+        signature="train_size, samples_by_rank, epoch_seconds",
+        mistakes={
+            "rate.counts_twice": rate(lambda size, by_rank: sum(by_rank), later),
+            "rate.counts_undone": rate(lambda size, by_rank: size, later),
+            "rate.one_rank": rate(lambda size, by_rank: by_rank[0], later),
+            "rate.warm_up": rate(once, statistics.median),
+            "rate.mean": rate(once, lambda seconds: statistics.fmean(seconds[1:])),
+            "rate.best": rate(once, min),
+            "rate.per_sample": lambda size, by_rank, seconds: later(seconds) / once(size, by_rank),
+        },
+    )
 
 
 def replicas_agree(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:

@@ -19,7 +19,8 @@ from labkit.check.grading.exercise import with_parameters
 from labkit.comm.comm import Comm
 
 _SAMPLES, _WIDTH = 5, 4
-_MESSAGE_BYTES = 4 * _SAMPLES * _WIDTH
+# Samples in a run that is drawn, so that its messages and its computing can be seen.
+_DRAWN = 50_000
 
 
 def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -38,6 +39,7 @@ def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         call=_look_at_forward,
         judge=_judge_forward,
         target=partial(_target, 1),
+        drawn_size=_DRAWN,
         world_sizes=world_sizes,
     )
 
@@ -57,6 +59,7 @@ def backward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Ver
         call=_gradients_of,
         mistakes={id: partial(_gradients_alone, **by) for id, by in _BACKWARD_MISTAKES.items()},
         target=partial(_target, -1),
+        drawn_size=_DRAWN,
         world_sizes=world_sizes,
     )
 
@@ -66,8 +69,12 @@ def _stage(rank: int) -> nn.Module:
     return with_parameters(layers, 11 + rank)
 
 
+def _samples(case: Case) -> int:
+    return case.size or _SAMPLES
+
+
 def _inputs(case: Case) -> Tensor:
-    return case.random(3, _SAMPLES, _WIDTH)
+    return case.random(3, _samples(case), _WIDTH)
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
@@ -75,7 +82,7 @@ def _target(step: int, rank: int, case: Case) -> Target:
     peer, calls = rank + step, (rank > 0) + (rank < case.world_size - 1)
     if not 0 <= peer < case.world_size:
         return Target(0, 0, calls, frozenset())
-    return Target(1, _MESSAGE_BYTES, calls, frozenset([peer]))
+    return Target(1, 4 * _samples(case) * _WIDTH, calls, frozenset([peer]))
 
 
 # Forward

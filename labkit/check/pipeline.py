@@ -1,10 +1,11 @@
-"""The checks of page 09: the bubble of a timetable, the 1F1B stream, the hop between two stages.
+"""The checks of page 09: micro-batches, the streams of a stage, a hop, and the step.
 
-Symbols: P stages and ranks, M micro-batches, s a stage.
+``check.micro_batches`` and ``check.pipeline_streams`` judge what needs no ranks. Symbols: P stages
+and ranks, M micro-batches, n samples, s a stage.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,25 +14,77 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit import schedules
-from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, returns
+from labkit.check.grading import (
+    WORLD_SIZES,
+    Case,
+    Exercise,
+    Mistake,
+    Target,
+    Verdict,
+    grade,
+    returns,
+)
 from labkit.check.grading.compare import agree, fit, other_kind
 from labkit.check.grading.exercise import with_parameters
 from labkit.check.grading.in_process import Question, Wrong, ask
+from labkit.check.grading.own_run import own_run
 from labkit.check.grading.report import announces_a_stop, told
+from labkit.check.micro_batches import (
+    BATCH_NAMES,
+    parts_of,
+    questions,
+    said_when_right,
+    wrong_parts,
+)
+from labkit.check.pipeline_streams import (
+    BACKWARD_S,
+    STREAM_NAMES,
+    judged_on_paper,
+    stream_of,
+    with_timetable,
+    wrong_gpipe,
+    wrong_one_f_one_b,
+)
 from labkit.comm.comm import Comm
 from labkit.costs.pipeline_timeline import Slot, bubble as idle_share, predicted_slots
-from labkit.schedules.pipeline import Action, Hop, Message, in_flight, with_hops
+from labkit.schedules.pipeline import Action, Hop, Message, with_hops
 from labkit.strategies.stage import Stage
-from labkit.units import format_count
+from labkit.workload.emulated_layer import EmulatedLayer
 
-# A backward costs about two forwards.
-_FORWARD_S, _BACKWARD_S = 1.0, 2.0
 _WIDTH, _MICRO_BATCHES = 3, 5
+# Of a sample's forward in a stage of the step that is drawn.
+_DRAWN_S = 0.004
 
-Streams = list[list[Action]]
 
-# (P, M) to look at, most telling first; the last two have fewer micro-batches than stages.
-_SIZES = ((4, 8), (3, 5), (2, 4), (2, 1), (4, 2))
+def micro_batches(fn: Callable) -> Verdict:
+    """Grade ``fn(inputs, targets, count)``: a batch cut into micro-batches, with weights.
+
+    Returned are triples (inputs, targets, weight), as even as possible and at most one per
+    sample. The weighted sum of their mean losses has to be the mean loss of the batch. Runs
+    without ranks.
+    """
+    judge = partial(
+        ask,
+        "pipeline.micro_batches",
+        fn,
+        questions(),
+        wrong_parts,
+        call=parts_of,
+        right=said_when_right,
+        signature=BATCH_NAMES,
+    )
+    return told("pipeline.micro_batches", judge)
+
+
+def gpipe(fn: Callable) -> Verdict:
+    """Grade ``fn(stage, num_stages, num_micro_batches)``: the actions of a stage by GPipe.
+
+    All forwards come first, then all backwards, in an order that is the same on every stage. Runs
+    without ranks.
+    """
+    name = "pipeline.gpipe"
+    judge = partial(judged_on_paper, name, fn, wrong_gpipe)
+    return with_timetable(told(name, judge), fn, schedules.gpipe)
 
 
 def bubble(fn: Callable) -> Verdict:
@@ -41,9 +94,9 @@ def bubble(fn: Callable) -> Verdict:
     start at any second.
     """
     name = "pipeline.bubble"
-    questions = [Question((slots,), case, idle_share(slots)) for case, slots in _tables().items()]
+    tables = [Question((slots,), case, idle_share(slots)) for case, slots in _tables().items()]
     mistakes = _BUBBLE_MISTAKES.items()
-    judge = partial(ask, name, fn, questions, _wrong_bubble, mistakes=mistakes, call=_share_of)
+    judge = partial(ask, name, fn, tables, _wrong_bubble, mistakes=mistakes, call=_share_of)
     return told(name, judge)
 
 
@@ -55,23 +108,20 @@ def one_f_one_b(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> 
     trains its stage by its stream, and has to get the gradients of one device.
     """
     name = "pipeline.one_f_one_b"
-    questions = [
-        Question((P, M), f"with {format_count(P, 'stage')} and {format_count(M, 'micro-batch')}")
-        for P, M in _SIZES
-    ]
-    names = "stage, num_stages, num_micro_batches"
     with announces_a_stop(name):
-        on_paper = ask(name, fn, questions, _wrong_streams, call=_streams_of, signature=names)
+        on_paper = judged_on_paper(name, fn, wrong_one_f_one_b)
     if not on_paper:
-        return told(name, lambda: on_paper)
-    return returns(
-        fn,
-        _gradients_alone,
-        name=name,
-        signature=names,
-        call=_train_by,
-        world_sizes=world_sizes,
-    )
+        verdict = told(name, lambda: on_paper)
+    else:
+        verdict = returns(
+            fn,
+            _gradients_alone,
+            name=name,
+            signature=STREAM_NAMES,
+            call=_train_by,
+            world_sizes=world_sizes,
+        )
+    return with_timetable(verdict, fn, schedules.one_f_one_b)
 
 
 def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -90,6 +140,35 @@ def hop(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
         target=_messages_of_hops,
         world_sizes=world_sizes,
     )
+
+
+def step(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, layers, stream, micro_batches)``: one stage's part of a training step.
+
+    ``stream`` holds the stage's Actions and Hops, by 1F1B or by GPipe; ``micro_batches`` are M
+    triples (inputs [n, 3], targets [n], weight), the same on all ranks. All activations are
+    [n, 3]. At the end the parameters of ``layers`` have the gradients of one device. Target: one
+    message for each that the stream sends, one call of comm per hop.
+    """
+    exercise = Exercise(
+        "pipeline.step",
+        _step_alone,
+        inputs=lambda rank, case: (case,),
+        signature="comm, layers, stream, micro_batches",
+        call=_step_by,
+        written=None,
+        target=_messages_of_step,
+        mistakes=_STEP_MISTAKES,
+        sizes=(5, 4, 1),
+        nouns=("stage", "micro-batch"),
+        case_words=_STREAM_WORDS,
+        may_call=frozenset({"carry_out"}),
+    )
+    verdict = grade(fn, exercise, world_sizes)
+    # Drawn with stages that take their time, so that the picture is a timetable.
+    drawn = replace(exercise, call=partial(_step_by, sample_s=_DRAWN_S))
+    verdict.run_again = partial(own_run, fn, drawn)
+    return verdict
 
 
 # The bubble of a timetable
@@ -128,8 +207,8 @@ def _tables() -> dict[str, list[Slot]]:
 
 def _table(schedule: Callable, forward_s: Sequence[float], micro_batches: int) -> list[Slot]:
     P = len(forward_s)
-    streams = [list(schedule(stage, P, micro_batches)) for stage in range(P)]
-    return predicted_slots(streams, forward_s, [_BACKWARD_S * s for s in forward_s])
+    rows = [list(schedule(stage, P, micro_batches)) for stage in range(P)]
+    return predicted_slots(rows, forward_s, [BACKWARD_S * s for s in forward_s])
 
 
 def _stages(slots: Iterable[Slot]) -> set[int]:
@@ -175,135 +254,6 @@ _BUBBLE_MISTAKES: dict[str, Callable[[list[Slot]], float]] = {
 }
 
 
-# The 1F1B stream, on paper
-
-
-def _streams_of(fn: Callable, P: int, M: int) -> Streams:
-    return [_stream_of(fn, stage, P, M) for stage in range(P)]
-
-
-def _stream_of(fn: Callable, stage: int, P: int, M: int) -> list[Action]:
-    """What ``fn`` yields for a stage; an action may also be a pair, or "F3".
-
-    Raises:
-        Wrong: ``fn`` returns nothing, or something that is not an action.
-    """
-    yielded = fn(stage, P, M)
-    if yielded is None:
-        raise Wrong(Mistake("stream.nothing"))
-    # An endless generator must not hang the check.
-    return [_action(thing) for thing in itertools.islice(yielded, 4 * M + 4)]
-
-
-def _action(thing: Any) -> Action:
-    kinds = {"F": "forward", "B": "backward"}
-    if isinstance(thing, str) and thing[:1] in kinds and thing[1:].isdecimal():
-        return Action(kinds[thing[0]], int(thing[1:]))
-    if isinstance(thing, (tuple, list)) and len(thing) == 2 and thing[0] in kinds.values():
-        return Action(thing[0], int(thing[1]))
-    raise Wrong(Mistake("stream.no_action", thing=repr(thing)))
-
-
-# A mistake's id -> how many forwards stage s of P runs ahead.
-_WARM_UPS: dict[str, Callable[[int, int, int], int]] = {
-    "stream.fill_and_drain": lambda s, P, M: M,
-    "stream.all_last": lambda s, P, M: 0,
-    "stream.all_first": lambda s, P, M: P - 1,
-    "stream.wrong_end": lambda s, P, M: s,
-    "stream.too_long": lambda s, P, M: P - s,
-    "stream.too_short": lambda s, P, M: max(P - 2 - s, 0),
-}
-
-
-def _right_streams(P: int, M: int) -> Streams:
-    return [list(schedules.one_f_one_b(stage, P, M)) for stage in range(P)]
-
-
-def _wrong_streams(question: Question, streams: Streams) -> Mistake | None:
-    found = _well_known(streams, question.args[1]) or _problem(streams, question.args[1])
-    return Mistake("told.place", place=question.words, what=found) if found else None
-
-
-def _well_known(streams: Streams, M: int) -> Mistake | None:
-    """A well-known mistake with its consequence, or None."""
-    P = len(streams)
-    if streams == _right_streams(P, M):
-        return None
-    for id, ahead in _WARM_UPS.items():
-        # ``one_f_one_b`` runs num_stages - 1 - stage forwards ahead.
-        rows = [list(schedules.one_f_one_b(0, ahead(s, P, M) + 1, M)) for s in range(P)]
-        if streams == rows:
-            consequence = _problem(streams, M)
-            so = consequence and Mistake("stream.so", consequence=consequence)
-            return Mistake(id, also=[so])
-    return None
-
-
-def _problem(streams: Streams, M: int) -> Mistake | None:
-    """Return what is wrong with the streams; None if they are as good as those of 1F1B."""
-    right = _right_stages(streams, M)
-    for stage, stream in enumerate(streams):
-        if found := _of_one_stage(stream, M):
-            return Mistake("stream.stage", stage=stage, found=found, right=right)
-    return _of_orders(streams, right) or _of_timetable(streams, M, right)
-
-
-def _of_orders(streams: Streams, right: str) -> Mistake | None:
-    for kind in ("forward", "backward"):
-        first, *others = [[a.micro_batch for a in row if a.kind == kind] for row in streams]
-        for stage, order in enumerate(others, start=1):
-            if order != first:
-                named = {"stage": stage, "kind": kind, "first": first, "other": order}
-                return Mistake("stream.orders", **named, right=right)
-    return None
-
-
-def _of_timetable(streams: Streams, M: int, right: str) -> Mistake | None:
-    P = len(streams)
-    try:
-        slots = predicted_slots(streams, [_FORWARD_S] * P, [_BACKWARD_S] * P)
-    except ValueError as error:
-        return Mistake("stream.never_ends", error=error, right=right)
-    for stage, stream in enumerate(streams):
-        held, due = in_flight(stream), min(M, P - stage)
-        if held > due:
-            count = format_count(held, "micro-batch")
-            return Mistake("stream.holds", stage=stage, held=count, due=due, right=right)
-    step_s, due_s = max(slot.end_s for slot in slots), (M + P - 1) * (_FORWARD_S + _BACKWARD_S)
-    if step_s > due_s:
-        return Mistake("stream.slow", step=step_s, due=due_s, right=right)
-    return None
-
-
-def _of_one_stage(stream: list[Action], M: int) -> Mistake | None:
-    """What is wrong with a single stream."""
-    wanted = [Action(kind, m) for kind in ("forward", "backward") for m in range(M)]
-    if strange := [a for a in stream if a not in wanted]:
-        id = "stream.strange_forward" if strange[0].kind == "forward" else "stream.strange"
-        return Mistake(id, actions=_listed(strange), last=M - 1)
-    if repeated := sorted({a for a in stream if stream.count(a) > 1}, key=stream.index):
-        return Mistake("stream.repeated", actions=_listed(repeated))
-    if missing := [a for a in wanted if a not in stream]:
-        drain = all(a.kind == "backward" for a in missing)
-        return Mistake("stream.no_drain" if drain else "stream.missing", actions=_listed(missing))
-    for m in range(M):
-        if stream.index(Action("backward", m)) < stream.index(Action("forward", m)):
-            return Mistake("stream.backward_first", m=m)
-    return None
-
-
-def _listed(actions: Iterable[Action]) -> str:
-    return ", ".join(map(str, actions))
-
-
-def _right_stages(streams: Streams, M: int) -> str:
-    pairs = zip(streams, _right_streams(len(streams), M))
-    right = [str(stage) for stage, (found, due) in enumerate(pairs) if found == due]
-    if len(right) == 1:
-        return f" (only stage {right[0]} is right)"
-    return f" (only stages {', '.join(right)} are right)" if right else ""
-
-
 # The 1F1B stream, executed
 
 
@@ -325,7 +275,7 @@ def _train_by(fn: Callable, comm: Comm) -> list[Tensor | None]:
     stage = Stage(comm, _model(comm.world_size), split_points, make_optimizer=torch.optim.SGD)
     inputs, targets = _batch()
     stage.start(inputs, targets, len(targets), _MICRO_BATCHES)
-    actions = _stream_of(fn, stage.index, stage.count, stage.micro_batches)
+    actions = stream_of(fn, stage.index, stage.count, stage.micro_batches)
     for step in with_hops(actions, stage.index, stage.count):
         stage.do(step)
     return [parameter.grad for parameter in stage.module.parameters()]
@@ -382,3 +332,79 @@ def _judge_hops(case: Case, values: list[Any]) -> Mistake | None:
         if calls != hops:
             return Mistake("hop.calls", rank=rank, calls=calls, hops=hops)
     return None
+
+
+# The step
+
+
+_STREAM_WORDS = {5: "by the streams of 1F1B", 4: "by the streams of GPipe"}
+
+
+def _step_stream(rank: int, case: Case) -> list[Action | Hop]:
+    schedule = schedules.gpipe if case.size == 4 else schedules.one_f_one_b
+    return [*with_hops(schedule(rank, case.world_size, case.size), rank, case.world_size)]
+
+
+def _step_parts(case: Case) -> list[tuple[Tensor, Tensor, float]]:
+    """M micro-batches of M + 2 samples: the first ones have a sample more than the others."""
+    n = case.size + 2
+    targets = torch.tensor([case.integer(key, 0, _WIDTH - 1) for key in range(n)])
+    parts = zip(case.random(n, n, _WIDTH).tensor_split(case.size), targets.tensor_split(case.size))
+    return [(inputs, answers, len(answers) / n) for inputs, answers in parts]
+
+
+def _step_layers(rank: int) -> nn.Sequential:
+    return with_parameters(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()), 31 + rank)
+
+
+def _step_by(
+    fn: Callable, comm: Comm, case: Case, sample_s: float = 0.0
+) -> list[Tensor | None] | Mistake:
+    """On the rank: the gradients that ``fn`` leaves, by parameter, if it has run the stream."""
+    layers, ran = _step_layers(comm.rank), []
+    if sample_s:
+        layers.insert(1, EmulatedLayer(sample_s))
+    layers[0].register_forward_pre_hook(lambda *_: ran.append("F"))
+    layers[-1].register_forward_hook(lambda *parts: _note_backward(parts[-1], ran))
+    stream = _step_stream(comm.rank, case)
+    fn(comm, layers, stream, _step_parts(case))
+    due = [str(one)[0] for one in stream if isinstance(one, Action)]
+    if ran != due:
+        return Mistake("stage_step.order", found=" ".join(ran) or "nothing", due=" ".join(due))
+    gradients = [parameter.grad for parameter in layers[0].parameters()]
+    return Mistake("stage_step.no_gradients") if any(g is None for g in gradients) else gradients
+
+
+def _note_backward(output: Any, ran: list[str]) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda _: ran.append("B"))
+
+
+def _step_alone(
+    rank: int, case: Case, weight: Callable = lambda of, n: of, first: int = 0
+) -> list[Tensor | None]:
+    """The gradients of stage ``rank`` in one process; the options are for mistakes.
+
+    Args:
+        rank: the stage.
+        case: P and M.
+        weight: (weight, samples of the micro-batch) -> what its mean loss is multiplied by.
+        first: the first micro-batch whose gradient is added.
+    """
+    layers = nn.Sequential(*(_step_layers(stage) for stage in range(case.world_size)))
+    for inputs, targets, of in _step_parts(case)[first:]:
+        loss = functional.cross_entropy(layers(inputs), targets)
+        (weight(of, len(targets)) * loss).backward()
+    return [parameter.grad for parameter in layers[rank].parameters()]
+
+
+def _messages_of_step(rank: int, case: Case) -> Target:
+    hops = [one for one in _step_stream(rank, case) if isinstance(one, Hop)]
+    return Target(sum(one.send is not None for one in hops), operations=len(hops))
+
+
+_STEP_MISTAKES = {
+    "stage_step.weights": partial(_step_alone, weight=lambda of, n: 1.0),
+    "stage_step.sums": partial(_step_alone, weight=lambda of, n: of * n),
+    "stage_step.last_only": lambda rank, case: _step_alone(rank, case, first=case.size - 1),
+}

@@ -1,4 +1,4 @@
-"""The check of page 08 without ranks: the best cuts of a profile, as good as the planner's.
+"""The checks of page 08 without ranks: bytes over cuts, a split's step, and the best cuts.
 
 Symbols: L layers, P stages, one device per stage.
 """
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from labkit.check.grading import Mistake, Verdict
-from labkit.check.grading.compare import plain
-from labkit.check.grading.in_process import Question, ask
+from labkit.check.grading.compare import agree, plain
+from labkit.check.grading.in_process import Question, answers, ask, differs
 from labkit.check.grading.report import told
 from labkit.costs.link import Link
 from labkit.placement.planner import SplitModel, best_split, predict_split
@@ -22,12 +22,51 @@ from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.units import format_bytes, format_count, format_seconds
 
-_NAME = "placement.best_cuts"
 _KIB, _MS = 1024, 1e-3
 # A learner may add up in another order than the planner.
 _SAME = 1 + 1e-9
 
 Points = tuple[int, ...]
+
+
+def bytes_over_cuts(fn: Callable) -> Verdict:
+    """Grade ``fn(shapes, batch_size, split_points, frozen)``: by cut, the bytes of one step.
+
+    ``shapes`` holds what each layer makes of one sample, a tuple of sizes; numbers are float32.
+    Over each cut goes an activation, and its gradient back if anything before the cut is trained,
+    which layers 0 to ``frozen`` - 1 are not. Runs in this process.
+    """
+    return answers(
+        fn,
+        [(case, _crossing(*case)) for case in BYTE_CASES],
+        name="placement.bytes_over_cuts",
+        signature="shapes, batch_size, split_points, frozen",
+        mistakes=BYTE_MISTAKES,
+        kind=_as_list,
+    )
+
+
+def step_seconds(fn: Callable) -> Verdict:
+    """Grade ``fn(profile, split_points, link)``: seconds of a training step without a pipeline.
+
+    All parameters are trained: the step is the compute of all layers, and over each cut an
+    activation and a gradient, one message each. Runs in this process.
+    """
+    questions = []
+    for profile, points, link in STEP_CASES:
+        words = f"the {profile.model} with split points {points}"
+        due = predict_split(profile, points, link).step_s
+        questions.append(Question((profile, points, link), words, due))
+    judge = partial(
+        ask,
+        "placement.step_seconds",
+        fn,
+        questions,
+        _wrong_step,
+        mistakes=STEP_MISTAKES.items(),
+        signature="profile, split_points, link",
+    )
+    return told("placement.step_seconds", judge)
 
 
 def best_cuts(fn: Callable) -> Verdict:
@@ -42,7 +81,7 @@ def best_cuts(fn: Callable) -> Verdict:
     praise = f"all {len(CASES)} splits are as quick as the planner's, and keep their caps"
     judge = partial(
         ask,
-        _NAME,
+        "placement.best_cuts",
         fn,
         [Question(tuple(case), str(case)) for case in CASES],
         _problem,
@@ -51,7 +90,77 @@ def best_cuts(fn: Callable) -> Verdict:
         signature="profile, max_stages, link, cap_bytes",
         right=lambda answers: praise,
     )
-    return told(_NAME, judge)
+    return told("placement.best_cuts", judge)
+
+
+# Bytes over cuts
+
+_SHAPES = ((24, 16, 16), (24, 8, 8), (40, 8, 8), (40, 4, 4), (96,), (10,))
+# (shapes, batch size, split points, frozen layers)
+BYTE_CASES: tuple[tuple[tuple, int, Points, int], ...] = (
+    (_SHAPES, 4, (2,), 0),
+    (_SHAPES, 7, (1, 3, 5), 0),
+    (_SHAPES, 1, (4,), 0),
+    (_SHAPES, 4, (1, 3, 5), 3),
+    (_SHAPES, 3, (2, 4), 1),
+    (_SHAPES[::-1], 5, (2, 4), 5),
+    (_SHAPES, 4, (), 0),
+)
+
+
+def _crossing(
+    shapes: tuple[tuple[int, ...], ...],
+    batch_size: int,
+    points: Points,
+    frozen: int,
+    *,
+    behind: int = 1,
+    size: int = 4,
+    ways: Callable[[int, int], int] = lambda cut, frozen: 1 + (cut > frozen),
+    whole: Callable = list,
+) -> Any:
+    """The right answer; each option makes a mistake.
+
+    Args:
+        shapes, batch_size, points, frozen: the arguments of a call.
+        behind: 1 takes the output of the layer before the cut, 0 that of the layer behind it.
+        size: bytes of a number.
+        ways: (cut, frozen) -> how many tensors cross.
+        whole: what becomes of the numbers by cut.
+    """
+    one_way = [batch_size * size * math.prod(shapes[cut - behind]) for cut in points]
+    return whole(num_bytes * ways(cut, frozen) for cut, num_bytes in zip(points, one_way))
+
+
+BYTE_MISTAKES: dict[str, Callable[..., Any]] = {
+    "crossing.output_behind": partial(_crossing, behind=0),
+    "crossing.numbers": partial(_crossing, size=1),
+    "crossing.eight_bytes": partial(_crossing, size=8),
+    "crossing.one_sample": lambda shapes, n, points, frozen: _crossing(shapes, 1, points, frozen),
+    "crossing.one_way": partial(_crossing, ways=lambda cut, frozen: 1),
+    "crossing.frozen_ignored": partial(_crossing, ways=lambda cut, frozen: 2),
+    "crossing.frozen_at_cut": partial(_crossing, ways=lambda cut, frozen: 1 + (cut >= frozen)),
+    "crossing.frozen_reversed": partial(_crossing, ways=lambda cut, frozen: 1 + (cut <= frozen)),
+    "crossing.nothing_frozen": partial(_crossing, ways=lambda cut, frozen: 2 * (cut > frozen)),
+    "crossing.total": partial(_crossing, whole=sum),
+    "crossing.total_in_list": partial(_crossing, whole=lambda numbers: [sum(numbers)]),
+}
+
+
+def _as_list(answer: Any) -> Any:
+    answer = plain(answer)
+    return answer.tolist() if isinstance(answer, Tensor) else answer
+
+
+# The step of a split
+
+
+def _wrong_step(question: Question, answer: Any) -> Mistake | None:
+    found = plain(answer)
+    if agree(found, question.due) or not isinstance(found, (int, float)):
+        return differs(question, answer)
+    due, seconds = format_seconds(question.due), format_seconds(found)
+    return Mistake("step.differs", case=question.words, due=due, found=seconds)
 
 
 def _points(fn: Callable, *case: Any) -> Any:
@@ -123,6 +232,64 @@ CASES = (
 )
 
 
+STEP_CASES: tuple[tuple[Profile, Points, Link], ...] = (
+    (_FUNNEL, (4,), _FAR),
+    (_DUMBBELL, (2, 6), _FAR),
+    (_DUMBBELL, (1, 3, 5, 8), _NEAR),
+    (_FUNNEL, (7, 8), _NEAR),
+    (_FUNNEL, (), _FAR),
+)
+
+
+def _step(
+    profile: Profile,
+    points: Points,
+    link: Link,
+    *,
+    compute_s: Callable[[LayerCost], float] = lambda layer: layer.forward_s + layer.backward_s,
+    stages: Callable[[list[float]], float] = sum,
+    behind: int = 1,
+    hop_s: Callable[[Link, int], float] = lambda link, n: 2 * link.message_seconds(n),
+    hops: Callable[[list[float]], float] = sum,
+) -> float:
+    """The right answer; each option makes a mistake.
+
+    Args:
+        profile, points, link: the arguments of a call.
+        compute_s: seconds of one layer.
+        stages: seconds by stage -> seconds of the computing.
+        behind: as in ``_crossing``.
+        hop_s: (link, bytes) -> seconds of both messages over a cut.
+        hops: seconds by cut -> seconds of all hops.
+    """
+    layers = profile.layers
+    bounds = stage_bounds(points, len(layers))
+    computing = [sum(map(compute_s, layers[start:end])) for start, end in bounds]
+    crossing = [hop_s(link, layers[cut - behind].output_bytes) for cut in points]
+    return stages(computing) + (hops(crossing) if crossing else 0.0)
+
+
+def _in_one_message(profile: Profile, points: Points, link: Link) -> float:
+    num_bytes = sum(profile.layers[cut - 1].output_bytes for cut in points)
+    return _step(profile, (), link) + (2 * link.message_seconds(num_bytes) if points else 0.0)
+
+
+STEP_MISTAKES: dict[str, Callable[..., float]] = {
+    "step.slowest_stage": partial(_step, stages=max),
+    "step.slowest_stage_alone": partial(_step, stages=max, hops=lambda hops: 0.0),
+    "step.shared_out": partial(_step, stages=lambda seconds: sum(seconds) / len(seconds)),
+    "step.no_hops": partial(_step, hops=lambda hops: 0.0),
+    "step.one_way": partial(_step, hop_s=lambda link, n: link.message_seconds(n)),
+    "step.one_message": partial(_step, hop_s=lambda link, n: link.message_seconds(2 * n)),
+    "step.all_cuts_in_one": _in_one_message,
+    "step.no_latency": partial(_step, hop_s=lambda link, n: 2 * link.beta_s_per_byte * n),
+    "step.longest_hop": partial(_step, hops=max),
+    "step.output_behind": partial(_step, behind=0),
+    "step.forward_alone": partial(_step, compute_s=lambda layer: layer.forward_s),
+    "step.hops_alone": partial(_step, stages=lambda seconds: 0.0),
+}
+
+
 def _problem(question: Question, answer: Any) -> Mistake | None:
     """What is wrong with one answer; None where it is as good as the planner's."""
     found = _wrong_split(_Case(*question.args), answer)
@@ -149,7 +316,7 @@ def _wrong_split(case: _Case, answer: Any) -> Mistake | None:
     return Mistake("cuts.slower", points=points, yours=yours, best=best)
 
 
-# The right search, and the same search with a mistake in it.
+# The right search, and the same search with a mistake in it
 
 Cost = Callable[[_Case, Points], float]
 

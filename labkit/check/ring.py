@@ -1,4 +1,4 @@
-"""Checks of ring all-reduce and its halves.
+"""Checks of ring all-reduce, its halves, and a mean that is built on it.
 
 Symbols: P ranks, S bytes of a rank's tensor.
 """
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from labkit import collectives
-from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade
+from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade, returns
 from labkit.check.grading.exercise import DRAWN
 from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
@@ -96,6 +96,47 @@ def all_reduce(
     return grade(fn, exercise, world_sizes)
 
 
+def weighted_mean(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
+    """Grade ``fn(comm, gradient, num_samples)``: the mean over the samples of all ranks.
+
+    ``gradient`` [N] is the mean over this rank's samples; the last rank has none. Target: one
+    ``ring_all_reduce``, 2 (P - 1) messages.
+    """
+    return returns(
+        fn,
+        _mean_over_samples,
+        name="ring.weighted_mean",
+        signature="comm, gradient, num_samples",
+        inputs=lambda rank, case: (case.tensor(rank), _num_samples(rank, case)),
+        target=lambda rank, case: Target(messages=2 * (case.world_size - 1)),
+        # r is the rank, c the case.
+        mistakes={
+            "weighted.ranks_alike": lambda r, c: c.total() / c.world_size,
+            "weighted.sum": lambda r, c: _over_samples(c),
+            "weighted.over_ranks": lambda r, c: _over_samples(c) / c.world_size,
+            "weighted.sum_of_means": lambda r, c: c.total(),
+            "weighted.some_ranks_alike": lambda r, c: c.total() / (c.world_size - 1),
+            "weighted.own": lambda r, c: c.tensor(r),
+        },
+        sizes=(7, 1),
+        drawn_size=DRAWN,
+        world_sizes=world_sizes,
+    )
+
+
+def _num_samples(rank: int, case: Case) -> int:
+    return case.integer(rank, 2, 9) + 8 * (rank % 2) if rank < case.world_size - 1 else 0
+
+
+def _over_samples(case: Case) -> torch.Tensor:
+    """The sum over the samples of all ranks."""
+    return case.over_ranks(lambda rank: _num_samples(rank, case) * case.tensor(rank))
+
+
+def _mean_over_samples(rank: int, case: Case) -> torch.Tensor:
+    return _over_samples(case) / sum(_num_samples(r, case) for r in range(case.world_size))
+
+
 def reduced(op: str, rank: int, case: Case) -> torch.Tensor:
     """What an all-reduce leaves on every rank: float32 [size]."""
     return case.total() / case.world_size if op == "mean" else case.total()
@@ -112,11 +153,15 @@ def _rotation_cost(num_elements: int, element_bytes: int, world_size: int, rank:
 
 
 def _in_any_chunks(rank: int, case: Case) -> Target:
-    """The target of the whole ring, with as many bytes as chunks of equal, padded size need."""
     exact = _target(ring_all_reduce_cost, "right", rank, case)
-    padded = -(-case.size // case.world_size) * case.world_size
-    cost = ring_all_reduce_cost(padded, 4, case.world_size, rank)
-    return exact._replace(num_bytes=cost.num_bytes)
+    return exact._replace(num_bytes=ring_target(case.size, 4, rank, case).num_bytes)
+
+
+def ring_target(num_elements: int, element_bytes: int, rank: int, case: Case) -> Target:
+    """The messages and bytes of the whole ring, with chunks of equal, padded size."""
+    padded = -(-num_elements // case.world_size) * case.world_size
+    cost = ring_all_reduce_cost(padded, element_bytes, case.world_size, rank)
+    return Target(cost.messages, cost.num_bytes)
 
 
 def _own_chunks(rank: int, case: Case) -> tuple:

@@ -1,4 +1,4 @@
-"""The check of all-reduce by recursive doubling.
+"""Checks of all-reduce by recursive doubling, and of the choice between it and the ring.
 
 Symbols: P ranks, S bytes of a rank's tensor.
 """
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 from labkit import collectives
-from labkit.check.grading import Case, Exercise, Target, Verdict, grade
+from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade
 from labkit.check.grading.exercise import DRAWN
 from labkit.check.ring import reduced
+from labkit.costs import Link, all_reduce_seconds
 from labkit.costs.traffic import tree_all_reduce_cost
 
 # On two and four ranks, going through the distances 1, 2, 3, ... looks like doubling them.
@@ -41,3 +42,56 @@ def _target(rank: int, case: Case) -> Target:
         return Target()
     peers = (rank ^ 2**k for k in range(rounds))
     return case.target(tree_all_reduce_cost, rank, peers=peers)
+
+
+# S, P, alpha, beta: small and large tensors, few and many ranks, a link without a fixed price and
+# one on which bytes are free.
+_CHOICES = [
+    *((size, 4, 50e-6, 1e-9) for size in (1_000, 380_000, 420_000, 10_000_000)),
+    *((size, 64, 20e-6, 1e-10) for size in (1_000_000, 5_000_000, 20_000_000)),
+    *((size, 8, 1e-3, 1e-8) for size in (100_000, 500_000, 1_000_000)),
+    (1_000_000_000, 2, 50e-6, 1e-9),
+    (10_000_000, 1024, 50e-6, 1e-9),
+    (8, 8, 0.0, 1e-9),
+    (1_000_000_000, 8, 1e-6, 0.0),
+    (0, 16, 0.0, 1e-9),
+]
+
+
+def choose(fn: Callable) -> Verdict:
+    """Grade ``fn(num_bytes, world_size, alpha_s, beta_s_per_byte)``: "tree" or "ring".
+
+    The one that takes less time by the model of ``labkit.costs``, P a power of two; on a tie the
+    tree. Runs in this process.
+    """
+    names = "num_bytes, world_size, alpha_s, beta_s_per_byte"
+    expected = [(case, _faster(*case)) for case in _CHOICES]
+    mistakes = {f"choose.{key}": wrong for key, wrong in _WRONG_CHOICES.items()}
+    return answers(fn, expected, name="tree.choose", signature=names, mistakes=mistakes)
+
+
+def _faster(size: int, ranks: int, alpha_s: float, beta_s: float) -> str:
+    link = Link(alpha_s, beta_s)
+    tree_s, ring_s = (all_reduce_seconds(name, size, ranks, link) for name in ("tree", "ring"))
+    return _by(tree_s, ring_s)
+
+
+def _by(tree_s: float, ring_s: float) -> str:
+    return "tree" if tree_s <= ring_s else "ring"
+
+
+def _other_ring(steps: Callable, chunk: Callable, size: int, p: int, a: float, b: float) -> str:
+    doublings = p.bit_length() - 1
+    return _by(doublings * (a + size * b), steps(p) * (a + chunk(size, p) * b))
+
+
+_WRONG_CHOICES: dict[str, Callable[..., str]] = {
+    "swapped": lambda *case: "ring" if _faster(*case) == "tree" else "tree",
+    "half_a_ring": partial(_other_ring, lambda p: p - 1, lambda size, p: size / p),
+    "always_tree": lambda size, p, a, b: _by(0.0, a + size * b),
+    "bytes_alone": lambda size, p, a, b: _faster(size, p, 0.0, b),
+    "tie": lambda size, p, a, b: _faster(size, p, a, b) if (a and b) or size else "ring",
+    "tree_in_p_steps": lambda size, p, a, b: _by(
+        (p - 1) * (a + size * b), 2 * (p - 1) * (a + size / p * b)
+    ),
+}

@@ -130,3 +130,18 @@ class Work(dist.Work):
         return self.source
 
     _source_rank = source_rank
+
+
+def carried_out(operation: Callable[[], object], tensors: list[Tensor]) -> Work:
+    """Carry out ``operation()`` at once, in this thread.
+
+    Returns:
+        Its ``Work``, which holds ``tensors``, or the error that the operation has raised.
+    """
+    work, error = Work("", [], tensors, str), None
+    try:
+        operation()
+    except Exception as raised:
+        error = raised
+    work.finish(error)
+    return work

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labkit.units import format_count
+from labkit.units import format_count, format_number, format_seconds
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ class Link:
     def message_seconds(self, num_bytes: float) -> float:
         """Seconds that one message of ``num_bytes`` takes."""
         return self.alpha_s + self.beta_s_per_byte * num_bytes
+
+    def __str__(self) -> str:
+        """``52 µs per message, 3.1 GB/s``; with a gamma, also how fast additions are."""
+        text = f"{format_seconds(self.alpha_s)} per message, {_rate(self.beta_s_per_byte)}"
+        added = f", {_rate(self.gamma_s_per_byte)} added" if self.gamma_s_per_byte else ""
+        return text + added
 
 
 def fit_link(
@@ -80,6 +86,14 @@ def fit_link(
         through_zero = sum(w * size * size for w, (size, _) in zip(weights, points))
         alpha, beta = 0.0, sum(w * n * t for w, (n, t) in zip(weights, points)) / through_zero
     return Link(alpha, beta, gamma_s_per_byte)
+
+
+def _rate(seconds_per_byte: float) -> str:
+    if not seconds_per_byte:
+        return "bytes at no cost"
+    per_s = 1 / seconds_per_byte
+    scale, unit = (1e9, "GB/s") if per_s >= 0.9995e9 else (1e6, "MB/s")
+    return f"{format_number(per_s / scale)} {unit}"
 
 
 def _medians(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> list[tuple[float, float]]:

@@ -85,11 +85,11 @@ def speedup(one: Times, many: Times, ranks: int | None = None) -> Verdict:
     if ranks is None or ranks < 2:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 2 or more")
     ratio = _ratio(one, many)
-    who = _WORDS.get(ranks, str(ranks))
-    text = f"{who} ranks were {ratio} as fast as one device ({ratio.spread})"
+    who = f"{_WORDS.get(ranks, str(ranks))} {'replicas' if _in_one_process(many) else 'ranks'}"
+    text = f"{who} were {ratio} as fast as one device ({ratio.spread})"
     if ratio.is_larger is False:
         slower = ratio.inverse
-        text = f"{who} ranks took {slower} as long as one device ({slower.spread})"
+        text = f"{who} took {slower} as long as one device ({slower.spread})"
     if ratio.is_larger is None:
         return Verdict(f"{text}{_undecided(ratio)}.", None, ratio)
     if not (isinstance(one, TrainResult) and isinstance(many, TrainResult)):
@@ -359,12 +359,18 @@ def _why(one: TrainResult, many: TrainResult, ranks: int, ratio: Ratio) -> str:
     if (limit := many.explain()).kind == "straggler" and not ratio.is_larger:
         slow = format_number(limit.slowdown)
         return f"the likely reason is rank {limit.rank}, which took {slow} times as long as others"
-    reason = {
+    reasons = {
         COMPUTE: f"{who} had {part} of the samples, and still computed {_times(computed)} as long "
         f"as one device{_sharing(ranks, many)}",
         COMMUNICATE: f"messages took {mine[COMMUNICATE] / total:.0%} of each rank's time",
         WAIT: f"each rank waited {mine[WAIT] / total:.0%} of its time for others",
-    }[max(losses, key=losses.__getitem__)]
+    }
+    if _in_one_process(many):  # its phases are those of the main thread
+        reasons[COMMUNICATE] = (
+            f"copies took {mine[COMMUNICATE] / total:.0%} of the main thread's time"
+        )
+        reasons[WAIT] = f"the main thread waited {mine[WAIT] / total:.0%} of its time for others"
+    reason = reasons[max(losses, key=losses.__getitem__)]
     return reason if ratio.is_larger else f"the likely reason is that {reason}"
 
 
@@ -382,8 +388,14 @@ def _sharing(ranks: int, result: TrainResult) -> str:
     if cores is None or result.hardware.get("gpus"):
         return ""
     if ranks > cores:
-        return f", as {ranks} ranks share {format_count(cores, 'core')}"
+        noun = "replicas" if _in_one_process(result) else "ranks"
+        return f", as {ranks} {noun} share {format_count(cores, 'core')}"
     return f", which has all {format_count(cores, 'core')} for itself" if cores > 1 else ""
+
+
+def _in_one_process(run: Times) -> bool:
+    """Whether the replicas of a run are threads of one process, so that it has one rank."""
+    return isinstance(run, TrainResult) and run.config.strategy == "data_parallel"
 
 
 def _by_state(result: TrainResult) -> defaultdict[str, float]:

@@ -66,6 +66,7 @@ def pipeline_timeline(
         if s.rank < len(streams)
     )
     spans = [span for span in clipped if span.duration_s > least_s]
+    spans += _after_the_last(spans, end_s - start_s)
     shown = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
     return _captioned(spans, shown, title or "A step as it ran", None, model=False)
 
@@ -122,6 +123,12 @@ def _idle(slots: Sequence[Slot]) -> list[Span]:
         gaps = zip(edges[::2], edges[1::2])
         found += [Span(stage, "wait", low, high) for low, high in gaps if high > low]
     return found
+
+
+def _after_the_last(spans: list[Span], end_s: float) -> list[Span]:
+    """A stage that is done waits for the end of the step, also where the trace ends before."""
+    last_s = {span.rank: span.end_s for span in sorted(spans, key=lambda span: span.end_s)}
+    return [Span(rank, "wait", at, end_s) for rank, at in last_s.items() if at < end_s]
 
 
 def _by_stage(slots: Sequence[Slot]) -> dict[int, list[Slot]]:

@@ -1,5 +1,6 @@
 """Pickling between the caller and the ranks; errors name the part that cannot be pickled."""
 
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,24 @@ class UnpicklableError(ValueError):
     """A function, an argument or a result cannot be sent to another process."""
 
 
+# The class of PyTorch's classes in C++. No process can import it: its module does not exist.
+_CPP_CLASS = type(torch._C.Future)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle's, also for classes of a notebook derived from PyTorch's C++ classes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (type, (torch._C.Future,)) if obj is _CPP_CLASS else super().reducer_override(obj)
+
+
+def dumps(value: Any) -> bytes:
+    """``value`` pickled, by value if the ranks could not import it."""
+    with io.BytesIO() as buffer:
+        _Pickler(buffer).dump(value)
+        return buffer.getvalue()
+
+
 def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle a function with its arguments, by value if the ranks could not import it.
 
@@ -29,7 +48,7 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
     try:
-        return cloudpickle.dumps((fn, args))
+        return dumps((fn, args))
     except Exception as error:
         culprits = (find_unpicklable(*item) for item in _used_by(fn, args).items())
         culprit = next(filter(None, culprits), "an object")
@@ -58,7 +77,7 @@ def dump_value(value: Any) -> bytes:
     """
     try:
         value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
-        return cloudpickle.dumps(value)
+        return dumps(value)
     except (Exception, SystemExit) as error:
         culprit = find_unpicklable("value", value) or _named("value", value)
         raise UnpicklableError(
@@ -90,7 +109,7 @@ def find_unpicklable(name: str, value: Any, depth: int = 0) -> str:
     The path is empty if ``value`` can be pickled.
     """
     try:
-        cloudpickle.dumps(value)
+        dumps(value)
         return ""
     except (Exception, SystemExit):
         pass

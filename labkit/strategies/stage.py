@@ -147,14 +147,10 @@ class Stage:
             self.backward(step.micro_batch)
 
     def hop(self, hop: Hop) -> None:
-        """Send, receive, or both at once."""
-        if hop.send and hop.recv:
-            landing = self._landing(hop.recv)
-            self.comm.exchange(self._outgoing(hop.send), hop.send.peer, landing, hop.recv.peer)
-        elif hop.send:
-            self.comm.send(self._outgoing(hop.send), hop.send.peer)
-        elif hop.recv:
-            self.comm.recv(self._landing(hop.recv), hop.recv.peer)
+        """Send, receive, or both at once; what lands is put where an action will look for it."""
+        outgoing = self._outgoing(hop.send) if hop.send else None
+        landing = self._landing(hop.recv) if hop.recv else None
+        carry_out(self.comm, hop, outgoing, landing)
 
     def update(self) -> None:
         """Sum the gradients of tied parameters over their stages, then make one step."""
@@ -270,6 +266,23 @@ class Stage:
         for other in others:
             self.comm.send(total, other)
         return total
+
+
+def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
+    """Carry out one hop: send, receive, or both in a single exchange.
+
+    Args:
+        comm: this rank's Comm.
+        hop: what is sent and received, and from whom; one of the two may be None.
+        outgoing: the tensor to send, None if nothing is sent.
+        landing: the memory to receive into, None if nothing is received.
+    """
+    if hop.send and hop.recv:
+        comm.exchange(outgoing, hop.send.peer, landing, hop.recv.peer)
+    elif hop.send:
+        comm.send(outgoing, hop.send.peer)
+    elif hop.recv:
+        comm.recv(landing, hop.recv.peer)
 
 
 def _outside(

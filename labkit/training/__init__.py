@@ -6,5 +6,6 @@ work           what a run trains: model, data, loss, update
 make_strategy  the technique that the settings name
 loop           the epochs on a rank; evaluation: what each of them reports
 result         what a run returns; state: how two runs' parameters are compared
+measured_link  what a message between this machine's ranks costs
 split_run      a few steps of a model in stages, measured
 """

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from labkit.comm.comm import Comm
-from labkit.costs.link import Link, fit_link
 from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
@@ -80,7 +79,7 @@ class MeasuredSplit:
         """The spans of the counted step whose length is the median."""
         steps = _by_step(self.trace)
         place = self.step_s.index(statistics.median_low(self.step_s))
-        return steps[place]
+        return Trace.merge([[span for span in steps[place].spans if span.kind != _MARK]])
 
 
 def measure_split(
@@ -216,38 +215,6 @@ def measure_profile(
         return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
 
     return run(profiled, world_size=1, device=device, timeout_s=_TIMEOUT_S).values[0]
-
-
-def stage_link(
-    sizes_bytes: Sequence[int] = tuple(2**k for k in (10, 14, 18, 20, 22, 24)),
-    *,
-    repeats: int = 7,
-    transport: str = "auto",
-    device: str = "auto",
-) -> Link:
-    """Latency (alpha) and seconds per byte (beta) of a hop between two ranks of this machine.
-
-    A line is fitted to the median times of the transfers alone, in both directions, without
-    waiting for the other rank.
-
-    Args:
-        sizes_bytes: the sizes of the messages.
-        repeats: transfers per size and direction, after one that warms up.
-        transport, device: see ``labkit.run``.
-    """
-
-    def back_and_forth(comm: Comm) -> None:
-        tensors = [torch.ones(size, dtype=torch.uint8, device=comm.device) for size in sizes_bytes]
-        transfers = (comm.send, comm.recv) if comm.rank == 0 else (comm.recv, comm.send)
-        for tensor in tensors * (repeats + 1):
-            for transfer in transfers:
-                transfer(tensor, 1 - comm.rank)
-
-    result = run(back_and_forth, world_size=2, transport=transport, device=device)
-    hops = [span for span in result.trace.of(kind="communicate") if span.num_bytes]
-    # The first round warms up.
-    hops = hops[2 * len(sizes_bytes) :]
-    return fit_link([hop.num_bytes for hop in hops], [hop.duration_s for hop in hops])
 
 
 def _train(

@@ -157,7 +157,7 @@ def test_the_placement_bench_records_hops_cuts_and_figures(tmp_path, monkeypatch
     seconds = {4: {placement.SHARED: [1.0], placement.GLOO: [6.0], placement.COPY: [0.5]}}
     fakes = {
         "measure_transport": lambda repeats: placement.HopTimes(seconds),
-        "stage_link": lambda **_: Link(0.0, 1e-9),
+        "measure_link": lambda **_: Link(0.0, 1e-9),
         "measure_profile": lambda *_, **__: layers_of_a_second(),
         "measure_split": fake_split,
         "measure_cuts": lambda profile, link, micro_batches, repeats: made_up_cuts(micro_batches),

@@ -1,5 +1,6 @@
 """What all checks share: verdicts, their words, and a page's own exercises."""
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -165,6 +166,34 @@ def a_wordy_stub(comm, tensor):
     )
 
 
+class NotBegun(torch.distributed.Work):
+    def __init__(self, operation, tensors):
+        super().__init__()
+        self.tensors = tensors
+
+    def wait(self, timeout=None):
+        raise NotImplementedError
+
+    get_future = wait
+
+
+class Begun(NotBegun):
+    def __init__(self, operation, tensors):
+        super().__init__(operation, tensors)
+        try:
+            operation()
+        except Exception as error:
+            self.error = error
+
+    def wait(self, timeout=None):
+        raise NotImplementedError
+
+
+def test_a_class_is_not_attempted_until_one_of_its_methods_is_written():
+    assert check.backend.work(NotBegun).status == "not attempted yet"
+    assert "stub.calls_stub" in check.backend.work(Begun).ids
+
+
 def test_an_error_of_pytorch_is_not_taken_for_a_stub(capsys):
     assert check.naive.all_reduce(flips_bits_of_floats).status == "not yet"
     assert "not implemented for 'Float'" in capsys.readouterr().out
@@ -305,6 +334,15 @@ def test_no_two_mistakes_in_cutting_look_alike():
     for id, rule in placement.MISTAKES:
         splits = tuple(placement.search(case, **rule) for case in placement.CASES)
         assert found.setdefault(splits, id) == id
+
+
+def test_no_two_mistakes_about_a_split_lead_to_the_same_numbers():
+    cases = {"bytes": placement.BYTE_CASES, "step": placement.STEP_CASES}
+    tables = {"bytes": placement.BYTE_MISTAKES, "step": placement.STEP_MISTAKES}
+    right = {"bytes": placement._crossing, "step": placement._step}
+    for which, mistakes in tables.items():
+        for one, other in itertools.combinations([right[which], *mistakes.values()], 2):
+            assert any(one(*case) != other(*case) for case in cases[which])
 
 
 def test_each_mistake_in_taking_times_leads_to_other_numbers():

@@ -1,15 +1,21 @@
 """A learner's own run: its counts are those of the call, beside the target and labkit's."""
 
+import contextlib
 import re
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from ranks import travel_by_value
 
+import labkit
 from labkit import check, collectives
+from labkit.check.grading import Case
 from labkit.check.grading.held_memory import PeakBytes
+from labkit.check.grading.own_run import _caption, _spend
+from labkit.check.overlap_run import own_run
 
 travel_by_value(__name__)
 
@@ -63,6 +69,13 @@ def test_a_wasteful_run_passes_at_twice_the_bytes(wasteful):
     )
     assert wasteful.columns == ["yours", "labkit"]
     assert wasteful.rows["messages"] == ["3", "6"]
+
+
+def test_the_caption_counts_in_the_exercise_s_own_words(wasteful):
+    assert wasteful.caption.startswith("With 4 ranks and ")
+    assert " elements per rank. " in wasteful.caption
+    parts = replace(SUM, nouns=("stage", "micro-batch"))
+    assert _caption(parts, Case(3, 1000)).startswith("With 3 stages and 1,000 micro-batches. ")
 
 
 def test_memory_held_is_counted_while_the_function_runs(wasteful):
@@ -128,6 +141,43 @@ def test_what_cannot_run_is_told_in_one_sentence(fn):
     assert "nothing to draw" in repr(run_of(fn))
 
 
+def all_reduces_beside_backward(loss, parameters, buckets, start, batch_size):
+    flats, handles = [], []
+
+    def launch(bucket):
+        flats.append(torch.cat([parameters[i].grad.flatten() for i in bucket]))
+        handles.append(start(flats[-1]))
+
+    # The first registered parameter of a bucket gets its gradient last: each layer has a weight
+    # and a bias, and the weights of this run fill their buckets alone.
+    with contextlib.ExitStack() as hooks:
+        for bucket in buckets[:-1]:
+            hook = partial(lambda bucket, _: launch(bucket), bucket)
+            handle = parameters[min(bucket)].register_post_accumulate_grad_hook(hook)
+            hooks.callback(handle.remove)
+        loss.backward()
+    launch(buckets[-1])
+    for bucket, flat, handle in zip(buckets, flats, handles):
+        handle.wait()
+        pieces = (flat / batch_size).split([parameters[i].numel() for i in bucket])
+        for i, piece in zip(bucket, pieces):
+            parameters[i].grad = piece.view_as(parameters[i])
+
+
+def test_a_backward_with_overlap_is_drawn_on_a_link_beside_labkits():
+    found = own_run("overlap.backward", all_reduces_beside_backward, "passed")
+    assert found.sentence.startswith("passed. ")
+    assert "hidden behind computing" in found.sentence
+    assert found.rows["all-reduces per step"] == ["7", "7"]
+    assert found.figure is not None
+    assert found.library_figure is not None
+
+
+def test_a_backward_that_is_open_or_broken_is_not_drawn():
+    assert "nothing to draw" in own_run("overlap.backward", stub, "not attempted yet").sentence
+    assert "it did not finish" in own_run("overlap.backward", never_received, "not yet").sentence
+
+
 def test_a_check_without_ranks_has_no_run_to_draw():
     verdict = check.answers(abs, {(-1,): 1})
     with pytest.raises(ValueError, match="graded without ranks"):
@@ -145,3 +195,18 @@ def test_peak_bytes_counts_storages_once_and_only_while_they_live():
         given.clone()
         [given.clone() for _ in range(3)]
     assert peak.num_bytes == 3 * given.nbytes
+
+
+def serve_one(comm, parameters, num_updates):
+    comm.recv(parameters, 1)
+    parameters.neg_()
+    comm.send(parameters, 1)
+
+
+def test_a_rank_that_runs_the_checks_own_code_is_drawn_from_the_drawn_call_on():
+    _, exercise = check.staleness.server(serve_one, world_sizes=(2,)).run_again.args
+    ran = labkit.run(_spend, [serve_one], exercise.to_run(), Case(2, 1), world_size=2)
+    drawn_s = min(start_s for ((_, _, start_s, _),) in ran.values)
+    computed = ran.trace.of(1, "compute")
+    assert len(computed) == 2  # the call that is counted, and the call that is drawn
+    assert [span.start_s > drawn_s for span in computed] == [False, True]

@@ -59,3 +59,9 @@ def test_a_link_has_no_negative_cost():
     with pytest.raises(ValueError, match="beta_s_per_byte is inf"):
         Link(0, math.inf)
     assert Link(2.0, 0.5).message_seconds(4) == 4.0
+
+
+def test_a_link_prints_in_the_units_of_its_costs():
+    assert str(Link(52e-6, 1 / 3.1e9)) == "52 µs per message, 3.1 GB/s"
+    assert str(Link(0.01, 1 / 12.5e6, 1 / 8e9)) == "10 ms per message, 12.5 MB/s, 8 GB/s added"
+    assert str(Link(0, 0)) == "0 s per message, bytes at no cost"

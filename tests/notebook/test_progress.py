@@ -81,11 +81,11 @@ def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeyp
 
     check.answers(weighted_mean, {(1,): 2})
     assert record.store().read().exercises == {}
-    check.answers(lambda x: 1, {(1,): 2}, name="weighted_mean")
-    check.answers(lambda x: 2, {(1,): 2}, name="weighted_mean")
-    one = record.store().read().exercises["06_ring_all_reduce"]["weighted_mean"]
+    check.answers(lambda x: 1, {(1,): 2}, name="ring.weighted_mean")
+    check.answers(lambda x: 2, {(1,): 2}, name="ring.weighted_mean")
+    one = record.store().read().exercises["06_ring_all_reduce"]["ring.weighted_mean"]
     assert (one.status, one.attempts) == ("passed", 2)
-    assert "passed: weighted_mean" in repr(labkit.progress())
+    assert "passed: ring.weighted_mean" in repr(labkit.progress())
 
 
 def test_it_is_a_table_whose_words_are_escaped():
@@ -104,7 +104,7 @@ def test_the_command_prints_the_same(capsys):
     assert main(["progress", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["predictions"][0]["measured"] == 2
-    assert found["pages"]["06_ring_all_reduce"]["exercises"]["weighted_mean"] is None
+    assert found["pages"]["06_ring_all_reduce"]["exercises"]["ring.weighted_mean"] is None
 
 
 def test_reset_begins_again_and_keeps_the_old_file(capsys):

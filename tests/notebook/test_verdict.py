@@ -7,6 +7,7 @@ ranks over a link of 10 ms and 5 MB/s, DDP with straggler 1:6, DDP in buckets of
 and 20 MB/s, and an asynchronous parameter server with straggler 1:4.
 """
 
+import dataclasses
 import functools
 import gzip
 import json
@@ -106,6 +107,26 @@ def test_a_speedup_that_is_within_the_spread():
     )
     assert found.holds is None
     assert str(found).endswith(": this measurement cannot tell them apart.")
+
+
+@pytest.mark.parametrize(
+    ("phase", "reason"),
+    [
+        ("gather", "the likely reason is that copies took 60% of the main thread's time."),
+        ("wait", "the likely reason is that the main thread waited 60% of its time for others."),
+    ],
+)
+def test_replicas_in_one_process_are_no_ranks(phase, reason):
+    one = compare("single", SIX_EPOCHS)
+    epochs = [{**epoch, "seconds": 3 * epoch["seconds"]} for epoch in one.epochs]
+    config = RunConfig(strategy="data_parallel", world_size=2)
+    half = one.phases_s["compute"] / 2
+    phases_s = {"compute": half, phase: 1.5 * half}
+    trace = Trace((Span(0, "compute", 0.0, half), Span(0, "gather", half, 2.5 * half)))
+    many = dataclasses.replace(one, config=config, epochs=epochs, phases_s=phases_s, trace=trace)
+    found = verdict.speedup(one, many)
+    assert str(found).startswith("Two replicas took 3 times as long as one device")
+    assert str(found).endswith(reason)
 
 
 def test_a_server_does_not_compute_its_half():

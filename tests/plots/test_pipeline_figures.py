@@ -130,6 +130,11 @@ class TestTimeline:
         assert (left, right) == (pytest.approx(0), pytest.approx(92))
         assert figure.figure.axes[0].get_xlim() == pytest.approx((0, 92))
 
+    def test_a_stage_that_is_done_waits_for_the_end(self):
+        boxes = boxes_of(plots.pipeline_timeline(ran(ONE_F_ONE_B), ONE_F_ONE_B))
+        last = {row: max(b[2] for b in boxes if b[0] == row) for row in (0, 1)}
+        assert last == {0: pytest.approx(92), 1: pytest.approx(92)}
+
     def test_filled_looks_and_no_model(self):
         figure = plots.pipeline_timeline(ran(ONE_F_ONE_B), ONE_F_ONE_B)
         assert legend_of(figure) == ["forward", "backward", "communicate", "wait"]

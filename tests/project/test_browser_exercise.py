@@ -21,15 +21,15 @@ def my_share_only(comm, chunks):
 
 
 def exercise(title):
-    """The page's setup, and of an exercise the stub, the check, the own run, and the solution."""
+    """The page's setup, and of an exercise the stub, the cell that checks it, and the solution."""
     cells = nbformat.read(PAGE, as_version=4).cells
     code = [cell.source for cell in cells if cell.cell_type == "code"]
     start = next(i for i, cell in enumerate(cells) if cell.source.startswith(f"### {title}"))
     after = cells[start:]
-    stub, check, own_run = [cell.source for cell in after if cell.cell_type == "code"][:3]
+    stub, check = [cell.source for cell in after if cell.cell_type == "code"][:2]
     fold = next(cell.source for cell in after if "<summary>Solution</summary>" in cell.source)
     solution = re.findall(r"```python\n(.*?)```", fold, re.DOTALL)[-1]
-    return code[:2], [stub, check, own_run], solution
+    return code[:2], [stub, check], solution
 
 
 def test_a_wrong_answer_is_explained_and_the_right_one_is_drawn(lab):
@@ -37,7 +37,7 @@ def test_a_wrong_answer_is_explained_and_the_right_one_is_drawn(lab):
     lab.add("exercise.ipynb", *setup, *cells)
     page = lab.open("exercise.ipynb")
     page.run_all()
-    stub, check, own_run = range(len(setup), len(setup) + 3)
+    stub, check = len(setup), len(setup) + 1
     assert "not attempted yet: ring.share_only" in page.cells()[check]["text"]
 
     page.type_cell(stub, WRONG)
@@ -45,15 +45,15 @@ def test_a_wrong_answer_is_explained_and_the_right_one_is_drawn(lab):
     said = page.cells()[check]["text"]
     assert "each waits for the next" in said
     assert "comm.send(chunks[(rank + 1 - step) % P], right)" in said
-    assert "it did not finish" in page.cells()[own_run]["text"]
+    assert "it did not finish" in page.cells()[check]["text"]
 
     page.type_cell(stub, solution)
     page.run_all()
     assert "passed: ring.share_only" in page.cells()[check]["text"]
-    shown = page.cells()[own_run]["images"]
+    shown = page.cells()[check]["images"]
     assert len(shown) == 2, "the learner's timeline and labkit's"
     assert all("Timeline of 4 ranks" in image["alt"] for image in shown)
-    told = page.cells()[own_run]["text"]
+    told = page.cells()[check]["text"]
     assert "passed, with exactly the messages, bytes and rounds of the target" in told
     assert not page.problems()
     page.close()

@@ -126,9 +126,3 @@ def test_the_solution_passes_its_check(parts, section, solved, request):
     assert len(verdicts) == sum(len(world_sizes) for *_, world_sizes in one.asked)
     for verdict in verdicts:
         assert verdict.passed, verdict
-
-
-def test_every_notebook_has_exercises():
-    for path in NOTEBOOKS:
-        parts = sections(nbformat.read(path, as_version=4).cells)
-        assert sum(map(is_exercise, parts)) >= 3, path.name

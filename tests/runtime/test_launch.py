@@ -87,6 +87,13 @@ class TestResults:
         exec("def double(comm, x):\n    return 2 * x + helper()\ndef helper(): return 1", scope)
         assert run(scope["double"], 20, world_size=2).values == [41, 41]
 
+    def test_a_class_that_extends_one_of_pytorchs_in_cpp_travels(self):
+        class Ended(torch.distributed.Work):
+            def wait(self, timeout=None):
+                return "ended"
+
+        assert run(lambda comm: Ended().wait(), world_size=1).values == ["ended"]
+
     def test_ranks_are_fresh_processes_that_share_nothing_with_the_caller(self):
         # Row 23: a forked child would inherit an initialised CUDA, and could not use it.
         os.environ["LABKIT_TEST_MARK"] = "parent"

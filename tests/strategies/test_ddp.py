@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit import WorkerError, run, strategies, train_with
 from labkit.costs.traffic import NOTHING, Cost, ddp_update_cost
 from labkit.strategies import local_gradients
-from labkit.strategies.ddp.bucketed import BucketedDDP
+from labkit.strategies.ddp.bucketed import BucketedDDP, start_all_reduce
 from labkit.strategies.ddp.naive import NaiveDDP
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share
@@ -460,3 +460,16 @@ def test_ranks_with_other_buckets_are_told_what_differs():
 
     with pytest.raises(WorkerError, match=r"(?s)different collectives.*\[126\].*\[6, 8\]"):
         run(step, world_size=2)
+
+
+def started_one_after_another(comm):
+    tensors = [torch.full((size,), 10.0**comm.rank) for size in (3, 5)]
+    handles = [start_all_reduce(comm, tensors[0]), start_all_reduce(comm, tensors[1], "mean")]
+    for handle in reversed(handles):
+        handle.wait()
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_all_reduces_that_were_started_end_with_their_handles():
+    for value in run(started_one_after_another, world_size=2).values:
+        assert value == [[11.0] * 3, [5.5] * 5]

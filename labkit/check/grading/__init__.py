@@ -2,10 +2,11 @@
 
 ``exercise`` holds what a learner's function is called with; ``on_ranks`` and ``in_process`` call
 it, ``watched`` for the library's functions and within ``limits``; ``judge_values`` (with
-``compare`` and ``wrong_tensor``) and ``judge_traffic`` (with ``critical_path``) judge; ``stub``
-tells an answer that has not begun from one that still contains the stub's raise;
-``words`` has the sentence of every mistake, and ``report`` the table. ``grader`` puts them
-together. ``own_run`` (with ``held_memory``) draws what the learner's function does.
+``compare`` and ``wrong_tensor``) and ``judge_traffic`` (with ``critical_path``) judge; ``score``
+compares a puzzle's answer with the best known; ``stub`` tells an answer that has not begun from
+one that still contains the stub's raise; ``words`` has the sentence of every mistake, and
+``report`` the table. ``grader`` puts them together. ``own_run`` (with ``held_memory``) draws what
+the learner's function does.
 """
 
 from labkit.check.grading.exercise import Case, Exercise, Target

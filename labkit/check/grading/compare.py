@@ -117,7 +117,8 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
         may_differ = 4 * size + len(added) * torch.stack(added).sum(0)
     else:
         may_differ = _FEW * (size + (size.max() if size.numel() else 0.0))
-    return (value == expected) | ((value - expected).abs() <= _EPS * may_differ)
+    alike = (value == expected) | (value.isnan() & expected.isnan())
+    return alike | ((value - expected).abs() <= _EPS * may_differ)
 
 
 def agree(answer: Any, due: Any) -> bool:

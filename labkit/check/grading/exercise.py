@@ -110,8 +110,8 @@ class Case:
         return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
 
 
-# One call of comm: its name, to which rank it sends, from which rank it receives.
-Step = tuple[str, int | None, int | None]
+# One call of comm: its name, to which rank it sends, from which it receives, the bytes it sends.
+Step = tuple[Any, ...]
 
 
 class Outcome(NamedTuple):
@@ -119,8 +119,9 @@ class Outcome(NamedTuple):
 
     ``value`` is graded; ``stand_in`` is what the learner may have meant instead (a returned
     tensor, a list whose entries were replaced). ``bytes_to`` is by peer. ``steps`` are the calls
-    of comm in their order: ``("exchange", dst, src)``, ``("send", dst, None)`` ....
+    of comm in their order: ``("exchange", dst, src, bytes)``, ``("send", dst, None, bytes)`` ....
     ``library`` names a function that solves the exercise and that the learner's function called.
+    ``held_bytes`` is the most memory that it held at one time, if the exercise asks for it.
     """
 
     value: Any
@@ -132,6 +133,7 @@ class Outcome(NamedTuple):
     barriers: int = 0
     steps: tuple[Step, ...] = ()
     library: str = ""
+    held_bytes: int = 0
 
 
 def one_tensor(rank: int, case: Case) -> tuple:
@@ -157,6 +159,32 @@ def call_plainly(fn: Callable, comm: Comm, *args: Any) -> Any:
 def nothing(rank: int, case: Case) -> Any:
     """Expect None, or anything if a tensor is written in place."""
     return None
+
+
+Ranks = tuple[Outcome, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a puzzle is scored by.
+
+    Attributes:
+        of: (case, outcomes by rank) -> the number; None if it cannot be told.
+        best: case -> the best known; None for a case that is not scored.
+        shown: the number -> its text, with a unit.
+        source: who reaches the best, in words.
+        rule: (case, outcomes) -> which of the puzzle's rules is broken, or None.
+        slack: by which part of the best a number may be larger and still be as good.
+        of_rounds: whether the pattern of the messages may explain a score.
+    """
+
+    of: Callable[[Case, Ranks], float | None]
+    best: Callable[[Case], float | None]
+    shown: Callable[[float], str]
+    source: str
+    rule: Callable[[Case, Ranks], Mistake | None] = lambda case, ranks: None
+    slack: float = 0.0
+    of_rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +220,8 @@ class Exercise:
         root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         case_words: a size that means a special case -> what is special about it, in words.
+        score: what a puzzle is scored by, once all values are right.
+        holds: count the memory that the function holds.
         may_call: names of functions of labkit or PyTorch that solve exercises, and of modules
             with such functions, that the learner may call all the same.
     """
@@ -215,6 +245,8 @@ class Exercise:
     root_name: str = ""
     nouns: tuple[str, str] = ("rank", "element")
     case_words: Mapping[int, str] = field(default_factory=dict)
+    score: Score | None = None
+    holds: bool = False
     may_call: frozenset[str] = frozenset()
 
     def cases(self, world_size: int, seed: int = 0) -> list[Case]:
@@ -230,7 +262,7 @@ class Exercise:
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""
         parts = {"expected": nothing, "target": None, "total": None, "judge": None}
-        parts |= {"mistakes": {}, "library": None, "case_words": {}}
+        parts |= {"score": None, "mistakes": {}, "library": None, "case_words": {}}
         return replace(self, **parts)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import cloudpickle
-
 from labkit import collectives
 from labkit.check.grading.exercise import (
     Case,
@@ -26,9 +24,11 @@ from labkit.check.grading.judge_values import value_problems
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
 from labkit.check.grading.own_run import own_run
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, Verdict, status_of_right, told
+from labkit.check.grading.score import Scored, praise_score, score_problems, scored
 from labkit.check.grading.stub import about_stub, is_stub
 from labkit.check.grading.watched import names_to_call_by
 from labkit.check.grading.words import Mistake
+from labkit.runtime.pickling import dumps
 from labkit.units import format_count
 
 WORLD_SIZES = (2, 3, 4)
@@ -104,7 +104,7 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
     except ValueError:
         pass  # a builtin without a signature: wrong arguments show in the call
     try:
-        cloudpickle.dumps(fn)
+        dumps(fn)
     except Exception as error:
         return Mistake("fn.cannot_travel", error=error)
     return None
@@ -115,6 +115,7 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, Problem] = {}
     right: list[Mistake | str] = []
+    best: Scored | None = None
     seed = new_seed()
     for world_size in world_sizes:
         cases, failure = exercise.cases(world_size, seed), None
@@ -127,9 +128,16 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
             cases, outcomes = list(failure.outcomes), list(failure.outcomes.values())
         found = value_problems(exercise, cases, outcomes)
         found += traffic_problems(exercise, cases, outcomes, right=not found)
+        best = None
+        if exercise.score and cases and not found:
+            tried = dict(zip(cases, outcomes))
+            found += score_problems(exercise.score, exercise, tried)
+            best = scored(exercise.score, tried)
         # Where two world sizes have the same problem, the larger one shows more of it.
         problems |= {problem.row: problem for problem in found}
         columns[world_size] = _column(exercise, cases[0], outcomes[0]) if cases else {}
+        if best:
+            columns[world_size] |= {"score": best.yours, "best known": best.best}
         for problem in found:
             columns[world_size] |= {problem.row: problem.cell, **_not_looked_at(problem, exercise)}
         if failure is not None:
@@ -137,8 +145,10 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
             columns[world_size] = {"finished": failure.ending} | columns[world_size]
             columns[world_size]["finished"] = failure.ending
             break
-        right = _said_when_right(exercise, cases[0], outcomes)
-    return _verdict(exercise, columns, list(problems.values()), right)
+        right = _said_when_right(exercise, cases[0], outcomes, best)
+    verdict = _verdict(exercise, columns, list(problems.values()), right)
+    verdict.score = best
+    return verdict
 
 
 def _unfinished(fn: Callable, failure: DidNotFinish) -> Problem:
@@ -150,13 +160,16 @@ def _unfinished(fn: Callable, failure: DidNotFinish) -> Problem:
 
 
 def _said_when_right(
-    exercise: Exercise, case: Case, outcomes: list[tuple[Outcome, ...]]
+    exercise: Exercise, case: Case, outcomes: list[tuple[Outcome, ...]], best: Scored | None
 ) -> list[Mistake | str]:
     """What to say if nothing is wrong: that it is the library's, or how good it is."""
     names = [outcome.library for ranks in outcomes for outcome in ranks if outcome.library]
     if names:
         return [Mistake("library.called", name=names[0])]
-    return [*praise(exercise, case, outcomes[0])]
+    said = []
+    if exercise.score and best:
+        said = [praise_score(exercise.score, case.world_size, best)]
+    return [*said, *praise(exercise, case, outcomes[0])]
 
 
 def _not_looked_at(problem: Problem, exercise: Exercise) -> dict[str, str]:
@@ -199,6 +212,7 @@ def _verdict(
     verdict.notes += [] if problems else right
     if "messages" in names:
         whose = "each rank" if exercise.target is not None else "all ranks together"
-        size = f", for {exercise.sizes[0]} elements" if exercise.sizes else ""
+        noun = exercise.nouns[1]
+        size = f", for {format_count(exercise.sizes[0], noun)}" if exercise.sizes and noun else ""
         verdict.caption = f"Messages and bytes sent, and rounds, are those of {whose}{size}."
     return verdict

@@ -1,11 +1,13 @@
 """A learner's function on real ranks: what each call left behind, or how the run broke off."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
 
 from labkit.check.grading.compare import plain
 from labkit.check.grading.exercise import Case, Exercise, Outcome, where
+from labkit.check.grading.held_memory import HeldBytes
 from labkit.check.grading.limits import limited_memory
 from labkit.check.grading.stub import STUB
 from labkit.check.grading.watched import Watched
@@ -110,8 +112,10 @@ def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outco
     given = None if exercise.written is None else args[exercise.written]
     kept = list(given) if isinstance(given, list) else given
     watched = Watched(fn, exercise.signature, exercise.may_call)
+    held = HeldBytes() if exercise.holds else contextlib.nullcontext()
     before, sent_before = _spent(comm), comm.bytes_to.copy()
-    returned = exercise.call(watched, comm, *args)
+    with held:
+        returned = exercise.call(watched, comm, *args)
     value, meant = (kept, given) if isinstance(given, list) else (given, returned)
     if exercise.written is None or isinstance(returned, Mistake):
         # Made plain here, because generators cannot travel, and run only now.
@@ -121,7 +125,7 @@ def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outco
     )
     # Subtracting Counters keeps only the peers to which something was sent.
     sent_to = comm.bytes_to - sent_before
-    seen = barriers, tuple(watched.steps), watched.library
+    seen = barriers, tuple(watched.steps), watched.library, getattr(held, "num_bytes", 0)
     return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen)
 
 

@@ -126,7 +126,7 @@ def _spend(
     found = []
     for fn in fns:
         comm.barrier()
-        held, clock = PeakBytes(), _Clock(comm)
+        held = PeakBytes()
         outcome = call_once(comm, held.around(fn), exercise, case)
         counts = {row: getattr(outcome, FIELDS[row]) for row in ROWS}
         # The ranks make their arguments before they start together.
@@ -134,6 +134,7 @@ def _spend(
             exercise, inputs=functools.partial(_given, exercise.inputs(comm.rank, case))
         )
         comm.barrier()
+        clock = _Clock(comm)
         call_once(comm, clock.around(fn), ready, case)
         found.append((counts, held.num_bytes, clock.start_s, clock.end_s))
     return found
@@ -146,6 +147,7 @@ def _given(args: tuple, rank: int, case: Case) -> tuple:
 class _Clock:
     """Note when a function starts and ends, in seconds of this rank's trace.
 
+    On a rank that runs a check's own code instead, both are the moment when the clock was made.
     What the function does between its messages (copies, additions) is recorded as ``compute``.
     On a rank whose part the check plays, the function is not called, and has no times.
     """
@@ -209,8 +211,13 @@ def _cell(row: str, numbers: list[int]) -> str:
 
 
 def _caption(exercise: Exercise, case: Case) -> str:
-    what = format_count(case.world_size, "rank")
-    what += f" and {case.size:,} elements per rank" if exercise.sizes else ""
+    ranks, elements = exercise.nouns
+    what = format_count(case.world_size, ranks or "rank")
+    if exercise.sizes and elements:
+        what += " and " + format_count(case.size, elements).replace(
+            str(case.size), f"{case.size:,}"
+        )
+        what += " per rank" if elements == "element" else ""
     whose = "Where ranks differ, the numbers are by rank."
     if exercise.total is not None:
         whose = "Messages and bytes are those of all ranks together, rounds of the busiest rank."

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from labkit.check.grading.score import Scored
 from labkit.check.grading.words import Mistake
 from labkit.notebook.record import note_verdict
 from labkit.runtime.watch import undrawn
@@ -28,6 +29,7 @@ class Verdict:
         rows: what was judged -> one cell per column.
         notes: mistakes, or sentences that say what is right.
         caption: what the numbers in the table are.
+        score: of a puzzle, on the most ranks, beside the best known.
         run_again: (status, P) -> the learner's run, drawn; None if there are no ranks.
         shown: whether the check has just printed it.
     """
@@ -38,6 +40,7 @@ class Verdict:
     rows: dict[str, list[str]] = field(default_factory=dict)
     notes: list[Mistake | str] = field(default_factory=list)
     caption: str = ""
+    score: Scored | None = None
     run_again: Callable[[str, int], Any] | None = field(default=None, repr=False, compare=False)
     shown: bool = field(default=False, repr=False)
 

@@ -26,14 +26,32 @@ def raised_by_stub(error: BaseException) -> str:
 def is_stub(fn: Callable, raised_in: str) -> bool:
     """Whether ``fn`` is still a stub, where the stub ``raised_in`` ("" for none) was reached."""
     own = _plain_function(fn)
+    if inspect.isclass(own):
+        return raised_in in vars(own) and not _has_begun(own)
     if raised_in != getattr(own, "__name__", raised_in) or not raised_in:
         return False
+    return not _has_work(_body(own))
+
+
+def _has_begun(cls: type) -> bool:
+    """Whether a method of the class is written; an ``__init__`` may be given."""
+    for name, method in vars(cls).items():
+        body = _body(method) if inspect.isfunction(method) else []
+        if any(isinstance(line, _WORK) for line in body):
+            return True
+        if name != "__init__" and _has_work(body):
+            return True
+    return False
+
+
+def _body(function: Callable) -> list[ast.stmt]:
+    """The lines of a function; [] if its source is not known."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(own)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        return True
+        return []
     first = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
-    return first is None or not _has_work(first.body)
+    return first.body if first else []
 
 
 def about_stub(fn: Callable, raised_in: str, place: str = "") -> Mistake:
@@ -47,7 +65,7 @@ def _plain_function(fn: Callable) -> Callable:
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = inspect.unwrap(fn)
-    is_written = inspect.isfunction(fn) or inspect.ismethod(fn)
+    is_written = inspect.isfunction(fn) or inspect.ismethod(fn) or inspect.isclass(fn)
     return fn if is_written else type(fn).__call__
 
 

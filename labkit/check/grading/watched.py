@@ -24,7 +24,7 @@ _SOLUTIONS = tuple(
     f"{_LABKIT}/{part}"
     for part in (
         *("collectives/", "schedules/", "strategies/", "placement/planner", "placement/search"),
-        *("costs/pipeline_timeline", "workload/sampling"),
+        *("costs/pipeline_timeline", "workload/sampling", "comm/work.py"),
     )
 )
 _HELPERS = {
@@ -38,11 +38,11 @@ _PYTORCH = (
 # A shorter function may be the same by chance.
 _LONG_CODE = 100
 _STEPS = {
-    Comm.send.__code__: ("send", "dst", ""),
-    Comm.recv.__code__: ("recv", "", "src"),
-    Comm.recv_add.__code__: ("recv", "", "src"),
-    Comm.recv_any.__code__: ("recv_any", "", ""),
-    Comm.exchange.__code__: ("exchange", "dst", "src"),
+    Comm.send.__code__: ("send", "dst", "", "tensor"),
+    Comm.recv.__code__: ("recv", "", "src", ""),
+    Comm.recv_add.__code__: ("recv", "", "src", ""),
+    Comm.recv_any.__code__: ("recv_any", "", "", ""),
+    Comm.exchange.__code__: ("exchange", "dst", "src", "send"),
 }
 
 
@@ -97,8 +97,10 @@ class Watched:
             return
         code = frame.f_code
         if code in _STEPS:
-            step, *sides = _STEPS[code]
-            self.steps.append((step, *(frame.f_locals.get(side) for side in sides)))
+            step, dst, src, sent = _STEPS[code]
+            given = frame.f_locals
+            num_bytes = getattr(given.get(sent), "nbytes", 0)
+            self.steps.append((step, given.get(dst), given.get(src), num_bytes))
         elif not self.library and (name := _solution(code)) and not _inside_labkit(frame.f_back):
             self.library = name if self._counts(name) else ""
 

@@ -45,7 +45,6 @@ class BucketedDDP(NaiveDDP):
         self.buckets = [Bucket([self.trained[i] for i in indices]) for indices in assigned]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._launched: list[Work] = []
-        self._work_queue = _work_queue_of(comm)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Put a gradient into its bucket, and send the buckets whose turn has come.
@@ -82,19 +81,11 @@ class BucketedDDP(NaiveDDP):
 
         On a GPU every bucket counts as waited for: the calls only queue work on the stream.
         """
-        self._launched.append(self._queue(bucket.gradients(), self.op, is_waited_for))
-
-    def _queue(self, tensor: Tensor, op: str, is_waited_for: bool) -> Work:
-        return self._work_queue.add(
-            "all_reduce",
-            lambda comm: fast_ring_all_reduce(comm, tensor, op),
-            [tensor],
-            [tensor],
-            is_waited_for,
-        )
+        started = start_all_reduce(self.comm, bucket.gradients(), self.op, is_waited_for)
+        self._launched.append(started)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        self._queue(tensor, op, is_waited_for=True).wait()
+        start_all_reduce(self.comm, tensor, op, is_waited_for=True).wait()
 
 
 class Bucket:
@@ -136,6 +127,28 @@ class Bucket:
         (parameter,) = self.parameters
         assert parameter.grad is not None, "a bucket is sent when it is full"
         return parameter.grad
+
+
+def start_all_reduce(
+    comm: Comm, tensor: Tensor, op: str = "sum", is_waited_for: bool = False
+) -> Work:
+    """Begin an all-reduce in another thread, and return its handle at once.
+
+    The all-reduces of a rank run one after another in the order of the calls, which must be equal
+    on all ranks. Neither read nor change the tensor until ``wait()`` of the handle has returned.
+
+    Args:
+        comm: send nothing else on it in the meantime.
+        tensor, op: as for ``ring_all_reduce``.
+        is_waited_for: the caller will wait at once, so it may be carried out in this thread.
+    """
+    return _work_queue_of(comm).add(
+        "all_reduce",
+        lambda comm: fast_ring_all_reduce(comm, tensor, op),
+        [tensor],
+        [tensor],
+        is_waited_for,
+    )
 
 
 @functools.cache

@@ -170,7 +170,7 @@ def _as_data(measured: MeasuredSplit) -> dict[str, Any]:
 
 
 def _span_as_data(span: Span, origin_s: float) -> dict[str, Any] | None:
-    """A span of one lane; None for the mark and for waiting, which is where nothing is drawn."""
+    """A span of one lane; None for waiting, where nothing is drawn."""
     kind = span.kind
     if kind == "communicate" and span.peer is not None:
         # What a stage sends to the next one, or gets from the one before, is an activation.

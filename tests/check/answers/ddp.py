@@ -151,169 +151,92 @@ WRONG_AVERAGES = [
 ]
 
 
-# Accumulation
+# Hooks on parameters
 
 
-def accumulates(comm, model, micro_batches, batch_size):
-    for inputs, targets in micro_batches:
-        backward(model, inputs, targets, batch_size)
-    sum_all(comm, model)
+def watches(parameters, ready):
+    return [
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: ready(index))
+        for index, parameter in enumerate(parameters)
+    ]
 
 
-def sums_each_time(comm, model, micro_batches, batch_size):
-    for inputs, targets in micro_batches:
-        averages(comm, model, inputs, targets, batch_size)
+def shares_the_loop_variable(parameters, ready):
+    handles = []
+    for index, parameter in enumerate(parameters):
+        hook = lambda _: ready(index)  # noqa: B023, E731
+        handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    return handles
 
 
-def zeroes_in_between(comm, model, micro_batches, batch_size):
-    for inputs, targets in micro_batches:
-        model.zero_grad()
-        backward(model, inputs, targets, batch_size)
-    sum_all(comm, model)
+def uses_tensor_hooks(parameters, ready):
+    return [p.register_hook(lambda _, i=i: ready(i)) for i, p in enumerate(parameters)]
 
 
-def sums_too_early(comm, model, micro_batches, batch_size):
-    for number, (inputs, targets) in enumerate(micro_batches, start=1):
-        if number == len(micro_batches):
-            sum_all(comm, model)
-        backward(model, inputs, targets, batch_size)
+def calls_ready_itself(parameters, ready):
+    handles = watches(parameters, ready)
+    for index in range(len(parameters)):
+        ready(index)
+    return handles
 
 
-def averages_micro_batches(comm, model, micro_batches, batch_size):
-    for inputs, targets in micro_batches:
-        backward(model, inputs, targets, 3 * comm.world_size, reduction="mean")
-    sum_all(comm, model)
+def keeps_the_handles(parameters, ready):
+    watches(parameters, ready)
 
 
-def adds_means(comm, model, micro_batches, batch_size):
-    for inputs, targets in micro_batches:
-        backward(model, inputs, targets, reduction="mean")
-    sum_all(comm, model)
+def numbers_from_the_end(parameters, ready):
+    return watches(parameters[::-1], ready)
 
 
-def never_sums(comm, model, micro_batches, batch_size):
-    for inputs, targets in micro_batches:
-        backward(model, inputs, targets, batch_size)
+def gives_the_parameter(parameters, ready):
+    return [p.register_post_accumulate_grad_hook(ready) for p in parameters]
 
 
-def never_divides(comm, model, micro_batches, batch_size):
-    accumulates(comm, model, micro_batches, 1)
+def hooks_the_weights_alone(parameters, ready):
+    weights = [(i, p) for i, p in enumerate(parameters) if p.dim() > 1]
+    return [p.register_post_accumulate_grad_hook(lambda _, i=i: ready(i)) for i, p in weights]
 
 
-def right_but_three_times_the_messages(comm, model, micro_batches, batch_size):
-    total = [0, 0, 0, 0]
-    for inputs, targets in micro_batches:
-        model.zero_grad()
-        averages(comm, model, inputs, targets, batch_size)
-        total = [held + p.grad for held, p in zip(total, model.parameters())]
-    for held, parameter in zip(total, model.parameters()):
-        parameter.grad = held
+def hooks_twice(parameters, ready):
+    return watches(parameters, ready) + watches(parameters, ready)
 
 
-def divides_by_micro_batches(comm, model, micro_batches, batch_size):
-    accumulates(comm, model, micro_batches, batch_size * len(micro_batches))
+def hooks_once(parameters, ready):
+    handles = []
+
+    def once(index):
+        handles[index].remove()
+        ready(index)
+
+    handles += watches(parameters, once)
+    return handles
 
 
-WRONG_ACCUMULATIONS = [
-    (sums_each_time, "gradient.summed_again"),
-    (zeroes_in_between, "gradient.last_only"),
-    (sums_too_early, "gradient.last_missing"),
-    (averages_micro_batches, "gradient.micro_batches_alike"),
-    (adds_means, "gradient.sum_of_micro_means"),
-    (divides_by_micro_batches, "gradient.twice_by_micro_batches"),
-    (never_sums, "gradient.own_share"),
-    (never_divides, "gradient.sum"),
-    (right_but_three_times_the_messages, "traffic.off_target"),
-]
+def returns_the_first_handle(parameters, ready):
+    return watches(parameters, ready)[:1]
 
 
-# The sampler
+def hooks_nothing(parameters, ready):
+    return []
 
 
-def shuffled(num_samples, seed):
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def padded(order, world_size):
-    missing = -len(order) % world_size
-    return order + (order * missing)[:missing]
-
-
-def samples(comm, num_samples, epoch, seed):
-    order = padded(shuffled(num_samples, seed + epoch), comm.world_size)
-    return order[comm.rank :: comm.world_size]
-
-
-def forgets_the_epoch(comm, num_samples, epoch, seed):
-    return samples(comm, num_samples, 0, seed)
-
-
-def does_not_shuffle(comm, num_samples, epoch, seed):
-    return padded(list(range(num_samples)), comm.world_size)[comm.rank :: comm.world_size]
-
-
-def does_not_pad(comm, num_samples, epoch, seed):
-    return shuffled(num_samples, seed + epoch)[comm.rank :: comm.world_size]
-
-
-def drops_the_rest(comm, num_samples, epoch, seed):
-    order = shuffled(num_samples, seed + epoch)
-    return order[: num_samples - num_samples % comm.world_size][comm.rank :: comm.world_size]
-
-
-def takes_a_block(comm, num_samples, epoch, seed):
-    order = padded(shuffled(num_samples, seed + epoch), comm.world_size)
-    size = len(order) // comm.world_size
-    return order[comm.rank * size :][:size]
-
-
-def shuffles_by_rank(comm, num_samples, epoch, seed):
-    return samples(comm, num_samples, epoch, seed + comm.rank)
-
-
-def pads_with_the_last(comm, num_samples, epoch, seed):
-    order = shuffled(num_samples, seed + epoch)
-    order += [order[-1]] * (-num_samples % comm.world_size)
-    return order[comm.rank :: comm.world_size]
-
-
-def counts_from_one(comm, num_samples, epoch, seed):
-    return [index + 1 for index in samples(comm, num_samples, epoch, seed)]
-
-
-def sorts_its_share(comm, num_samples, epoch, seed):
-    return sorted(samples(comm, num_samples, epoch, seed))
-
-
-def takes_the_next_ranks(comm, num_samples, epoch, seed):
-    order = padded(shuffled(num_samples, seed + epoch), comm.world_size)
-    return order[(comm.rank + 1) % comm.world_size :: comm.world_size]
-
-
-def shuffles_with_another_generator(comm, num_samples, epoch, seed):
-    order = sorted(range(num_samples), key=lambda index: (index * 7 + seed + epoch) % 13)
-    return padded(order, comm.world_size)[comm.rank :: comm.world_size]
-
-
-WRONG_SAMPLES = [
-    (forgets_the_epoch, "sampler.epoch"),
-    (does_not_shuffle, "sampler.not_shuffled"),
-    (does_not_pad, "sampler.not_padded"),
-    (drops_the_rest, "sampler.dropped"),
-    (takes_a_block, "sampler.block"),
-    (shuffles_by_rank, "sampler.seed_by_rank"),
-    (pads_with_the_last, "sampler.padding"),
-    (counts_from_one, "value.differs", "it is [1, 2, 10, 7], expected [0, 1, 9, 6]"),
-    (takes_the_next_ranks, "sampler.other_rank"),
-    (shuffles_with_another_generator, "value.differs"),
-    (sorts_its_share, "sampler.order"),
+WRONG_HOOKS = [
+    (shares_the_loop_variable, "hooks.last_index"),
+    (uses_tensor_hooks, "hooks.too_early"),
+    (calls_ready_itself, "hooks.at_once"),
+    (keeps_the_handles, "hooks.no_handles"),
+    (numbers_from_the_end, "hooks.numbers"),
+    (gives_the_parameter, "hooks.index"),
+    (hooks_the_weights_alone, "hooks.missing"),
+    (hooks_twice, "hooks.twice"),
+    (hooks_once, "hooks.once"),
+    (returns_the_first_handle, "hooks.stay"),
+    (hooks_nothing, "hooks.nothing"),
 ]
 
 
 ANSWERS = [
     Answers(check.ddp.buckets, [right_rule, assign_buckets], WRONG_BUCKETS),
     Answers(check.ddp.average, [averages], WRONG_AVERAGES),
-    # Three ranks would hide whether the sum was divided by them or by the three micro-batches.
-    Answers(check.ddp.accumulate, [accumulates], WRONG_ACCUMULATIONS, 4),
-    Answers(check.ddp.sampler, [samples], WRONG_SAMPLES),
+    Answers(check.ddp.hooks, [watches], WRONG_HOOKS),
 ]

@@ -2,15 +2,15 @@
 
 import itertools
 from collections import deque
+from functools import partial
 
 import numpy as np
 import torch
 from graded import Answers
 from ranks import travel_by_value
 from torch.nn import functional
-from torch.utils.data import DistributedSampler
 
-from answers.ddp import accumulates, averages, backward, padded, right_rule, samples, shuffled
+from answers.ddp import averages, backward, right_rule
 from labkit import check
 from labkit.collectives import naive_all_reduce, ring_all_reduce
 
@@ -241,199 +241,69 @@ WRONG_AVERAGES = [
 ]
 
 
-# accumulate(comm, model, micro_batches, batch_size)
+# watch(parameters, ready)
 
 
-def adds_up_the_losses(comm, model, micro_batches, batch_size):
-    losses = [functional.cross_entropy(model(x), y, reduction="sum") for x, y in micro_batches]
-    (sum(losses) / batch_size).backward()
-    for parameter in model.parameters():
-        ring_all_reduce(comm, parameter.grad)
+def with_partial(parameters, ready):
+    def report(index, parameter):
+        ready(index)
+
+    return tuple(
+        parameter.register_post_accumulate_grad_hook(partial(report, index))
+        for index, parameter in enumerate(parameters)
+    )
 
 
-def in_one_batch(comm, model, micro_batches, batch_size):
-    inputs, targets = (torch.cat(part) for part in zip(*micro_batches))
-    averages(comm, model, inputs, targets, batch_size)
+def from_the_last(*, parameters, ready):
+    handles = {}
+    for index in reversed(range(len(parameters))):
+        hook = Reporter(ready, index)
+        handles[index] = parameters[index].register_post_accumulate_grad_hook(hook)
+    return handles
 
 
-def divides_at_the_end(comm, model, micro_batches, batch_size):
-    for inputs, targets in reversed(micro_batches):
-        functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
-    for parameter in model.parameters():
-        ring_all_reduce(comm, parameter.grad).mul_(1 / batch_size)
+class Reporter:
+    def __init__(self, ready, index):
+        self.ready, self.index = ready, index
+
+    def __call__(self, parameter):
+        self.ready(self.index)
 
 
-def sums_in_the_last_backward(comm, model, micro_batches, batch_size):
-    """A hook that is set for the last micro-batch alone, as in DDP after no_sync."""
+def looks_the_index_up(parameters, ready):
+    place = {parameter: index for index, parameter in enumerate(parameters)}
 
-    def reduce_it(parameter):
-        ring_all_reduce(comm, parameter.grad)
+    def hook(parameter):
+        ready(place[parameter])
 
-    *first, last = micro_batches
-    for inputs, targets in first:
-        backward(model, inputs, targets, batch_size)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(reduce_it)
-    backward(model, *last, batch_size)
+    return [*map(lambda p: p.register_post_accumulate_grad_hook(hook), parameters)]
 
 
-def keeps_sums_apart(comm, model, micro_batches, batch_size):
-    parameters = list(model.parameters())
-    totals = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
-    for inputs, targets in micro_batches:
-        loss = functional.cross_entropy(model(inputs), targets) * len(targets) / batch_size
-        for total, gradient in zip(totals, torch.autograd.grad(loss, parameters)):
-            total += gradient
-    for parameter, total in zip(parameters, totals):
-        parameter.grad = ring_all_reduce(comm, total.float())
+def yields_the_handles(parameters, ready):
+    for index, parameter in enumerate(parameters):
+        yield parameter.register_post_accumulate_grad_hook(lambda _, i=index: ready(i))
 
 
-def leaves_the_last_one_out(comm, model, micro_batches, batch_size):
-    accumulates(comm, model, micro_batches[:-1], batch_size)
+def gives_a_numpy_index(parameters, ready):
+    numbers = np.arange(len(parameters))
+
+    def hook_of(number):
+        return lambda parameter: ready(number)
+
+    return [p.register_post_accumulate_grad_hook(hook_of(n)) for n, p in zip(numbers, parameters)]
 
 
-def counts_its_own_samples(comm, model, micro_batches, batch_size):
-    accumulates(comm, model, micro_batches, sum(len(y) for _, y in micro_batches))
-
-
-def divides_the_sum_by_ranks(comm, model, micro_batches, batch_size):
-    accumulates(comm, model, micro_batches, batch_size * comm.world_size)
-
-
-def updates_every_time(comm, model, micro_batches, batch_size):
-    for inputs, targets in micro_batches:
-        backward(model, inputs, targets, batch_size)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-    for parameter in model.parameters():
-        ring_all_reduce(comm, parameter.grad)
-
-
-def takes_the_first_thrice(comm, model, micro_batches, batch_size):
-    accumulates(comm, model, micro_batches[:1] * 3, batch_size)
-
-
-def sums_twice(comm, model, micro_batches, batch_size):
-    accumulates(comm, model, micro_batches, batch_size * comm.world_size)
-    for parameter in model.parameters():
-        ring_all_reduce(comm, parameter.grad)
-
-
-RIGHT_ACCUMULATIONS = [
-    adds_up_the_losses,
-    in_one_batch,
-    divides_at_the_end,
-    sums_in_the_last_backward,
-    keeps_sums_apart,
-]
-WRONG_ACCUMULATIONS = [
-    (leaves_the_last_one_out, "gradient.without_last"),
-    (counts_its_own_samples, "gradient.over_own"),
-    (divides_the_sum_by_ranks, "gradient.twice_by_ranks"),
-    (updates_every_time, "gradient.updated"),
-    (takes_the_first_thrice, "value.numbers"),
-    (sums_twice, "traffic.doubled"),
-]
-
-
-# my_samples(comm, num_samples, epoch, seed)
-
-
-def asks_pytorch(comm, num_samples, epoch, seed):
-    sampler = DistributedSampler(range(num_samples), comm.world_size, comm.rank, seed=seed)
-    sampler.set_epoch(epoch)
-    return iter(sampler)
-
-
-def as_a_tensor(comm, num_samples, epoch, seed):
-    order = torch.tensor(shuffled(num_samples, seed + epoch))
-    places = torch.arange(-(-num_samples // comm.world_size)) * comm.world_size + comm.rank
-    return order[places % num_samples]
-
-
-def as_an_array(comm, num_samples, epoch, seed):
-    order = np.array(shuffled(num_samples, seed + epoch))
-    rows = -(-num_samples // comm.world_size)
-    return np.resize(order, (rows, comm.world_size))[:, comm.rank]
-
-
-def walks_in_circles(comm, num_samples, epoch, seed):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed + epoch)
-        circle = itertools.cycle(torch.randperm(num_samples).tolist())
-    total = num_samples + -num_samples % comm.world_size
-    return itertools.islice(circle, comm.rank, total, comm.world_size)
-
-
-def deals_out_like_cards(comm, num_samples, epoch, seed):
-    hands = [deque() for _ in range(comm.world_size)]
-    for place, sample in enumerate(padded(shuffled(num_samples, seed + epoch), comm.world_size)):
-        hands[place % comm.world_size].append(np.int64(sample))
-    return tuple(hands[comm.rank])
-
-
-def pads_once(comm, num_samples, epoch, seed):
-    """Right unless there are fewer samples than are missing."""
-    order = shuffled(num_samples, seed + epoch)
-    order += order[: -num_samples % comm.world_size]
-    return order[comm.rank :: comm.world_size]
-
-
-def multiplies_the_seed(comm, num_samples, epoch, seed):
-    return samples(comm, num_samples, 0, seed * (epoch + 1))
-
-
-def seeds_with_5(comm, num_samples, epoch, seed):
-    return samples(comm, num_samples, epoch, 5)
-
-
-def shuffles_its_share(comm, num_samples, epoch, seed):
-    mine = padded(list(range(num_samples)), comm.world_size)[comm.rank :: comm.world_size]
-    return [mine[place] for place in shuffled(len(mine), seed + epoch)]
-
-
-def indices_as_floats(comm, num_samples, epoch, seed):
-    return [float(index) for index in samples(comm, num_samples, epoch, seed)]
-
-
-def pads_before_shuffling(comm, num_samples, epoch, seed):
-    order = padded(list(range(num_samples)), comm.world_size)
-    mixed = [order[place] for place in shuffled(len(order), seed + epoch)]
-    return mixed[comm.rank :: comm.world_size]
-
-
-def sends_the_seed_around(comm, num_samples, epoch, seed):
-    ring_all_reduce(comm, torch.tensor([float(seed)]), "max")
-    return samples(comm, num_samples, epoch, seed)
-
-
-def from_the_end(comm, num_samples, epoch, seed):
-    return samples(comm, num_samples, epoch, seed)[::-1]
-
-
-RIGHT_SAMPLES = [
-    asks_pytorch,
-    as_a_tensor,
-    as_an_array,
-    walks_in_circles,
-    deals_out_like_cards,
-]
-WRONG_SAMPLES = [
-    (pads_once, "value.wrong"),
-    (multiplies_the_seed, "value.differs"),
-    (seeds_with_5, "value.differs"),
-    (shuffles_its_share, "value.differs"),
-    (indices_as_floats, "sampler.kind"),
-    (pads_before_shuffling, "value.differs"),
-    (sends_the_seed_around, "traffic.off_target"),
-    (from_the_end, "value.differs"),
+RIGHT_HOOKS = [
+    with_partial,
+    from_the_last,
+    looks_the_index_up,
+    yields_the_handles,
+    gives_a_numpy_index,
 ]
 
 
 ANSWERS = [
     Answers(check.ddp.buckets, RIGHT_BUCKETS, WRONG_BUCKETS),
     Answers(check.ddp.average, RIGHT_AVERAGES, WRONG_AVERAGES, 4),
-    Answers(check.ddp.accumulate, RIGHT_ACCUMULATIONS, WRONG_ACCUMULATIONS, 4),
-    Answers(check.ddp.sampler, RIGHT_SAMPLES, WRONG_SAMPLES),
+    Answers(check.ddp.hooks, RIGHT_HOOKS, []),
 ]

@@ -1,7 +1,9 @@
 """Answers to ``check.fairness``."""
 
 import statistics
+from fractions import Fraction
 
+import numpy as np
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -188,7 +190,128 @@ WRONG_RATIOS = [
 ]
 
 
+# synchronisations(messages)
+
+
+def of_rank_0(messages):
+    return messages[0] // (2 * (len(messages) - 1))
+
+
+def of_the_busiest(messages):
+    return max(messages) / 2 / (len(messages) - 1)
+
+
+def of_all_together(messages):
+    return sum(messages) / len(messages) / (2 * len(messages) - 2)
+
+
+def in_fractions(messages):
+    return Fraction(messages[-1], 2 * (len(messages) - 1))
+
+
+def with_an_array(messages):
+    return np.mean(messages) / (2 * (len(messages) - 1))
+
+
+def with_a_tensor(messages):
+    return torch.tensor(messages).float().mean() / (2 * (len(messages) - 1))
+
+
+def counts_down(messages):
+    left, found = messages[0], 0
+    while left > 0:
+        left -= 2 * (len(messages) - 1)
+        found += 1
+    return found
+
+
+WRONG_COUNTS = [
+    (lambda messages: messages[0] // (len(messages) - 1), "synchronisations.half"),
+    (
+        lambda messages: sum(messages) // (2 * (len(messages) - 1)),
+        "synchronisations.of_all",
+    ),
+    (lambda messages: messages[0] / len(messages) / 2, "synchronisations.ranks"),
+    (lambda messages: messages[0] // 2, "synchronisations.two"),
+    (max, "synchronisations.messages"),
+    (lambda messages: 32, "answer.wrong"),
+]
+
+
+# useful_rate(train_size, samples_by_rank, epoch_seconds)
+
+
+def useful(train_size, samples_by_rank, epoch_seconds):
+    return min(train_size, sum(samples_by_rank)) / statistics.median(epoch_seconds[1:])
+
+
+def by_numpy(train_size, samples_by_rank, epoch_seconds):
+    done = np.minimum(train_size, np.sum(samples_by_rank))
+    return done / np.median(np.array(epoch_seconds)[1:])
+
+
+def by_torch(train_size, samples_by_rank, epoch_seconds):
+    done = torch.tensor(samples_by_rank).sum().clamp(max=train_size)
+    return done / torch.tensor(epoch_seconds[1:]).quantile(0.5)
+
+
+def sorted_by_hand(train_size, samples_by_rank, epoch_seconds):
+    _, *seconds = epoch_seconds
+    seconds.sort()
+    half = len(seconds) // 2
+    median = seconds[half] if len(seconds) % 2 else sum(seconds[half - 1 : half + 1]) / 2
+    done = sum(samples_by_rank)
+    return (done if done < train_size else train_size) / median
+
+
+def other_order(epoch_seconds, samples_by_rank, train_size):
+    return useful(train_size, samples_by_rank, epoch_seconds)
+
+
+def exact(train_size, samples_by_rank, epoch_seconds):
+    seconds = Fraction(statistics.median(epoch_seconds[1:]))
+    return min(Fraction(train_size), sum(map(Fraction, samples_by_rank))) / seconds
+
+
+def later_median(epoch_seconds):
+    return statistics.median(epoch_seconds[1:])
+
+
+WRONG_RATES = [
+    (lambda size, by_rank, s: sum(by_rank) / later_median(s), "rate.counts_twice"),
+    (lambda size, by_rank, s: size / later_median(s), "rate.counts_undone"),
+    (lambda size, by_rank, s: by_rank[0] / later_median(s), "rate.one_rank"),
+    (
+        lambda size, by_rank, s: min(size, sum(by_rank)) / statistics.median(s),
+        "rate.warm_up",
+    ),
+    (
+        lambda size, by_rank, s: min(size, sum(by_rank)) / statistics.fmean(s[1:]),
+        "rate.mean",
+    ),
+    (lambda size, by_rank, s: min(size, sum(by_rank)) / min(s), "rate.best"),
+    (
+        lambda size, by_rank, s: later_median(s) / min(size, sum(by_rank)),
+        "rate.per_sample",
+    ),
+    (lambda size, by_rank, s: None, "answer.nothing"),
+]
+
+
 ANSWERS = [
+    Answers(
+        check.fairness.synchronisations,
+        [
+            *(of_rank_0, of_the_busiest, of_all_together, in_fractions),
+            *(with_an_array, with_a_tensor, counts_down),
+        ],
+        WRONG_COUNTS,
+    ),
+    Answers(
+        check.fairness.useful_rate,
+        [useful, by_numpy, by_torch, sorted_by_hand, other_order, exact],
+        WRONG_RATES,
+    ),
     Answers(check.fairness.replicas_agree, [right, returns_a_tensor], WRONG),
     Answers(
         check.fairness.interleaved_ratio,

@@ -142,6 +142,11 @@ ON_RANKS = [
 ]
 
 
+def twice_its_rank(fn, world_sizes=(2, 3, 4)):
+    """``fn(comm)``: a number."""
+    return check.returns(fn, lambda rank, case: 2 * rank, world_sizes=world_sizes)
+
+
 # In no rank
 
 
@@ -197,6 +202,7 @@ ANSWERS = [
         ],
         ON_RANKS,
     ),
+    Answers(twice_its_rank, [], [(lambda comm: comm.rank, "value.differs", "expected 2")]),
     Answers(
         totals,
         [

@@ -1,7 +1,7 @@
-"""Answers to ``check.pipeline``."""
+"""Answers to ``check.pipeline``: what needs no ranks, and the hop."""
 
 import itertools
-from collections import defaultdict, deque
+from collections import defaultdict, deque, namedtuple
 from fractions import Fraction
 
 import numpy as np
@@ -11,9 +11,191 @@ from ranks import travel_by_value
 
 from labkit import check
 from labkit.costs.pipeline_timeline import bubble, bubble_formula
-from labkit.schedules.pipeline import Action, gpipe
+from labkit.schedules.pipeline import Action, gpipe, one_f_one_b
 
 travel_by_value(__name__)
+
+
+# Micro-batches
+
+
+def cut(inputs, targets, count):
+    count = min(count, len(targets))
+    parts = zip(inputs.tensor_split(count), targets.tensor_split(count))
+    return [(x, y, len(y) / len(targets)) for x, y in parts]
+
+
+def cut_by_bounds(inputs, targets, count):
+    n = len(targets)
+    count = min(count, n)
+    for m in range(count):
+        rows = slice(m * n // count, (m + 1) * n // count)
+        yield inputs[rows], targets[rows], Fraction(rows.stop - rows.start, n)
+
+
+def every_nth_sample(inputs, targets, count):
+    """Cuts with a stride: the micro-batches need not be runs of samples."""
+    n = len(targets)
+    return tuple(
+        (inputs[m::count], targets[m::count], len(targets[m::count]) / n)
+        for m in range(min(count, n))
+    )
+
+
+def cut_in_numpy(inputs, targets, count):
+    count = min(count, len(targets))
+    both = np.array_split(inputs.numpy(), count), np.array_split(targets.numpy(), count)
+    return [(x, y, np.float32(len(y) / len(targets))) for x, y in zip(*both)]
+
+
+MicroBatch = namedtuple("MicroBatch", ["inputs", "targets", "weight"])
+
+
+def cut_in_lists(inputs, targets, count):
+    """Rows in lists, weights in tensors."""
+    parts = cut(inputs, targets, count)
+    return [MicroBatch(list(x), y.tolist(), torch.tensor(w)) for x, y, w in reversed(parts)]
+
+
+def cut_by_recursion(inputs, targets, count, n=None):
+    n, count = n or len(targets), min(count, len(targets))
+    if count == 0:
+        return []
+    size = len(targets) // count
+    first = {"inputs": inputs[:size], "targets": targets[:size], "weight": size / n}
+    return [first, *cut_by_recursion(inputs[size:], targets[size:], count - 1, n)]
+
+
+def cut_by_keyword(*, targets, count, inputs):
+    sizes = [len(rows) for rows in torch.arange(len(targets)).tensor_split(count)]
+    sizes = [size for size in sizes if size]
+    weights = torch.tensor(sizes) / len(targets)
+    return zip(inputs.split(sizes), targets.split(sizes), weights)
+
+
+def weighted(weight, split=torch.tensor_split):
+    """Weights by ``weight(size, n, M)``."""
+
+    def fn(inputs, targets, count):
+        count = min(count, len(targets))
+        parts = list(zip(split(inputs, count), split(targets, count)))
+        return [(x, y, weight(len(y), len(targets), len(parts))) for x, y in parts]
+
+    return fn
+
+
+def empty_ones(inputs, targets, count):
+    parts = zip(inputs.tensor_split(count), targets.tensor_split(count))
+    return [(x, y, len(y) / len(targets)) for x, y in parts]
+
+
+def drops_the_rest(inputs, targets, count):
+    size = max(len(targets) // count, 1)
+    starts = range(0, min(count, len(targets)) * size, size)
+    return [(inputs[a : a + size], targets[a : a + size], size / len(targets)) for a in starts]
+
+
+def first_sample_everywhere(inputs, targets, count):
+    parts = cut(inputs, targets, count)
+    first = inputs[:1], targets[:1]
+    return [
+        parts[0],
+        *((torch.cat([first[0], x]), torch.cat([first[1], y]), w) for x, y, w in parts[1:]),
+    ]
+
+
+def steps_of_a_size(inputs, targets, count):
+    size = max(len(targets) // count, 1)
+    parts = zip(inputs.split(size), targets.split(size))
+    return [(x, y, len(y) / len(targets)) for x, y in parts]
+
+
+def other_targets(inputs, targets, count):
+    return [(x, y.flip(0), w) for x, y, w in cut(inputs, targets, count)]
+
+
+def sample_by_sample(inputs, targets, count):
+    parts = cut(inputs, targets, count)
+    return [(x[0] if len(x) == 1 else x, y, w) for x, y, w in parts]
+
+
+WRONG_CUTS = [
+    (weighted(lambda size, n, M: 1), "micro_batches.ones"),
+    (weighted(lambda size, n, M: 1 / M), "micro_batches.mean_of_means"),
+    (weighted(lambda size, n, M: size), "micro_batches.sizes"),
+    (weighted(lambda size, n, M: 1 / n), "micro_batches.of_sums"),
+    (weighted(lambda size, n, M: n / size), "micro_batches.inverse"),
+    (weighted(lambda size, n, M: size / n / M), "micro_batches.weights"),
+    (weighted(lambda size, n, M: size / n, torch.chunk), "micro_batches.uneven"),
+    (steps_of_a_size, "micro_batches.count", "there are 4 micro-batches"),
+    (empty_ones, "micro_batches.empty", "3 samples, count 5: "),
+    (drops_the_rest, "micro_batches.lost", "1 sample of the batch"),
+    (first_sample_everywhere, "micro_batches.twice"),
+    (other_targets, "micro_batches.pairs"),
+    (sample_by_sample, "micro_batches.shapes"),
+    (lambda inputs, targets, count: inputs.tensor_split(count), "micro_batches.no_triple"),
+    (lambda inputs, targets, count: count, "micro_batches.no_triple"),
+    (lambda inputs, targets, count: None, "answer.nothing"),
+]
+
+
+# GPipe's stream
+
+
+def fill_and_drain(stage, P, M):
+    for m in range(M):
+        yield Action("forward", m)
+    for m in range(M):
+        yield Action("backward", m)
+
+
+def fill_and_drain_in_words(stage, num_stages, num_micro_batches):
+    numbers = range(num_micro_batches)
+    return [f"F{m}" for m in numbers] + [f"B{m}" for m in numbers]
+
+
+def drain_backwards(stage, P, M):
+    """The order of the paper's figure: the last micro-batch comes back first."""
+    return [("forward", m) for m in range(M)] + [("backward", m) for m in reversed(range(M))]
+
+
+def by_a_product(stage, P, M):
+    return map("".join, itertools.product("FB", map(str, range(M))))
+
+
+def by_division(stage, P, M):
+    return tuple(Action(("forward", "backward")[k // M], k % M) for k in range(2 * M))
+
+
+def gpipe_by_recursion(stage, P, M, kind="forward", m=0):
+    if m == M:
+        return [] if kind == "backward" else gpipe_by_recursion(stage, P, M, "backward")
+    return [[kind, np.int64(m)], *gpipe_by_recursion(stage, P, M, kind, m + 1)]
+
+
+def keyword_only(*, stage, num_stages, num_micro_batches):
+    return iter(fill_and_drain(stage, num_stages, num_micro_batches))
+
+
+def one_at_a_time(stage, P, M):
+    """Each micro-batch comes back before the next begins: one stage works at a time."""
+    return [f"{kind}{m}" for m in range(M) for kind in "FB"]
+
+
+def last_stage_turns_back(stage, P, M):
+    first, last = range(M), range(M)
+    return [f"F{m}" for m in first] + [f"B{m}" for m in (last if stage else reversed(last))]
+
+
+WRONG_GPIPES = [
+    (one_at_a_time, "stream.too_early", "runs B0 before F1"),
+    (one_f_one_b, "stream.too_early"),
+    (last_stage_turns_back, "stream.orders"),
+    (lambda stage, P, M: [f"F{m}" for m in range(M)], "stream.no_drain"),
+    (lambda stage, P, M: [f"F{m}" for m in range(1, M + 1)], "stream.strange_forward"),
+    (lambda stage, P, M: ["."] * stage + [f"F{m}" for m in range(M)], "stream.no_action"),
+    (lambda stage, P, M: None, "stream.nothing"),
+]
 
 
 # The bubble of a timetable
@@ -398,6 +580,33 @@ WRONG_HOPS = [
 
 
 ANSWERS = [
+    Answers(
+        check.pipeline.micro_batches,
+        [
+            cut,
+            cut_by_bounds,
+            every_nth_sample,
+            cut_in_numpy,
+            cut_in_lists,
+            cut_by_recursion,
+            cut_by_keyword,
+        ],
+        WRONG_CUTS,
+    ),
+    Answers(
+        check.pipeline.gpipe,
+        [
+            fill_and_drain,
+            fill_and_drain_in_words,
+            drain_backwards,
+            by_a_product,
+            by_division,
+            gpipe_by_recursion,
+            keyword_only,
+            gpipe,
+        ],
+        WRONG_GPIPES,
+    ),
     Answers(
         check.pipeline.bubble,
         [

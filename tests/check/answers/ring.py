@@ -1,5 +1,6 @@
 """Answers to ``check.ring``."""
 
+import numpy as np
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -264,6 +265,73 @@ def ring_mean(fn, world_sizes=(2, 3, 4)):
     return check.ring.all_reduce(fn, op="mean", world_sizes=world_sizes)
 
 
+# weighted_mean(comm, gradient, num_samples)
+
+
+def packs(comm, gradient, num_samples):
+    packed = torch.cat([num_samples * gradient, gradient.new_tensor([num_samples])])
+    collectives.ring_all_reduce(comm, packed)
+    return packed[:-1] / packed[-1]
+
+
+def count_first(*, num_samples, gradient, comm):
+    packed = torch.empty(len(gradient) + 1, dtype=torch.float64)
+    packed[0], packed[1:] = num_samples, gradient.double() * num_samples
+    count, *total = collectives.ring_all_reduce(comm, packed).tolist()
+    return [number / count for number in total]
+
+
+def in_numpy(comm, gradient, num_samples):
+    mine = np.append(gradient.numpy() * num_samples, np.float32(num_samples))
+    total = collectives.ring_all_reduce(comm, torch.from_numpy(mine)).numpy()
+    return total[:-1] / total[-1]
+
+
+def padded(comm, gradient, num_samples):
+    ones = torch.nn.functional.pad(gradient, (0, 1), value=1.0)
+    total = collectives.ring_all_reduce(comm, ones * num_samples)
+    gradient.copy_(total[: len(gradient)]).div_(total[-1])
+    return gradient
+
+
+def by_halves(comm, gradient, num_samples):
+    packed = torch.cat([num_samples * gradient, torch.tensor([float(num_samples)])])
+    chunks = split_chunks(packed, comm.world_size)
+    collectives.share_reduce(comm, chunks)
+    collectives.share_only(comm, chunks)
+    *total, count = packed
+    return (number / count for number in total)
+
+
+def in_two_rows(comm, gradient, num_samples):
+    rows = torch.stack([gradient * num_samples, torch.full_like(gradient, num_samples)])
+    total, counts = collectives.ring_all_reduce(comm, rows)
+    return total / counts
+
+
+def then_weighted(change):
+    def fn(comm, gradient, num_samples):
+        own = gradient.clone()
+        collectives.ring_all_reduce(comm, packed := torch.cat([own, own[:1]]))
+        total = packed[:-1]
+        return change(comm, own, total, num_samples)
+
+    return fn
+
+
+def sums_samples(comm, gradient, num_samples):
+    return collectives.ring_all_reduce(comm, num_samples * gradient)
+
+
+def divides_by_ranks(comm, gradient, num_samples):
+    return sums_samples(comm, gradient, num_samples) / comm.world_size
+
+
+def two_all_reduces(comm, gradient, num_samples):
+    count = collectives.ring_all_reduce(comm, torch.tensor([float(num_samples)]))
+    return sums_samples(comm, gradient, num_samples) / count
+
+
 ANSWERS = [
     Answers(
         check.ring.share_reduce,
@@ -275,4 +343,23 @@ ANSWERS = [
     Answers(check.ring.all_reduce, [collectives.ring_all_reduce], RING, 4),
     Answers(share_only_left, [copies(to="left")], [(collectives.share_only, "peers.right")]),
     Answers(ring_mean, [takes_the_mean], [(collectives.ring_all_reduce, "sum.not_divided")]),
+    Answers(
+        check.ring.weighted_mean,
+        [packs, count_first, in_numpy, padded, by_halves, in_two_rows],
+        [
+            (
+                then_weighted(lambda comm, own, total, n: total / comm.world_size),
+                "weighted.ranks_alike",
+            ),
+            (then_weighted(lambda comm, own, total, n: total), "weighted.sum_of_means"),
+            (
+                then_weighted(lambda comm, own, total, n: total / (comm.world_size - 1)),
+                "weighted.some_ranks_alike",
+            ),
+            (then_weighted(lambda comm, own, total, n: own), "weighted.own"),
+            (sums_samples, "weighted.sum"),
+            (divides_by_ranks, "weighted.over_ranks"),
+            (two_all_reduces, "traffic.off_target"),
+        ],
+    ),
 ]

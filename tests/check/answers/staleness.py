@@ -290,11 +290,22 @@ def serve_in_order_of_arrival(comm, parameters, num_updates):
 
 
 def serve_one_after_another(comm, parameters, num_updates):
-    """Every worker to its end: right here, where a worker never waits for another."""
+    """Every worker to its end: worker 1 begins when the others have ended, and is waited for."""
     for worker in workers_of(comm):
         for _ in range(worker):
             parameters[:] = parameters - comm.recv(torch.empty_like(parameters), worker)
             comm.send(parameters, worker)
+
+
+def serve_from_a_set(comm, parameters, num_updates):
+    """Stops to listen to a worker that is done."""
+    left = [worker for worker in workers_of(comm) for _ in range(worker)]
+    while left:
+        gradient = parameters.new_zeros(parameters.shape)
+        worker = comm.recv_any(gradient, set(left))
+        left.remove(worker)
+        parameters.sub_(gradient)
+        comm.send(parameters, dst=worker)
 
 
 def serve_in_numpy(comm, parameters, num_updates):
@@ -346,25 +357,6 @@ def all_updates_in_a_new_tensor(comm, parameters, num_updates):
     return values
 
 
-def in_turns(comm, parameters, num_updates):
-    gradient = torch.empty_like(parameters)
-    for number in range(num_updates):
-        worker = 1 + number % (comm.world_size - 1)
-        comm.recv(gradient, worker)
-        parameters -= gradient
-        comm.send(parameters, worker)
-
-
-def all_then_update(comm, parameters, num_updates):
-    gradient = torch.empty_like(parameters)
-    for _ in range(num_updates):
-        for worker in workers_of(comm):
-            comm.recv(gradient, worker)
-            parameters -= gradient
-        for worker in workers_of(comm):
-            comm.send(parameters, worker)
-
-
 def answers_first(comm, parameters, num_updates):
     gradient = torch.empty_like(parameters)
     for _ in range(num_updates):
@@ -373,11 +365,11 @@ def answers_first(comm, parameters, num_updates):
         parameters -= gradient
 
 
-def variant(update=lambda p, g, n: p.sub_(g), sources=workers_of, answer=lambda p: p, rounds=0):
+def variant(update=lambda p, g, n: p.sub_(g), answer=lambda p: p):
     def fn(comm, parameters, num_updates):
         gradient = torch.empty_like(parameters)
-        for _ in range(num_updates + rounds):
-            worker = comm.recv_any(gradient, sources(comm))
+        for _ in range(num_updates):
+            worker = comm.recv_any(gradient, workers_of(comm))
             update(parameters, gradient, comm.world_size - 1)
             if answer:
                 comm.send(answer(parameters), worker)
@@ -386,13 +378,9 @@ def variant(update=lambda p, g, n: p.sub_(g), sources=workers_of, answer=lambda 
 
 
 WRONG_SERVERS = [
-    (in_turns, "run.stuck"),
-    (all_then_update, "run.stuck"),
-    (answers_first, "async.answered_first"),
+    (serve_one_after_another, "run.stuck"),
     (variant(answer=None), "run.stuck"),
-    (variant(rounds=1), "run.stuck"),
-    (variant(rounds=-1), "run.stuck"),
-    (variant(sources=lambda comm: range(comm.world_size)), "run.error"),
+    (answers_first, "async.answered_first"),
     (variant(lambda p, g, n: p.add_(g)), "async.wrong_sign"),
     (variant(lambda p, g, n: p.sub_(g / n)), "async.averaged"),
     (variant(lambda p, g, n: p - g), "async.unchanged"),
@@ -401,6 +389,194 @@ WRONG_SERVERS = [
     (answers_from_before_the_last, "async.answered_first"),
     (all_updates_in_a_new_tensor, "async.unchanged"),
     (variant(lambda p, g, n: p.sub_(0.75 * g)), "async.ended"),
+]
+
+
+# One push
+
+
+def push(comm, parameters, worker):
+    gradient = torch.empty_like(parameters)
+    comm.recv(gradient, worker)
+    parameters -= gradient
+    comm.send(parameters, worker)
+
+
+def push_by_recv_any(comm, parameters, worker):
+    gradient = torch.empty(len(parameters))
+    assert comm.recv_any(gradient, [worker]) == worker
+    parameters.add_(gradient, alpha=-1)
+    comm.send(parameters, dst=worker)
+
+
+def push_in_numpy(comm, parameters, worker):
+    parameters.numpy()[:] -= comm.recv(torch.zeros_like(parameters), worker).numpy()
+    comm.send(parameters, worker)
+
+
+def push_a_copy(*, worker, comm, parameters):
+    kept = parameters.clone()
+    gradient = comm.recv(parameters, worker)
+    parameters.copy_(kept - gradient)
+    comm.send(parameters.clone(), worker)
+
+
+def push_added(comm, parameters, worker):
+    """Receives into the sum: the parameters change their sign twice."""
+    parameters.neg_()
+    comm.recv_add(parameters, worker)
+    parameters.neg_()
+    comm.send(parameters, worker)
+
+
+def push_and_return(comm, parameters, worker):
+    new = parameters - comm.recv(torch.empty_like(parameters), src=worker)
+    for place, value in enumerate(new.tolist()):
+        parameters[place] = value
+    comm.send(new, worker)
+    return new
+
+
+def one_push(update=lambda p, g, n: p.sub_(g), answer=lambda p, g: p, first=False):
+    def fn(comm, parameters, worker):
+        gradient = comm.recv(torch.empty_like(parameters), worker)
+        if first:
+            comm.send(parameters, worker)
+        update(parameters, gradient, comm.world_size - 1)
+        if not first:
+            comm.send(answer(parameters, gradient), worker)
+
+    return fn
+
+
+def push_in_silence(comm, parameters, worker):
+    parameters -= comm.recv(torch.empty_like(parameters), worker)
+
+
+WRONG_PUSHES = [
+    (push_in_silence, "run.stuck"),
+    (one_push(first=True), "async.answered_first"),
+    (one_push(lambda p, g, n: p.add_(g)), "async.wrong_sign"),
+    (one_push(lambda p, g, n: p.sub_(g / n)), "async.averaged"),
+    (one_push(lambda p, g, n: p - g), "async.unchanged"),
+    (one_push(lambda p, g, n: p.copy_(-g)), "async.ended"),
+    (one_push(answer=lambda p, g: g), "async.own"),
+]
+
+
+# A server that mistrusts late gradients
+
+
+def serve_gently(comm, parameters, num_updates):
+    gradient, workers = torch.empty_like(parameters), range(1, comm.world_size)
+    pulled, served = dict.fromkeys(workers, 0), []
+    for version in range(num_updates):
+        worker = comm.recv_any(gradient, workers)
+        late = version - pulled[worker]
+        parameters -= gradient / (1 + late)
+        comm.send(parameters, worker)
+        pulled[worker] = version + 1
+        served.append((worker, late))
+    return served
+
+
+def yields_its_books(comm, parameters, num_updates):
+    """A generator: nothing happens before it is asked for."""
+    ages = dict.fromkeys(workers_of(comm), 0)
+    for _ in range(num_updates):
+        gradient = torch.zeros(parameters.shape)
+        worker = comm.recv_any(gradient, [*ages])
+        yield [worker, ages[worker]]
+        parameters.sub_(gradient, alpha=1 / (ages[worker] + 1))
+        ages = {other: age + 1 for other, age in ages.items()}
+        ages[worker] = 0
+        comm.send(parameters, worker)
+
+
+def books_as_a_tensor(comm, parameters, num_updates):
+    return torch.tensor(serve_gently(comm, parameters, num_updates))
+
+
+def books_in_numpy(comm, parameters, num_updates):
+    values, gradient = parameters.numpy(), torch.empty_like(parameters)
+    books = np.zeros((num_updates, 2), dtype=int)
+    pulled = np.zeros(comm.world_size, dtype=int)
+    for version, row in enumerate(books):
+        row[0] = comm.recv_any(gradient, workers_of(comm))
+        row[1] = version - pulled[row[0]]
+        values -= gradient.numpy() / (1 + row[1])
+        comm.send(torch.from_numpy(values), int(row[0]))
+        pulled[row[0]] = version + 1
+    return books
+
+
+def books_from_the_history(comm, parameters, num_updates):
+    """Counts the updates since the worker's own last one."""
+    served, books = [], []
+    while len(served) < num_updates:
+        worker = comm.recv_any(gradient := torch.empty_like(parameters), workers_of(comm))
+        late = next((k for k, w in enumerate(reversed(served)) if w == worker), len(served))
+        parameters[:] = torch.sub(parameters, gradient.div(late + 1))
+        comm.send(parameters.clone(), worker)
+        served.append(worker)
+        books.append((worker, late))
+    return tuple(books)
+
+
+def with_the_tracker_of_events(comm, parameters, num_updates):
+    events = [("pull", worker) for worker in workers_of(comm)]
+    gradient, books = torch.empty_like(parameters), []
+    for _ in range(num_updates):
+        worker = comm.recv_any(gradient, {*workers_of(comm)})
+        events.append(("push", worker))
+        late = staleness_of(events)[-1]
+        parameters -= gradient * (1 / (1 + late))
+        comm.send(parameters, worker)
+        events.append(("pull", worker))
+        books.append([torch.tensor(worker), late])
+    return books
+
+
+def gentle(factor=lambda late: 1 / (1 + late), told=lambda late: late, first=False, row=tuple):
+    def fn(comm, parameters, num_updates):
+        gradient, workers = torch.empty_like(parameters), workers_of(comm)
+        pulled, books = dict.fromkeys(workers, 0), []
+        for version in range(num_updates):
+            worker = comm.recv_any(gradient, workers)
+            late = version - pulled[worker]
+            if first:
+                comm.send(parameters, worker)
+            parameters.sub_(factor(late) * gradient)
+            if not first:
+                comm.send(parameters, worker)
+            pulled[worker] = version + 1
+            books.append(row((worker, told(late))))
+        return books
+
+    return fn
+
+
+def names_each_worker_once(comm, parameters, num_updates):
+    return list(dict(serve_gently(comm, parameters, num_updates)).items())
+
+
+def says_nothing(comm, parameters, num_updates):
+    serve_gently(comm, parameters, num_updates)
+
+
+WRONG_STEPS = [
+    (gentle(factor=lambda late: 1.0), "smaller_steps.full"),
+    (gentle(factor=lambda late: 1 / (2 + late)), "smaller_steps.never_full"),
+    (gentle(factor=lambda late: 1 + late), "smaller_steps.larger"),
+    (gentle(factor=lambda late: 1 / max(1, late)), "smaller_steps.ended"),
+    (gentle(factor=lambda late: 0.0), "async.unchanged"),
+    (gentle(factor=lambda late: -1 / (1 + late)), "async.wrong_sign"),
+    (gentle(told=lambda late: late + 1), "smaller_steps.books", "staleness.itself"),
+    (gentle(told=lambda late: 2 * late), "smaller_steps.books", "not staleness.itself"),
+    (gentle(first=True), "smaller_steps.pulled"),
+    (gentle(row=lambda pair: pair[1]), "smaller_steps.kind"),
+    (names_each_worker_once, "smaller_steps.workers"),
+    (says_nothing, "smaller_steps.kind"),
 ]
 
 
@@ -443,11 +619,28 @@ ANSWERS = [
         [
             serve,
             serve_in_order_of_arrival,
-            serve_one_after_another,
+            serve_from_a_set,
             serve_in_numpy,
             serve_by_recursion,
             serve_and_return,
         ],
         WRONG_SERVERS,
+    ),
+    Answers(
+        check.staleness.push,
+        [push, push_by_recv_any, push_in_numpy, push_a_copy, push_added, push_and_return],
+        WRONG_PUSHES,
+    ),
+    Answers(
+        check.staleness.smaller_steps,
+        [
+            serve_gently,
+            yields_its_books,
+            books_as_a_tensor,
+            books_in_numpy,
+            books_from_the_history,
+            with_the_tracker_of_events,
+        ],
+        WRONG_STEPS,
     ),
 ]

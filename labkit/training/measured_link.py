@@ -1,0 +1,195 @@
+"""The link between the ranks of this machine: alpha, beta and gamma, measured.
+
+Every page that speaks of "this machine's bandwidth" takes it from here, so that two pages that
+measure the same thing say the same.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.comm.comm import Comm
+from labkit.costs.link import Link, fit_link
+from labkit.runtime.launch import run
+from labkit.units import check_choice, check_integer, format_bytes, format_count, spelled
+
+PATTERNS = {"ping_pong": "ping-pong", "exchange": "exchange"}
+MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
+ADDED_BYTES = 4 * 2**20
+# Small messages are timed several in a row, as clocks and barriers have a price, too.
+_MOST_IN_A_ROW = 16
+_BYTES_IN_A_ROW = 2**22
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLink(Link):
+    """A link that was measured; it prints as a line that says how.
+
+    Attributes:
+        pattern: ``ping_pong`` or ``exchange``.
+        world_size: P, the number of ranks that sent at the same time.
+        transport: what moved the bytes: ``shared memory``, ``gloo``, ...
+        seconds: {size in bytes: [seconds of a message, by repeat]}.
+        added_s: by repeat, seconds to add 4 MiB on all ranks at once; empty if not measured.
+    """
+
+    pattern: str
+    world_size: int
+    transport: str
+    seconds: dict[int, list[float]] = field(repr=False, compare=False)
+    added_s: list[float] = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        sizes = f"{format_bytes(min(self.seconds))} to {format_bytes(max(self.seconds))}"
+        repeats = format_count(len(self.seconds[min(self.seconds)]), "repeat")
+        ranks = "between" if self.pattern == "ping_pong" else "of"
+        return (
+            f"{super().__str__()} ({PATTERNS[self.pattern]} {ranks} {self.world_size} ranks, "
+            f"medians of {repeats}, {sizes}, transport: {self.transport})"
+        )
+
+
+@spelled
+def measure_link(
+    world_size: int = 2,
+    pattern: str = "ping_pong",
+    *,
+    device: str = "auto",
+    transport: str = "auto",
+    sizes_bytes: tuple[int, ...] = MESSAGE_BYTES,
+    repeats: int = 11,
+    gamma: bool = False,
+) -> MeasuredLink:
+    """Measure what a message between ranks of this machine costs: alpha + beta x bytes.
+
+    In each repeat every size has its turn, so that a disturbance of some milliseconds spoils one
+    repeat of each size, not all repeats of one. The line is fitted to the medians, by relative
+    errors (see ``costs.fit_link``). One earlier round is not counted.
+
+    Args:
+        world_size: P. All ranks send at the same time: with more ranks than cores a message
+            takes longer, and the figures hold for this P only.
+        pattern: ``ping_pong`` sends a message from one rank to another and back, and takes half
+            of the time; it needs P = 2. ``exchange`` is a step of a ring: each rank sends to the
+            right while it receives from the left; its time is that of the slowest rank.
+        device, transport: see ``labkit.run``.
+        sizes_bytes: the sizes of the messages, at least two.
+        repeats: counted turns of each size.
+        gamma: also measure gamma, the seconds to add a byte (4 MiB on all ranks at once, float32,
+            the slowest rank). Without it gamma is 0.
+
+    Returns:
+        A ``costs.Link`` with the repeats in seconds; printed, it says what was measured.
+
+    Raises:
+        ValueError: an unknown pattern, a ping-pong of other than 2 ranks, fewer than two sizes or
+            one repeat.
+        WorkerError: a rank failed.
+    """
+    _check(world_size, pattern, sizes_bytes, repeats)
+    settings = {"world_size": world_size, "device": device, "transport": transport}
+    found = run(_measure, pattern, tuple(sizes_bytes), repeats, gamma, **settings).values
+    return _fitted(found, {"pattern": pattern, "world_size": world_size})
+
+
+def _fitted(by_rank: list["_Times"], how: dict[str, Any]) -> MeasuredLink:
+    # Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.
+    timed = [times.seconds for times in by_rank[: 1 if how["pattern"] == "ping_pong" else None]]
+    seconds = {size: _slowest([mine[size] for mine in timed]) for size in timed[0]}
+    sizes_bytes, times_s = zip(*[(size, s) for size, times in seconds.items() for s in times])
+    added_s = _slowest([times.added_s for times in by_rank])
+    gamma_s_per_byte = statistics.median(added_s) / ADDED_BYTES if added_s else 0.0
+    line = fit_link(sizes_bytes, times_s, gamma_s_per_byte)
+    how = how | {"transport": by_rank[0].transport, "seconds": seconds, "added_s": added_s}
+    return MeasuredLink(**asdict(line), **how)
+
+
+def _slowest(by_rank: list[list[float]]) -> list[float]:
+    return [max(each) for each in zip(*by_rank)]
+
+
+def _check(world_size: int, pattern: str, sizes_bytes: tuple[int, ...], repeats: int) -> None:
+    check_choice("pattern", pattern, PATTERNS)
+    check_integer("repeats", repeats)
+    for size in sizes_bytes:
+        check_integer("a size in bytes", size)
+    if len(set(sizes_bytes)) < 2:
+        raise ValueError(
+            f"a line needs two different sizes, got {sorted(set(sizes_bytes))}: give a small one "
+            "and a large one"
+        )
+    if world_size == 1:
+        raise ValueError("one rank has no link: measure 2 ranks or more")
+    if world_size != 2 and pattern == "ping_pong":
+        raise ValueError(
+            f"a ping-pong is between 2 ranks, and world_size is {world_size}: take "
+            'pattern="exchange"'
+        )
+
+
+@dataclass
+class _Times:
+    """What one rank measured; see ``MeasuredLink``."""
+
+    transport: str
+    seconds: dict[int, list[float]]
+    added_s: list[float]
+
+
+def _measure(
+    comm: Comm, pattern: str, sizes_bytes: tuple[int, ...], repeats: int, gamma: bool
+) -> _Times:
+    move, messages = (_there_and_back, 2) if pattern == "ping_pong" else (_to_the_right, 1)
+    outgoing = {n: torch.ones(n, dtype=torch.uint8, device=comm.device) for n in sizes_bytes}
+    incoming = {size: torch.zeros_like(tensor) for size, tensor in outgoing.items()}
+    total = torch.zeros(ADDED_BYTES // 4, device=comm.device)
+    add = partial(total.add_, torch.ones_like(total))
+    found = _Times(_moved_by(comm), {size: [] for size in sizes_bytes}, [])
+    for _ in range(repeats + 1):
+        for size, times in found.seconds.items():
+            in_a_row = max(1, min(_MOST_IN_A_ROW, _BYTES_IN_A_ROW // size))
+            action = partial(move, comm, outgoing[size], incoming[size])
+            times.append(_timed(comm, in_a_row, action) / messages)
+        if gamma:
+            found.added_s.append(_timed(comm, 1, add))
+    # The first round warms up.
+    by_size = {size: times[1:] for size, times in found.seconds.items()}
+    return replace(found, seconds=by_size, added_s=found.added_s[1:])
+
+
+def _there_and_back(comm: Comm, outgoing: Tensor, incoming: Tensor) -> None:
+    if comm.rank == 0:
+        comm.send(outgoing, 1)
+        comm.recv(incoming, 1)
+    else:
+        comm.recv(incoming, 0)
+        comm.send(outgoing, 0)
+
+
+def _to_the_right(comm: Comm, outgoing: Tensor, incoming: Tensor) -> None:
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    comm.exchange(outgoing, right, incoming, left)
+
+
+def _timed(comm: Comm, times: int, action: Callable[[], object]) -> float:
+    """This rank's seconds per ``action``, several in a row after a barrier."""
+    comm.barrier()
+    start_s = time.perf_counter()
+    for _ in range(times):
+        action()
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    return (time.perf_counter() - start_s) / times
+
+
+def _moved_by(comm: Comm) -> str:
+    if comm.transport.shares_memory:
+        return "shared memory" if comm.device.type == "cpu" else "CUDA IPC"
+    return {"nccl": "NCCL"}.get(dist.get_backend(), dist.get_backend())
