@@ -209,4 +209,4 @@ def test_a_rank_that_runs_the_checks_own_code_is_drawn_from_the_drawn_call_on():
     drawn_s = min(start_s for ((_, _, start_s, _),) in ran.values)
     computed = ran.trace.of(1, "compute")
     assert len(computed) == 2  # the call that is counted, and the call that is drawn
-    assert [span.start_s > drawn_s for span in computed] == [False, True]
+    assert [span.end_s > drawn_s for span in computed] == [False, True]

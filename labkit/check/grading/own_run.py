@@ -147,7 +147,6 @@ def _given(args: tuple, rank: int, case: Case) -> tuple:
 class _Clock:
     """Note when a function starts and ends, in seconds of this rank's trace.
 
-    On a rank that runs a check's own code instead, both are the moment when the clock was made.
     What the function does between its messages (copies, additions) is recorded as ``compute``.
     On a rank whose part the check plays, the function is not called, and has no times.
     """
