@@ -16,7 +16,7 @@ from torch.nn import functional
 from labkit.check.grading import WORLD_SIZES, Case, Mistake, Target, Verdict, answers, returns
 from labkit.check.grading.compare import short
 from labkit.check.grading.exercise import random_tensor, with_parameters
-from labkit.check.grading.in_process import Question, ask
+from labkit.check.grading.in_process import Question, Wrong, ask
 from labkit.check.grading.report import told
 from labkit.comm.comm import Comm
 from labkit.costs.traffic import ring_all_reduce_cost
@@ -198,7 +198,10 @@ def _hooked(fn: Callable, kind: str) -> _Reported | Mistake:
     calls: list[list[tuple[Any, bool]]] = [[]]
     due: list[list[int]] = [[], [], []]
 
-    def ready(place: Any) -> None:
+    def ready(*given: Any) -> None:
+        if len(given) != 1:
+            raise Wrong(Mistake("hooks.arguments", count=len(given)))
+        (place,) = given
         try:
             number = operator.index(place)
             is_there = parameters[number].grad is not None
@@ -301,6 +304,19 @@ def _closed_before(sizes: list[int], cap: int, first_cap: int) -> list[list[int]
     return found
 
 
+def _full(sizes: list[int], cap: int, first_cap: int) -> list[list[int]]:
+    """The buckets that hold their caps: all, or all but the last."""
+    found = assign_buckets(sizes, cap, first_cap)
+    limit = cap if len(found) > 1 else first_cap
+    return found if sum(sizes[i] for i in found[-1]) >= limit else found[:-1]
+
+
+def _with_an_empty_one(*case: Any) -> list[list[int]]:
+    """A new bucket is begun whenever one is closed, also by the last parameter."""
+    found = assign_buckets(*case)
+    return [*found, []] if found == _full(*case) else found
+
+
 _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
     "buckets.forward": _first_to_last,
     "buckets.order": lambda *case: assign_buckets(*case)[::-1],
@@ -309,6 +325,9 @@ _BUCKET_MISTAKES: dict[str, Callable[..., list]] = {
     "buckets.first_cap_for_all": lambda sizes, _, first: assign_buckets(sizes, first, first),
     "buckets.closed_before": _closed_before,
     "buckets.closed_late": lambda sizes, cap, first: assign_buckets(sizes, cap + 1, first + 1),
-    "buckets.rest_lost": lambda *case: assign_buckets(*case)[:-1],
-    "buckets.empty": lambda *case: [*assign_buckets(*case), []],
+    "buckets.numbers": lambda sizes, *caps: [
+        [len(sizes) - 1 - place for place in bucket] for bucket in assign_buckets(sizes, *caps)
+    ],
+    "buckets.rest_lost": _full,
+    "buckets.empty": _with_an_empty_one,
 }

@@ -118,6 +118,8 @@ def _starts_of_ranks(
         for index in order:
             so_far[0] += 1
             ready(index)
+        if own_copy != [list(bucket) for bucket in buckets]:
+            return Mistake("in_order.changed")
         found.append(starts)
     return found
 
@@ -251,6 +253,7 @@ def _wrong_gradient(
         return None
     looks = {
         "finish.not_divided": [total],
+        "finish.added": [[mine + one / batch_size for mine, one in zip(own, total)]],
         "finish.divided_twice": [[one / batch_size**2 for one in total]],
         "finish.before_wait": [own, [one / batch_size for one in own]],
     }
@@ -268,20 +271,20 @@ def _wrong_gradient(
 
 def _judge(case: Case, values: list[Any]) -> Mistake | None:
     for number, steps in enumerate(zip(*(value.steps for value in values))):
-        found = _wrong_overlap(steps, number) or _wrong_numbers(case, steps, number)
+        found = _wrong_overlap(steps) or _wrong_numbers(case, steps, number)
         if found:
             return found
+        if left := max(step.hooks for step in steps):
+            return Mistake("overlap.hooks_left", count=left)
     return None
 
 
-def _wrong_overlap(steps: Sequence[Step], number: int) -> Mistake | None:
+def _wrong_overlap(steps: Sequence[Step]) -> Mistake | None:
     """What is wrong with the moments of starts and waits; nothing here depends on a clock."""
     if not all(step.ready for step in steps):
         return Mistake("overlap.no_backward")
     if not any(step.starts for step in steps):
         return Mistake("overlap.nothing_started")
-    if number and any(len(step.starts) > len(BUCKETS) for step in steps):
-        return Mistake("overlap.hooks_left", count=max(len(step.starts) for step in steps))
     named = [[BUCKET_OF_SIZE.get(size, -1) for size, _ in step.starts] for step in steps]
     for rank, (step, buckets) in enumerate(zip(steps, named)):
         if -1 in buckets or len(buckets) > len(BUCKETS):

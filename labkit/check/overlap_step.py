@@ -17,6 +17,7 @@ from labkit.check.grading.exercise import random_tensor
 from labkit.check.grading.limits import OutOfTime, limited_time
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
+from labkit.comm.tensors import check_tensor
 from labkit.comm.work_queue import WorkQueue
 
 # A step of the learner's function takes milliseconds.
@@ -41,12 +42,14 @@ class Step(NamedTuple):
         starts: (elements, how many gradients were ready) of each start.
         waits: how many gradients were ready at the first wait for each start; None: no wait.
         gradients: by parameter, at the end.
+        hooks: how many the function has left on the parameters.
     """
 
     ready: list[int]
     starts: list[tuple[int, int]]
     waits: list[int | None]
     gradients: list[Tensor | None]
+    hooks: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class _Watch:
     """
 
     def __init__(self, comm: Comm, parameters: list[nn.Parameter]):
+        self._device = comm.device
         self._queue = WorkQueue("labkit-check", comm)
         self.begin()
         self._hooks = [
@@ -97,6 +101,7 @@ class _Watch:
         self.waits: list[int | None] = []
 
     def start(self, flat: Tensor) -> _Started:
+        check_tensor(flat, self._device)
         number = len(self.starts)
         self.starts.append((flat.numel(), len(self.ready)))
         self.waits.append(None)
@@ -185,6 +190,7 @@ def _one_step(
     for parameter in parameters:
         parameter.grad = None
     before = [parameter.detach().clone() for parameter in parameters]
+    num_hooks = _num_hooks(parameters)
     try:
         with limited_time(_MOST_S):
             fn(loss, list(parameters), [list(b) for b in BUCKETS], watch.start, case.size)
@@ -196,7 +202,14 @@ def _one_step(
     if not all(torch.equal(p, kept) for p, kept in zip(parameters, before)):
         return Mistake("gradient.updated")
     found = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
-    return Step(watch.ready, watch.starts, watch.waits, found)
+    left = _num_hooks(parameters) - num_hooks
+    return Step(watch.ready, watch.starts, watch.waits, found, left)
+
+
+def _num_hooks(parameters: list[nn.Parameter]) -> int:
+    """How many hooks are on the parameters: PyTorch has no public way to ask."""
+    kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+    return sum(len(getattr(p, kind, None) or ()) for p in parameters for kind in kinds)
 
 
 def own_gradients(rank: int, case: Case, step: int) -> list[Tensor]:

@@ -453,6 +453,11 @@ def test_a_rank_that_fails_in_backward_ends_the_run():
     assert time.monotonic() - start_s < 60
 
 
+def test_an_all_reduce_of_no_tensor_is_told_where_it_is_started():
+    with pytest.raises(WorkerError, match="a tensor is needed, got int: 0"):
+        run(lambda comm: start_all_reduce(comm, 0), world_size=1)
+
+
 def test_ranks_with_other_buckets_are_told_what_differs():
     def step(comm):
         replica = BucketedDDP(comm, plain(), bucket_mb=0 if comm.rank else TINY_MB)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from labkit.collectives import fast_ring_all_reduce
 from labkit.comm.comm import Comm
+from labkit.comm.tensors import check_tensor
 from labkit.comm.work import Work
 from labkit.comm.work_queue import WorkQueue
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
@@ -141,7 +142,11 @@ def start_all_reduce(
         comm: send nothing else on it in the meantime.
         tensor, op: as for ``ring_all_reduce``.
         is_waited_for: the caller will wait at once, so it may be carried out in this thread.
+
+    Raises:
+        ValueError: it is no tensor, or on another device.
     """
+    check_tensor(tensor, comm.device)  # here, since an error of the other thread comes with wait()
     return _work_queue_of(comm).add(
         "all_reduce",
         lambda comm: fast_ring_all_reduce(comm, tensor, op),

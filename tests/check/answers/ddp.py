@@ -1,5 +1,7 @@
 """Answers to ``check.ddp``."""
 
+import functools
+
 import torch
 from graded import Answers
 from ranks import travel_by_value
@@ -32,13 +34,42 @@ def buckets_that(close, first=True, order=reversed):
 
 
 right_rule = buckets_that(lambda held, size, cap: held >= cap)
+
+
+def forgets_the_rest(sizes, cap, first_cap):
+    found, filling, limit = [], [], first_cap
+    for index in reversed(range(len(sizes))):
+        filling.append(index)
+        if sum(sizes[i] for i in filling) >= limit:
+            found.append(filling)
+            filling, limit = [], cap
+    return found
+
+
+def begins_an_empty_one(sizes, cap, first_cap):
+    found, limit = [[]], first_cap
+    for index in reversed(range(len(sizes))):
+        found[-1].append(index)
+        if sum(sizes[i] for i in found[-1]) >= limit:
+            found.append([])
+            limit = cap
+    return found
+
+
+def counts_from_the_end(sizes, *caps):
+    return [[len(sizes) - 1 - i for i in bucket] for bucket in right_rule(sizes, *caps)]
+
+
 WRONG_BUCKETS = [
     (buckets_that(lambda held, size, cap: held >= cap, order=list), "buckets.forward"),
     (buckets_that(lambda held, size, cap: held >= cap, first=False), "buckets.first_cap"),
     (buckets_that(lambda held, size, cap: held + size > cap), "buckets.closed_before"),
     (buckets_that(lambda held, size, cap: held > cap), "buckets.closed_late"),
-    (lambda *args: right_rule(*args)[:-1], "buckets.rest_lost"),
-    (lambda *args: [*right_rule(*args), []][-9:], "buckets.empty"),
+    (forgets_the_rest, "buckets.rest_lost"),
+    (begins_an_empty_one, "buckets.empty"),
+    (counts_from_the_end, "buckets.numbers"),
+    (lambda *args: right_rule(*args)[:-1], "answer.wrong"),
+    (lambda *args: [*right_rule(*args), []][-9:], "answer.wrong"),
     (lambda *args: right_rule(*args)[::-1], "buckets.order"),
     (lambda *args: [sorted(b) for b in right_rule(*args)], "buckets.order_inside"),
     (lambda sizes, cap, first: right_rule(sizes, first, first), "buckets.first_cap_for_all"),
@@ -220,7 +251,15 @@ def hooks_nothing(parameters, ready):
     return []
 
 
+def passes_the_parameter_on(parameters, ready):
+    return [
+        p.register_post_accumulate_grad_hook(functools.partial(ready, i))
+        for i, p in enumerate(parameters)
+    ]
+
+
 WRONG_HOOKS = [
+    (passes_the_parameter_on, "hooks.arguments", "with 2 arguments"),
     (shares_the_loop_variable, "hooks.last_index"),
     (uses_tensor_hooks, "hooks.too_early"),
     (calls_ready_itself, "hooks.at_once"),

@@ -200,6 +200,21 @@ def skips_bucket_1(buckets, start):
     return skipping
 
 
+def empties_the_buckets(buckets, start):
+    turn = itertools.count()
+    left = list(buckets)
+
+    def ready(index):
+        for bucket in buckets:
+            if index in bucket:
+                bucket.remove(index)
+        while left and not left[0]:
+            left.pop(0)
+            start(next(turn))
+
+    return ready
+
+
 def returns_nothing(buckets, start):
     in_order(buckets, start)
 
@@ -213,6 +228,7 @@ WRONG_ORDERS = [
     (starts_again_and_again, "in_order.twice"),
     (gives_the_bucket, "in_order.number"),
     (skips_bucket_1, "in_order.overtakes"),
+    (empties_the_buckets, "in_order.changed"),
     (returns_nothing, "in_order.not_callable"),
 ]
 
@@ -310,6 +326,20 @@ def in_the_order_of_the_parameters(parameters, buckets, flats, handles, batch_si
     copies(parameters, buckets, flats, batch_size, order=sorted)
 
 
+def adds_to_its_own(parameters, buckets, flats, handles, batch_size):
+    had = [parameter.grad for parameter in parameters]
+    finishes(parameters, buckets, flats, handles, batch_size)
+    for parameter, own in zip(parameters, had):
+        if own is not None:
+            parameter.grad = parameter.grad + own
+
+
+def divides_before_it_waits(parameters, buckets, flats, handles, batch_size):
+    for flat in flats:
+        flat.div_(batch_size)
+    finishes(parameters, buckets, flats, handles, 1)
+
+
 def leaves_none(parameters, buckets, flats, handles, batch_size):
     had = [parameter.grad is not None for parameter in parameters]
     finishes(parameters, buckets, flats, handles, batch_size)
@@ -325,7 +355,9 @@ def makes_the_update(parameters, buckets, flats, handles, batch_size):
 WRONG_FINISHES = [
     (waits_for_the_first, "finish.never_waited"),
     (copies_first, "finish.before_wait"),
+    (adds_to_its_own, "finish.added"),
     (never_divides, "finish.not_divided"),
+    (divides_before_it_waits, "finish.not_divided", "after wait() has brought the sum"),
     (divides_twice, "finish.divided_twice"),
     (divides_by_buckets, "finish.differs"),
     (in_the_order_of_the_parameters, "finish.differs"),
@@ -434,6 +466,11 @@ def in_rows(loss, parameters, buckets, start, batch_size):
     overlaps(loss, parameters, buckets, lambda flat: start(flat.view(1, -1).t()), batch_size)
 
 
+def starts_numbers(loss, parameters, buckets, start, batch_size):
+    watches(parameters, in_order(buckets, start))
+    loss.backward()
+
+
 def sums_before(loss, parameters, buckets, start, batch_size, launch_all=False):
     loss.backward()
     flats = [flat_of(parameters, bucket) for bucket in buckets]
@@ -529,6 +566,7 @@ def forgets_bucket_1(buckets, start):
 
 
 WRONG_OVERLAPS = [
+    (starts_numbers, "run.error", "a tensor is needed, got int: 0"),
     (sums_before, "overlap.after_backward"),
     (computes_nothing, "overlap.no_backward"),
     (starts_nothing, "overlap.nothing_started"),
@@ -540,6 +578,7 @@ WRONG_OVERLAPS = [
     (variant(launcher=forgets_bucket_1, rest=False), "overlap.never_started"),
     (variant(rest=False), "overlap.never_full"),
     (variant(launcher=starts_again_and_again), "overlap.not_the_buckets"),
+    (variant(remove=False), "overlap.hooks_left", "8 hooks are still on the parameters"),
     (variant(remove=False, launcher=ready_for_the_next), "overlap.hooks_left"),
     (variant(done=never_waits), "overlap.never_waited"),
     (variant(done=never_divides), "gradient.sum"),
