@@ -35,7 +35,7 @@ def forward(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verd
         fn,
         name="hops.forward",
         signature="comm, layers, inputs",
-        inputs=lambda rank, case: (_stage(rank), _inputs(case), case),
+        inputs=lambda rank, case: (_stage(rank), _given(rank, case), case),
         call=_look_at_forward,
         judge=_judge_forward,
         target=partial(_target, 1),
@@ -75,6 +75,11 @@ def _samples(case: Case) -> int:
 
 def _inputs(case: Case) -> Tensor:
     return case.random(3, _samples(case), _WIDTH)
+
+
+def _given(rank: int, case: Case) -> Tensor:
+    """The ``inputs`` of a rank: other values on each, as only those of stage 0 count."""
+    return _inputs(case) if rank == 0 else case.random(30 + rank, _samples(case), _WIDTH)
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
@@ -143,13 +148,15 @@ def _wrong_values(rank: int, case: Case, entering: Tensor, leaving: Tensor) -> M
 
 def _wrong_leaving(rank: int, case: Case, found: Tensor) -> Mistake:
     with torch.no_grad():
-        on_inputs = _stage(rank)(_inputs(case))
+        on_inputs = _stage(rank)(_given(rank, case))
     if same(found, on_inputs):
         return Mistake("hops.ran_on_inputs")
     return Mistake("hops.not_run" if same(found, _after(rank, case)) else "hops.other_output")
 
 
 def _wrong_entering(rank: int, case: Case, found: Tensor) -> Mistake:
+    if same(found, _given(rank, case)):
+        return Mistake("hops.returned_inputs")
     if same(found, _after(rank - 1, case)):
         return Mistake("hops.sent_what_entered", before=rank - 1)
     if same(found, _after(rank + 1, case)):

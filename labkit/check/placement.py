@@ -88,6 +88,7 @@ def best_cuts(fn: Callable) -> Verdict:
         mistakes=mistakes,
         call=_points,
         signature="profile, max_stages, link, cap_bytes",
+        may_call=("predict_split",),
         right=lambda answers: praise,
     )
     return told("placement.best_cuts", judge)
@@ -225,8 +226,8 @@ _NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
 CASES = (
     _Case(_FUNNEL, 2, _NEAR, 887 * _KIB),
     _Case(_FUNNEL, 3, _NEAR, 640 * _KIB),
-    _Case(_DUMBBELL, 4, _NEAR, 460 * _KIB),
     _Case(_DUMBBELL, 3, _NEAR, 460 * _KIB),
+    _Case(_DUMBBELL, 2, _NEAR, 460 * _KIB),  # a third device would be of use
     _Case(_DUMBBELL, 4, _FAR, 460 * _KIB),
     _Case(_DUMBBELL, 3, _NEAR, math.inf),
 )

@@ -84,8 +84,8 @@ class Comm:
             MismatchError: the receiver expects another shape or dtype.
             PeerLostError: the receiver has ended.
         """
-        outgoing = to_send(tensor, self.device)
         self._check_peer(dst, "send to")
+        outgoing = to_send(tensor, self.device)
         with self.session.operation("send", sent=(dst, describe(tensor))):
             self.transport.send(outgoing, dst)
 
@@ -98,8 +98,8 @@ class Comm:
             MismatchError: the sender sends another shape or dtype.
             PeerLostError: the sender has ended.
         """
-        incoming = to_receive(tensor, self.device)
         self._check_peer(src, "receive from")
+        incoming = to_receive(tensor, self.device)
         with self.session.operation("recv", expected=(src, describe(tensor))):
             self.transport.recv(incoming, src)
         return deliver(incoming, tensor)
@@ -247,7 +247,8 @@ class Comm:
         if not 0 <= peer < self.world_size:
             raise ValueError(
                 f"rank {self.rank} cannot {verb} rank {peer}: with world size {self.world_size} "
-                f"the ranks are 0 to {self.world_size - 1} (a ring wraps with % world_size)"
+                f"the ranks are 0 to {self.world_size - 1} (a ring wraps with % world_size, "
+                "a chain has ends)"
             )
         if peer == self.rank:
             raise ValueError(f"rank {self.rank} cannot {verb} itself: copy the tensor instead")

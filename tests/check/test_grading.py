@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from answers import naive, tree
+from answers import naive, placement as answers_to_placement, tree
 from answers.fairness import in_turns
 from answers.pipeline import in_words
 from answers.ring import neighbours
@@ -126,6 +126,13 @@ def test_what_is_printed_is_what_is_returned(capsys):
     assert said.startswith("works, but not yours yet: ")
     assert said == f"{verdict!r}\n"
     assert verdict.columns == ["2 ranks", "3 ranks", "4 ranks"]
+
+
+def test_a_function_of_the_library_helps_in_one_exercise_and_solves_another():
+    solved = check.placement.step_seconds(answers_to_placement.step_by_the_planner)
+    assert solved.works
+    assert solved.ids == ["library.called"]
+    assert check.placement.best_cuts(answers_to_placement.best_by_predict_split).passed
 
 
 def test_a_tree_that_goes_wrong_on_eight_ranks_alone_is_found(verdicts):

@@ -134,6 +134,7 @@ def test_a_function_that_never_ends_is_told_and_not_drawn():
     assert found.figure is None
     assert "it did not finish" in repr(found)
     assert "rank 0 is in recv, waiting for rank 1" in repr(found)
+    assert "pre-wrap" in found._repr_html_(), "its lines stay lines"
 
 
 @pytest.mark.parametrize("fn", [stub, None])

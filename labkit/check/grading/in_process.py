@@ -8,7 +8,7 @@ import copy
 import inspect
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from traceback import extract_tb
 from typing import Any, NamedTuple
@@ -146,6 +146,7 @@ def ask(
     call: Callable[..., Any] = lambda fn, *args: fn(*args),
     right: Callable[[list], str] = lambda answers: f"all {len(answers)} answers are right",
     signature: str = "",
+    may_call: Collection[str] = (),
 ) -> Verdict:
     """Return the verdict on ``fn``'s answers, without printing it.
 
@@ -159,10 +160,11 @@ def ask(
         call: how the function is called: (fn, arguments) -> its answer.
         right: the answers -> the sentence to show if none is wrong.
         signature: the names of the arguments with which ``call`` calls the function.
+        may_call: as in ``Watched``.
     """
     if not callable(fn):
         return Verdict(name, NOT_YET, notes=[Mistake("fn.missing", kind=type(fn).__name__)])
-    found = _asked(fn, questions, call, signature)
+    found = _asked(fn, questions, call, (signature, may_call))
     if is_stub(fn, found.stub):
         return Verdict(name, NOT_ATTEMPTED)
     asked = list(zip(questions, found.answers))
@@ -207,21 +209,24 @@ def _explanation(asked: list[tuple[Question, Any]], mistakes: Iterable) -> Found
 # The calls
 
 
-def _asked(fn: Callable, questions: Sequence[Question], call: Callable, signature: str) -> Asked:
-    """Ask all questions, in a process that can be ended if there may be one."""
+def _asked(fn: Callable, questions: Sequence[Question], call: Callable, watching: tuple) -> Asked:
+    """Ask all questions, in a process that can be ended if there may be one.
+
+    ``watching``: what ``Watched`` is to know besides the function.
+    """
     given = [(question.args, question.words) for question in questions]
     try:
-        return _elsewhere(fn, given, call, signature, TIMEOUT_S)
+        return _elsewhere(fn, given, call, watching, TIMEOUT_S)
     except ValueError:  # the function cannot travel, or this process may not start others
-        return _answered(None, fn, given, call, signature, TIMEOUT_S)
+        return _answered(None, fn, given, call, watching, TIMEOUT_S)
     except WorkerError as error:
         if "before it had started" in str(error):
-            return _answered(None, fn, given, call, signature, TIMEOUT_S)
+            return _answered(None, fn, given, call, watching, TIMEOUT_S)
         failure = error
     answers: list = []
     for (args, words), _ in zip(given, range(_ONE_BY_ONE)):
         try:
-            found = _elsewhere(fn, [(args, words)], call, signature, AGAIN_S)
+            found = _elsewhere(fn, [(args, words)], call, watching, AGAIN_S)
         except WorkerError as error:
             return Asked(answers, [], _ended(words, error))
         if not found.answers:
@@ -231,9 +236,9 @@ def _asked(fn: Callable, questions: Sequence[Question], call: Callable, signatur
 
 
 def _elsewhere(
-    fn: Callable, given: list, call: Callable, signature: str, timeout_s: float
+    fn: Callable, given: list, call: Callable, watching: tuple, timeout_s: float
 ) -> Asked:
-    parts = fn, given, call, signature, timeout_s
+    parts = fn, given, call, watching, timeout_s
     return in_one_process(_answered, *parts, timeout_s=timeout_s + _MORE_S)
 
 
@@ -252,11 +257,11 @@ def _answered(
     fn: Callable,
     given: list[tuple[tuple, str]],
     call: Callable,
-    signature: str,
+    watching: tuple,
     timeout_s: float,
 ) -> Asked:
     """Call ``fn`` for all arguments, then once more in the opposite order."""
-    watched, answers, again = Watched(fn, signature, ()), [], []
+    watched, answers, again = Watched(fn, *watching), [], []
     begin_s = time.monotonic()
 
     def failed(mistake: str, **details: Any) -> Asked:

@@ -77,7 +77,9 @@ class OwnRun:
         return "\n\n".join([title, table, self.caption, repr(self.figure)])
 
     def _repr_html_(self) -> str:
-        title = f"<p><strong>Your run of {html.escape(self.name)}</strong>: "
+        # A run that broke off is told in lines.
+        title = '<p style="white-space: pre-wrap">'
+        title += f"<strong>Your run of {html.escape(self.name)}</strong>: "
         title += f"{html.escape(self.sentence)}</p>"
         if not self.rows:
             return title

@@ -29,7 +29,7 @@ _SOLUTIONS = tuple(
 )
 _HELPERS = {
     *("split_chunks", "chunk_bounds", "owned_chunk", "check_split_points", "stage_bounds"),
-    *("predict_split", "predicted_slots", "in_flight", "with_hops"),
+    *("predicted_slots", "in_flight", "with_hops"),
 }
 _PYTORCH = (
     *("/torch/distributed/", "/torch/nn/parallel/", "/torch/utils/data/distributed.py"),

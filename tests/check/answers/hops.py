@@ -64,6 +64,27 @@ def runs_twice(layers, entering, inputs):
     return layers(entering)
 
 
+def runs_on_inputs(comm, layers, inputs):
+    """What comes goes into a buffer that nobody reads."""
+    if comm.rank > 0:
+        comm.recv(torch.empty_like(inputs), comm.rank - 1)
+        inputs.requires_grad_()
+    leaving = layers(inputs)
+    if not is_last(comm):
+        comm.send(leaving, comm.rank + 1)
+    return inputs, leaving
+
+
+def receives_into_inputs(comm, layers, inputs):
+    if comm.rank > 0:
+        comm.recv(inputs, comm.rank - 1)
+        inputs.requires_grad_()
+    leaving = layers(inputs)
+    if not is_last(comm):
+        comm.send(leaving, comm.rank + 1)
+    return inputs, leaving
+
+
 def sends_before_it_runs(comm, layers, inputs):
     entering, leaving = inputs, torch.zeros_like(inputs)
     if not is_last(comm):
@@ -164,6 +185,7 @@ WRONG_FORWARDS = [
     (variant(run=lambda f, e, x: f(e.detach())), "hops.gets_nothing"),
     (variant(sent=lambda e, v: e), "hops.sent_what_entered"),
     (variant(run=lambda f, e, x: f(x)), "hops.ran_on_inputs"),
+    (runs_on_inputs, "hops.returned_inputs", "not hops.sent_what_entered"),
     (variant(run=lambda f, e, x: e * 1), "hops.not_run"),
     (variant(run=runs_twice), "hops.runs"),
     (variant(kept=lambda e, v: (v, v)), "hops.swapped"),
@@ -298,6 +320,7 @@ ANSWERS = [
             by_its_forward_method,
             in_a_named_tuple,
             asks_on_stage_0_too,
+            receives_into_inputs,
             yields_both,
         ],
         WRONG_FORWARDS,

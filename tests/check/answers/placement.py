@@ -131,6 +131,17 @@ def planner(profile, max_stages, link, cap_bytes):
     return min(found, key=lambda split: split.step_s).split_points
 
 
+def best_by_predict_split(profile, max_stages, link, cap_bytes):
+    """With the function that the page offers."""
+    best = float("inf"), None
+    for count in range(max_stages):
+        for points in combinations(range(1, len(profile.layers)), count):
+            split = predict_split(profile, points, link)
+            if all(needed <= cap_bytes for needed in split.memory_bytes):
+                best = min(best, (split.step_s, points))
+    return best[1]
+
+
 def by_dynamic_programming(profile, max_stages, link, cap_bytes):
     layers = profile.layers
 
@@ -209,6 +220,10 @@ def without_latency(profile, max_stages, link, cap_bytes):
     )
 
 
+def one_device_too_many(profile, max_stages, link, cap_bytes):
+    return best_cuts(profile, max_stages + 1, link, cap_bytes)
+
+
 def up_to_all_devices_but_one(profile, max_stages, link, cap_bytes):
     try:
         return best_cuts(profile, max_stages - 1, link, cap_bytes)
@@ -219,6 +234,7 @@ def up_to_all_devices_but_one(profile, max_stages, link, cap_bytes):
 WRONG += [
     (greedy, "cuts.slower", "not answer.raised"),
     (without_latency, "cuts.bytes_alone"),
+    (one_device_too_many, "cuts.devices", "there are only 2 devices"),
     (up_to_all_devices_but_one, "cuts.slower"),
     (lambda *args: [str(k) for k in best_cuts(*args)], "cuts.invalid"),
     (lambda *args: (k for k in (*best_cuts(*args), 99)), "cuts.invalid"),
@@ -424,6 +440,7 @@ ANSWERS = [
         check.placement.best_cuts,
         [
             best_cuts,
+            best_by_predict_split,
             lambda *args: list(best_cuts(*args)),
             by_dynamic_programming,
             by_branch_and_bound,
