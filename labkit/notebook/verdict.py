@@ -39,6 +39,8 @@ _WORDS = {2: "Two", 3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "
 _PARTS = {1: "all", 2: "half", 3: "a third", 4: "a quarter"}
 # The techniques in which every rank computes its share of the samples, and none only serves.
 _SHARES_SAMPLES = ("data_parallel", "ddp", "ring_all_reduce")
+# Repeats that differ by a larger factor do not confirm a model that lies between them.
+_WIDE = 3
 # Settings that make two runs do different work.
 _WORK = (
     *("model", "dataset", "train_size", "batch_size", "epochs"),
@@ -165,6 +167,8 @@ def against_model(
 ) -> Verdict:
     """Whether a measurement agrees with a formula: within ``tolerance``, or within the spread.
 
+    A formula within a spread of more than a factor of three is neither confirmed nor refuted.
+
     Args:
         measured: the repeats.
         model: what the formula gives, above 0.
@@ -183,8 +187,11 @@ def against_model(
     spread = between if len(repeats) > 1 else "measured once"
     text = f"{what[:1].upper()}{what[1:]} was {format_value(median, unit)} ({spread}), and the "
     text += f"model says {format_value(model, unit)}"
-    if abs(ratio.median - 1) <= tolerance or low <= model <= high:
+    inside = low <= model <= high
+    if abs(ratio.median - 1) <= tolerance or (inside and high <= _WIDE * low):
         return Verdict(f"{text}: they agree.", True, ratio)
+    if inside:
+        return Verdict(f"{text}: the repeats differ too much to compare the two.", None, ratio)
     reason = f" {run.explain()}" if run is not None else ""
     return Verdict(f"{text}: measured is {ratio} the model.{reason}", False, ratio)
 

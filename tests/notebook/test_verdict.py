@@ -229,6 +229,9 @@ def test_a_measurement_and_its_model():
         "The naive all-reduce was 495 ms (489 ms to 539 ms in 3 repeats), and the model says 480 "
         "ms: they agree."
     )
+    unsure = verdict.against_model([0.000114, 0.00404, 0.074], 0.000271)
+    assert unsure.holds is None
+    assert str(unsure).endswith("the repeats differ too much to compare the two.")
     seconds = of_pipeline("labkit gpipe")
     differ = verdict.against_model(seconds, 1.2, run=limited("bubble"))
     assert differ.holds is False
