@@ -39,6 +39,9 @@ def there_and_back(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) 
             "trip.no_answer": lambda rank, case: [case.tensor(0), _sum(range(2), case), None][
                 min(rank, 2)
             ],
+            "trip.own_sent": lambda rank, case: [case.tensor(1), _sum(range(2), case), None][
+                min(rank, 2)
+            ],
         },
     )
     return grade(fn, exercise, world_sizes)
@@ -60,6 +63,10 @@ def round_trip(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
             "trip.overwritten": lambda rank, case: (
                 2 ** (rank or case.world_size - 1) * case.tensor(0)
             ),
+            "trip.not_home": lambda rank, case: _sum(range(rank + 1), case),
+            "trip.own_sent": lambda rank, case: (
+                _sum((rank - 1, rank), case) if rank else case.tensor(case.world_size - 1)
+            ),
         },
     )
     return grade(fn, exercise, world_sizes)
@@ -74,7 +81,7 @@ def all_gather(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> V
         "messages.all_gather",
         lambda rank, case: [case.tensor(other) for other in range(case.world_size)],
         lambda rank, case: Target(case.world_size - 1, 4 * (case.world_size - 1) * case.size),
-        {"gather.order": _as_they_come},
+        {"gather.order": _as_they_come, "gather.one_buffer": _all_the_last},
         collectives.all_gather,
     )
     return grade(fn, exercise, world_sizes)
@@ -134,6 +141,12 @@ def _one_message(peers: set[int], case: Case) -> Target:
 def _as_they_come(rank: int, case: Case) -> list[Tensor]:
     """In the order in which they come around the ring: this rank's own tensor first."""
     return [case.tensor((rank - step) % case.world_size) for step in range(case.world_size)]
+
+
+def _all_the_last(rank: int, case: Case) -> list[Tensor]:
+    """All others received into one tensor, in steps: the right neighbour's comes last."""
+    last = (rank + 1) % case.world_size
+    return [case.tensor(r if r == rank else last) for r in range(case.world_size)]
 
 
 def _beta(small: tuple[float, float], large: tuple[float, float]) -> float:

@@ -12,7 +12,7 @@ from ranks import travel_by_value
 
 import labkit
 from labkit import check, collectives
-from labkit.check.grading import Case
+from labkit.check.grading import Case, Target
 from labkit.check.grading.held_memory import PeakBytes
 from labkit.check.grading.own_run import _caption, _spend
 from labkit.check.overlap_run import own_run
@@ -135,6 +135,42 @@ def test_a_function_that_never_ends_is_told_and_not_drawn():
     assert "it did not finish" in repr(found)
     assert "rank 0 is in recv, waiting for rank 1" in repr(found)
     assert "pre-wrap" in found._repr_html_(), "its lines stay lines"
+
+
+def returns_at_once_but_rank_0(comm, tensor):
+    if comm.rank == 0:
+        comm.recv(tensor, 1)
+
+
+def test_a_deadlock_is_told_without_the_barriers_around_the_call():
+    found = run_of(returns_at_once_but_rank_0)
+    assert "rank 0 is in recv, waiting for rank 1" in found.sentence
+    assert "has returned" in found.sentence
+    assert "is in barrier" not in found.sentence
+    assert "nothing to draw.</p><pre>" in found._repr_html_()
+
+
+def sends_nothing_of_use(comm, tensor):
+    if comm.rank < 2:
+        comm.exchange(tensor[:1], 1 - comm.rank, torch.empty(1), 1 - comm.rank)
+
+
+def test_a_wrong_result_with_less_traffic_is_not_called_better():
+    asked = replace(SUM, target=lambda rank, case: Target(messages=2))
+    found = run_of(sends_nothing_of_use, asked)
+    assert "not right yet, with 0.5 times the messages of the target." in found.sentence
+
+
+def sends_on_two_ranks(comm, tensor):
+    if comm.rank < 2:
+        for _ in range(2):
+            comm.exchange(tensor[:1], 1 - comm.rank, torch.empty(1), 1 - comm.rank)
+
+
+def test_the_target_of_the_busiest_rank_alone_is_told_as_that():
+    asked = replace(SUM, target=lambda rank, case: Target(messages=2))
+    found = run_of(sends_on_two_ranks, asked)
+    assert "with exactly the messages of the target on the busiest rank." in found.sentence
 
 
 @pytest.mark.parametrize("fn", [stub, None])

@@ -214,5 +214,6 @@ def _verdict(
         whose = "each rank" if exercise.target is not None else "all ranks together"
         noun = exercise.nouns[1]
         size = f", for {format_count(exercise.sizes[0], noun)}" if exercise.sizes and noun else ""
-        verdict.caption = f"Messages and bytes sent, and rounds, are those of {whose}{size}."
+        rounds = ", and rounds," if "rounds" in names else ""
+        verdict.caption = f"Messages and bytes sent{rounds} are those of {whose}{size}."
     return verdict

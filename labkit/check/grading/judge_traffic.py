@@ -213,8 +213,11 @@ def _look_together(row: str, spent: int, due: int | None) -> Mistake | None:
 def _bottleneck(ranks: Ranks, targets: list[Target]) -> Mistake | None:
     """The mistake that all ranks send to one, unless the target asks for that."""
     hub = _hub([set(outcome.bytes_to) for outcome in ranks])
-    if hub is None or hub == _hub([target.peers for target in targets]):
+    due = _hub([target.peers for target in targets])
+    if hub is None or hub == due:
         return None
+    if due is not None:
+        return Mistake("peers.other_hub", hub=hub, due=due)
     return Mistake("peers.bottleneck", hub=hub)
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from labkit.check.grading.exercise import Case, Exercise
 from labkit.check.grading.held_memory import PeakBytes
 from labkit.check.grading.judge_traffic import FIELDS, by_rank
-from labkit.check.grading.on_ranks import TIMEOUT_S, call_once
+from labkit.check.grading.on_ranks import TIMEOUT_S, call_once, story_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET
 from labkit.comm.comm import Comm
-from labkit.errors import WorkerError
+from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.watch import undrawn
 from labkit.trace import Trace
@@ -77,10 +77,11 @@ class OwnRun:
         return "\n\n".join([title, table, self.caption, repr(self.figure)])
 
     def _repr_html_(self) -> str:
-        # A run that broke off is told in lines.
-        title = '<p style="white-space: pre-wrap">'
-        title += f"<strong>Your run of {html.escape(self.name)}</strong>: "
-        title += f"{html.escape(self.sentence)}</p>"
+        # Why a run did not finish takes several lines.
+        first, _, story = self.sentence.partition("\n")
+        title = f"<p><strong>Your run of {html.escape(self.name)}</strong>: "
+        title += f"{html.escape(first)}</p>"
+        title += f"<pre>{html.escape(story)}</pre>" if story else ""
         if not self.rows:
             return title
         table = html_table(["", *self.columns], self._table())
@@ -113,12 +114,25 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
         with undrawn():
             result = run(_spend, fns, exercise.to_run(), case, **options)
     except (WorkerError, ValueError) as error:
-        story = str(error).partition("\n\nTraceback of rank")[0]
-        return OwnRun(exercise.name, f"it did not finish, so there is nothing to draw. {story}")
+        story = _story(error, fn, exercise, case, options)
+        return OwnRun(exercise.name, f"it did not finish, so there is nothing to draw.\n{story}")
     spent = [_over_ranks(parts, exercise) for parts in zip(*result.values)]
     if not result.trace.spans:
         return OwnRun(exercise.name, "no message was sent, so there is nothing to draw.")
     return _told(exercise, case, status, spent, result.trace)
+
+
+def _story(
+    error: Exception, fn: Callable, exercise: Exercise, case: Case, options: dict[str, Any]
+) -> str:
+    """Why a run did not finish. Of a deadlock, without the barriers around the function's call."""
+    if isinstance(error, DeadlockError) and not isinstance(error, DeadlineError):
+        try:
+            with undrawn():
+                run(call_once, fn, exercise.to_run(), case, **options)
+        except (WorkerError, ValueError) as alone:
+            error = alone
+    return story_of(error)
 
 
 def _spend(
@@ -222,8 +236,11 @@ def _caption(exercise: Exercise, case: Case) -> str:
     whose = "Where ranks differ, the numbers are by rank."
     if exercise.total is not None:
         whose = "Messages and bytes are those of all ranks together, rounds of the busiest rank."
-    held = "Memory held is the most that a rank's new tensors took at one time."
-    return f"With {what}. {whose} {held}"
+    counted = (
+        "Rounds are a rank's calls of send, recv and exchange; "
+        "memory held is the most that its new tensors took at one time."
+    )
+    return f"With {what}. {whose} {counted}"
 
 
 def _target(exercise: Exercise, case: Case) -> dict[str, list[int]]:
@@ -260,7 +277,7 @@ def _sentence(status: str, own: Spent, due: dict[str, list[int]], library: Spent
     """How the run compares with the target, and with labkit's; of each, the busiest rank."""
     text = "not right yet" if status == NOT_YET else status
     if due:
-        text += f", {_beside_target(_ratios(own.counts, due))}"
+        text += f", {_beside_target(own.counts, due, right=status != NOT_YET)}"
     if library is None:
         return f"{text}."
     ratios = _ratios(
@@ -277,13 +294,19 @@ def _ratios(own: dict[str, list[int]], other: dict[str, list[int]]) -> dict[str,
     return {row: max(own[row]) / max(other[row]) for row in other if max(other[row])}
 
 
-def _beside_target(ratios: dict[str, float]) -> str:
+def _beside_target(own: dict[str, list[int]], due: dict[str, list[int]], right: bool) -> str:
+    ratios = _ratios(own, due)
     # A number that is not divisible by P makes a chunk longer than the others by one.
     if more := {row: ratio for row, ratio in ratios.items() if ratio > 1.001}:
         return f"with {_times(more)} of the target"
     if less := {row: ratio for row, ratio in ratios.items() if ratio < 0.999}:
-        return f"with {_times(less)} of the target, which is better than asked"
-    return f"with exactly the {_listed(ratios)} of the target" if ratios else "without messages"
+        better = ", which is better than asked" if right else ""
+        return f"with {_times(less)} of the target{better}"
+    if not ratios:
+        return "without messages"
+    in_all = [sum(own[row]) / sum(due[row]) for row in ratios]
+    where = "" if all(0.999 < ratio < 1.001 for ratio in in_all) else " on the busiest rank"
+    return f"with exactly the {_listed(ratios)} of the target{where}"
 
 
 def _times(ratios: dict[str, float]) -> str:

@@ -125,6 +125,10 @@ def every_rank(comm, root):
     return range(comm.world_size)
 
 
+def to_rank_0(comm, tensor, root):
+    return receives_from_each(every_rank)(comm, tensor, 0)
+
+
 def gathers_around_the_ring(comm, tensor, root):
     found = collectives.all_gather(comm, tensor)
     return found if comm.rank == root else None
@@ -164,6 +168,7 @@ GATHER = [
         "messages: with 3 ranks and 96 elements, root 0: 2, where the target is 0 1 1",
     ),
     (lambda comm, tensor, root: collectives.gather(comm, tensor, 0), "value.kind"),
+    (to_rank_0, "value.kind", "peers.other_hub", "not peers.bottleneck"),
     (ranks_in_place_of_tensors, "value.kind"),
     (keeps_quiet, "value.elsewhere"),
 ]

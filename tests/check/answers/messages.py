@@ -104,6 +104,18 @@ def all_return(comm, mine):
     return mine if found is None else found
 
 
+def rank_1_sends_its_own_back(comm, mine):
+    theirs = torch.empty_like(mine)
+    if comm.rank == 0:
+        comm.send(mine, 1)
+        return comm.recv(theirs, 1)
+    if comm.rank == 1:
+        comm.recv(theirs, 0)
+        comm.send(mine, 0)
+        return mine + theirs
+    return None
+
+
 def rank_1_returns_nothing(comm, mine):
     found = rank_1_adds(comm, mine)
     return found if comm.rank == 0 else None
@@ -134,6 +146,7 @@ THERE_AND_BACK = [
     (receives_over_its_own, "trip.overwritten"),
     (rank_0_adds_again, "sum.own_twice"),
     (rank_0_does_not_take_the_answer, "trip.no_answer"),
+    (rank_1_sends_its_own_back, "trip.own_sent", "rank 0 is the first"),
     (all_return, "value.kind", "rank 2 is the first"),
     (rank_1_returns_nothing, "value.kind", "rank 1 is the first"),
     (all_pairs, "peers.wrong", "rank 2 sends to rank 0"),
@@ -260,6 +273,17 @@ def goes_round_twice(comm, mine):
     return rank_0_begins(comm, mine)
 
 
+def stays_at_home(comm, mine):
+    """The last rank does not send."""
+    if comm.rank == 0:
+        comm.send(mine, 1)
+        return mine
+    total = mine + comm.recv(torch.empty_like(mine), comm.rank - 1)
+    if comm.rank < comm.world_size - 1:
+        comm.send(total, comm.rank + 1)
+    return total
+
+
 def sums_at_home_alone(comm, mine):
     """All but rank 0 return their own."""
     found = rank_0_begins(comm, mine)
@@ -272,7 +296,8 @@ ROUND_TRIP = [
     (adds_to_what_overwrote_it, "trip.overwritten"),
     (returns_what_came, "trip.what_came"),
     (adds_the_rank, "value.numbers"),
-    (sends_its_own, "sum.overwritten", "rank 0 is the first"),
+    (sends_its_own, "trip.own_sent", "rank 0 is the first"),
+    (stays_at_home, "trip.not_home", "rank 0 is the first"),
     (to_the_left, "value.wrong", "rank 1 is the first"),
     (goes_round_twice, "traffic.doubled"),
     (sums_at_home_alone, "value.one_right", "value.unchanged"),
@@ -355,6 +380,15 @@ def forgets_its_own(comm, mine):
     return found
 
 
+def one_tensor_for_all(comm, mine):
+    everyone = [torch.empty_like(mine)] * comm.world_size
+    everyone[comm.rank] = mine
+    for step in range(1, comm.world_size):
+        dst, src = ((comm.rank + way * step) % comm.world_size for way in (1, -1))
+        comm.exchange(mine, dst, everyone[src], src)
+    return everyone
+
+
 def others_alone(comm, mine):
     return [one for rank, one in enumerate(steps_apart(comm, mine)) if rank != comm.rank]
 
@@ -382,6 +416,7 @@ ALL_GATHER = [
     (in_reverse, "value.elsewhere", "not gather.order"),
     (forgets_its_own, "value.zeros"),
     (others_alone, "value.kind"),
+    (one_tensor_for_all, "gather.one_buffer"),
     (from_its_neighbours, "value.zeros"),
     (through_rank_0, "traffic.off_target"),
 ]
