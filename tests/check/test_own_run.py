@@ -134,7 +134,7 @@ def test_a_function_that_never_ends_is_told_and_not_drawn():
     assert found.figure is None
     assert "it did not finish" in repr(found)
     assert "rank 0 is in recv, waiting for rank 1" in repr(found)
-    assert "pre-wrap" in found._repr_html_(), "its lines stay lines"
+    assert "<pre>deadlock" in found._repr_html_(), "its lines stay lines"
 
 
 def returns_at_once_but_rank_0(comm, tensor):
