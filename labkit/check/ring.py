@@ -10,10 +10,13 @@ import torch
 
 from labkit import collectives
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Target, Verdict, grade, returns
-from labkit.check.grading.exercise import DRAWN
+from labkit.check.grading.exercise import DRAWN, SIZES
 from labkit.collectives.ring import split_chunks
 from labkit.costs.traffic import Cost, ring_all_reduce_cost, share_only_cost, share_reduce_cost
 from labkit.schedules.ring import chunk_bounds, owned_chunk
+
+# The shape of one case of ``all_reduce``; it may be cut by rows as well.
+MATRIX = (12, 9)
 
 
 def rotate_and_add(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict:
@@ -81,10 +84,12 @@ def all_reduce(
     Target per rank: 2 (P - 1) messages of one chunk each, 2 (P - 1) / P x S bytes in all, in
     2 (P - 1) exchanges, all to its right neighbour. Where P does not divide the number of
     elements, a chunk may be padded, or longer than others. The results must be equal to the bit.
+    One of the tensors is a matrix.
     """
     exercise = Exercise(
         "ring.all_reduce",
-        expected=partial(reduced, op),
+        inputs=_of_some_shape,
+        expected=partial(_reduced_in_shape, op),
         chunked=True,
         target=_in_any_chunks,
         any_chunks=True,
@@ -92,6 +97,8 @@ def all_reduce(
         library=collectives.ring_all_reduce,
         drawn_size=DRAWN,
         may_call=frozenset({"share_reduce", "share_only"}),
+        sizes=(*SIZES, torch.Size(MATRIX).numel()),
+        case_words={torch.Size(MATRIX).numel(): f"in a tensor of shape {[*MATRIX]}"},
     )
     return grade(fn, exercise, world_sizes)
 
@@ -116,6 +123,7 @@ def weighted_mean(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -
             "weighted.over_ranks": lambda r, c: _over_samples(c) / c.world_size,
             "weighted.sum_of_means": lambda r, c: c.total(),
             "weighted.some_ranks_alike": lambda r, c: c.total() / (c.world_size - 1),
+            "weighted.means_over_samples": lambda r, c: c.total() / _all_samples(c),
             "weighted.own": lambda r, c: c.tensor(r),
         },
         sizes=(7, 1),
@@ -134,12 +142,29 @@ def _over_samples(case: Case) -> torch.Tensor:
 
 
 def _mean_over_samples(rank: int, case: Case) -> torch.Tensor:
-    return _over_samples(case) / sum(_num_samples(r, case) for r in range(case.world_size))
+    return _over_samples(case) / _all_samples(case)
+
+
+def _all_samples(case: Case) -> int:
+    return sum(_num_samples(rank, case) for rank in range(case.world_size))
 
 
 def reduced(op: str, rank: int, case: Case) -> torch.Tensor:
     """What an all-reduce leaves on every rank: float32 [size]."""
     return case.total() / case.world_size if op == "mean" else case.total()
+
+
+def _of_some_shape(rank: int, case: Case) -> tuple:
+    """One argument: float32 [size], or a matrix."""
+    return (_in_shape(case.tensor(rank)),)
+
+
+def _reduced_in_shape(op: str, rank: int, case: Case) -> torch.Tensor:
+    return _in_shape(reduced(op, rank, case))
+
+
+def _in_shape(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(MATRIX) if flat.shape == (torch.Size(MATRIX).numel(),) else flat
 
 
 def _target(cost_of: Callable[..., Cost], to: str, rank: int, case: Case) -> Target:

@@ -167,8 +167,8 @@ def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_P
     if isinstance(expected, list):
         name = "chunk" if exercise.chunked else "entry"
     elif exercise.chunked:
-        name, value = "chunk", split_chunks(value, case.world_size)
-        expected = split_chunks(expected, case.world_size)
+        name, value = "chunk", split_chunks(value.flatten(), case.world_size)
+        expected = split_chunks(expected.flatten(), case.world_size)
     else:
         name, value, expected = "", [value], [expected]
     given = _given(exercise, case)
@@ -184,7 +184,8 @@ def _given(exercise: Exercise, case: Case) -> dict[int, list[Tensor]]:
     for rank in range(case.world_size):
         for arg in exercise.inputs(rank, case):
             if isinstance(arg, Tensor):
-                arg = split_chunks(arg, case.world_size) if exercise.chunked else [arg]
+                chunks = split_chunks(arg.flatten(), case.world_size)
+                arg = chunks if exercise.chunked else [arg]
             for index, entry in enumerate(arg if isinstance(arg, list) else []):
                 found[index] += [entry] if isinstance(entry, Tensor) else []
     return found
@@ -247,7 +248,8 @@ def _basis(exercise: Exercise, case: Case) -> dict[tuple[int, int], Tensor]:
         args = exercise.inputs(rank, case)
         own = next((arg for arg in args if isinstance(arg, (Tensor, list))), [])
         if isinstance(own, Tensor):
-            own = split_chunks(own, case.world_size) if exercise.chunked else [own]
+            chunks = split_chunks(own.flatten(), case.world_size)
+            own = chunks if exercise.chunked else [own]
         for index, piece in enumerate(own):
             if isinstance(piece, Tensor):
                 basis[rank, index] = piece

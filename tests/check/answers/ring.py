@@ -209,6 +209,22 @@ def drops_the_remainder(comm, tensor):
     collectives.share_only(comm, chunks)
 
 
+def takes_one_dimension_only(comm, tensor):
+    P, N = comm.world_size, len(tensor)
+    padded = torch.zeros(-(-N // P) * P)
+    padded[:N] = tensor
+    rows = list(padded.view(P, -1))
+    collectives.share_reduce(comm, rows)
+    collectives.share_only(comm, rows)
+    tensor.copy_(padded[:N])
+
+
+def cuts_rows_by_the_number_of_elements(comm, tensor):
+    chunks = split_chunks(tensor, comm.world_size)
+    collectives.share_reduce(comm, chunks)
+    collectives.share_only(comm, chunks)
+
+
 def uses_torch_chunk(comm, tensor):
     chunks = tensor.chunk(comm.world_size)
     chunks[comm.world_size - 1]
@@ -249,6 +265,8 @@ RING = [
     (drops_the_remainder, "value.size_indivisible"),
     (right_but_for_small_ones, "value.size_below_ranks"),
     (uses_torch_chunk, "run.error"),
+    (takes_one_dimension_only, "run.error", "in a tensor of shape [12, 9]"),
+    (cuts_rows_by_the_number_of_elements, "in a tensor of shape [12, 9]"),
     (reduces_from_uninitialised_memory, "value.not_finite"),
     (lambda comm, tensor: tensor.zero_(), "value.zeros"),
 ]
@@ -327,6 +345,12 @@ def divides_by_ranks(comm, gradient, num_samples):
     return sums_samples(comm, gradient, num_samples) / comm.world_size
 
 
+def divides_means_by_samples(comm, gradient, num_samples):
+    packed = torch.cat([gradient, gradient.new_tensor([num_samples])])
+    collectives.ring_all_reduce(comm, packed)
+    return packed[:-1] / packed[-1]
+
+
 def two_all_reduces(comm, gradient, num_samples):
     count = collectives.ring_all_reduce(comm, torch.tensor([float(num_samples)]))
     return sums_samples(comm, gradient, num_samples) / count
@@ -356,6 +380,7 @@ ANSWERS = [
                 then_weighted(lambda comm, own, total, n: total / (comm.world_size - 1)),
                 "weighted.some_ranks_alike",
             ),
+            (divides_means_by_samples, "weighted.means_over_samples"),
             (then_weighted(lambda comm, own, total, n: own), "weighted.own"),
             (sums_samples, "weighted.sum"),
             (divides_by_ranks, "weighted.over_ranks"),

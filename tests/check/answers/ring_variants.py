@@ -301,19 +301,19 @@ def numbers_of_mpi(comm, tensor):
 def remainder_at_the_end(comm, tensor):
     size = tensor.numel() // comm.world_size
     rest = tensor.numel() - size * (comm.world_size - 1)
-    around(comm, list(tensor.split([size] * (comm.world_size - 1) + [rest])))
+    around(comm, list(tensor.view(-1).split([size] * (comm.world_size - 1) + [rest])))
 
 
 def full_chunks_first(comm, tensor):
-    size = -(-tensor.numel() // comm.world_size)
-    around(comm, [tensor[c * size : (c + 1) * size] for c in range(comm.world_size)])
+    flat, size = tensor.view(-1), -(-tensor.numel() // comm.world_size)
+    around(comm, [flat[c * size : (c + 1) * size] for c in range(comm.world_size)])
 
 
 def pads_the_tensor(comm, tensor):
-    flat = torch.nn.functional.pad(tensor, (0, -tensor.numel() % comm.world_size))
+    flat = torch.nn.functional.pad(tensor.view(-1), (0, -tensor.numel() % comm.world_size))
     table = flat.view(comm.world_size, -1)
     around(comm, list(table))
-    return tensor.copy_(table.flatten()[: tensor.numel()])
+    return tensor.copy_(table.flatten()[: tensor.numel()].view_as(tensor))
 
 
 def every_pth_element(comm, tensor):
@@ -321,12 +321,12 @@ def every_pth_element(comm, tensor):
 
 
 def numbers_backwards(comm, tensor):
-    around(comm, split_chunks(tensor, comm.world_size)[::-1], first=2)
+    around(comm, split_chunks(tensor.view(-1), comm.world_size)[::-1], first=2)
 
 
 def sends_no_empty_messages(comm, tensor):
     right, left = neighbours(comm)
-    chunks = split_chunks(tensor, comm.world_size)
+    chunks = split_chunks(tensor.view(-1), comm.world_size)
     for step in range(2 * comm.world_size - 2):
         out = chunks[(comm.rank - step) % comm.world_size]
         into = chunks[(comm.rank - step - 1) % comm.world_size]
@@ -342,7 +342,7 @@ def sends_no_empty_messages(comm, tensor):
 
 def two_ranks_in_one_step(comm, tensor):
     if comm.world_size > 2:
-        around(comm, split_chunks(tensor, comm.world_size))
+        around(comm, split_chunks(tensor.view(-1), comm.world_size))
     else:
         tensor += comm.exchange(tensor, 1 - comm.rank, tensor.clone().zero_(), 1 - comm.rank)
 
