@@ -118,8 +118,11 @@ def _curves_caption(curves: dict[str, Curve]) -> str:
     fast = min(curves, key=lambda label: curves[label]["second"][-1])
     text = f"{_end_of(best, curves[best])}."
     if len(curves) > 1:
+        ends = {label: f"{curve['accuracy'][-1]:.1f}%" for label, curve in curves.items()}
+        equal = [label for label in curves if ends[label] == ends[best]]
+        whose = "all" if len(equal) == len(curves) else " and ".join(equal)
         text = (
-            f"Best held-out accuracy at the end: {best}, {curves[best]['accuracy'][-1]:.1f}%. "
+            f"Best held-out accuracy at the end: {whose}, {ends[best]}. "
             f"First to end: {fast}, after {format_seconds(curves[fast]['second'][-1])}."
         )
     text = f"{text} The left column counts epochs, the right one seconds of training."

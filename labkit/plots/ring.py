@@ -346,10 +346,13 @@ def _caption(states: Sequence[RingState]) -> str:
     cells = len(last.contributions) * len(last.contributions[0])
     values = "shows its value, and below it names" if last.values is not None else "names"
     sentences = [f"Each cell {values} the ranks summed in it."]
-    messages = sum(len(state.messages) for state in states)
+    messages = [len(state.messages) for state in states if state.messages]
     if messages:
-        count = format_count(messages, "message")
-        sentences.append(f"Arrows show what has just moved, {count} in all.")
+        # The first state may show the last step of another figure.
+        every_step = len(states) > 1 and len(set(messages)) == 1
+        count = format_count(messages[0] if every_step else sum(messages), "message")
+        how = "per step" if every_step else "in all"
+        sentences.append(f"Arrows show what has just moved, {count} {how}.")
     when = "At the end" if len(states) > 1 else "Here"
     sentences.append(f"{when} {last.complete} of {cells} cells hold the sum of all ranks.")
     return " ".join(sentences)

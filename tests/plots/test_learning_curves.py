@@ -21,6 +21,9 @@ class TestLearningCurves:
         assert "loss 1 and held-out accuracy 75.0% after 2 epochs" in figure.alt
         assert "ring, 75.0%" in figure.caption
         assert "First to end: single, after 3 s" in figure.caption
+        tied = plots.learning_curves({"a": EPOCHS, "b": EPOCHS[:1], "c": EPOCHS}).caption
+        assert "at the end: a and c, 75.0%." in tied
+        assert "all, 75.0%" in plots.learning_curves({"a": EPOCHS, "b": EPOCHS}).caption
 
     def test_runs_differ_in_marker_and_line_too(self):
         lines = plots.learning_curves(dict.fromkeys("abcdefg", EPOCHS)).figure.axes[0].lines

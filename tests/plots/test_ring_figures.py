@@ -76,7 +76,7 @@ class TestRing:
         figure = plots.ring_steps(plots.ring_states(3))
         assert "3 ranks by 3 chunks in 5 states" in figure.alt
         assert "step 4: share_only, 9." in figure.alt
-        assert "12 messages in all" in figure.caption
+        assert "3 messages per step" in figure.caption
         assert "At the end 9 of 9 cells" in figure.caption
 
     def test_wrong_inputs_are_refused_with_the_numbers(self):
