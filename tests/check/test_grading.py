@@ -18,7 +18,7 @@ from ranks import travel_by_value
 
 from labkit import check, collectives
 from labkit.check import fairness, placement
-from labkit.check.grading import on_ranks
+from labkit.check.grading import grader, on_ranks
 from labkit.check.grading.exercise import Case
 from labkit.check.grading.words import WORDS, Mistake, named
 from labkit.check.grading.wrong_tensor import contents, name_mistake
@@ -370,3 +370,15 @@ def test_a_stream_right_on_paper_is_trained_with_on_ranks():
 
     verdict = check.pipeline.one_f_one_b(right_at_first, world_sizes=(2,))
     assert verdict.ids[1:] == ["run.error"]
+
+
+def test_an_untouched_stub_is_told_without_a_run(monkeypatch):
+    def untouched(comm, tensor):
+        """tensor: [N]."""
+        raise NotImplementedError
+
+    def refuse(*args):
+        pytest.fail("ranks were started")
+
+    monkeypatch.setattr(grader, "outcomes_of", refuse)
+    assert check.naive.all_reduce(untouched).status == "not attempted yet"

@@ -25,7 +25,7 @@ from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
 from labkit.check.grading.own_run import own_run
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, Verdict, status_of_right, told
 from labkit.check.grading.score import Scored, praise_score, score_problems, scored
-from labkit.check.grading.stub import about_stub, is_stub
+from labkit.check.grading.stub import about_stub, is_stub, is_untouched
 from labkit.check.grading.watched import names_to_call_by
 from labkit.check.grading.words import Mistake
 from labkit.runtime.pickling import dumps
@@ -112,6 +112,8 @@ def _misuse(fn: Callable, signature: str) -> Mistake | None:
 
 def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int]) -> Verdict:
     """Return the verdict on a function that can be called, without printing it."""
+    if is_untouched(fn):
+        return Verdict(exercise.name, NOT_ATTEMPTED)
     columns: dict[int, dict[str, str]] = {}
     problems: dict[str, Problem] = {}
     right: list[Mistake | str] = []

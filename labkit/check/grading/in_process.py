@@ -19,7 +19,7 @@ from labkit.check.grading.compare import agree, plain
 from labkit.check.grading.limits import OutOfTime, limited_memory, limited_time
 from labkit.check.grading.on_ranks import AGAIN_S, in_one_process, story_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, Verdict, status_of_right, told
-from labkit.check.grading.stub import about_stub, is_stub, raised_by_stub
+from labkit.check.grading.stub import about_stub, is_stub, is_untouched, raised_by_stub
 from labkit.check.grading.watched import Watched
 from labkit.check.grading.words import Found, Mistake, named
 from labkit.comm.comm import Comm
@@ -164,6 +164,8 @@ def ask(
     """
     if not callable(fn):
         return Verdict(name, NOT_YET, notes=[Mistake("fn.missing", kind=type(fn).__name__)])
+    if is_untouched(fn):
+        return Verdict(name, NOT_ATTEMPTED)
     found = _asked(fn, questions, call, (signature, may_call))
     if is_stub(fn, found.stub):
         return Verdict(name, NOT_ATTEMPTED)

@@ -23,6 +23,13 @@ def raised_by_stub(error: BaseException) -> str:
     return last.name if is_stubs else ""
 
 
+def is_untouched(fn: Callable) -> bool:
+    """Whether ``fn`` can be seen to be a stub without a call: a docstring, and the raise."""
+    own = _plain_function(fn)
+    body = [] if inspect.isclass(own) else _body(own)
+    return any(isinstance(line, ast.Raise) for line in body) and all(map(_is_filler, body))
+
+
 def is_stub(fn: Callable, raised_in: str) -> bool:
     """Whether ``fn`` is still a stub, where the stub ``raised_in`` ("" for none) was reached."""
     own = _plain_function(fn)
