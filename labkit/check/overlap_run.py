@@ -20,7 +20,7 @@ from labkit.runtime.launch import RunResult, run
 from labkit.runtime.watch import undrawn
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.ddp.bucketed import BucketedDDP, start_all_reduce
-from labkit.units import format_seconds
+from labkit.units import format_number, format_seconds
 
 if TYPE_CHECKING:
     from labkit.plots import CaptionedFigure
@@ -48,7 +48,8 @@ def own_run(name: str, fn: Callable, status: str, world_size: int = 2) -> OwnRun
         "all-reduces per step": [str(one.values[0]) for one in results],
         "hidden communication": [f"{one.explain().hidden:.0%}" for one in results],
     }
-    link = f"a link of {format_seconds(LINK.latency_s)} and 125 MB/s"
+    megabytes_per_s = format_number(LINK.bandwidth_bytes_per_s / 1e6)
+    link = f"a link of {format_seconds(LINK.latency_s)} and {megabytes_per_s} MB/s"
     caption = f"{world_size} ranks over {link}, {_LAYERS} layers, {_SAMPLES} samples per rank."
     text = "not right yet" if status == NOT_YET else status
     said = f"{text}. {verdict.overlap(results[0]).text}"

@@ -167,8 +167,7 @@ def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_P
     if isinstance(expected, list):
         name = "chunk" if exercise.chunked else "entry"
     elif exercise.chunked:
-        name, value = "chunk", split_chunks(value.flatten(), case.world_size)
-        expected = split_chunks(expected.flatten(), case.world_size)
+        name, value, expected = "chunk", _chunks(value, case), _chunks(expected, case)
     else:
         name, value, expected = "", [value], [expected]
     given = _given(exercise, case)
@@ -178,14 +177,17 @@ def _parts(exercise: Exercise, case: Case, value: Any, expected: Any) -> list[_P
     ]
 
 
+def _chunks(tensor: Tensor, case: Case) -> list[Tensor]:
+    return split_chunks(tensor.flatten(), case.world_size)
+
+
 def _given(exercise: Exercise, case: Case) -> dict[int, list[Tensor]]:
     """The tensors that all ranks get, by chunk, or by entry of a list."""
     found: dict[int, list[Tensor]] = defaultdict(list)
     for rank in range(case.world_size):
         for arg in exercise.inputs(rank, case):
             if isinstance(arg, Tensor):
-                chunks = split_chunks(arg.flatten(), case.world_size)
-                arg = chunks if exercise.chunked else [arg]
+                arg = _chunks(arg, case) if exercise.chunked else [arg]
             for index, entry in enumerate(arg if isinstance(arg, list) else []):
                 found[index] += [entry] if isinstance(entry, Tensor) else []
     return found
@@ -248,8 +250,7 @@ def _basis(exercise: Exercise, case: Case) -> dict[tuple[int, int], Tensor]:
         args = exercise.inputs(rank, case)
         own = next((arg for arg in args if isinstance(arg, (Tensor, list))), [])
         if isinstance(own, Tensor):
-            chunks = split_chunks(own.flatten(), case.world_size)
-            own = chunks if exercise.chunked else [own]
+            own = _chunks(own, case) if exercise.chunked else [own]
         for index, piece in enumerate(own):
             if isinstance(piece, Tensor):
                 basis[rank, index] = piece
