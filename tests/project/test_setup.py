@@ -25,7 +25,7 @@ LOCKED = ("requirements.txt", "tools/uv.txt")
 # beside. A new room gets its place here. ``labkit/__init__`` hands names on, by name alone.
 FLOORS = [
     {"errors", "units"},
-    {"files"},
+    {"files", "gpus"},
     {"schedules", "trace"},
     {"config", "costs"},
     {"comm", "devices", "workload"},
