@@ -95,6 +95,17 @@ def usable(*indices):
     return tuple(Gpu(index, f"GPU {index}", 8, (6, 1)) for index in indices)
 
 
+@pytest.mark.skipif(os.environ.get("LABKIT_TEST_GPUS") == "1", reason="this run is for GPUs")
+def test_no_test_and_no_notebook_under_test_sees_a_gpu():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1", "the kernels of notebooks inherit it"
+    assert torch.cuda.device_count() == 0
+    makefile = (Path(labkit.__file__).parents[1] / "Makefile").read_text()
+    # Without a folder of tests, their conftest.py is not read.
+    alone = [line for line in makefile.splitlines() if "$(NBVAL) $(NOTEBOOKS)" in line]
+    assert alone
+    assert all("$(HIDE_GPUS)" in line for line in alone)
+
+
 def test_all_that_compute_count_and_are_tried_by_one_process(machine):
     assert machine("ok,ok,ok") == Gpus(usable(0, 1, 2))
     gpus.found()
