@@ -33,8 +33,8 @@ _SHARED_S = 30.0
 # What decides which GPUs are visible, and how they are numbered.
 _CHOSEN_BY = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 _CHOSEN_BY += ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# The control devices of NVIDIA's driver, of the same under Windows (WSL), and of AMD's.
-_CONTROL_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+# What NVIDIA's driver brings, on Linux and in Linux under Windows. PyTorch knows others itself.
+_DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
 # The error of a GPU whose trial has begun.
 _BEGUN = "begun"
 _OTHER_BUILD = "install a PyTorch that fits (make env TORCH=auto)"
@@ -51,6 +51,10 @@ _REASONS = {
     r"busy or unavailable|devices are busy|exclusive": (
         "another program holds it for itself (exclusive compute mode, see nvidia-smi): wait until "
         "that program has ended, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+    ),
+    r"No CUDA GPUs are available": (
+        "the driver shows none to this process (CUDA_VISIBLE_DEVICES is {visible}; nvidia-smi "
+        "lists those of the machine)"
     ),
     r"out of memory": (
         "other programs have taken its memory (nvidia-smi shows them): wait until they have "
@@ -94,8 +98,9 @@ def found() -> Gpus:
 
 def may_exist() -> bool:
     """Whether this process may see a GPU, without importing torch: a driver is here."""
-    hidden = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").strip() == "-1"
-    return any(map(os.path.exists, _CONTROL_DEVICES)) and not hidden
+    # CUDA takes anything that does not begin with a GPU, as -1 or nothing, for an empty list.
+    visible = re.match(r"\s*\+?\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    return bool(visible) and any(map(os.path.exists, _DRIVERS))
 
 
 def synchronize(device: Any) -> None:
@@ -121,7 +126,12 @@ def _found(chosen: tuple[str | None, ...]) -> Gpus:
         return Gpus(why_not="" if is_built or not may_exist() else why)
     # The ranks of one torchrun have to agree, however late one of them asks.
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    key = [*chosen, torch.__version__, run_id and f"{run_id} of {os.getppid()}"]
+    key = [
+        *chosen,
+        os.uname().nodename,
+        torch.__version__,
+        run_id and f"{run_id} of {os.getppid()}",
+    ]
     with _shared_file() as file:
         if file is None:
             return _tried()
@@ -210,7 +220,9 @@ def _tried() -> Gpus:
             tried |= {index: Gpu(index, error=late) for index in untried}
             break
     if not tried:
-        return Gpus(why_not=f"CUDA lists no GPU here: {_reason(facts.get('error', ''), facts)}")
+        return Gpus(
+            why_not=f"there is a driver, and no GPU: {_reason(facts.get('error', ''), facts)}"
+        )
     return Gpus(_usable(tried), _why_not(tried, facts))
 
 
@@ -236,6 +248,7 @@ def _reason(error: str, facts: dict[str, Any], gpu: Gpu | None = None) -> str:
     words = {
         "driver": f" (for CUDA {'.'.join(map(str, of_driver))})" if of_driver else "",
         "cuda": facts.get("cuda"),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
         "architectures": ", ".join(facts.get("architectures", ())),
     }
     major, minor = gpu.capability if gpu else (0, 0)

@@ -146,8 +146,9 @@ def test_a_driver_that_is_too_old_is_named_with_both_versions_once_for_all_gpus(
 
 
 def test_a_driver_without_gpus_and_a_pytorch_that_cannot_be_imported(machine):
-    assert machine("") == Gpus(
-        why_not="CUDA lists no GPU here: RuntimeError: No CUDA GPUs are available"
+    assert machine("", CUDA_VISIBLE_DEVICES="7") == Gpus(
+        why_not="there is a driver, and no GPU: the driver shows none to this process "
+        "(CUDA_VISIBLE_DEVICES is 7; nvidia-smi lists those of the machine)"
     )
     (Path(os.environ["PYTHONPATH"]) / "torch.py").write_text("import nothing_of_this_name")
     why = machine("ok").why_not
@@ -182,7 +183,7 @@ def test_where_there_is_no_driver_no_process_is_started(monkeypatch):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(gpus.subprocess, "Popen", refuse)
-    monkeypatch.setattr(gpus, "_CONTROL_DEVICES", ())
+    monkeypatch.setattr(gpus, "_DRIVERS", ())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     gpus._found.cache_clear()
     assert gpus.found() == Gpus()
@@ -190,10 +191,12 @@ def test_where_there_is_no_driver_no_process_is_started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "may"), [(None, True), ("0,1", True), ("-1", False), (" -1 ", False)]
+    ("visible", "may"),
+    [(None, True), ("0,1", True), (" 2", True), ("GPU-8c5", True), ("MIG-8c5", True)]
+    + [(hidden, False) for hidden in ("", " ", "-1", " -1 ", "-1,0", "NoDevFiles", "none")],
 )
 def test_hidden_gpus_are_not_asked_for(monkeypatch, tmp_path, visible, may):
-    monkeypatch.setattr(gpus, "_CONTROL_DEVICES", (str(tmp_path),))
+    monkeypatch.setattr(gpus, "_DRIVERS", (str(tmp_path),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
