@@ -126,12 +126,8 @@ def _found(chosen: tuple[str | None, ...]) -> Gpus:
         return Gpus(why_not="" if is_built or not may_exist() else why)
     # The ranks of one torchrun have to agree, however late one of them asks.
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    key = [
-        *chosen,
-        os.uname().nodename,
-        torch.__version__,
-        run_id and f"{run_id} of {os.getppid()}",
-    ]
+    run = run_id and f"{run_id} of {os.getppid()}"
+    key = [*chosen, os.uname().nodename, torch.__version__, run]
     with _shared_file() as file:
         if file is None:
             return _tried()
@@ -269,19 +265,20 @@ def _try_from(first: int, until_s: float) -> tuple[list[dict[str, Any]], str]:
         What it has printed, see ``_print_trials``, and why it ended early (empty if it did not).
     """
     patience_s = min(_PATIENCE_S, max(0.0, until_s - time.monotonic()))
-    # Files, since a process that hangs in the driver cannot be ended and keeps its pipes open.
-    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        # -P: the folder of this file has modules with the names of Python's own.
-        command = [sys.executable, "-P", __file__, str(first)]
-        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
-        try:
+    # -P: the folder of this file has modules with the names of Python's own.
+    command = [sys.executable, "-P", __file__, str(first)]
+    try:
+        # Files, since a process that hangs in the driver cannot be ended and keeps its pipes open.
+        with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
             code = _code_of(subprocess.Popen(command, **streams), patience_s)
-        except OSError as error:
-            return [], f"the process that tries them cannot be started ({error})"
-        printed.seek(0)
-        errors.seek(0)
-        rows = [json.loads(line) for line in printed if re.fullmatch(r"\{.*\}\n", line)]
-        last = ([line.strip() for line in errors if line.strip()] or [f"exit code {code}"])[-1]
+            printed.seek(0)
+            errors.seek(0)
+            ours = [line for line in printed if re.fullmatch(r'\{"(index|listed)".*\}\n', line)]
+            last = [f"exit code {code}", *(line.strip() for line in errors if line.strip())][-1]
+    except OSError as error:
+        return [], f"the process that tries them cannot be started ({error})"
+    rows = list(map(json.loads, ours))
     if code is None:
         hangs = "the driver hangs (does nvidia-smi answer?): restart the machine, or leave it out"
         return rows, f"nothing has come back within {patience_s:.0f} s: {hangs}"
