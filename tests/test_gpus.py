@@ -19,7 +19,8 @@ from labkit.gpus import Gpu, Gpus
 FAKE = """
 import os, sys, time, types
 
-print('{"a": 1}', {"index": 0})  # as a sitecustomize might
+if sys.argv[1].isdigit():
+    print('{"a": 1}', {"index": 0})  # as a sitecustomize might
 HOW = os.environ["HOW"].split(",") if os.environ["HOW"] else []
 open(os.environ["HOW_LOG"], "a").write(f"{os.getpid()} {sys.argv[1]}\\n")
 time.sleep(float(os.environ.get("HOW_SLOW", 0)))
