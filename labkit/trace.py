@@ -184,7 +184,8 @@ class CudaTimer:
 class Recorder:
     """Collects one rank's spans; regions may nest, but their spans do not overlap.
 
-    Each thread has its own lane: 0 is the thread that makes the recorder.
+    Each thread has its own lane: 0 is the thread that makes the recorder, and autograd's threads,
+    which carry out a GPU's part of its backward while it waits for them.
 
     Attributes:
         listener: hears of every span; None if nobody does.
@@ -202,11 +203,14 @@ class Recorder:
         self._raw: deque[tuple] = deque(maxlen=keep)
         self._open = threading.local()
         self._lanes = itertools.count()
-        self._stack()
+        self._first_stack = self._stack()
 
     def _stack(self) -> list[list]:
         if not hasattr(self._open, "stack"):
-            self._open.stack, self._open.lane = [], next(self._lanes)
+            if _is_thread_of_autograd():
+                self._open.stack, self._open.lane = self._first_stack, 0
+            else:
+                self._open.stack, self._open.lane = [], next(self._lanes)
         return self._open.stack
 
     def _add(
@@ -265,3 +269,12 @@ class Recorder:
             if end_s > start_s or rest[0]:
                 found.append(Span(self.rank, kind, start_s, end_s, *rest))
         return found
+
+
+def _is_thread_of_autograd() -> bool:
+    """Whether this thread was not started in Python, and is inside a backward."""
+    if not isinstance(threading.current_thread(), threading._DummyThread):
+        return False
+    import torch
+
+    return torch._C._current_graph_task_id() >= 0

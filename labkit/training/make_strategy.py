@@ -1,6 +1,7 @@
 """From settings to a strategy: what cannot run is refused here, before any process starts."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from labkit import strategies
@@ -40,6 +41,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, download: bool = Fal
         options["devices"] = _devices(config)
     if "split_points" in technique.options():
         options["split_points"] = _split_points(config, own, download)
+    _check_tf32(config, options.get("devices") or plan(config.world_size, config.device).devices)
     strategy = technique(**options)
     strategy.check_ranks(config.world_size)
     return strategy
@@ -51,6 +53,14 @@ def _check_backend(config: RunConfig, device: str) -> None:
         raise ValueError(
             f"backend {config.backend!r} moves tensors on {needs}, and the ranks are on {device}: "
             f"choose device {needs!r}, or backend 'gloo'"
+        )
+
+
+def _check_tf32(config: RunConfig, devices: Sequence[str]) -> None:
+    if config.tf32 and not any(name.startswith("cuda") for name in devices):
+        raise ValueError(
+            f"tf32 is a mode of NVIDIA's GPUs, and this run is on {devices[0]}: leave it out, or "
+            "run on a GPU"
         )
 
 
