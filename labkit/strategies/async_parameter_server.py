@@ -116,7 +116,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             self.gradient.zero_()
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("push"):
-                self.comm.send(self._with_buffers(float(loss), len(targets)), _SERVER)
+                self.comm.send(self._with_buffers(loss, len(targets)), _SERVER)
                 self.comm.send(self.gradient, _SERVER)
             with self.comm.span("pull"):
                 self.comm.recv(self.parameters, _SERVER)
@@ -164,8 +164,8 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     def update(self, worker: int) -> Tensor:
         """Apply the gradient that was received; returns the share's sum of losses."""
-        loss, num_samples = self.reports[worker][:2]
-        self.samples += int(num_samples)
+        loss, num_samples = self.reports[worker][0], int(self.reports[worker][1])
+        self.samples += num_samples
         if num_samples:
             with self.comm.span("update"):
                 self.optimizer.step()
@@ -206,6 +206,11 @@ class AsyncParameterServer(OwnPaceStrategy):
                 f"workers {sorted(self.tracker.pulled)}: {error}"
             )
 
-    def _with_buffers(self, *numbers: float) -> Tensor:
+    @torch.no_grad()
+    def _with_buffers(self, *numbers: float | Tensor) -> Tensor:
         """A short message: some numbers, then the model's buffers, [len(numbers) + B]."""
-        return torch.cat([self.parameters.new_tensor(numbers), flat_buffers(self.model)])
+        # Filled in one by one: a GPU would wait for the copy of a list.
+        head = self.parameters.new_empty(len(numbers))
+        for place, number in zip(head, numbers):
+            place.fill_(number)
+        return torch.cat([head, flat_buffers(self.model)])
