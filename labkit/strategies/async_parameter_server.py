@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
@@ -132,7 +133,9 @@ class AsyncParameterServer(OwnPaceStrategy):
         Yields:
             After each epoch, the seconds since the start and the sum of the epoch's losses.
         """
-        start_s, done, loss = time.perf_counter(), 0, self.report.new_zeros((), dtype=torch.double)
+        done, loss = 0, self.report.new_zeros((), dtype=torch.double)
+        gpus.synchronize(self.comm.device)
+        start_s = time.perf_counter()
         while done < shares * epochs:
             while (worker := self.tracker.next()) is None:
                 self.hear()
@@ -142,6 +145,7 @@ class AsyncParameterServer(OwnPaceStrategy):
                 loss += self.update(worker)
                 done += 1
                 if done % shares == 0:
+                    gpus.synchronize(self.comm.device)
                     yield time.perf_counter() - start_s, loss.clone()
                     loss.zero_()
                 self.answer(worker, go_on=done < shares * epochs)

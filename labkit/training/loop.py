@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.config import RunConfig
 from labkit.runtime.prepare import allow_tf32
@@ -83,9 +84,9 @@ def _in_step(
     epochs: list[Row] = []
     sent: Sent = (0, 0)
     for epoch in range(config.epochs):
-        before, start_s = strategy.sent(), time.perf_counter()
+        before, start_s = strategy.sent(), _now_s(strategy)
         loss_sum = _train_epoch(config, work, strategy, epoch)
-        seconds = time.perf_counter() - start_s
+        seconds = _now_s(strategy) - start_s
         # Evaluation is not part of the technique, so it is neither timed nor counted.
         sent = _added(sent, before, strategy.sent())
         sums = evaluated(work, strategy, *strategy.share())
@@ -94,6 +95,13 @@ def _in_step(
         if verbose and strategy.comm.rank == 0:
             print(told(epoch, config.epochs, epochs[-1]))
     return epochs, sent
+
+
+def _now_s(strategy: Strategy) -> float:
+    """The host's clock, when all that was queued on the strategy's devices has ended."""
+    for device in {strategy.comm.device, *strategy.devices}:
+        gpus.synchronize(device)
+    return time.perf_counter()
 
 
 def _train_epoch(config: RunConfig, work: Work, strategy: Strategy, epoch: int) -> Tensor:
