@@ -206,6 +206,11 @@ class Session:
         self.close()
         self.board.ranks[self.rank]["state"] = LEFT
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether this session was closed with nothing left in its queue."""
+        return self._closed and (self.queue is None or self.queue.is_settled)
+
     def close(self) -> None:
         """End the session: every later use of the comm is an error."""
         self.flush("the end of its run")
