@@ -5,20 +5,23 @@ deadlock can be explained, and a span in the trace. The runtime, the backend and
 manage a comm through its session; strategies and learners never need it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from labkit import gpus
 from labkit.comm.board import LEFT, RECV, SEND, Board
 from labkit.comm.mismatch import check_collective, check_message
+from labkit.comm.queued import Operation, Queue
 from labkit.comm.source_lines import caller_location
 from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
-from labkit.trace import ClockTimer, CudaTimer, Recorder
+from labkit.trace import ClockTimer, CudaTimer, JointTimer, Meeting, Recorder, Span, Timer
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]
@@ -40,6 +43,7 @@ class Session:
             ``streaming``.
         barriers: calls of barrier so far.
         recorder: collects this rank's spans.
+        queue: what was queued and has not ended; None if operations end before they return.
     """
 
     def __init__(
@@ -56,10 +60,14 @@ class Session:
         self.board = board
         self.doorbells = doorbells
         self.operations = self.barriers = 0
+        self.device = device
+        self.queue = Queue(rank, board, transport) if transport.queues else None
         self._on_gpu = device.type == "cuda"
-        timer = CudaTimer(device) if self._on_gpu else ClockTimer()
-        self.recorder = Recorder(rank, timer, keep=keep_spans)
         self._host = ClockTimer()
+        self._gpu_timers: dict[torch.device, CudaTimer] = {}
+        self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
+        # Whether the starts of operations can be compared with those of other ranks after the run.
+        self._compares = False
         self._loss_read_s = -_LOSS_EVERY_S
         self._closed = False
 
@@ -92,7 +100,9 @@ class Session:
         leaving = None if dst is None else self.transport.sent.to[dst]
         bytes_before = leaving.num_bytes if leaving else 0
         start = self.recorder.timer.mark() if start is None else start
-        self._post(op, sent, expected)
+        if self.queue is not None:
+            self.queue.make_room(sent, expected)
+        queued = self._post(op, sent, expected)
         try:
             yield
         except PeerLostError as error:
@@ -100,24 +110,47 @@ class Session:
             names = " and ".join(f"rank {peer}" for peer in peers)
             lost = peers[0] if len(peers) == 1 else error.rank
             raise PeerLostError(f"{op} with {names} broke off: {error}", lost) from error
+        if self.queue is not None and queued is not None:
+            self.queue.add(queued)
         self.board.leave(self.rank)
         self.operations += 1
         num_bytes = leaving.num_bytes - bytes_before if leaving else 0
-        arrived = None if self._on_gpu else self.board.arrived_s(self.rank, dst, src)
-        self.record(start, num_bytes, src if dst is None else dst, arrived)
+        unknown = self._on_gpu or self.queue is not None
+        arrived = None if unknown else self.board.arrived_s(self.rank, dst, src)
+        peer = src if dst is None else dst
+        self.record(start, num_bytes, peer, arrived, self._messages(dst, src))
 
-    def _post(self, op: str, sent: End | None, expected: End | None) -> None:
-        self.board.enter(self.rank, op, self._host.mark(), caller_location(), sent, expected)
+    def _post(self, op: str, sent: End | None, expected: End | None) -> Operation | None:
+        """Post a transfer and check that its ends fit; returns it if it will only be queued."""
+        where, queues = caller_location(), self.queue is not None
+        self.board.enter(self.rank, op, self._host.mark(), where, sent, expected, queues)
+        queued = self.queue and self.queue.begin(op, sent, expected, where)
         if sent:
-            check_message(self.board, SEND, self.rank, sent[0])
+            check_message(self.board, SEND, self.rank, sent[0], queues)
         if expected:
-            check_message(self.board, RECV, expected[0], self.rank)
+            check_message(self.board, RECV, expected[0], self.rank, queues)
         if sent and self.doorbells is not None:
             self.doorbells.ring(sent[0])
+        return queued
 
-    def record(self, start: Any, num_bytes: int, peer: int | None, arrived: Any = None) -> None:
+    def _messages(self, dst: int | None, src: int | None) -> tuple[Meeting, ...]:
+        """The messages of this rank's latest operation, if their two ends are to be compared."""
+        if not self._compares:
+            return ()
+        edges = [] if dst is None else [(SEND, self.rank, dst)]
+        edges += [] if src is None else [(RECV, src, self.rank)]
+        return tuple((*edge[1:], int(self.board.counts[edge])) for edge in edges)
+
+    def record(
+        self,
+        start: Any,
+        num_bytes: int,
+        peer: int | None,
+        arrived: Any = None,
+        meets: tuple[Meeting, ...] = (),
+    ) -> None:
         """Record a transfer that ends now; the time until ``arrived`` counts as waiting."""
-        self.recorder.transfer(start, self.recorder.timer.mark(), num_bytes, peer, arrived)
+        self.recorder.transfer(start, self.recorder.timer.mark(), num_bytes, peer, arrived, meets)
 
     @contextmanager
     def meeting(self, op: str) -> Iterator[None]:
@@ -132,12 +165,27 @@ class Session:
     def barrier(self) -> None:
         timer = self.recorder.timer
         start = timer.mark()
+        self.flush("barrier")
+        # A rank has come once its queued work has ended, so a clock read after a barrier is right.
+        gpus.synchronize(self.device)
         with self.meeting("barrier"):
             self.transport.barrier()
+            # A barrier that was aborted may return.
+            self.flush("barrier")
         # A barrier has no payload, so all its time is waiting.
-        end = timer.mark()
-        self.recorder.transfer(start, end, 0, None, arrived=None if self._on_gpu else end)
+        self.recorder.wait(start, timer.mark())
         self.barriers += 1
+
+    def flush(self, where: str, *, mine: bool = False) -> None:
+        """Wait until what this rank has queued has ended; ``where`` tells it on the board.
+
+        With ``mine``, only what this thread has queued. Nothing is queued except on NCCL.
+
+        Raises:
+            PeerLostError: a peer that it waits for is lost.
+        """
+        if self.queue is not None:
+            self.queue.flush(where, mine=mine)
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:
@@ -153,14 +201,43 @@ class Session:
             yield
         self.operations += sent.messages - messages
         arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank)
-        self.record(start, sent.num_bytes - num_bytes, dst, arrived)
+        number = int(self.board.ranks[self.rank]["meetings"])
+        meets = ((-1, -1, number),) if self._compares else ()
+        self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
 
     def report_loss(self, loss: Any) -> None:
         """Write a loss to the board; from a GPU, at most every quarter of a second."""
         now_s = self._host.mark()
         if not self._on_gpu or now_s - self._loss_read_s > _LOSS_EVERY_S:
             self._loss_read_s = now_s
+            self.flush("the loss that it reports", mine=True)
             self.board.ranks[self.rank]["loss"] = float(loss)
+
+    # For strategies that use several devices
+
+    def timer_of(self, device: torch.device) -> Timer:
+        """The clock of the work on one device: a GPU's events, or the host's clock."""
+        return self._gpu_timer(device) if device.type == "cuda" else self._host
+
+    def _gpu_timer(self, device: torch.device) -> CudaTimer:
+        if device not in self._gpu_timers:
+            self._gpu_timers[device] = CudaTimer(device)
+            # Now, and not in the first step, for which the host would have to wait.
+            self._gpu_timers[device].calibrate()
+        return self._gpu_timers[device]
+
+    def time_on(self, devices: Iterable[torch.device]) -> None:
+        """Time all further spans by what these devices do, and this rank's own device.
+
+        On the CPU nothing is queued: where a GPU is among the devices, its events tell when the
+        CPU's work before them has ended, too.
+        """
+        used = [d for d in dict.fromkeys([self.device, *devices]) if d.type == "cuda"]
+        timers = [self._gpu_timer(device) for device in used]
+        if len(timers) > 1:
+            self.recorder.timer = JointTimer(timers)
+        elif timers:
+            (self.recorder.timer,) = timers
 
     # For the code that manages the run
 
@@ -169,17 +246,38 @@ class Session:
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
         # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
-        origin = None if self._on_gpu else float(self.board.ranks["origin_s"].max())
-        self.recorder = Recorder(self.rank, self.recorder.timer, origin)
-        self.recorder.listener = SpanSums(self.board.ranks[self.rank], self.recorder)
+        # A GPU's clock is set by it.
+        origins_s = self.board.ranks["origin_s"]
+        timer = self.timer_of(self.device)
+        if isinstance(timer, CudaTimer):
+            timer.calibrate()
+        self._compares = self._on_gpu and bool(origins_s.all())
+        self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
+        self.recorder.listener = SpanSums(self.board.ranks[self.rank])
+
+    def spans(self) -> list[Span]:
+        """This rank's spans so far; waits for its GPU and removes the drift of its clock."""
+        spans, timer = self.recorder.spans(), self.recorder.timer
+        rate = timer.rate() if isinstance(timer, CudaTimer | JointTimer) else 1.0
+        if rate == 1.0:
+            return spans
+        return [replace(s, start_s=s.start_s * rate, end_s=s.end_s * rate) for s in spans]
 
     def leave(self) -> None:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""
         self.close()
         self.board.ranks[self.rank]["state"] = LEFT
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether this session was closed with nothing left in its queue."""
+        return self._closed and (self.queue is None or self.queue.is_settled)
+
     def close(self) -> None:
         """End the session: every later use of the comm is an error."""
+        self.flush("the end of its run")
+        if self.queue is not None:
+            self.queue.close()
         if self.transport.ends_together:
             with self.meeting("the end of the run"):
                 self.transport.barrier()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from labkit import units
 from labkit.comm.board import LOST, NOT_STARTED, RETURNED, Board
 from labkit.comm.deadlock import takes_part
-from labkit.comm.explain import explain_deadlock, explain_rank
+from labkit.comm.explain import explain_deadlock, explain_queues, explain_rank, waits_in
 from labkit.comm.processes import signal_name
 from labkit.comm.source_lines import (
     innermost_location,
@@ -157,8 +157,8 @@ class Evidence:
         sentences = []
         for other in self.ranks:
             if other != rank and takes_part(board, other, rank):
-                op = board.ranks[other]["op"].decode()
-                where = readable(board.ranks[other]["location"].decode())
+                op, where = waits_in(board, other)
+                where = readable(where)
                 sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
         return "".join(sentences)
 
@@ -200,7 +200,7 @@ def _report_error(evidence: Evidence, report: Report) -> WorkerError:
 def deadlock_error(evidence: Evidence, stuck: list[int]) -> DeadlockError:
     """The error for ranks that can never continue."""
     board = evidence.board.copy()
-    where = readable(board.ranks[stuck[0]]["location"].decode())
+    where = readable(waits_in(board, stuck[0])[1])
     return DeadlockError(readable(explain_deadlock(board, stuck)), rank=stuck[0], location=where)
 
 
@@ -218,6 +218,7 @@ def deadline_error(
     board = evidence.board
     lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
     lines += [f"rank {rank} {_doing(board, rank, stacks[rank])}" for rank in sorted(stacks)]
+    lines += map(readable, explain_queues(board))
     lines += [
         f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
         f"{evidence.pids[rank]} would have let it continue."
@@ -253,7 +254,7 @@ def stopped_note(evidence: Evidence, stacks: Mapping[int, str]) -> str:
     states = {NOT_STARTED: "had not started yet", RETURNED: "had returned", LOST: "was lost"}
     for rank, slot in enumerate(evidence.board.ranks):
         doing = states.get(int(slot["state"])) or f"was {explain_rank(evidence.board, rank)}"
-        where = slot["location"].decode(errors="replace") if slot["op"] else ""
+        _, where = waits_in(evidence.board, rank)
         if where := where or innermost_location(stacks.get(rank, "")):
             doing += f", at {readable(where)}"
         lines.append(f"  rank {rank} {doing}")

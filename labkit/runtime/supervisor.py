@@ -215,7 +215,7 @@ class Supervisor:
 
     def _deadline_error(self) -> WorkerError:
         # A copy, because the error describes the ranks before they are asked for their stacks.
-        seen = replace(self._seen, board=self._seen.board.copy())
+        seen = replace(self._seen, board=self._seen.board.copy(whole=True))
         stopped = [rank for rank, pid in seen.pids.items() if is_stopped(pid)]
         return deadline_error(seen, self.job.timeout_s, self._stacks(stopped), stopped)
 
