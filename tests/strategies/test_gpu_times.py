@@ -192,10 +192,6 @@ def test_a_straggler_is_not_slowed_down_for_what_was_queued_before(machine, plai
     model.register_forward_hook(lambda *_: machine.stream().work(0.25))
     device = torch.device("cuda:0")
     comm = SimpleNamespace(rank=0, device=device, span=lambda kind: nullcontext())
-    monkeypatch.setattr(
-        torch, "zeros", lambda *a, device=None, real=torch.zeros, **k: real(*a, **k)
-    )
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     gradients = LocalGradients(comm, model, straggler=(0, 3.0))
     for _ in range(3):
         machine.stream().work(8.0)  # the copy of the next batch, or the last update
@@ -204,10 +200,6 @@ def test_a_straggler_is_not_slowed_down_for_what_was_queued_before(machine, plai
 
 
 def test_only_a_straggler_waits_for_its_gpu(machine, plain):
-    monkeypatch.setattr(
-        torch, "zeros", lambda *a, device=None, real=torch.zeros, **k: real(*a, **k)
-    )
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     comm = SimpleNamespace(rank=1, device=torch.device("cuda:0"), span=lambda kind: nullcontext())
     gradients = LocalGradients(comm, nn.Linear(2, 2), straggler=(0, 3.0))
     gradients.add(torch.ones(2, 2), torch.zeros(2, dtype=torch.long))
