@@ -33,6 +33,7 @@ class Operation:
         location: the caller's line.
         works: what PyTorch has returned for it.
         ends: by (side, source, destination), its number on that end of the edge.
+        stream: the stream that waits for it, see ``Transport.stream``.
     """
 
     op: str
@@ -41,7 +42,7 @@ class Operation:
     location: str
     works: list[Any] = field(default_factory=list)
     ends: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    thread: int = field(default_factory=threading.get_ident)
+    stream: int = 0
 
     @property
     def peers(self) -> set[int]:
@@ -66,7 +67,8 @@ class Queue:
 
     def begin(self, op: str, sent: Any, expected: Any, location: str) -> Operation:
         """An operation that has been posted, and is about to be queued."""
-        operation = Operation(op, sent, expected, location)
+        stream = self._transport.stream()
+        operation = Operation(op, sent, expected, location, stream=stream)
         for side, peer in ((SEND, sent), (RECV, expected)):
             if peer is not None:
                 end = self._end(side, peer[0])
@@ -147,35 +149,33 @@ class Queue:
 
         Args:
             where: at which point of its program the rank waits.
-            mine: wait only for what this thread has queued.
+            mine: wait only for what the current stream waits for.
 
         Raises:
             PeerLostError: a peer that it waits for is lost.
         """
-        upto = self._upto(threading.get_ident() if mine else None)
+        upto = self._upto(self._transport.stream() if mine else None)
         if self.settle() or self._ended >= upto:
             return
         slot = self._board.ranks[self._rank]
-        was_resting = bytes(slot["resting"])
         slot["resting"] = where.encode()
         slot["ticks"] += 1
         started_s = time.monotonic()
-        try:
-            while not self.settle() and self._ended < upto:
-                waited_s = time.monotonic() - started_s
-                if waited_s < _SPIN_S:
-                    os.sched_yield()
-                else:
-                    time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
-        finally:
-            slot["resting"] = was_resting
-            slot["ticks"] += 1
+        # After an error it stays posted, as an operation does, for the launcher's explanation.
+        while not self.settle() and self._ended < upto:
+            waited_s = time.monotonic() - started_s
+            if waited_s < _SPIN_S:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
+        slot["resting"] = b""
+        slot["ticks"] += 1
 
-    def _upto(self, thread: int | None) -> int:
-        """How many operations will have ended with the last one that a thread has queued."""
+    def _upto(self, stream: int | None) -> int:
+        """How many operations will have ended with the last one that a stream waits for."""
         with self._lock:
             queued = list(enumerate(self._operations, self._ended + 1))
-        of_it = [number for number, one in queued if thread in (None, one.thread)]
+        of_it = [number for number, one in queued if stream in (None, one.stream)]
         return max(of_it, default=0)
 
     def _look(self) -> None:

@@ -158,7 +158,7 @@ class Session:
     def flush(self, where: str, *, mine: bool = False) -> None:
         """Wait until what this rank has queued has ended; ``where`` tells it on the board.
 
-        With ``mine``, only what this thread has queued. Nothing is queued except on NCCL.
+        With ``mine``, only what the current stream waits for. Nothing is queued except on NCCL.
 
         Raises:
             PeerLostError: a peer that it waits for is lost.

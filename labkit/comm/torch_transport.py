@@ -94,6 +94,9 @@ class TorchTransport(Transport):
         self._queued.works = []
         return works
 
+    def stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.queues else 0
+
     def barrier(self) -> None:
         with loss_of_a_peer():
             if self.device.type == "cuda" and not self.staged:

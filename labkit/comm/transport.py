@@ -73,6 +73,10 @@ class Transport(ABC):
         """The ``dist.Work`` of what this thread has queued since its last call."""
         return []
 
+    def stream(self) -> int:
+        """The current stream, which waits for what is queued now; one number for each."""
+        return 0
+
     def abort(self) -> None:
         """End all that is queued, on this rank, without waiting for any peer."""
 
