@@ -12,9 +12,9 @@ import queue
 import threading
 
 import torch
+from ranks import travel_by_value
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from ranks import travel_by_value
 
 from labkit.comm.reads import flush_before_reads
 from labkit.comm.torch_transport import TorchTransport

@@ -62,6 +62,7 @@ class Queue:
         self._lock = threading.Lock()
         self._queued = self._ended = 0
         self._error: Exception | None = None
+        self._is_told = False
         self._watch: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -92,8 +93,7 @@ class Queue:
 
         Raises PeerLostError if the queue was aborted.
         """
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         for side, peer in ((SEND, sent), (RECV, expected)):
             if peer is None:
                 continue
@@ -106,27 +106,30 @@ class Queue:
         return (side, self._rank, peer) if side == SEND else (side, peer, self._rank)
 
     def settle(self) -> bool:
-        """Take note of what has ended; returns whether that is everything.
-
-        Raises:
-            Exception: what an operation has ended with; PeerLostError if a peer is lost.
-        """
-        if self._error is not None:
-            raise self._error
+        """Take note of what has ended; returns whether that is everything, or one has failed."""
         with self._lock:
-            while self._operations and _has_ended(self._operations[0].works):
+            while not self._error and self._operations and _has_ended(self._operations[0].works):
                 ended = self._operations.popleft()
                 self._ended += 1
                 if error := next(filter(None, (work.exception() for work in ended.works)), None):
                     self._error = _of_operation(ended, error)
+                    # A group that has failed cannot be used again: nobody may wait for this rank.
+                    self._board.give_up(self._rank, first_line(error))
                     break
                 for end, number in ended.ends.items():
                     self._board.begun[end] = number
             self._post_head()
-            is_empty = not self._operations
+            return self._error is not None or not self._operations
+
+    def _raise_error(self) -> None:
         if self._error is not None:
+            self._is_told = True
             raise self._error
-        return is_empty
+
+    def finish(self, where: str) -> None:
+        """``flush`` at the end, unless the program has been told that its queue was aborted."""
+        if not self._is_told:
+            self.flush(where)
 
     def _post_head(self) -> None:
         """Post the first operation that has not ended, so that others see who is waited for."""
@@ -154,8 +157,10 @@ class Queue:
         Raises:
             PeerLostError: a peer that it waits for is lost.
         """
+        self._raise_error()
         upto = self._upto(self._transport.stream() if mine else None)
         if self.settle() or self._ended >= upto:
+            self._raise_error()
             return
         slot = self._board.ranks[self._rank]
         slot["resting"] = where.encode()
@@ -168,6 +173,7 @@ class Queue:
                 os.sched_yield()
             else:
                 time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
+        self._raise_error()
         slot["resting"] = b""
         slot["ticks"] += 1
 
@@ -181,9 +187,8 @@ class Queue:
     def _look(self) -> None:
         suspects: set[int] = set()
         while not self._closed.wait(LOOK_S):
-            try:
-                self.settle()
-            except Exception:
+            self.settle()
+            if self._error is not None:
                 # Whoever uses the queue next gets it.
                 return
             gone = {peer for peer in self._awaited() if why_gone(self._board, peer)}
@@ -210,7 +215,6 @@ class Queue:
         with self._lock:
             head = self._operations[0] if self._operations else None
             self._error = _of_operation(head, PeerLostError(why, lost), lost)
-        # An aborted group cannot be used again, so no rank that waits for this one can continue.
         self._board.give_up(self._rank, why)
         self._transport.abort()
 

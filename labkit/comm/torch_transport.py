@@ -15,7 +15,6 @@ from torch import Tensor
 from labkit.comm.transport import Transport, as_bytes
 from labkit.errors import PeerLostError
 
-
 ABORT_PATIENCE_S = 5.0
 
 # gloo names its source file in each error of a connection. NCCL names its error: of a connection,

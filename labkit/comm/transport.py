@@ -79,6 +79,7 @@ class Transport(ABC):
 
     def abort(self) -> None:
         """End all that is queued, on this rank, without waiting for any peer."""
+        assert not self.queues
 
     @abstractmethod
     def set_timeout(self, timeout_s: float) -> None:

@@ -59,7 +59,7 @@ def run_as_rank(
     inside_a_run = True
     try:
         value = fn(comm, *args)
-        comm.session.flush("the end of its function")
+        comm.session.finish("the end of its function")
     finally:
         inside_a_run = False
     mine = success(comm, value, time.perf_counter() - started_s)
