@@ -14,7 +14,7 @@ from labkit.config import parse_devices
 from labkit.units import MOST_RANKS, check_choice, check_integer, format_count
 
 DEVICES = ("auto", "cpu", "cuda")
-TRANSPORTS = ("auto", "shared", "gloo")
+TRANSPORTS = ("auto", "shared", "gloo", "nccl")
 # A reason, and the sentence for the learner.
 Note = tuple[str, str]
 UNUSABLE = "unusable"
@@ -66,7 +66,8 @@ def plan(
     """Choose backend, devices and transport for the ranks of this machine.
 
     NCCL needs a GPU per rank. Ranks that share a GPU talk over gloo, with tensors staged through
-    host memory, or with ``transport="shared"`` through CUDA IPC. So do ranks on the CPU with
+    host memory, or with ``transport="shared"`` through CUDA IPC (with ``"nccl"`` over NCCL, where
+    that works: ``labkit.runtime.nccl_sharing``). So do ranks on the CPU with
     ranks on GPUs, always over gloo.
 
     Args:
@@ -88,6 +89,11 @@ def plan(
     else:
         chosen, notes = _free(local_world_size, device, gpus)
     kinds = {name.partition(":")[0] for name in chosen}
+    if "cpu" in kinds and transport == "nccl":
+        raise ValueError(
+            f"transport 'nccl' moves the memory of GPUs only, and these ranks run on "
+            f"{' and '.join(sorted(set(chosen)))}: use 'auto' or 'gloo', or device 'cuda'"
+        )
     if kinds == {"cpu"}:
         shared = can_share and transport != "gloo"
         return Plan("gloo", chosen, "shared" if shared else "torch", notes)
@@ -95,6 +101,8 @@ def plan(
         return Plan("gloo", chosen, "torch", (*notes, _mixed_note(transport)))
     # On GPUs shared memory is used only on request: NCCL is the standard there.
     moved_by = "shared" if transport == "shared" else "torch"
+    if len(set(chosen)) < len(chosen) and transport == "nccl":
+        return Plan("nccl", chosen, moved_by, (*notes, _sharing_note(chosen, "nccl")))
     if len(set(chosen)) < len(chosen):
         return Plan("gloo", chosen, moved_by, (*notes, _sharing_note(chosen, moved_by)))
     return Plan("gloo" if transport == "gloo" else "nccl", chosen, moved_by, notes)
@@ -189,10 +197,13 @@ def check_named(
 
 def _sharing_note(devices: Sequence[str], moved_by: str) -> Note:
     """The consequence of having more ranks than GPUs."""
-    way = "CUDA IPC" if moved_by == "shared" else "gloo through host memory"
+    why = "since NCCL takes one rank per GPU"
+    way = f"CUDA IPC, {why}" if moved_by == "shared" else f"gloo through host memory, {why}"
+    if moved_by == "nccl":
+        way = "NCCL, which NCCL_MULTI_RANK_GPU_ENABLE=1 lets share a GPU"
     return "shared", (
         f"{len(devices)} ranks share {format_count(len(set(devices)), 'GPU')}: they talk over "
-        f"{way}, since NCCL takes one rank per GPU; times are not those of more GPUs"
+        f"{way}; times are not those of more GPUs"
     )
 
 

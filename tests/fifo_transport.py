@@ -12,9 +12,9 @@ import queue
 import threading
 
 import torch
+from ranks import travel_by_value
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from ranks import travel_by_value
 
 from labkit.comm.reads import flush_before_reads
 from labkit.comm.torch_transport import TorchTransport
@@ -30,6 +30,7 @@ class FifoTransport(Transport):
     """``inner`` carried out by one thread, in the order of the calls."""
 
     queues = True
+    receives_from_any = True
 
     def __init__(self, inner):
         super().__init__()
@@ -43,11 +44,14 @@ class FifoTransport(Transport):
         self.thread.start()
 
     def _add(self, name, tensors, *args):
+        return self._do(tensors, functools.partial(getattr(self._inner, name), *args))
+
+    def _do(self, tensors, operation):
         work = Work("", [], list(tensors), str)
         for tensor in tensors:
             self._latest[tensor.untyped_storage().data_ptr()] = work, tensor
         self._mine.works = [*self.take_queued(), work]
-        self._operations.put((work, functools.partial(getattr(self._inner, name), *args)))
+        self._operations.put((work, operation))
         if len(self._latest) > 50:
             ended = [at for at, (one, _) in list(self._latest.items()) if one.is_completed()]
             for address in ended:
@@ -84,6 +88,12 @@ class FifoTransport(Transport):
     def barrier(self):
         self._add("barrier", []).wait()
         self.take_queued()
+
+    def recv_any(self, tensor):
+        found = []
+        self._do([tensor], lambda: found.append(self._inner.recv_any(tensor))).wait()
+        self.take_queued()
+        return found[0]
 
     def pending(self, tensors):
         """The operations on these tensors' memory that have not ended."""

@@ -8,6 +8,8 @@ waits for whom, and a deadlock is found without waiting for a timeout.
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
+from typing import Any
+
 import numpy as np
 
 SEND, RECV = 0, 1
@@ -126,7 +128,7 @@ class Board:
         self.begun = edges["begun"]
         wanted = np.frombuffer(view[wanted_at:late_at], dtype=bool)
         self.wanted = wanted.reshape(world_size, world_size)
-        self.late = None
+        self.late: np.ndarray[Any, np.dtype[Any]] | None = None
         if len(view) > late_at:
             late = np.frombuffer(view[late_at : self.num_bytes(world_size)], dtype=_QUEUED_EDGE)
             self.late = late.reshape(2, world_size, world_size)

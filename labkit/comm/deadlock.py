@@ -50,6 +50,9 @@ def waits(board: Board, rank: int) -> list[Waiting]:
 
 def _waits_for_head(board: Board, rank: int) -> list[Waiting]:
     """What the first operation waits for that ``rank`` has queued and that has not ended."""
+    if board.gave_up():
+        # Its queue is about to be aborted.
+        return []
     slot = board.ranks[rank]
     op, dst, src = slot["head_op"].decode(), int(slot["head_dst"]), int(slot["head_src"])
     found = []

@@ -133,6 +133,9 @@ class LinkTransport(Transport):
     def take_queued(self) -> list[Any]:
         return self._transport.take_queued()
 
+    def stream(self) -> int:
+        return self._transport.stream()
+
     def abort(self) -> None:
         self._transport.abort()
 

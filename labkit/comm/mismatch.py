@@ -25,9 +25,9 @@ def check_message(
     if theirs[source, destination] <= mine:
         return
     late = board.late if queued else None
-    whats, depth = (board.what, DEPTH) if late is None else (late["what"], QUEUED)
+    described, depth = (board.what, DEPTH) if late is None else (late["what"], QUEUED)
     sent, expected = (
-        whats[end, source, destination][mine % depth].decode(errors="replace")
+        described[end, source, destination][mine % depth].decode(errors="replace")
         for end in (SEND, RECV)
     )
     lines = [board.ranks[rank]["location"] for rank in (source, destination)]

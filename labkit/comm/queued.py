@@ -33,6 +33,7 @@ class Operation:
         location: the caller's line.
         works: what PyTorch has returned for it.
         ends: by (side, source, destination), its number on that end of the edge.
+        stream: the stream that waits for it, see ``Transport.stream``.
     """
 
     op: str
@@ -41,7 +42,7 @@ class Operation:
     location: str
     works: list[Any] = field(default_factory=list)
     ends: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    thread: int = field(default_factory=threading.get_ident)
+    stream: int = 0
 
     @property
     def peers(self) -> set[int]:
@@ -61,12 +62,14 @@ class Queue:
         self._lock = threading.Lock()
         self._queued = self._ended = 0
         self._error: Exception | None = None
+        self._is_told = False
         self._watch: threading.Thread | None = None
         self._closed = threading.Event()
 
     def begin(self, op: str, sent: Any, expected: Any, location: str) -> Operation:
         """An operation that has been posted, and is about to be queued."""
-        operation = Operation(op, sent, expected, location)
+        stream = self._transport.stream()
+        operation = Operation(op, sent, expected, location, stream=stream)
         for side, peer in ((SEND, sent), (RECV, expected)):
             if peer is not None:
                 end = self._end(side, peer[0])
@@ -90,8 +93,7 @@ class Queue:
 
         Raises PeerLostError if the queue was aborted.
         """
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         for side, peer in ((SEND, sent), (RECV, expected)):
             if peer is None:
                 continue
@@ -104,27 +106,30 @@ class Queue:
         return (side, self._rank, peer) if side == SEND else (side, peer, self._rank)
 
     def settle(self) -> bool:
-        """Take note of what has ended; returns whether that is everything.
-
-        Raises:
-            Exception: what an operation has ended with; PeerLostError if a peer is lost.
-        """
-        if self._error is not None:
-            raise self._error
+        """Take note of what has ended; returns whether that is everything, or one has failed."""
         with self._lock:
-            while self._operations and _has_ended(self._operations[0].works):
+            while not self._error and self._operations and _has_ended(self._operations[0].works):
                 ended = self._operations.popleft()
                 self._ended += 1
                 if error := next(filter(None, (work.exception() for work in ended.works)), None):
                     self._error = _of_operation(ended, error)
+                    # A group that has failed cannot be used again: nobody may wait for this rank.
+                    self._board.give_up(self._rank, first_line(error))
                     break
                 for end, number in ended.ends.items():
                     self._board.begun[end] = number
             self._post_head()
-            is_empty = not self._operations
+            return self._error is not None or not self._operations
+
+    def _raise_error(self) -> None:
         if self._error is not None:
+            self._is_told = True
             raise self._error
-        return is_empty
+
+    def finish(self, where: str) -> None:
+        """``flush`` at the end, unless the program has been told that its queue was aborted."""
+        if not self._is_told:
+            self.flush(where)
 
     def _post_head(self) -> None:
         """Post the first operation that has not ended, so that others see who is waited for."""
@@ -147,43 +152,43 @@ class Queue:
 
         Args:
             where: at which point of its program the rank waits.
-            mine: wait only for what this thread has queued.
+            mine: wait only for what the current stream waits for.
 
         Raises:
             PeerLostError: a peer that it waits for is lost.
         """
-        upto = self._upto(threading.get_ident() if mine else None)
+        self._raise_error()
+        upto = self._upto(self._transport.stream() if mine else None)
         if self.settle() or self._ended >= upto:
+            self._raise_error()
             return
         slot = self._board.ranks[self._rank]
-        was_resting = bytes(slot["resting"])
         slot["resting"] = where.encode()
         slot["ticks"] += 1
         started_s = time.monotonic()
-        try:
-            while not self.settle() and self._ended < upto:
-                waited_s = time.monotonic() - started_s
-                if waited_s < _SPIN_S:
-                    os.sched_yield()
-                else:
-                    time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
-        finally:
-            slot["resting"] = was_resting
-            slot["ticks"] += 1
+        # After an error it stays posted, as an operation does, for the launcher's explanation.
+        while not self.settle() and self._ended < upto:
+            waited_s = time.monotonic() - started_s
+            if waited_s < _SPIN_S:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
+        self._raise_error()
+        slot["resting"] = b""
+        slot["ticks"] += 1
 
-    def _upto(self, thread: int | None) -> int:
-        """How many operations will have ended with the last one that a thread has queued."""
+    def _upto(self, stream: int | None) -> int:
+        """How many operations will have ended with the last one that a stream waits for."""
         with self._lock:
             queued = list(enumerate(self._operations, self._ended + 1))
-        of_it = [number for number, one in queued if thread in (None, one.thread)]
+        of_it = [number for number, one in queued if stream in (None, one.stream)]
         return max(of_it, default=0)
 
     def _look(self) -> None:
         suspects: set[int] = set()
         while not self._closed.wait(LOOK_S):
-            try:
-                self.settle()
-            except Exception:
+            self.settle()
+            if self._error is not None:
                 # Whoever uses the queue next gets it.
                 return
             gone = {peer for peer in self._awaited() if why_gone(self._board, peer)}
@@ -210,7 +215,6 @@ class Queue:
         with self._lock:
             head = self._operations[0] if self._operations else None
             self._error = _of_operation(head, PeerLostError(why, lost), lost)
-        # An aborted group cannot be used again, so no rank that waits for this one can continue.
         self._board.give_up(self._rank, why)
         self._transport.abort()
 

@@ -124,7 +124,9 @@ class Session:
         """Post a transfer and check that its ends fit; returns it if it will only be queued."""
         where, queues = caller_location(), self.queue is not None
         self.board.enter(self.rank, op, self._host.mark(), where, sent, expected, queues)
-        queued = self.queue and self.queue.begin(op, sent, expected, where)
+        queued = None
+        if self.queue is not None:
+            queued = self.queue.begin(op, sent, expected, where)
         if sent:
             check_message(self.board, SEND, self.rank, sent[0], queues)
         if expected:
@@ -179,13 +181,21 @@ class Session:
     def flush(self, where: str, *, mine: bool = False) -> None:
         """Wait until what this rank has queued has ended; ``where`` tells it on the board.
 
-        With ``mine``, only what this thread has queued. Nothing is queued except on NCCL.
+        With ``mine``, only what the current stream waits for. Nothing is queued except on NCCL.
 
         Raises:
             PeerLostError: a peer that it waits for is lost.
         """
         if self.queue is not None:
             self.queue.flush(where, mine=mine)
+
+    def finish(self, where: str) -> None:
+        """``flush`` at the end, unless the program knows already that a peer is lost.
+
+        Without the peers that a run may lose, a program may go on and return.
+        """
+        if self.queue is not None:
+            self.queue.finish(where)
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:
@@ -275,7 +285,7 @@ class Session:
 
     def close(self) -> None:
         """End the session: every later use of the comm is an error."""
-        self.flush("the end of its run")
+        self.finish("the end of its run")
         if self.queue is not None:
             self.queue.close()
         if self.transport.ends_together:

@@ -15,7 +15,6 @@ from torch import Tensor
 from labkit.comm.transport import Transport, as_bytes
 from labkit.errors import PeerLostError
 
-
 ABORT_PATIENCE_S = 5.0
 
 # gloo names its source file in each error of a connection. NCCL names its error: of a connection,
@@ -93,6 +92,9 @@ class TorchTransport(Transport):
         works = getattr(self._queued, "works", [])
         self._queued.works = []
         return works
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.queues else 0
 
     def barrier(self) -> None:
         with loss_of_a_peer():

@@ -73,8 +73,13 @@ class Transport(ABC):
         """The ``dist.Work`` of what this thread has queued since its last call."""
         return []
 
+    def stream(self) -> int:
+        """The current stream, which waits for what is queued now; one number for each."""
+        return 0
+
     def abort(self) -> None:
         """End all that is queued, on this rank, without waiting for any peer."""
+        assert not self.queues
 
     @abstractmethod
     def set_timeout(self, timeout_s: float) -> None:

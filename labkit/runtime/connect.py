@@ -27,16 +27,15 @@ from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
 from labkit.runtime.prepare import allow_tf32
+from labkit.runtime.nccl_sharing import SHARING, shares_gpus
 
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
 PATIENCE_S = 30.0
 _RENDEZVOUS_S = 60.0
 
-# PyTorch kills the process at an error or a timeout of NCCL, before it can say what was wrong. With
-# 2 ("CleanUpOnly", ProcessGroupNCCL.hpp) it only aborts the group, which raises an error.
+# PyTorch kills the process at an error or a timeout of NCCL, before it can say what was wrong.
+# With 2 ("CleanUpOnly", ProcessGroupNCCL.hpp) it only aborts the group, which raises an error.
 _ON_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
-# Several ranks on one GPU: NCCL refuses them without it.
-_SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def connect(
@@ -70,7 +69,7 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if plan.backend == "nccl":
-        for name, value in (_ON_NCCL | (_SHARING if shares_gpus(plan) else {})).items():
+        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
             os.environ.setdefault(name, value)
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
@@ -91,11 +90,6 @@ def connect(
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
     return comm
-
-
-def shares_gpus(plan: Plan) -> bool:
-    """Whether two ranks of a plan are on one GPU."""
-    return len(set(plan.devices)) < len(plan.devices)
 
 
 def _transport(

@@ -16,6 +16,7 @@ from labkit.runtime import torchrun
 from labkit.runtime.forkserver import late_variables
 from labkit.runtime.limits import Limit, what_limited, without_spans
 from labkit.runtime.messages import Report
+from labkit.runtime.nccl_sharing import check_sharing
 from labkit.runtime.objects import kernel
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
@@ -88,11 +89,13 @@ def run(
         world_size: P, the number of ranks.
         device: ``auto`` (GPUs if any can be used), ``cpu`` or ``cuda``.
         devices: by rank (under ``torchrun`` by LOCAL_RANK), as ``"cuda:2,cuda:3"``; see ``plan``.
-        transport: ``shared`` (memory, on one machine), ``gloo`` (PyTorch's point-to-point), or
-            ``auto``: shared memory for CPU ranks, where the system has it.
+        transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl`` (PyTorch's
+            point-to-point), or ``auto``: shared memory for CPU ranks, where the system has it,
+            NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
         may_lose: ranks that the run can do without: if one fails after all ranks have started,
-            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.)
+            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks;
+            NCCL ends with its first rank, so on GPUs ``auto`` then means gloo.)
         link: an emulated link, which makes messages slower; None for no emulation.
 
     Returns:
@@ -110,17 +113,25 @@ def run(
     if under_torchrun():
         where = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *where))
-    chosen = _planned(world_size, device, transport, devices)
+    chosen = _planned(world_size, device, transport, devices, bool(may_lose))
     shared = dump_call(fn, args), cell_sources(), chosen, timeout_s, frozenset(may_lose)
     supervisor = Supervisor(Job(*shared, link=link, in_notebook=kernel() is not None))
     return _result(supervisor.run(), supervisor.lost)
 
 
 def _planned(
-    world_size: int, device: str, transport: str, devices: str | Sequence[str] | None
+    world_size: int,
+    device: str,
+    transport: str,
+    devices: str | Sequence[str] | None,
+    may_lose_some: bool,
 ) -> Plan:
     """Where the ranks run, with what is to be said of it; refuses what cannot be started here."""
     chosen = plan(world_size, device, transport, devices=devices)
+    if may_lose_some and transport == "auto" and chosen.backend == "nccl":
+        # A group of NCCL does not outlive any of its ranks.
+        chosen = plan(world_size, device, "gloo", devices=devices)
+    check_sharing(chosen)
     tell_once(chosen.notes)
     if late := late_variables():
         print(late, file=sys.stderr)

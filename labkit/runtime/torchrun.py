@@ -60,7 +60,7 @@ def run_as_rank(
     inside_a_run = True
     try:
         value = fn(comm, *args)
-        comm.session.flush("the end of its function")
+        comm.session.finish("the end of its function")
         gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False

@@ -109,7 +109,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
         comm.session.start_together()
         started_s = time.perf_counter()
         value = function(comm, *args)
-        comm.session.flush("the end of its function")
+        comm.session.finish("the end of its function")
         displays.show_open_figures()
         gpus.synchronize_used(comm.device)
         report = success(comm, value, time.perf_counter() - started_s)
