@@ -13,6 +13,7 @@ import torch
 
 from labkit.comm.board import LEFT, RECV, SEND, Board
 from labkit.comm.mismatch import check_collective, check_message
+from labkit.comm.peak_memory import MemoryMeter, Part
 from labkit.comm.source_lines import caller_location
 from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
@@ -40,6 +41,7 @@ class Session:
             ``streaming``.
         barriers: calls of barrier so far.
         recorder: collects this rank's spans.
+        memory: measures this rank's peak memory; None before ``start_together``.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class Session:
         self.board = board
         self.doorbells = doorbells
         self.operations = self.barriers = 0
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self.memory: MemoryMeter | None = None
         timer = CudaTimer(device) if self._on_gpu else ClockTimer()
         self.recorder = Recorder(rank, timer, keep=keep_spans)
         self._host = ClockTimer()
@@ -166,12 +169,23 @@ class Session:
 
     def start_together(self) -> None:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
+        # Before the barrier: it takes some 0.1 ms, which is no part of the run.
+        self.memory = MemoryMeter(self._device)
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
         # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
         origin = None if self._on_gpu else float(self.board.ranks["origin_s"].max())
         self.recorder = Recorder(self.rank, self.recorder.timer, origin)
         self.recorder.listener = SpanSums(self.board.ranks[self.rank], self.recorder)
+
+    def memory_of_part(self, arrived_bytes: int = 0) -> Part:
+        """The peak memory of some stretches of the run, counted from now.
+
+        Args:
+            arrived_bytes: what the rank holds already and should count, too.
+        """
+        assert self.memory is not None, "the run has started"
+        return self.memory.part(arrived_bytes)
 
     def leave(self) -> None:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""
