@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from labkit.comm.peak_memory import PeakMemory, as_dicts
 from labkit.config import RunConfig
 from labkit.files import write_atomically
 from labkit.runtime.limits import Limit, what_limited
@@ -33,6 +34,9 @@ class TrainResult:
         checksums: of every rank's parameters and buffers.
         notes: what is special about the technique's run (staleness, lost ranks), from rank 0.
         hardware, versions: of the machine that made the figures.
+        peak_memory: by rank, the most memory that the steps took, see ``PeakMemory``: of model,
+            gradients, optimizer, activations and messages. Evaluation, and what was there before
+            the model, such as the data set, do not count. None for a lost rank.
     """
 
     config: RunConfig
@@ -46,6 +50,7 @@ class TrainResult:
     hardware: dict[str, Any] = field(repr=False)
     versions: dict[str, str] = field(repr=False)
     notes: dict[str, Any] = field(repr=False, default_factory=dict)
+    peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
 
     @property
     def test_accuracy(self) -> float:
@@ -91,6 +96,7 @@ class TrainResult:
             "bytes_sent": self.bytes_sent,
             "messages": self.messages,
             "replicas_agree": self.replicas_agree,
+            "peak_memory": as_dicts(self.peak_memory),
             **self.notes,
             "hardware": self.hardware,
             "versions": self.versions,
