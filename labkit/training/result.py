@@ -13,7 +13,7 @@ from labkit.config import RunConfig
 from labkit.files import write_atomically
 from labkit.runtime.limits import Limit, what_limited
 from labkit.trace import Trace
-from labkit.training.state import largest_difference
+from labkit.training.state import largest_difference, tolerance
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,26 @@ class TrainResult:
     def difference_from(self, other: "TrainResult") -> float:
         """The largest relative difference between the two runs' parameters and buffers.
 
-        Per tensor: max |a - b| / max |b|; 0 means equal to the bit. The contract for synchronous
-        techniques is 1e-5 in float32 and 1e-10 in float64.
+        Per tensor: max |a - b| / max |b|; 0 means equal to the bit.
         """
         return largest_difference(self.state, other.state)
+
+    @property
+    def used_gpu(self) -> bool:
+        """Whether any part of the model was on a GPU."""
+        named = self.config.devices or ""
+        return any("cuda" in device for device in (named, *self.trace.devices.values()))
+
+    def tolerance(self, other: "TrainResult") -> float:
+        """The largest difference between the two runs that rounding explains."""
+        runs = self, other
+        is_double = all(run.config.dtype == "float64" for run in runs)
+        dtype = "float64" if is_double else "float32"
+        return tolerance(dtype, any(run.used_gpu for run in runs))
+
+    def equals(self, other: "TrainResult") -> bool:
+        """Whether the two runs made the same updates: no difference but that of rounding."""
+        return self.difference_from(other) < self.tolerance(other)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` writes: all of the result but the state and the trace."""
