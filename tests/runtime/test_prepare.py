@@ -173,15 +173,17 @@ for before in (
     "torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True",
     "torch.backends.fp32_precision = 'tf32'",
     "torch.backends.cudnn.fp32_precision = 'tf32'",
-    "torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
     "torch.set_float32_matmul_precision('medium')",
 ):
     for allowed, name in ((False, "ieee"), (True, "tf32"), (False, "ieee")):
         exec(before)
         allow_tf32(allowed)
         assert shown() == (allowed, allowed, name), (before, allowed, shown())
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        pass
+    if not before:
+        with torch.backends.cudnn.flags(enabled=False):
+            pass
 """
 
 
@@ -195,7 +197,8 @@ class TestTf32:
 
     def test_it_is_off_in_a_run_and_on_where_a_training_run_asks_for_it(self):
         def precisions(comm):
-            cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+            from torch.backends import cuda, cudnn
+
             return [part.fp32_precision for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
 
         def trained(comm, tf32):
