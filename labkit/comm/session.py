@@ -15,6 +15,7 @@ import torch
 from labkit import gpus
 from labkit.comm.board import LEFT, RECV, SEND, Board
 from labkit.comm.mismatch import check_collective, check_message
+from labkit.comm.peak_memory import MemoryMeter, Part
 from labkit.comm.queued import Operation, Queue
 from labkit.comm.source_lines import caller_location
 from labkit.comm.span_sums import SpanSums
@@ -44,6 +45,7 @@ class Session:
         barriers: calls of barrier so far.
         recorder: collects this rank's spans.
         queue: what was queued and has not ended; None if operations end before they return.
+        memory: measures this rank's peak memory; None before ``start_together``.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Session:
         self.device = device
         self.queue = Queue(rank, board, transport) if transport.queues else None
         self._on_gpu = device.type == "cuda"
+        self.memory: MemoryMeter | None = None
         self._host = ClockTimer()
         self._gpu_timers: dict[torch.device, CudaTimer] = {}
         self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
@@ -253,6 +256,8 @@ class Session:
 
     def start_together(self) -> None:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
+        # Before the barrier: it takes some 0.1 ms, which is no part of the run.
+        self.memory = MemoryMeter(self.device)
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
         # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
@@ -272,6 +277,15 @@ class Session:
         if rate == 1.0:
             return spans
         return [replace(s, start_s=s.start_s * rate, end_s=s.end_s * rate) for s in spans]
+
+    def memory_of_part(self, arrived_bytes: int = 0) -> Part:
+        """The peak memory of some stretches of the run, counted from now.
+
+        Args:
+            arrived_bytes: what the rank holds already and should count, too.
+        """
+        assert self.memory is not None, "the run has started"
+        return self.memory.part(arrived_bytes)
 
     def leave(self) -> None:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""

@@ -26,8 +26,8 @@ from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
-from labkit.runtime.prepare import allow_tf32
 from labkit.runtime.nccl_sharing import SHARING, shares_gpus
+from labkit.runtime.prepare import allow_tf32
 
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
 PATIENCE_S = 30.0

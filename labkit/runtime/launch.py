@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.comm.emulated_link import EmulatedLink
+from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import Plan, check_world_size, plan, tell_once
 from labkit.runtime import torchrun
 from labkit.runtime.forkserver import late_variables
 from labkit.runtime.limits import Limit, what_limited, without_spans
-from labkit.runtime.messages import Report
+from labkit.runtime.messages import Report, trace_of
 from labkit.runtime.nccl_sharing import check_sharing
 from labkit.runtime.objects import kernel
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
-from labkit.runtime.waits import waits_told
 from labkit.runtime.worker import Job
 from labkit.trace import Trace
 from labkit.units import (
@@ -47,12 +47,13 @@ class RunResult:
 
     Attributes:
         values: what ``fn`` returned, by rank.
-        trace: the spans of all ranks.
+        trace: the spans of all ranks, and their devices.
         duration_s: the longest time that ``fn`` took on any rank, without the launch.
         messages: messages sent, by rank.
         bytes_sent: payload bytes sent, by rank.
         lost: {rank: why} for the ranks in ``may_lose`` that ended early. Their values are None,
-            and their messages, bytes and spans are not included.
+            and their messages, bytes, spans and memory are not included.
+        peak_memory: by rank, the most memory that ``fn`` took, see ``PeakMemory``.
     """
 
     values: list[Any]
@@ -61,6 +62,7 @@ class RunResult:
     messages: list[int]
     bytes_sent: list[int]
     lost: dict[int, str] = field(default_factory=dict)
+    peak_memory: list[PeakMemory | None] = field(default_factory=list)
 
     def explain(self) -> Limit:
         """What limited the run: computing, messages, or waiting and for whom, in words."""
@@ -149,11 +151,12 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
         print(note, file=sys.stderr)
     return RunResult(
         values=values,
-        trace=Trace.merge([waits_told(report.spans for report in reports if report)]),
+        trace=trace_of(report for report in reports if report),
         duration_s=max((report.duration_s for report in reports if report), default=0.0),
         messages=[report.messages if report else 0 for report in reports],
         bytes_sent=[report.bytes_sent if report else 0 for report in reports],
         lost=lost or {},
+        peak_memory=[report.peak_memory if report else None for report in reports],
     )
 
 

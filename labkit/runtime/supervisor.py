@@ -26,7 +26,7 @@ from labkit.runtime.failures import (
     stopped_note,
 )
 from labkit.runtime.forkserver import end_stopped_server, server_fault
-from labkit.runtime.messages import Inbox, Report, Shown, let_go
+from labkit.runtime.messages import Inbox, Report, Shown, let_go, trace_of
 from labkit.runtime.output import Output
 from labkit.runtime.preload import warm_up
 from labkit.runtime.start_ranks import Ranks
@@ -294,4 +294,4 @@ class Supervisor:
         reports = self._seen.reports
         if self._seen.failures or len({*reports, *self._seen.lost}) < self.world_size:
             return None
-        return Trace.merge(report.spans for report in reports.values())
+        return trace_of(reports.values())
