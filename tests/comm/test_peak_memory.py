@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from ranks import travel_by_value
 import labkit
 from labkit.comm import peak_memory
 from labkit.comm.peak_memory import DeviceMemory, MemoryMeter, PeakMemory
+from labkit.runtime.worker import _device_name
+from labkit.trace import Trace
+from labkit.training.train_run import _on_devices
 
 travel_by_value(__name__)
 
 CPU = torch.device("cpu")
+GPUS = ("cuda:0", "cuda:1")
 MB = 10**6
 
 
@@ -90,7 +95,24 @@ def test_a_rank_that_fails_fails_as_before():
         labkit.run(fails, world_size=2, device="cpu")
 
 
+def test_on_several_machines_a_device_is_named_with_its_machine(monkeypatch):
+    """Each machine has a cuda:0, and their ranks share no GPU."""
+    monkeypatch.setenv("GROUP_RANK", "1")
+    comm = SimpleNamespace(device=torch.device("cuda:0"), world_size=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert _device_name(comm) == "cuda:0 of machine 1"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _device_name(comm) == "cuda:0"
+
+
 # Training
+
+
+def test_a_technique_in_one_process_has_all_its_devices_in_its_lane():
+    strategy = SimpleNamespace(in_one_process=True, devices=list(map(torch.device, GPUS)))
+    assert _on_devices(Trace((), {0: "cuda:0"}), strategy).devices == {0: "cuda:0, cuda:1"}
+    strategy.in_one_process = False
+    assert _on_devices(Trace((), {0: "cuda:0"}), strategy).devices == {0: "cuda:0"}
 
 
 def wide():
