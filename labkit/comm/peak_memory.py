@@ -9,7 +9,8 @@ On the host, Linux keeps the peak of the resident memory (VmHWM), which a proces
 (``clear_refs``). A rank begins as a copy of the forkserver, with hundreds of MB that all ranks
 share (Python, torch), so only what is added counts. Pages of files do not count, because their
 first use reads code of torch into memory; pages that a rank shares with others, such as those of
-its messages, do. Memory that was freed before, and is used again, adds nothing.
+its messages, do. Memory that was freed before, and is used again, adds nothing; what is freed and
+kept by the C library (blocks below 32 MB) still counts.
 
 Source: Linux, proc_pid_status(5) and proc_pid_clear_refs(5).
 """
@@ -65,6 +66,15 @@ class PeakMemory:
     def largest_bytes(self) -> int | None:
         """Of the device on which the rank took most; None where that is not known."""
         return max(self.by_device.values(), default=None)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "PeakMemory":
+        """From what ``as_dict`` has made."""
+        devices = {
+            name: DeviceMemory(one["allocated_bytes"], one["reserved_bytes"])
+            for name, one in found["devices"].items()
+        }
+        return cls(found["process_bytes"], devices)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -50,25 +50,24 @@ def device_words(trace: Trace, ranks: Sequence[int]) -> str:
     return f"Devices: {'; '.join(parts)}."
 
 
-def memory_words(peaks: Peaks) -> str:
+def memory_words(peaks: Peaks, noun: str = "rank") -> str:
     """The peak memory of each rank, or of many ranks the most and the least; empty if unknown."""
     sizes = {rank: peak.by_device for rank, peak in peaks.items()}
     if not sizes:
         return ""
     if len(sizes) <= _MOST_NAMED:
-        return f"Peak memory: {', '.join(_one(rank, sizes[rank]) for rank in sizes)}."
-    most, least = (
-        choose(sizes, key=lambda rank: max(sizes[rank].values())) for choose in (max, min)
-    )
-    return f"Peak memory: at most {_one(most, sizes[most])}, at least {_one(least, sizes[least])}."
+        return f"Peak memory: {', '.join(_one(noun, *item) for item in sizes.items())}."
+    by_size = sorted(sizes.items(), key=lambda item: max(item[1].values()))
+    most, least = _one(noun, *by_size[-1]), _one(noun, *by_size[0])
+    return f"Peak memory: at most {most}, at least {least}."
 
 
-def _one(rank: int, sizes: Mapping[str, int]) -> str:
+def _one(noun: str, rank: int, sizes: Mapping[str, int]) -> str:
     parts = [
         format_bytes(size) + ("" if name == "cpu" else f" on {name}")
         for name, size in sizes.items()
     ]
-    return f"rank {rank} {' and '.join(parts)}"
+    return f"{noun} {rank} {' and '.join(parts)}"
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -73,8 +73,9 @@ def pipeline_timeline(
     captioned = _captioned(spans, shown, title or "A step as it ran", None, model=False)
     axis, names = lane_names(trace, stages, peaks)
     axes = captioned.figure.axes[0]
-    axes.set(ylabel=axis.replace("rank", "stage"), yticklabels=names)
-    said = joined(device_words(trace, stages), memory_words(peaks))
+    axes.set_ylabel(axis.replace("rank", "stage"))
+    label_lanes(axes, names)
+    said = joined(device_words(trace, stages), memory_words(peaks, "stage"))
     alt, caption = joined(captioned.alt, said), joined(captioned.caption, said)
     return CaptionedFigure(captioned.figure, alt=alt, caption=caption)
 

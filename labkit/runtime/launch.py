@@ -62,7 +62,7 @@ class RunResult:
     messages: list[int]
     bytes_sent: list[int]
     lost: dict[int, str] = field(default_factory=dict)
-    peak_memory: list[PeakMemory | None] = field(default_factory=list)
+    peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
 
     def explain(self) -> Limit:
         """What limited the run: computing, messages, or waiting and for whom, in words."""
