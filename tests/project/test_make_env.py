@@ -1,6 +1,6 @@
 """``make env``: which build of PyTorch is asked for, what is kept, and what a failure leaves.
 
-The real Makefile runs in a folder of its own, with programs in .venv that note what they are asked.
+The real Makefile runs in a folder of its own, with programs that note what they are asked.
 """
 
 import os
@@ -116,7 +116,9 @@ def test_by_default_every_file_has_a_hash_and_one_index_is_asked(book):
 def test_the_choice_is_handed_to_uv_and_kept_until_another_is_made(torch, build, set_up):
     assert set_up.make("env", f"TORCH={torch}")[0] == [asked_for(build)]
     assert set_up.make("env")[0] == []
-    assert set_up.make("env", f"TORCH={build}")[0] == ([asked_for(build)] if build == "auto" else [])
+    assert set_up.make("env", f"TORCH={build}")[0] == (
+        [asked_for(build)] if build == "auto" else []
+    )
     os.utime(set_up.folder / "requirements.txt", (2**32, 2**32))
     assert set_up.make("env")[0] == [asked_for(build, by_force=False)]
     os.utime(set_up.folder / "requirements.txt", (1, 1))
@@ -137,7 +139,9 @@ def test_of_another_build_all_but_pytorch_and_its_cuda_keeps_its_version_and_has
     pinned = [line.split()[0] for line in whole if re.match(r"torch(vision)?==", line)]
     assert bare == pinned
     assert len(pinned) == 2
-    assert [line for line in wanted if line not in bare] == [line for line in whole if line in wanted]
+    assert [line for line in wanted if line not in bare] == [
+        line for line in whole if line in wanted
+    ]
 
 
 def test_what_cannot_be_reached_leaves_the_environment_as_it_was(set_up):
