@@ -67,13 +67,14 @@ RENEW := --exact --reinstall-package torch --reinstall-package torchvision
 endif
 
 FREEZE := $(BIN)/uv pip freeze --quiet --python $(BIN)/python
-WHENCE := $(if $(filter default,$(BUILD)),,The build '$(BUILD)' is in PyTorch's own index, which must be in reach. )
+WHENCE := $(if $(filter default,$(BUILD)),,The build '$(BUILD)' is in PyTorch's own index: is that in reach?)
 RETRY  := $(if $(filter default,$(BUILD)),run make env again,make env TORCH=default takes the usual build)
 # uv changes nothing before it has every file: after most failures what was ready is ready still.
 GIVE_UP = { $(FREEZE) 2>/dev/null | cmp -s - $(VENV)/.before && mv $(READY).was $(READY) \
   && left="$(VENV) is as it was: make lab and make test use it as before." \
   || left="$(VENV) is not complete: $(RETRY)."; \
-  echo "make env: uv could not install everything and says why above. $(WHENCE)$$left" >&2; exit 1; }
+  echo "make env: uv could not install everything and says why above. $(WHENCE)" >&2; \
+  rm -f $(VENV)/.before; echo "make env: $$left" >&2; exit 1; }
 
 $(READY): requirements.txt tools/uv.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { \
