@@ -30,6 +30,7 @@ ENOUGH_MEMORY_BYTES = 4 * 2**30
 ENOUGH_SHM_BYTES = 512 * 2**20
 RANKS_TIMEOUT_S = 60
 LINK_BYTES = (2**12, 2**22)
+ON_ONE_GPU = "NCCL, both ranks on one GPU"
 SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
 # What a container may use; the file is absent, or says "max", where there is no limit.
@@ -275,33 +276,39 @@ def swap_numbers(comm) -> float:
 def check_speeds(name: str) -> Finding:
     """What a message between 2 ranks costs, on each way that this machine has."""
     ways: dict[str, dict[str, Any]] = {"cpu": {"device": "cpu"}}
-    if num_gpus():
-        ways["GPU"] = {"device": "cuda"}
-        ways["GPU, gloo"] = {"device": "cuda", "transport": "gloo"}
-        ways["GPU, CUDA IPC"] = {"device": "cuda", "transport": "shared"}
-    found, failed = {}, []
+    count, found, status = num_gpus(), {}, "ok"
+    if count:
+        ways |= {"NCCL": {"device": "cuda", "transport": "auto"}} if count > 1 else {}
+        ways["gloo"] = {"device": "cuda", "transport": "gloo"}
+        ways["CUDA IPC"] = {"device": "cuda", "transport": "shared"}
+        # NCCL says only when it is tried whether it takes several ranks per GPU.
+        first = plan(1, "cuda").devices[0]
+        ways[ON_ONE_GPU] = {"devices": f"{first},{first}", "transport": "nccl"}
     for way, settings in ways.items():
         try:
             found |= _speed(**settings)
         except Exception as error:
-            failed.append(f"{way}: {_one_line(error)}")
-    if not failed:
-        return Finding(name, "ok", "; ".join(f"{way}: {speed}" for way, speed in found.items()))
-    told = [*(f"{way}: {speed}" for way, speed in found.items()), *failed]
-    return Finding(name, "note", "; ".join(told), "the others work: choose them with --transport")
+            found[way] = f"does not work: {_one_line(error)}"
+            status = status if way == ON_ONE_GPU else "note"
+    rows = [f"{way}: {speed}" for way, speed in found.items()]
+    advice = "--transport chooses one that works; if none does, see ranks talk above"
+    if not rows[1:]:
+        return Finding(name, status, rows[0], advice if status == "note" else "")
+    told = "what a message costs, way by way"
+    return Finding(name, status, told, advice if status == "note" else "", "\n".join(rows))
 
 
 def _speed(**settings: Any) -> dict[str, str]:
-    """{what moved the bytes between which devices: microseconds per message, bytes per second}."""
+    """{what moves the bytes between which devices: microseconds per message, bytes per second}."""
     from labkit.costs import Link
     from labkit.training.measured_link import measure_link
 
-    # A gloo that shares a GPU prints a note; the finding says it.
+    # Ranks that share a GPU print a note; the row says it.
     with contextlib.redirect_stderr(io.StringIO()):
         link = measure_link(2, sizes_bytes=LINK_BYTES, repeats=3, **settings)
-    transport = settings.get("transport", "auto")
-    devices = dict.fromkeys(plan(2, settings["device"], transport).devices)
-    return {f"{link.transport} on {' and '.join(devices)}": Link.__str__(link)}
+    devices = list(dict.fromkeys(plan(2, **settings).devices))
+    both = "" if devices[1:] or devices == ["cpu"] else ", both ranks"
+    return {f"{link.transport} on {' and '.join(devices)}{both}": Link.__str__(link)}
 
 
 def _one_line(error: Exception) -> str:

@@ -354,21 +354,27 @@ def measured(monkeypatch):
     def pretend(*broken):
         asked = []
 
-        def measure_link(world_size, *, device, transport="auto", **rest):
-            asked.append((device, transport))
-            if (device, transport) in broken:
+        def measure_link(world_size, *, sizes_bytes, repeats, **settings):
+            asked.append(settings)
+            if settings.get("transport") in broken:
                 raise WorkerError("rank 1 raised RuntimeError: no way\n\nTraceback: ...")
-            moved = {"auto": "NCCL" if device == "cuda" else "gloo", "shared": "CUDA IPC"}
+            moved = {"auto": "NCCL", "nccl": "NCCL", "shared": "CUDA IPC", "gloo": "gloo"}
             return MeasuredLink(
                 alpha_s=5e-5,
                 beta_s_per_byte=2e-10,
                 pattern="ping_pong",
                 world_size=2,
-                transport=moved.get(transport, transport),
+                transport=moved.get(settings.get("transport"), "shared memory"),
                 seconds={},
                 added_s=[],
             )
 
+        def chosen(ranks, device="auto", transport="auto", devices=None):
+            gpus = min(ranks, doctor.num_gpus())
+            named = devices.split(",") if devices else [f"cuda:{i}" for i in range(gpus)]
+            return SimpleNamespace(devices=["cpu"] * ranks if device == "cpu" else named)
+
+        monkeypatch.setattr(doctor, "plan", chosen)
         monkeypatch.setattr("labkit.training.measured_link.measure_link", measure_link)
         return asked
 
@@ -377,24 +383,41 @@ def measured(monkeypatch):
 
 def test_every_way_between_ranks_is_measured(gpus, measured):
     gpus(0)
-    assert measured() == []
-    assert finding_of("rank to rank").found == "gloo on cpu: 50 µs per message, 5 GB/s"
-    gpus(2)
     asked = measured()
     found = finding_of("rank to rank")
-    assert asked == [("cpu", "auto"), ("cuda", "auto"), ("cuda", "gloo"), ("cuda", "shared")]
-    assert found.found.count("5 GB/s") == 4
-    assert "NCCL on cuda:0 and cuda:1: 50 µs per message" in found.found
+    assert asked == [{"device": "cpu"}]
+    assert found.found == "shared memory on cpu: 50 µs per message, 5 GB/s"
+    gpus(1)
+    asked = measured()
+    rows = finding_of("rank to rank").picture.splitlines()
+    assert [row.partition(":")[0] for row in rows[:1]] == ["shared memory on cpu"]
+    assert rows[1] == "gloo on cuda:0, both ranks: 50 µs per message, 5 GB/s"
+    assert asked[-1] == {"devices": "cuda:0,cuda:0", "transport": "nccl"}
+    gpus(2)
+    measured()
+    found = finding_of("rank to rank")
+    assert (found.status, found.advice) == ("ok", "")
+    rows = found.picture.splitlines()
+    assert rows[1].startswith("NCCL on cuda:0 and cuda:1: 50 µs per message")
+    assert rows[4].startswith("NCCL on cuda:0, both ranks: 50 µs")
 
 
 def test_a_way_that_fails_is_a_note_beside_the_others(gpus, measured):
     gpus(2)
-    measured(("cuda", "shared"))
+    measured("shared")
     found = finding_of("rank to rank")
     assert found.status == "note"
-    assert found.found.count("5 GB/s") == 3
-    assert "CUDA IPC: WorkerError: rank 1 raised RuntimeError: no way" in found.found
+    assert found.picture.count("5 GB/s") == 4
+    assert "CUDA IPC: does not work: WorkerError: rank 1 raised RuntimeError" in found.picture
     assert "--transport" in found.advice
+
+
+def test_one_rank_per_gpu_is_what_nccl_is_expected_to_take(gpus, measured):
+    gpus(2)
+    measured("nccl")
+    found = finding_of("rank to rank")
+    assert (found.status, found.advice) == ("ok", "")
+    assert "both ranks on one GPU: does not work: " in found.picture
 
 
 @pytest.mark.fresh
