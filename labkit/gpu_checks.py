@@ -20,6 +20,7 @@ OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 # What an idle GPU may hold for the driver itself, and a desktop.
 LITTLE_BYTES = 2**30
 _NOT_NEEDED = "not needed without a GPU"
+_SEE_DRIVER = "runs are the same; what helps is said at the driver above"
 _OTHER_BUILD = "make env TORCH=auto"
 # What is wrong if nvidia-smi says this, and what helps.
 _ADVICE = {
@@ -65,7 +66,9 @@ def check_driver(name: str) -> Finding:
         if "not installed" in problem:
             return Finding(name, "ok", "none, and not needed without a GPU")
         return Finding(name, "note", problem, _advice(problem))
-    found = f"{version or 'of unknown version'}" + (f", runs CUDA up to {cuda}" if cuda else "")
+    found = f"{version or 'a driver of unknown version'}" + (
+        f", runs CUDA up to {cuda}" if cuda else ""
+    )
     # A trial that went well counts for more than the rule: NVIDIA has packages for old drivers.
     if built and not gpus.found().usable and is_too_old(version, cuda, built):
         oldest = OLDEST_DRIVERS.get(_major(built))
@@ -135,13 +138,14 @@ def check_architectures(name: str) -> Finding:
     by_name = {card.name: asked[card.index] for card in _cards() if card.index in asked} or tried
     if not by_name:
         return Finding(name, "ok", _NOT_NEEDED)
-    if torch.version.hip:
-        return Finding(name, "ok", f"this PyTorch is built for {', '.join(built)}")
+    if torch.version.hip or not built:
+        made = "ROCm" if torch.version.hip else "the CPU alone"
+        return Finding(name, "ok", f"not compared: this PyTorch is built for {made}")
     lacking = [gpu for gpu, one in by_name.items() if not runs_on(one, built)]
     cards = ", ".join(f"{gpu} is sm_{a}{b}" for gpu, (a, b) in by_name.items())
     if not lacking:
         return Finding(name, "ok", f"{cards}; this PyTorch has code for it")
-    found = f"{cards}; this PyTorch has code for {', '.join(built) or 'no GPU'} alone"
+    found = f"{cards}; this PyTorch has code for {', '.join(built)} alone"
     advice = (
         f"nothing runs on {', '.join(lacking)}; {_OTHER_BUILD} takes a build with code for it,"
     )
@@ -176,7 +180,9 @@ def check_sharing(name: str) -> Finding:
     """What keeps ranks from a GPU, or from sharing it: modes, slices, other programs."""
     cards, visible = _cards(), _visible()
     if not cards:
-        return Finding(name, "ok", _NOT_NEEDED if not gpus.found().usable else "not told")
+        if not gpus.found().usable:
+            return Finding(name, "ok", _NOT_NEEDED)
+        return Finding(name, "note", f"not known: {_problem()}", _SEE_DRIVER)
     here = [card for card in cards if card.index in visible] if visible else cards
     remarks = [*_modes(here), *_slices(here), *_others(here, visible)]
     if remarks:
@@ -251,7 +257,7 @@ def check_links(name: str) -> Finding:
     try:
         links = nvidia_smi.topology()
     except Unanswered as error:
-        return Finding(name, "note", f"the ways are not known: {error}", _advice(str(error)))
+        return Finding(name, "note", f"not known: {error}", _SEE_DRIVER)
     pairs = links.pairs()
     counts = Counter(pairs.values())
     ways = [

@@ -22,12 +22,8 @@ def machine(tmp_path, monkeypatch):
     """A machine with these answers of ``nvidia-smi`` and these GPUs that can be used."""
     usual = os.environ["PATH"]
 
-    def forget():
-        for cached in ("machine", "capabilities", "topology", "peer_access"):
-            getattr(nvidia_smi, cached).cache_clear()
-
     def pretend(answers, usable=(), why_not="", built="13.2"):
-        forget()
+        nvidia_smi._asked.cache_clear()
         folder = tmp_path / ("with" if answers else "without")
         folder.mkdir(exist_ok=True)
         if answers:
@@ -50,7 +46,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     yield pretend
-    forget()
+    nvidia_smi._asked.cache_clear()
 
 
 def finding(name):
@@ -196,11 +192,21 @@ def test_a_driver_that_does_not_answer_is_told_with_advice(machine):
     assert "restart the machine" in finding("NVIDIA driver").advice
 
 
+def test_a_program_that_fails_or_hangs_is_asked_once_by_all_checks(machine, tmp_path):
+    machine(recorded.NO_DRIVER, RTX)
+    recorded.program(tmp_path / "with", f'echo "$*" >> {tmp_path}/asked; exit 9')
+    for check in GPU_CHECKS:
+        finding(check)
+    assert (tmp_path / "asked").read_text() == "-q -x\n"
+
+
 def test_usable_gpus_without_nvidia_smi_are_told_as_in_a_container(machine):
     machine(None, RTX)
     assert finding("GPUs").status == "ok"
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in finding("NVIDIA driver").advice
-    assert "the ways are not known" in finding("GPU to GPU").found
+    for check in ("GPU to GPU", "GPU sharing"):
+        assert finding(check).found == "not known: nvidia-smi is not installed"
+        assert finding(check).status == "note"
 
 
 def test_a_card_without_code_in_this_build_is_named(machine):
@@ -210,6 +216,13 @@ def test_a_card_without_code_in_this_build_is_named(machine):
     assert "Tesla V100-SXM2-16GB is sm_70; this PyTorch has code for sm_75" in found.found
     machine(recorded.OLD)
     assert finding("GPU architecture").status == "ok"
+
+
+def test_a_build_without_cuda_is_not_compared_with_cards(machine, monkeypatch):
+    machine(recorded.DGX, built=None)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
+    found = finding("GPU architecture")
+    assert (found.status, found.found[-17:]) == ("ok", "for the CPU alone")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ PATIENCE_S = 30.0
 _ALSO_IN = "/usr/lib/wsl/lib"
 # The driver in the kernel answers even where nvidia-smi does not.
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"))
+_REPORT = ("-q", "-x")
 _MULTIPLES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # From the shortest way to the longest. SOC is the name that old drivers have for SYS.
 WAYS = {
@@ -97,17 +98,15 @@ def nvlinks(code: str) -> int:
     return int(code[2:]) if re.fullmatch(r"NV\d+", code) else 0
 
 
-@functools.cache
 def machine() -> Machine:
     """Driver and cards.
 
     Raises:
         Unanswered: not told, see there.
     """
-    return read_machine(_ask("-q", "-x"))
+    return read_machine(_ask(*_REPORT))
 
 
-@functools.cache
 def capabilities() -> dict[int, tuple[int, int]]:
     """The compute capability of each card; empty if this ``nvidia-smi`` is too old to tell."""
     try:
@@ -118,7 +117,6 @@ def capabilities() -> dict[int, tuple[int, int]]:
     return {int(row[1]): (int(row[2]), int(row[3])) for row in found if row}
 
 
-@functools.cache
 def topology() -> Topology:
     """The connections between GPUs, and to network cards.
 
@@ -128,7 +126,6 @@ def topology() -> Topology:
     return read_topology(_ask("topo", "-m"))
 
 
-@functools.cache
 def peer_access() -> dict[tuple[int, int], str]:
     """For pairs of GPUs ``OK`` if one can read the other's memory, or a code that says why not.
 
@@ -245,11 +242,28 @@ def _known(by_gpu: dict[int, str]) -> dict[int, str]:
 
 
 def _ask(*words: str) -> str:
-    """What ``nvidia-smi`` prints.
+    """What ``nvidia-smi`` prints; asked once per process, as each failure may take PATIENCE_S.
 
     Raises:
         Unanswered: it is not there, cannot be started, fails, or takes longer than PATIENCE_S.
     """
+    if words != _REPORT:
+        _ask(*_REPORT)  # Where this has no answer, nothing else is tried.
+    said, problem = _asked(words)
+    if problem:
+        raise Unanswered(problem)
+    return said
+
+
+@functools.cache
+def _asked(words: tuple[str, ...]) -> tuple[str, str]:
+    try:
+        return _run(words), ""
+    except Unanswered as error:
+        return "", str(error)
+
+
+def _run(words: tuple[str, ...]) -> str:
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=_ALSO_IN)
     if program is None:
         raise Unanswered("nvidia-smi is not installed")
@@ -272,6 +286,7 @@ def _ask(*words: str) -> str:
             os.killpg(asked.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             asked.wait(timeout=1)
+        asked.stdout.close()
         seconds = format_seconds(PATIENCE_S)
         raise Unanswered(f"nvidia-smi gave no answer within {seconds}") from None
     # A damaged card is an exit code, too, beside a whole report.

@@ -16,8 +16,7 @@ def smi(tmp_path, monkeypatch):
     """Put an ``nvidia-smi`` that runs this script, or gives these answers, on the PATH."""
 
     def pretend(does):
-        for cached in ("machine", "capabilities", "topology", "peer_access"):
-            getattr(nvidia_smi, cached).cache_clear()
+        nvidia_smi._asked.cache_clear()
         write = recorded.program if isinstance(does, str) else recorded.write_program
         return write(tmp_path, does)
 
@@ -137,7 +136,7 @@ def test_a_program_that_is_absent_or_cannot_start(smi, tmp_path, monkeypatch):
     with pytest.raises(Unanswered, match="cannot be started"):
         nvidia_smi.machine()
     monkeypatch.setenv("PATH", str(tmp_path / "absent"))
-    nvidia_smi.machine.cache_clear()
+    nvidia_smi._asked.cache_clear()
     with pytest.raises(Unanswered, match="nvidia-smi is not installed"):
         nvidia_smi.machine()
 
