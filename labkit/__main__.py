@@ -118,7 +118,8 @@ def _add_bench(commands) -> None:
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
     add("--models", type=_list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
     add("--repeats", type=_integer, metavar="N", help="at most N repeats; slow ones get fewer")
-    add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
+    add("--device", metavar="auto|cpu|cuda", help="where the ranks run")
+    add("--devices", type=_list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
     draw = "all-reduce, placement: draw the times, to FILE.png"
