@@ -49,21 +49,27 @@ BACKBONE = 31  # layers of the feature extractor, which the experiment froze
 CLASSES = 10
 ONE_DEVICE = "1 device"
 _WARM_UP = 2
-# Steps of a placement, and the seconds after which no further step begins.
-_STEPS, _STEPS_S = 10, 8.0
+# Seconds after which no further step of a placement begins.
+_STEPS_S = 8.0
 # Of the time for everything, the part for stages that have a process each.
 _STAGES_SHARE = 0.3
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained: images of ``pixels`` x ``pixels``, the batch sizes, bytes of a plain copy.
+    """What is trained, and how long.
 
-    ``published`` is VGG16 with its classifier of 120 million parameters.
+    Attributes:
+        pixels: images are 3 x pixels x pixels.
+        batch_sizes: samples of a step.
+        steps: of each placement, after those that warm up.
+        copy_bytes: of a plain copy.
+        published: VGG16 with its classifier of 120 million parameters, or labkit's vgg16.
     """
 
     pixels: int = 299
     batch_sizes: tuple[int, ...] = (32, 64)
+    steps: int = 10
     copy_bytes: int = 64 * 2**20
     published: bool = True
 
@@ -73,7 +79,7 @@ class Size:
 
 
 # For a test on the CPU: the same layers and cuts, little to compute.
-QUICK = Size(pixels=32, batch_sizes=(4,), copy_bytes=2**16, published=False)
+QUICK = Size(pixels=32, batch_sizes=(2,), steps=2, copy_bytes=2**16, published=False)
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ def _row(
     gpus = [torch.device(device) for device in devices if device != "cpu"]
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
-    steps = list(_steps(strategy, samples, [torch.device(device) for device in devices]))
+    steps = list(_steps(strategy, samples, [torch.device(d) for d in devices], size.steps))
     seconds, losses = zip(*steps)
     return {
         "placement": setting.placement,
@@ -195,11 +201,14 @@ def _row(
 
 
 def _steps(
-    strategy: Strategy, samples: tuple[Tensor, Tensor], devices: list[torch.device]
+    strategy: Strategy,
+    samples: tuple[Tensor, Tensor],
+    devices: list[torch.device],
+    count: int,
 ) -> Iterator[tuple[float, float]]:
     """Seconds and mean loss of each step, from all devices idle to all devices idle."""
     stop_s = time.perf_counter() + _STEPS_S
-    for number in range(_WARM_UP + _STEPS):
+    for number in range(_WARM_UP + count):
         if number > _WARM_UP and time.perf_counter() > stop_s:
             return
         for device in devices:
@@ -221,7 +230,7 @@ def measure_stages(size: Size, gpus: int, seconds: float) -> Iterator[dict[str, 
     for name, points in VGG16_SPLITS.items():
         if not points or len(points) + 1 > max(2, gpus) or time.perf_counter() > stop_s:
             continue
-        batch = {"batch_size": batch_size, "input_shape": size.shape, "steps": 5}
+        batch = {"batch_size": batch_size, "input_shape": size.shape, "steps": min(5, size.steps)}
         row = {"placement": name, "split_points": list(points), "batch_size": batch_size}
         row["share_a_gpu"] = len(points) + 1 > gpus
         try:

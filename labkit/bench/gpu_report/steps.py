@@ -100,7 +100,7 @@ def all_steps(root: Path | None, gpus: int, quick: bool = False) -> list[Step]:
 
 def _placements(quick: bool) -> Step:
     words = (*_MODULE, "labkit.bench.gpu_report.placements", "{folder}", "--seconds")
-    words += ("20", "--quick") if quick else ("{seconds}",)
+    words += ("6", "--quick") if quick else ("{seconds}",)
     return Step("placements", "VGG16's placements at their published size", words, 240)
 
 
