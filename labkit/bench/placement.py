@@ -151,7 +151,7 @@ def _results(repeats: int, where: Where) -> Iterator[Result]:
     yield measure_transport(repeats * 5, where=where)
     link = measure_link(**where.settings())
     yield measure_hops(link, repeats, where)
-    batch = {"batch_size": SCATTER_BATCH, "input_shape": SHAPE}
+    batch: dict[str, Any] = {"batch_size": SCATTER_BATCH, "input_shape": SHAPE}
     profile = measure_profile(MODEL, **batch, **where.settings())
     for micro_batches in (1, MICRO_BATCHES):
         yield measure_cuts(profile, link, micro_batches, max(1, repeats // 2), where)
@@ -210,7 +210,8 @@ def measure_hops(link: Link, repeats: int, where: Where = ON_CPU) -> PlacementHo
     placements = {name: points for name, points in VGG16_SPLITS.items() if points}
     rows: list[dict[str, Any]] = []
     for batch_size in BATCH_SIZES:
-        batch = {"batch_size": batch_size, "input_shape": SHAPE, **where.settings()}
+        batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE}
+        batch |= where.settings()
         profile = measure_profile(MODEL, **batch, repeats=1)
         for (name, points), frozen in itertools.product(placements.items(), (0, BACKBONE)):
             predicted = predict_split(profile, points, link, frozen=frozen)

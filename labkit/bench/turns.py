@@ -59,7 +59,7 @@ class Where:
         rows = []
         for world_size in world_sizes:
             chosen = self.plan(world_size)
-            row = {"world_size": world_size, "devices": list(chosen.devices)}
+            row: dict[str, Any] = {"world_size": world_size, "devices": list(chosen.devices)}
             row["backend"] = chosen.backend
             rows.append(row | {"share_a_gpu": len(set(chosen.devices)) < world_size})
         return {"ranks": rows}

@@ -72,7 +72,8 @@ def main(
         check_choice("step", name, [step.name for step in chosen])
     chosen = [step for step in chosen if not steps or step.name in steps]
     folder = Folder(out)
-    report = Report(folder, chosen, root or folder.path, time.monotonic() + 60 * minutes)
+    deadline_s = time.monotonic() + 60 * minutes
+    report = Report(folder, chosen, root or folder.path, deadline_s, quick)
     with folder.in_use(), _signals():
         return report.make()
 
@@ -100,6 +101,7 @@ class Report:
     steps: list[Step]
     root: Path
     deadline_s: float
+    quick: bool = False
 
     def make(self) -> int:
         """Run what is not done, and write the page; see ``main`` for the exit status."""
@@ -138,7 +140,7 @@ class Report:
     def write(self) -> list[State]:
         """Write the page as far as the report is; return the states."""
         states = self.states()
-        write_page(self.folder, states, self.root)
+        write_page(self.folder, states, self.root, quick=self.quick)
         return states
 
     def _valid(self, step: Step) -> State | None:

@@ -20,6 +20,7 @@ from labkit.units import format_count, format_seconds
 # Longer tables are folded.
 _OPEN_ROWS = 24
 _LOG_LINES = 400
+_QUICK = '<p class="failed">Made with --quick, to try the report: its times mean nothing.</p>'
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --bad: #c2410c; --good: #15803d; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto;
@@ -40,14 +41,20 @@ nav a { margin-right: 1rem; white-space: nowrap; }
 """
 
 
-def write_page(folder: Folder, states: list[State], root: Path) -> None:
-    """Write ``report.json`` and ``index.html`` from what the folder holds now."""
+def write_page(folder: Folder, states: list[State], root: Path, *, quick: bool = False) -> None:
+    """Write ``report.json`` and ``index.html`` from what the folder holds now.
+
+    ``quick``: the page says that its times mean nothing.
+    """
     report = {"machine": machine(), "steps": [asdict(state) for state in states]}
     write_atomically(folder.path / "report.json", json.dumps(report, indent=1) + "\n")
-    write_atomically(folder.path / "index.html", _page(folder, states, root, report["machine"]))
+    page = _page(folder, states, root, report["machine"], _QUICK if quick else "")
+    write_atomically(folder.path / "index.html", page)
 
 
-def _page(folder: Folder, states: list[State], root: Path, found: dict[str, Any]) -> str:
+def _page(
+    folder: Folder, states: list[State], root: Path, found: dict[str, Any], told: str
+) -> str:
     measured = [state for state in states if state.status not in (SKIPPED, NOT_REACHED)]
     notebooks = [state for state in measured if state.name.startswith("notebook-")]
     sections = [(s, _section(folder, s, root)) for s in measured if s not in notebooks]
@@ -62,7 +69,7 @@ def _page(folder: Folder, states: list[State], root: Path, found: dict[str, Any]
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_escaped(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{_escaped(title)}</h1>{_summary(states)}{_machine(found)}"
+        f"<h1>{_escaped(title)}</h1>{told}{_summary(states)}{_machine(found)}"
         f"<nav>{' '.join(links)}</nav>{_steps(states)}{body}</body></html>\n"
     )
 

@@ -33,10 +33,9 @@ from labkit.bench.record import dumped, machine
 from labkit.bench.spread import Spread, rounded
 from labkit.bench.turns import Where, on_ranks
 from labkit.comm.comm import Comm
-from labkit.devices import num_gpus
 from labkit.errors import WorkerError
 from labkit.files import write_atomically
-from labkit.gpus import synchronize
+from labkit.gpus import found as found_gpus, synchronize
 from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.strategies.base import Strategy
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
@@ -107,9 +106,9 @@ def settings_of(size: Size) -> list[Setting]:
     return [Setting(name, batch, frozen) for batch, names, frozen in order for name in names]
 
 
-def devices_for(gpus: int) -> tuple[str, ...]:
+def devices_for(gpus: tuple[str, ...]) -> tuple[str, ...]:
     """The devices of the stages; with one GPU the host's processor is the second device."""
-    return tuple(f"cuda:{index}" for index in range(gpus)) if gpus > 1 else ("cuda:0", "cpu")
+    return gpus if len(gpus) > 1 else (*gpus, "cpu")
 
 
 def measure(comm: Comm, size: Size, devices: tuple[str, ...], seconds: float) -> dict[str, Any]:
@@ -279,7 +278,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--quick", action="store_true", help="small images, for a test")
     given = parser.parse_args(argv)
-    size, gpus = QUICK if given.quick else Size(), num_gpus()
+    size = QUICK if given.quick else Size()
+    gpus = tuple(f"cuda:{gpu.index}" for gpu in found_gpus().usable)
     if not gpus:
         parser.error("this machine has no GPU that can be used")
     devices = devices_for(gpus)
@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     (found,) = on_ranks(measure, size, devices, alone_s, **settings)
     how = {"config": asdict(size) | {"devices": devices}, "classes": CLASSES}
     record = how | found | {"stages": []} | machine()
-    with contextlib.closing(measure_stages(size, gpus, given.seconds - alone_s)) as stages:
+    with contextlib.closing(measure_stages(size, len(gpus), given.seconds - alone_s)) as stages:
         record["stages"] = list(stages)
     write_atomically(given.folder / "result.json", dumped(record))
     figures(record, given.folder)
