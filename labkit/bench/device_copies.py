@@ -31,10 +31,11 @@ class _Link:
 
     @classmethod
     def between(cls, source: str, target: str, num_bytes: int, pinned: bool = True) -> "_Link":
-        ends = [_memory(device, num_bytes, pinned) for device in (source, target)]
         # The last one is of the GPU that copies, and becomes the current device.
-        on_gpus = [tensor.device for tensor in reversed(ends) if tensor.device.type == "cuda"]
-        return cls(*ends, tuple(torch.cuda.Stream(device) for device in on_gpus))
+        on_gpus = [device for device in (target, source) if device != "cpu"]
+        streams = tuple(torch.cuda.Stream(device) for device in on_gpus)
+        ends = (_memory(device, num_bytes, pinned) for device in (source, target))
+        return cls(*ends, streams=streams)
 
     def queue(self) -> tuple[Any, Any]:
         """Queue a few copies, and the events before and after them."""
@@ -50,8 +51,8 @@ class _Link:
 
 
 def _memory(device: str, num_bytes: int, pinned: bool) -> Tensor:
-    on_host = {"pin_memory": pinned} if device == "cpu" else {}
-    return torch.ones(num_bytes, dtype=torch.uint8, device=device, **on_host)
+    pinned = pinned and device == "cpu"
+    return torch.ones(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
 def _seconds(links: Sequence[_Link], repeats: int) -> list[float]:
@@ -93,7 +94,7 @@ def measure_copies(
     rows = []
     for source, target, pinned in ways:
         seconds = _seconds([_Link.between(source, target, num_bytes, pinned)], repeats)
-        row = {"source": source, "target": target, "num_bytes": num_bytes}
+        row: dict[str, Any] = {"source": source, "target": target, "num_bytes": num_bytes}
         if "cpu" in (source, target):
             row["pinned"] = pinned
         row["seconds"] = seconds

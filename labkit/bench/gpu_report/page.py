@@ -177,10 +177,9 @@ def _tests(path: Path) -> str:
         for kind, tags in (("failed", ("failure", "error")), ("skipped", ("skipped",))):
             reasons = [one.get("message", "") for tag in tags for one in case.findall(tag)]
             counts[kind] += bool(reasons)
-            rows += [
-                [case.get("name", ""), kind, reason.splitlines()[0] if reason else ""]
-                for reason in reasons
-            ]
+            for reason in reasons:
+                first_line = reason.splitlines()[0] if reason else ""
+                rows.append([case.get("name", ""), kind, first_line])
     passed = len(cases) - sum(counts.values())
     told = f"<p>{passed} passed, {counts['failed']} failed, {counts['skipped']} skipped.</p>"
     return told + (_table(Table("", ["test", "", "why"], rows)) if rows else "")

@@ -13,7 +13,6 @@ and the figures.
 """
 
 import argparse
-import contextlib
 import copy
 import gc
 import itertools
@@ -129,7 +128,8 @@ def measure(comm: Comm, size: Size, devices: tuple[str, ...], seconds: float) ->
             why_not = f"needs {stages} devices, and there are {len(devices)}: {', '.join(devices)}"
         elif time.perf_counter() > stop_s:
             why_not = "the time was up"
-        else:
+        row: dict[str, Any] = {}
+        if not why_not:
             row, why_not = _measured(comm, setting, devices[:stages], model, size)
         if why_not:
             found["not_measured"].append(asdict(setting) | {"reason": why_not})
@@ -155,7 +155,7 @@ def _build(size: Size) -> nn.Sequential:
 
 
 def _measured(
-    comm: Comm, setting: Setting, devices: tuple[str, ...], model: nn.Module, size: Size
+    comm: Comm, setting: Setting, devices: tuple[str, ...], model: nn.Sequential, size: Size
 ) -> tuple[dict[str, Any], str]:
     """The row of a setting; or why there is none, when a device's memory is too small."""
     try:
@@ -168,7 +168,7 @@ def _measured(
 
 
 def _row(
-    comm: Comm, setting: Setting, devices: tuple[str, ...], model: nn.Module, size: Size
+    comm: Comm, setting: Setting, devices: tuple[str, ...], model: nn.Sequential, size: Size
 ) -> dict[str, Any]:
     for layer in list(model)[: setting.frozen]:
         layer.requires_grad_(False)
@@ -287,9 +287,8 @@ def main(argv: list[str] | None = None) -> int:
     settings = {"world_size": 1, "where": Where("cuda")}
     (found,) = on_ranks(measure, size, devices, alone_s, **settings)
     how = {"config": asdict(size) | {"devices": devices}, "classes": CLASSES}
-    record = how | found | {"stages": []} | machine()
-    with contextlib.closing(measure_stages(size, len(gpus), given.seconds - alone_s)) as stages:
-        record["stages"] = list(stages)
+    stages = list(measure_stages(size, len(gpus), given.seconds - alone_s))
+    record = how | found | {"stages": stages} | machine()
     write_atomically(given.folder / "result.json", dumped(record))
     figures(record, given.folder)
     rows = format_count(len(record["rows"]), "placement")
