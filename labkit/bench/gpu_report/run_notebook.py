@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from labkit.files import write_atomically
 
@@ -24,8 +25,8 @@ def main(source: str, folder: str, cell_timeout_s: float = 240.0) -> int:
 
     # The kernel must be that of this environment, even if the user has installed another one.
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
-    notebook = nbformat.read(source, as_version=4)
-    where = {"metadata": {"path": str(Path(source).resolve().parent)}}
+    notebook: Any = nbformat.read(source, as_version=4)
+    where: Any = {"metadata": {"path": str(Path(source).resolve().parent)}}
     settings = {"timeout": cell_timeout_s, "kernel_name": "python3", "resources": where}
     client = NotebookClient(notebook, allow_errors=True, record_timing=False, **settings)
     started_s = time.perf_counter()
@@ -38,7 +39,7 @@ def main(source: str, folder: str, cell_timeout_s: float = 240.0) -> int:
         for output in cell.outputs
         if output.output_type == "error"
     ]
-    found = {"notebook": Path(source).name, "cells": len(cells), "errors": errors}
+    found: dict[str, Any] = {"notebook": Path(source).name, "cells": len(cells), "errors": errors}
     found["seconds"] = round(time.perf_counter() - started_s, 1)
     write_atomically(Path(folder) / Path(source).name, nbformat.writes(notebook) + "\n")
     write_atomically(Path(folder) / "result.json", json.dumps(found, indent=1) + "\n")
@@ -48,4 +49,4 @@ def main(source: str, folder: str, cell_timeout_s: float = 240.0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -277,7 +277,7 @@ def _copies(rows: list[dict[str, Any]]) -> Table:
         [
             row["source"],
             row["target"],
-            {True: "pinned", False: "pageable"}.get(row.get("pinned"), ""),
+            ("pinned" if row["pinned"] else "pageable") if "pinned" in row else "",
             Number(row["num_bytes"], format_bytes(row["num_bytes"])),
             gigabytes_per_s(row["bytes_per_s"]),
         ]
