@@ -10,6 +10,9 @@ NOTEBOOKS ?= $(sort $(wildcard notebooks/*.ipynb))
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
          --nbval-sanitize-with tests/nbval_sanitize.cfg
 
+# The stored outputs are those of the CPU.
+HIDE_GPUS := $(if $(filter 1,$(LABKIT_TEST_GPUS)),,CUDA_VISIBLE_DEVICES=-1)
+
 # Two at a time: much of a test is waiting for a process that imports torch. A class or a notebook
 # stays together; tests/slowest.py puts the longest first.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
@@ -82,7 +85,7 @@ test: env
 	LABKIT_LIVE=0 $(BIN)/python -m pytest $(SPREAD) $(NBVAL) tests $(NOTEBOOKS) $(ARGS)
 
 test-notebooks: env
-	@$(if $(NOTEBOOKS),LABKIT_LIVE=0 $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS),\
+	@$(if $(NOTEBOOKS),$(HIDE_GPUS) LABKIT_LIVE=0 $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS),\
 	  echo "make test-notebooks: no notebooks in notebooks/")
 
 test-unit: env
@@ -106,7 +109,7 @@ test-torch: env
 	  tests/runtime/test_start_ranks.py tests/runtime/test_launch.py $(ARGS)
 
 storm: env
-	cd tests && $(CURDIR)/$(BIN)/python storm.py $(ARGS)
+	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py $(ARGS)
 
 bench: env
 	@$(BIN)/python -m labkit bench $(ARGS)

@@ -1,7 +1,8 @@
 """RunConfig: all settings of a training run, with their defaults, limits and help texts."""
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from reprlib import repr as shortened
@@ -15,6 +16,8 @@ from labkit.units import format_count
 BACKENDS = ("auto", "gloo", "nccl", "labkit")
 # Techniques whose ranks divide the model between them, not the batch.
 STAGED = ("model_parallel", "pipeline")
+# Techniques for which several devices are devices of one process, not one for each rank.
+ONE_PROCESS = ("single", "data_parallel", "model_parallel")
 
 _MOST_MB = units.MOST_BYTES // 2**20
 # Repeats count upwards from the seed, and torch's generators take 64 bits.
@@ -69,6 +72,10 @@ def _check_text(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a string, got {value!r}")
 
 
+def _check_devices(name: str, value: Any) -> None:
+    parse_devices(value)
+
+
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -78,9 +85,9 @@ def _check_flag(name: str, value: Any) -> None:
 class RunConfig:
     """The settings of one training run; ``labkit train`` has an option for each.
 
-    The settings from ``backend`` on belong to some techniques only (``OPTIONS``); ``None`` means
-    the technique's own default. ``devices`` and ``split_points`` determine the world size, which
-    may then be left at 1.
+    The settings from ``backend`` on belong to some techniques only (``OPTIONS``), ``devices`` to
+    all; ``None`` means the technique's own default. ``devices`` and ``split_points`` determine the
+    world size, which may then be left at 1. ``devices`` may be given as a sequence of names, too.
 
     Raises:
         ValueError: a value outside its limits, or settings that contradict each other.
@@ -132,8 +139,12 @@ class RunConfig:
     max_staleness: int | None = _integer(
         None, "N", "async_parameter_server: updates by others that a gradient may miss", least=0
     )
-    devices: str | None = _text(
-        None, "D,D", "one process with a replica or a stage on each, for example cuda:0,cpu"
+    devices: str | None = _setting(
+        None,
+        "D,D",
+        "a device per rank, for example cuda:2,cuda:3; data_parallel and model_parallel are then "
+        "one process with a replica or a stage on each",
+        _check_devices,
     )
     split_points: str | None = _text(
         None, "K,K", "layers that begin a stage; by default an even split by FLOPs"
@@ -147,10 +158,14 @@ class RunConfig:
             if value is not None or setting.default is not None:
                 setting.metadata["check"](setting.name, value)
         self._complete_rates()
+        if self.devices is not None:
+            object.__setattr__(self, "devices", ",".join(parse_devices(self.devices)))
         if self.devices is not None and self.split_points is not None:
             check_devices(len(parse_devices(self.devices)), parse_split_points(self.split_points))
         if self.devices is not None:
-            self._follow("devices", len(parse_devices(self.devices)))
+            # torchrun's ranks on each machine get the devices of this list.
+            machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+            self._follow("devices", machines * len(parse_devices(self.devices)))
         if self.split_points is not None:
             self._follow("split_points", len(parse_split_points(self.split_points)) + 1)
         if self.servers is not None:
@@ -188,7 +203,7 @@ class RunConfig:
                 f"backend {self.backend!r} is for PyTorch's counterpart: choose builtin as well, "
                 "or transport for our own implementation"
             )
-        if self.link is not None and self.devices is not None:
+        if self.link is not None and self.devices is not None and self.strategy in ONE_PROCESS:
             raise ValueError(
                 f"link {self.link!r}: with devices one process moves the tensors, and no messages "
                 "pass a link. Leave out one of the two"
@@ -288,18 +303,24 @@ def check_servers(servers: int, world_size: int) -> None:
         )
 
 
-def parse_devices(text: str) -> tuple[str, ...]:
+def parse_devices(devices: str | Sequence[Any]) -> tuple[str, ...]:
     """``"cpu,cpu"`` is ("cpu", "cpu"); GPUs are ``cuda:0``, ``cuda:1``, ...
 
+    Args:
+        devices: the names in one text, or a sequence of names or of ``torch.device``.
+
     Raises:
-        ValueError: a name that is neither ``cpu`` nor ``cuda:NUMBER``.
+        ValueError: a name that is neither ``cpu`` nor ``cuda:NUMBER``, or none at all.
     """
-    names = tuple(name.strip() for name in str(text).split(","))
-    for name in names:
-        if not re.fullmatch(r"cpu|cuda:[0-9]{1,4}", name):
+    is_list = isinstance(devices, list | tuple)
+    names = tuple(str(name).strip() for name in (devices if is_list else str(devices).split(",")))
+    for name in names or ("",):
+        if not re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]{0,3})", name):
+            number = re.fullmatch(r"(?:cuda|gpu)?:?0*([0-9]{1,4})|cuda|gpu", name.lower())
+            hint = f" (did you mean cuda:{number[1] or 0}?)" if number else ""
             raise ValueError(
                 "devices must be cpu or cuda:NUMBER, separated by commas, got "
-                f"{shortened(name)} in {shortened(text)}"
+                f"{shortened(name)}{hint} in {shortened(devices)}"
             )
     return names
 

@@ -4,14 +4,22 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from labkit import gpus as probe
+from labkit.config import parse_devices
 from labkit.units import MOST_RANKS, check_choice, check_integer, format_count
 
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "shared", "gloo")
+# A reason, and the sentence for the learner.
+Note = tuple[str, str]
+UNUSABLE = "unusable"
+# The reasons of the notes that this process has printed.
+_told: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -22,13 +30,18 @@ class Plan:
         backend: ``gloo`` or ``nccl``.
         devices: the device of each local rank, for example ``("cuda:0", "cuda:1")``.
         transport: ``shared`` (memory) or ``torch`` (the backend's own point-to-point).
-        note: the choice and its consequence in one line; empty when there was nothing to choose.
+        notes: (reason, sentence): what the learner has to know of the choice; often empty.
     """
 
     backend: str
     devices: tuple[str, ...]
     transport: str = "torch"
-    note: str = ""
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """The sentences of the notes in one line."""
+        return "; ".join(sentence for _, sentence in self.notes)
 
 
 def num_cores() -> int:
@@ -39,56 +52,159 @@ def num_cores() -> int:
 
 
 def num_gpus() -> int:
-    """The number of visible CUDA devices; does not initialise CUDA in this process."""
-    import torch
-
-    return torch.cuda.device_count()
+    """The number of GPUs that can be used, see ``gpus.found``; CUDA is not initialised here."""
+    return len(probe.found().usable)
 
 
 def plan(
-    local_world_size: int, device: str = "auto", transport: str = "auto", gpus: int | None = None
+    local_world_size: int,
+    device: str = "auto",
+    transport: str = "auto",
+    gpus: int | None = None,
+    devices: str | Sequence[str] | None = None,
 ) -> Plan:
     """Choose backend, devices and transport for the ranks of this machine.
 
     NCCL needs a GPU per rank. Ranks that share a GPU talk over gloo, with tensors staged through
-    host memory, or with ``transport="shared"`` through CUDA IPC.
+    host memory, or with ``transport="shared"`` through CUDA IPC. So do ranks on the CPU with
+    ranks on GPUs, always over gloo.
 
     Args:
         local_world_size: the number of ranks on this machine.
         device: one of ``DEVICES``.
         transport: one of ``TRANSPORTS``.
-        gpus: the number of GPUs to plan for; None counts those of this machine.
+        gpus: the number of GPUs to plan for; None takes those that this machine can use.
+        devices: the device of each rank, in rank order, see ``config.parse_devices``; those left
+            over are not used. None: the usable GPUs in turn, or the CPU, as ``device`` says.
 
     Raises:
-        ValueError: an unknown ``device`` or ``transport``, or one that this machine lacks.
+        ValueError: an unknown ``device`` or ``transport``, or one that this machine lacks; fewer
+            ``devices`` than ranks, or others than ``device`` says.
     """
     can_share = _can_share(transport)
-    check_choice("device", device, DEVICES)
-    gpus = num_gpus() if gpus is None else gpus
-    if device == "cuda" and not gpus:
-        raise ValueError(
-            "device 'cuda' was asked for, but this machine shows no CUDA GPU: "
-            "use device 'cpu' (every page of the course runs on it) or 'auto'"
-        )
-    if device == "cpu" or not gpus:
+    _check_device(device)
+    if devices is not None:
+        chosen, notes = _named(local_world_size, device, devices, gpus), ()
+    else:
+        chosen, notes = _free(local_world_size, device, gpus)
+    kinds = {name.partition(":")[0] for name in chosen}
+    if kinds == {"cpu"}:
         shared = can_share and transport != "gloo"
-        return Plan("gloo", ("cpu",) * local_world_size, "shared" if shared else "torch")
-    devices = tuple(f"cuda:{rank % gpus}" for rank in range(local_world_size))
+        return Plan("gloo", chosen, "shared" if shared else "torch", notes)
+    if len(kinds) > 1:
+        return Plan("gloo", chosen, "torch", (*notes, _mixed_note(transport)))
     # On GPUs shared memory is used only on request: NCCL is the standard there.
     moved_by = "shared" if transport == "shared" else "torch"
-    if local_world_size <= gpus and transport != "gloo":
-        return Plan("nccl", devices, moved_by)
-    return Plan("gloo", devices, moved_by, _sharing_note(local_world_size, gpus, moved_by))
+    if len(set(chosen)) < len(chosen):
+        return Plan("gloo", chosen, moved_by, (*notes, _sharing_note(chosen, moved_by)))
+    return Plan("gloo" if transport == "gloo" else "nccl", chosen, moved_by, notes)
 
 
-def _sharing_note(ranks: int, gpus: int, moved_by: str) -> str:
-    """The consequence of having more ranks than GPUs, in one line; empty if there are enough."""
-    if ranks <= gpus:
-        return ""
+def tell_once(notes: Iterable[Note]) -> None:
+    """Print the notes of a ``Plan`` to stderr, each reason once per process."""
+    for reason, sentence in notes:
+        if reason not in _told:
+            _told.add(reason)
+            print(sentence, file=sys.stderr)
+
+
+def _usable(gpus: int | None = None) -> tuple[str, ...]:
+    """The names of the GPUs that can be used, which may leave gaps; or of that many GPUs."""
+    known = tuple(f"cuda:{gpu.index}" for gpu in probe.found().usable) if gpus is None else ()
+    count = num_gpus() if gpus is None else gpus
+    return known if len(known) == count else tuple(f"cuda:{index}" for index in range(count))
+
+
+def _check_device(device: str) -> None:
+    if isinstance(device, str) and device.startswith("cuda:"):
+        raise ValueError(
+            f"unknown device {device!r}: it is the kind, one of {', '.join(DEVICES)}. Single GPUs "
+            f"are named in devices, one for each rank, as in devices={device!r}"
+        )
+    check_choice("device", device, DEVICES)
+
+
+def _free(ranks: int, device: str, gpus: int | None) -> tuple[tuple[str, ...], tuple[Note, ...]]:
+    """The devices of ranks for which none are named, and what is to be said of them."""
+    if device == "cpu":
+        # Which GPUs can be used takes seconds to find out, and does not matter here.
+        return ("cpu",) * ranks, ()
+    usable, why = _usable(gpus), probe.found().why_not if gpus is None else ""
+    if usable:
+        notes = ((UNUSABLE, why),) if why else ()
+        return tuple(usable[rank % len(usable)] for rank in range(ranks)), notes
+    if device == "cuda":
+        shows = f"can use no GPU ({why}):" if why else "shows no CUDA GPU:"
+        raise ValueError(
+            f"device 'cuda' was asked for, but this machine {shows} use device 'cpu' (every page "
+            "of the course runs on it) or 'auto'"
+        )
+    notes = ((UNUSABLE, f"the ranks run on the CPU: {why}"),) if why else ()
+    return ("cpu",) * ranks, notes
+
+
+def _named(
+    ranks: int, device: str, devices: str | Sequence[str], gpus: int | None
+) -> tuple[str, ...]:
+    """The named devices of the ranks, if the machine has them."""
+    names = check_named(devices, device, gpus)
+    if len(names) < ranks:
+        raise ValueError(
+            f"devices {','.join(names)!r}: {format_count(len(names), 'device')} for "
+            f"{format_count(ranks, 'rank')}: name one per rank (ranks may share one: name it "
+            "twice), or leave devices out"
+        )
+    return names[:ranks]
+
+
+def check_named(
+    devices: str | Sequence[str], device: str = "auto", gpus: int | None = None
+) -> tuple[str, ...]:
+    """The names in ``devices``, if this machine has all of them and they are what ``device`` says.
+
+    Args:
+        devices: see ``config.parse_devices``.
+        device: one of ``DEVICES``.
+        gpus: see ``plan``.
+
+    Raises:
+        ValueError: a name of another form, of another kind than ``device``, or of a GPU that this
+            machine does not have or cannot use.
+    """
+    names = parse_devices(devices)
+    shown = f"devices {','.join(names)!r}"
+    if any(device not in ("auto", name.partition(":")[0]) for name in names):
+        raise ValueError(f"{shown} contradict device {device!r}: leave out one of the two")
+    if set(names) <= {"cpu"} or set(names) <= {"cpu", *(usable := _usable(gpus))}:
+        return names
+    why = probe.found().why_not if gpus is None else ""
+    known = f" that can be used ({', '.join(usable)})" if usable else ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    among = f" in CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+    raise ValueError(
+        f"{shown}: this machine has {format_count(len(usable), 'CUDA GPU')}{among}{known}, counted "
+        f"from cuda:0; name others, or leave devices out{why and f'. {why}'}"
+    )
+
+
+def _sharing_note(devices: Sequence[str], moved_by: str) -> Note:
+    """The consequence of having more ranks than GPUs."""
     way = "CUDA IPC" if moved_by == "shared" else "gloo through host memory"
-    return (
-        f"{ranks} ranks share {format_count(gpus, 'GPU')}: they talk over {way}, since "
-        "NCCL takes one rank per GPU; times are not those of more GPUs"
+    return "shared", (
+        f"{len(devices)} ranks share {format_count(len(set(devices)), 'GPU')}: they talk over "
+        f"{way}, since NCCL takes one rank per GPU; times are not those of more GPUs"
+    )
+
+
+def _mixed_note(transport: str) -> Note:
+    if transport == "shared":
+        raise ValueError(
+            "transport 'shared' is for ranks that are all on the CPU or all on GPUs, and devices "
+            "names both: use 'gloo' or 'auto'"
+        )
+    return "mixed", (
+        "ranks on the CPU and on GPUs talk over gloo through host memory, and round in different "
+        "ways: their results may differ in the last digits"
     )
 
 
@@ -131,15 +247,15 @@ def _level_of_caller() -> int:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine's hardware and system, to be recorded with results measured on it."""
-    import torch
+    """The machine's hardware and system, to be recorded with results measured on it.
 
-    gpus = [torch.cuda.get_device_properties(i).name for i in range(num_gpus())]
+    It raises no error, and never initialises CUDA in this process.
+    """
     return {
         "cpu": _cpu_name(),
         "cores": num_cores(),
         "memory_gb": round(_memory_bytes() / 1e9, 1),
-        "gpus": gpus,
+        "gpus": [gpu.name for gpu in probe.found().usable],
         "system": f"{platform.system()} {platform.machine()}",
     }
 

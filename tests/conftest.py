@@ -28,6 +28,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Most tests name no device, and their tensors are on the CPU. torch and the kernels of
+    # notebooks read this when they first look for GPUs.
+    if os.environ.get("LABKIT_TEST_GPUS") != "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     config.addinivalue_line("markers", "browser: drives JupyterLab in headless Chromium")
     config.addinivalue_line("markers", "fresh: waits for a new process that imports torch")
     config.addinivalue_line("markers", "slow: runs, draws or waits for more than a second")

@@ -54,7 +54,7 @@ def bench_launch(
 ) -> Iterator[LaunchResult]:
     """Time a small run, by ``labkit.run`` and by ``torch.multiprocessing.spawn``.
 
-    Both start the ranks, join them to a gloo group, sum one number over them, and end them. The
+    Both start the ranks, join them to a gloo group, sum one number on the CPU, and end them. The
     start of our forkserver, which only the first run of a program waits for, is left out.
 
     Args:
@@ -69,7 +69,7 @@ def bench_launch(
 
 
 def _compare(world_sizes: tuple[int, ...], repeats: int) -> Iterator[LaunchResult]:
-    run(_sum_one, world_size=1)
+    run(_sum_one, world_size=1, device="cpu")
     for world_size in world_sizes:
         ways = {"ours_s": run_ours, "other_s": run_spawned}
         turns = {name: partial(_seconds, way, world_size) for name, way in ways.items()}
@@ -77,7 +77,7 @@ def _compare(world_sizes: tuple[int, ...], repeats: int) -> Iterator[LaunchResul
 
 
 def run_ours(world_size: int) -> None:
-    result = run(_sum_one, world_size=world_size)
+    result = run(_sum_one, world_size=world_size, device="cpu")
     assert result.values == [float(world_size)] * world_size
 
 

@@ -29,8 +29,13 @@ _SHORT_FOLDER = "/tmp"
 # Variables that Python, the C library or a library of torch reads once, when it is loaded.
 _READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_")
 _READ_AT_LOAD += ("PYTHON", "LD_", "DYLD_", "MALLOC_", "GLIBC_", "TORCH_LOGS", "TORCHDYNAMO_")
-# labkit sets this one for the server alone, see start_server.
-_OF_SERVER = "OMP_WAIT_POLICY"
+# A module that asks for GPUs while the server imports it must not initialise CUDA, which no fork
+# of the server could use afterwards: with this variable PyTorch asks NVML, the driver's monitor.
+_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# labkit sets these for the server alone, unless the caller has set them. OpenMP's threads spin
+# while they wait. With another program on the cores, the spinning takes more time than the work: a
+# rank with two threads was ten times slower in a measurement.
+_OF_SERVER = {"OMP_WAIT_POLICY": "passive", _ASK_NVML: "1"}
 # The variables of this process when it started the server.
 _variables_at_start: dict[str, str] = {}
 _told: set[tuple[str, str | None]] = set()
@@ -56,17 +61,16 @@ def start_server(preload: list[str]) -> None:
     # (The resource tracker unblocks the signal when it starts, so it has to be started first.)
     multiprocessing.resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # OpenMP's threads spin while they wait. With another program on the cores, the spinning takes
-    # more time than the work: a rank with two threads was ten times slower in a measurement.
-    chosen, pid = os.environ.get(_OF_SERVER), _server._forkserver_pid
-    variables = dict(os.environ)
-    os.environ[_OF_SERVER] = chosen or "passive"
+    pid, variables = _server._forkserver_pid, dict(os.environ)
+    added = {name: value for name, value in _OF_SERVER.items() if not variables.get(name)}
+    os.environ.update(added)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if chosen is None:
-            del os.environ[_OF_SERVER]
+        for name in added:
+            del os.environ[name]
+            os.environ.update({name: ""} if name in variables else {})
     if _server._forkserver_pid != pid:
         _variables_at_start.clear()
         _variables_at_start.update(variables)
@@ -74,8 +78,8 @@ def start_server(preload: list[str]) -> None:
 
 
 def removed_variables() -> set[str]:
-    """The variables that the server has, and this process no longer has."""
-    return _variables_at_start.keys() - os.environ.keys()
+    """The variables that the server has, and that its ranks must not have."""
+    return {*_variables_at_start, _ASK_NVML} - os.environ.keys()
 
 
 def late_variables() -> str:

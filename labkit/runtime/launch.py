@@ -11,7 +11,7 @@ from typing import Any
 
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.source_lines import cell_sources
-from labkit.devices import Plan, check_world_size, plan
+from labkit.devices import Plan, check_world_size, plan, tell_once
 from labkit.runtime import torchrun
 from labkit.runtime.forkserver import late_variables
 from labkit.runtime.limits import Limit, what_limited, without_spans
@@ -73,6 +73,7 @@ def run(
     *args: Any,
     world_size: int,
     device: str = "auto",
+    devices: str | Sequence[str] | None = None,
     transport: str = "auto",
     timeout_s: float = 120,
     may_lose: Collection[int] = (),
@@ -84,7 +85,9 @@ def run(
         fn: a function of a ``Comm`` and ``args``; it may be defined in a notebook cell.
         args: further arguments, the same on every rank.
         world_size: P, the number of ranks.
-        device: ``auto`` (GPUs if there are any), ``cpu`` or ``cuda``.
+        device: ``auto`` (GPUs if any can be used), ``cpu`` or ``cuda``.
+        devices: the device of each rank in order, as ``"cuda:2,cuda:3"`` or a sequence; ranks may
+            share one. None: the GPUs in turn. Under ``torchrun`` LOCAL_RANK picks.
         transport: ``shared`` (memory, on one machine), ``gloo`` (PyTorch's point-to-point), or
             ``auto``: shared memory for CPU ranks, where the system has it.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
@@ -105,19 +108,22 @@ def run(
     """
     _check(world_size, timeout_s, may_lose, link)
     if under_torchrun():
-        where = world_size, device, transport, timeout_s, link
+        where = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *where))
-    chosen = _planned(world_size, device, transport)
+    chosen = _planned(world_size, device, transport, devices)
     shared = dump_call(fn, args), cell_sources(), chosen, timeout_s, frozenset(may_lose)
     supervisor = Supervisor(Job(*shared, link=link, in_notebook=kernel() is not None))
     return _result(supervisor.run(), supervisor.lost)
 
 
-def _planned(world_size: int, device: str, transport: str) -> Plan:
-    """Where the ranks run, printed if there was a choice; refuses what cannot be started here."""
-    chosen = plan(world_size, device, transport)
-    for note in filter(None, (chosen.note, late_variables())):
-        print(note, file=sys.stderr)
+def _planned(
+    world_size: int, device: str, transport: str, devices: str | Sequence[str] | None
+) -> Plan:
+    """Where the ranks run, with what is to be said of it; refuses what cannot be started here."""
+    chosen = plan(world_size, device, transport, devices=devices)
+    tell_once(chosen.notes)
+    if late := late_variables():
+        print(late, file=sys.stderr)
     _check_program()
     _check_open_files(world_size)
     return chosen

@@ -3,10 +3,14 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from labkit.config import parse_devices
+from labkit.devices import plan, tell_once
+from labkit.gpus import may_exist
 from labkit.runtime.forkserver import start_method, start_server
 from labkit.units import spelled
 
@@ -25,20 +29,40 @@ def under_torchrun() -> bool:
 
 
 @spelled
-def warm_up(*, training: bool = True) -> None:
+def warm_up(
+    *,
+    device: str | None = None,
+    devices: str | Sequence[str] | None = None,
+    world_size: int = 4,
+    training: bool = True,
+) -> None:
     """Start the process that all ranks are forked from, in the background; return at once.
 
     The process needs some seconds to import torch. A notebook calls this function first, so that
     the process is ready when the reader gets to the first run; otherwise the first run starts it.
 
+    With ``device`` or ``devices`` it also says on stderr, once, what the later runs would: that
+    ranks share a GPU, or why a GPU is not used. Where there are GPUs this takes some seconds.
+
     Args:
+        device, devices: of the later runs, see ``labkit.run``.
+        world_size: the most ranks of the later runs, to see whether they share GPUs.
         training: also import what training needs. Without these imports the first run starts
             sooner, but every rank that makes an optimizer spends seconds on them.
+
+    Raises:
+        ValueError: devices that this machine does not have.
     """
-    if under_torchrun() or start_method() != "forkserver":
+    if under_torchrun():
         return
-    more = FOR_TRAINING if training else ()
-    start_server([*FOR_RANKS, *more, "labkit.runtime.preload_last"])
+    if start_method() == "forkserver":
+        more = FOR_TRAINING if training else ()
+        start_server([*FOR_RANKS, *more, "labkit.runtime.preload_last"])
+    if devices is not None:
+        tell_once(plan(len(parse_devices(devices)), device or "auto", devices=devices).notes)
+    # Without a driver auto has nothing to say, and to import torch would take seconds.
+    elif device and (device != "auto" or may_exist() or "torch" in sys.modules):
+        tell_once(plan(world_size, device).notes)
 
 
 @contextlib.contextmanager

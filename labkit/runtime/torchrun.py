@@ -4,7 +4,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.meeting import meet
 from labkit.comm.shared_transport import SharedTransport
-from labkit.devices import plan
+from labkit.devices import plan, tell_once
 from labkit.runtime.connect import PATIENCE_S, connect
 from labkit.runtime.messages import Report
 from labkit.runtime.prepare import seed_random_numbers
@@ -34,11 +34,12 @@ def run_as_rank(
     transport: str,
     timeout_s: float,
     link: EmulatedLink | None = None,
+    devices: str | Sequence[str] | None = None,
 ) -> list[Report]:
     """Run ``fn`` in this process, one of torchrun's ranks, and return all ranks' reports.
 
     Args:
-        fn, args, world_size, device, transport, timeout_s, link: see ``labkit.run``.
+        fn, args, world_size, device, transport, timeout_s, link, devices: see ``labkit.run``.
 
     Raises:
         ValueError: ``world_size`` is not the number of ranks that torchrun has started.
@@ -47,9 +48,9 @@ def run_as_rank(
     """
     global inside_a_run
     local_world_size = _local_world_size(world_size, transport)
-    chosen = plan(local_world_size, device, transport)
-    if chosen.note and os.environ["RANK"] == "0":
-        print(chosen.note, file=sys.stderr)
+    chosen = plan(local_world_size, device, transport, devices=devices)
+    if os.environ["LOCAL_RANK"] == "0":
+        tell_once(chosen.notes)
     comm = connect(chosen, timeout_s, link=link)
     memory = _report_memory(comm, local_world_size, timeout_s)
     seed_random_numbers(comm.rank)

@@ -1,11 +1,12 @@
 """From settings to a strategy: what cannot run is refused here, before any process starts."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from labkit import strategies
-from labkit.config import OPTIONS, RunConfig, parse_devices, parse_split_points, parse_straggler
-from labkit.devices import check_world_size, num_gpus, plan
+from labkit.config import OPTIONS, RunConfig, parse_split_points, parse_straggler
+from labkit.devices import UNUSABLE, Plan, check_named, check_world_size, plan, tell_once
 from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
@@ -34,10 +35,10 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, download: bool = Fal
     )
     check_names(config, own)
     check_world_size(config.world_size, warn=False)
-    _check_backend(config, plan(config.world_size, config.device, config.transport).devices[0])
     options = _options(config, technique)
     if technique.in_one_process:
         options["devices"] = _devices(config)
+    _check_backend(config, options.get("devices") or _planned(config).devices)
     if "split_points" in technique.options():
         options["split_points"] = _split_points(config, own, download)
     strategy = technique(**options)
@@ -45,13 +46,26 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, download: bool = Fal
     return strategy
 
 
-def _check_backend(config: RunConfig, device: str) -> None:
-    needs = {"nccl": "cuda", "labkit": "cpu"}.get(config.backend)
-    if needs and not device.startswith(needs):
-        raise ValueError(
-            f"backend {config.backend!r} moves tensors on {needs}, and the ranks are on {device}: "
-            f"choose device {needs!r}, or backend 'gloo'"
-        )
+def _planned(config: RunConfig) -> Plan:
+    """Where the ranks of this machine run.
+
+    Raises:
+        ValueError: devices that the machine does not have, or too few of them.
+    """
+    ranks = config.world_size
+    if under_torchrun():
+        ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    return plan(ranks, config.device, config.transport, devices=config.devices)
+
+
+def _check_backend(config: RunConfig, devices: Sequence[str]) -> None:
+    needs = {"nccl": "cuda", "labkit": "cpu"}.get(config.backend, "")
+    for device in devices:
+        if not device.startswith(needs):
+            raise ValueError(
+                f"backend {config.backend!r} moves tensors on {needs}, and the ranks are on "
+                f"{device}: choose device {needs!r}, or backend 'gloo'"
+            )
 
 
 def _options(config: RunConfig, technique: type[Strategy]) -> dict[str, Any]:
@@ -62,6 +76,9 @@ def _options(config: RunConfig, technique: type[Strategy]) -> dict[str, Any]:
     """
     taken = [name for name in OPTIONS if name in technique.options()]
     given = config.options()
+    if not technique.in_one_process:
+        # They are the devices of the ranks, and nothing that the technique has to know.
+        given.pop("devices", None)
     for name in given:
         if name not in taken:
             whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
@@ -85,19 +102,11 @@ def _devices(config: RunConfig) -> tuple[str, ...]:
             f"but torchrun started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
         )
     if config.devices is None:
-        return plan(config.world_size, config.device).devices
-    devices, gpus = parse_devices(config.devices), num_gpus()
-    for name in devices:
-        kind, _, number = name.partition(":")
-        if config.device not in ("auto", kind):
-            raise ValueError(f"devices {config.devices!r} contradict device {config.device!r}")
-        if kind == "cuda" and int(number) >= gpus:
-            has = format_count(gpus, "CUDA GPU")
-            raise ValueError(
-                f"devices {config.devices!r}: this machine has {has}, counted from cuda:0; name "
-                "others, or leave devices out"
-            )
-    return devices
+        chosen = plan(config.world_size, config.device)
+        # Its other notes are about ranks.
+        tell_once(note for note in chosen.notes if note[0] == UNUSABLE)
+        return chosen.devices
+    return check_named(config.devices, config.device)
 
 
 def _split_points(config: RunConfig, own: Own, download: bool) -> tuple[int, ...]:

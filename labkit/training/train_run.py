@@ -79,12 +79,13 @@ def train_run(
     if own.dataset is None:
         load_dataset(config.dataset, train_size=config.train_size, download=download)
     notes = check_work(config, own, strategy)
-    ranks, device = config.world_size, config.device
+    ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
-        ranks, device = 1, strategy.devices[0].type
+        ranks, devices = 1, str(strategy.devices[0])
     may_lose = range(1, ranks) if strategy.survives_lost_workers else ()
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
-    settings = {"device": device, "transport": config.transport, "timeout_s": timeout_s}
+    settings: dict[str, Any] = {"device": config.device, "devices": devices}
+    settings |= {"transport": config.transport, "timeout_s": timeout_s}
     work = fit, config, strategy, verbose, own
     try:
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)

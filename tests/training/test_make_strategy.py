@@ -14,7 +14,7 @@ REFUSED = {
     # Options of other techniques.
     "straggler=0:2 world_size=1": "its options are accumulate, amp",
     "bucket_mb=1.0 builtin=True": "strategy single with builtin takes no option bucket_mb",
-    "devices=cpu,cpu": "single takes no option devices",
+    "devices=cpu,cpu": "single trains on one rank, got world_size 2",
     "strategy=data_parallel amp=bf16": "takes no option amp: its options are devices",
     "strategy=parameter_server bucket_mb=1.0": "its options are accumulate, servers, straggler",
     "strategy=model_parallel world_size=2 schedule=1f1b": "takes no option schedule",

@@ -15,9 +15,10 @@ from labkit.units import format_count
 class TorchDataParallel(Strategy):
     """``torch.nn.DataParallel``, the counterpart of ``data_parallel``.
 
-    On a machine without GPUs nn.DataParallel calls the module itself: on the CPU, with the whole
-    batch, without replicas or threads, however many devices are named. Its result is right, and
-    its time is that of one device. ``notes`` says so.
+    nn.DataParallel replicates on GPUs alone. On a machine without them it calls the module itself,
+    on the CPU, with the whole batch, without replicas or threads, however many devices are named;
+    on a machine with GPUs it refuses a module on the CPU, which is then called without it. The
+    result is right, and the time is that of one device. ``notes`` says so.
     Batch statistics as in ``DataParallel``. The bytes that it moves are not counted.
 
     Args:
@@ -42,9 +43,9 @@ class TorchDataParallel(Strategy):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = model.to(self.devices[0]).train()
         gpus = [device.index for device in self.devices if device.type == "cuda"]
-        # On a machine with GPUs nn.DataParallel would refuse a module on the CPU.
-        as_it_is = not gpus and torch.cuda.is_available()
-        self.replicas = self.model if as_it_is else nn.DataParallel(self.model, gpus or None)
+        # As nn.DataParallel itself asks; with GPUs it would refuse a module on the CPU.
+        self.without = not gpus and torch.cuda.is_available()
+        self.replicas = self.model if self.without else nn.DataParallel(self.model, gpus or None)
         self.comm = comm
         self.num_replicas = max(1, len(gpus))
         self.gradients = LocalGradients(comm, self.replicas, loss=self.loss)
@@ -60,8 +61,15 @@ class TorchDataParallel(Strategy):
     def notes(self) -> dict[str, Any]:
         if self.num_replicas == len(self.devices):
             return {"replicas": self.num_replicas}
+        count = format_count(len(self.devices), "device")
+        cause = f"nn.DataParallel found no GPU among {count} and"
+        if self.without:
+            cause = (
+                f"nn.DataParallel would refuse the CPU on this machine with GPUs, and {count} of "
+                "the CPU were named, so this run"
+            )
         told = (
-            f"nn.DataParallel found no GPU among {format_count(len(self.devices), 'device')} and "
-            "called the module itself on the CPU: no replicas, no threads, the time of one device"
+            f"{cause} called the module itself on the CPU: no replicas, no threads, the time of "
+            "one device"
         )
         return {"replicas": 1, "note": told}
