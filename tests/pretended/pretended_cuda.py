@@ -303,6 +303,7 @@ def install():
         setattr(torch.accelerator, name, value)
     for name in ("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"):
         setattr(torch._C, name, gpus.make_current)
+    torch._C._cuda_hasPrimaryContext = lambda index: _peak[index] > 0
 
 
 def _current_accelerator(check_available=False):
