@@ -122,6 +122,9 @@ class RunConfig:
         None, "LATENCY,BANDWIDTH", "emulate a slower link, for example 10ms,100MB/s"
     )
     num_workers: int = _integer(0, "N", "processes per rank that read your data set", least=0)
+    tf32: bool = _setting(
+        False, "", "on GPUs: round the factors of float32 products to 10 bits", _check_flag
+    )
 
     backend: str = _choice("auto", BACKENDS, "for --builtin; labkit is this package's own")
     bucket_mb: float | None = _number(
@@ -191,6 +194,8 @@ class RunConfig:
             units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
 
     def _check_together(self) -> None:
+        if self.tf32 and self.dtype != "float32":
+            raise ValueError(f"tf32 is for dtype float32, got {self.dtype}")
         if self.amp and self.dtype != "float32":
             raise ValueError(f"amp {self.amp} is for dtype float32, got {self.dtype}")
         if self.batch_size < self.world_size and self.strategy not in STAGED:

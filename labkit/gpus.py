@@ -106,6 +106,20 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
+def synchronize_used(device: Any) -> None:
+    """Wait until all that this process has queued has ended, on ``device`` and on any other GPU.
+
+    A GPU that it has not used is left alone: to wait for it would take memory on it.
+    """
+    import torch
+
+    synchronize(device)
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(index):
+                synchronize(f"cuda:{index}")
+
+
 def _chosen() -> tuple[str | None, ...]:
     return tuple(map(os.environ.get, _CHOSEN_BY))
 

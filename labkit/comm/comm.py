@@ -205,13 +205,19 @@ class Comm:
         finally:
             self._inside_collective = False
 
-    def span(self, kind: str) -> AbstractContextManager[None]:
+    def span(self, kind: str, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Record a region: ``compute``, ``update``, ``data`` or the name of a collective's phase.
 
         Transfers inside a region of local work are recorded as ``communicate``; transfers inside a
         phase are recorded under its name.
+
+        Args:
+            kind: what the region does.
+            device: where it works, if not on ``comm.device``: on a GPU a span lasts from one CUDA
+                event on that GPU's current stream to another.
         """
-        return self.session.recorder.region(kind)
+        timer = None if device is None else self.session.timer_of(device)
+        return self.session.recorder.region(kind, timer)
 
     def progress(
         self,

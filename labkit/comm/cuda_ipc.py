@@ -48,11 +48,12 @@ class CudaChannel(Channel):
         size = (NUM_SLOTS, CUDA_SEGMENT_BYTES)
         slots = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._slots = list(slots)
-        self.filled_events, self.free_events = (
-            [torch.cuda.Event(interprocess=True) for _ in range(NUM_SLOTS)] for _ in range(2)
-        )
-        events = [*self.filled_events, *self.free_events]
-        write_letter(self._letter, [export(slots), [event.ipc_handle() for event in events]])
+        events = [torch.cuda.Event(interprocess=True) for _ in range(2 * NUM_SLOTS)]
+        # An event belongs to the GPU that is current when its handle is made, and each thread
+        # has its own current GPU.
+        with torch.cuda.device(self._device):
+            write_letter(self._letter, [export(slots), [event.ipc_handle() for event in events]])
+        self.filled_events, self.free_events = events[:NUM_SLOTS], events[NUM_SLOTS:]
         self.filled.post()
 
     def _open(self) -> None:

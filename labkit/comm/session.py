@@ -5,12 +5,14 @@ deadlock can be explained, and a span in the trace. The runtime, the backend and
 manage a comm through its session; strategies and learners never need it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from labkit import gpus
 from labkit.comm.board import LEFT, RECV, SEND, Board
 from labkit.comm.mismatch import check_collective, check_message
 from labkit.comm.source_lines import caller_location
@@ -18,7 +20,7 @@ from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
-from labkit.trace import ClockTimer, CudaTimer, Recorder
+from labkit.trace import ClockTimer, CudaTimer, JointTimer, Meeting, Recorder, Span, Timer
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]
@@ -56,10 +58,13 @@ class Session:
         self.board = board
         self.doorbells = doorbells
         self.operations = self.barriers = 0
+        self.device = device
         self._on_gpu = device.type == "cuda"
-        timer = CudaTimer(device) if self._on_gpu else ClockTimer()
-        self.recorder = Recorder(rank, timer, keep=keep_spans)
         self._host = ClockTimer()
+        self._gpu_timers: dict[torch.device, CudaTimer] = {}
+        self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
+        # Whether the starts of operations can be compared with those of other ranks after the run.
+        self._compares = False
         self._loss_read_s = -_LOSS_EVERY_S
         self._closed = False
 
@@ -104,7 +109,8 @@ class Session:
         self.operations += 1
         num_bytes = leaving.num_bytes - bytes_before if leaving else 0
         arrived = None if self._on_gpu else self.board.arrived_s(self.rank, dst, src)
-        self.record(start, num_bytes, src if dst is None else dst, arrived)
+        peer = src if dst is None else dst
+        self.record(start, num_bytes, peer, arrived, self._messages(dst, src))
 
     def _post(self, op: str, sent: End | None, expected: End | None) -> None:
         self.board.enter(self.rank, op, self._host.mark(), caller_location(), sent, expected)
@@ -115,9 +121,24 @@ class Session:
         if sent and self.doorbells is not None:
             self.doorbells.ring(sent[0])
 
-    def record(self, start: Any, num_bytes: int, peer: int | None, arrived: Any = None) -> None:
+    def _messages(self, dst: int | None, src: int | None) -> tuple[Meeting, ...]:
+        """The messages of this rank's latest operation, if their two ends are to be compared."""
+        if not self._compares:
+            return ()
+        edges = [] if dst is None else [(SEND, self.rank, dst)]
+        edges += [] if src is None else [(RECV, src, self.rank)]
+        return tuple((*edge[1:], int(self.board.counts[edge])) for edge in edges)
+
+    def record(
+        self,
+        start: Any,
+        num_bytes: int,
+        peer: int | None,
+        arrived: Any = None,
+        meets: tuple[Meeting, ...] = (),
+    ) -> None:
         """Record a transfer that ends now; the time until ``arrived`` counts as waiting."""
-        self.recorder.transfer(start, self.recorder.timer.mark(), num_bytes, peer, arrived)
+        self.recorder.transfer(start, self.recorder.timer.mark(), num_bytes, peer, arrived, meets)
 
     @contextmanager
     def meeting(self, op: str) -> Iterator[None]:
@@ -132,11 +153,12 @@ class Session:
     def barrier(self) -> None:
         timer = self.recorder.timer
         start = timer.mark()
+        # A rank has come once its queued work has ended, so a clock read after a barrier is right.
+        gpus.synchronize(self.device)
         with self.meeting("barrier"):
             self.transport.barrier()
         # A barrier has no payload, so all its time is waiting.
-        end = timer.mark()
-        self.recorder.transfer(start, end, 0, None, arrived=None if self._on_gpu else end)
+        self.recorder.wait(start, timer.mark())
         self.barriers += 1
 
     @contextmanager
@@ -153,7 +175,9 @@ class Session:
             yield
         self.operations += sent.messages - messages
         arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank)
-        self.record(start, sent.num_bytes - num_bytes, dst, arrived)
+        number = int(self.board.ranks[self.rank]["meetings"])
+        meets = ((-1, -1, number),) if self._compares else ()
+        self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
 
     def report_loss(self, loss: Any) -> None:
         """Write a loss to the board; from a GPU, at most every quarter of a second."""
@@ -162,6 +186,32 @@ class Session:
             self._loss_read_s = now_s
             self.board.ranks[self.rank]["loss"] = float(loss)
 
+    # For strategies that use several devices
+
+    def timer_of(self, device: torch.device) -> Timer:
+        """The clock of the work on one device: a GPU's events, or the host's clock."""
+        return self._gpu_timer(device) if device.type == "cuda" else self._host
+
+    def _gpu_timer(self, device: torch.device) -> CudaTimer:
+        if device not in self._gpu_timers:
+            self._gpu_timers[device] = CudaTimer(device)
+            # Now, and not in the first step, for which the host would have to wait.
+            self._gpu_timers[device].calibrate()
+        return self._gpu_timers[device]
+
+    def time_on(self, devices: Iterable[torch.device]) -> None:
+        """Time all further spans by what these devices do, and this rank's own device.
+
+        On the CPU nothing is queued: where a GPU is among the devices, its events tell when the
+        CPU's work before them has ended, too.
+        """
+        used = [d for d in dict.fromkeys([self.device, *devices]) if d.type == "cuda"]
+        timers = [self._gpu_timer(device) for device in used]
+        if len(timers) > 1:
+            self.recorder.timer = JointTimer(timers)
+        elif timers:
+            (self.recorder.timer,) = timers
+
     # For the code that manages the run
 
     def start_together(self) -> None:
@@ -169,9 +219,22 @@ class Session:
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
         # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
-        origin = None if self._on_gpu else float(self.board.ranks["origin_s"].max())
-        self.recorder = Recorder(self.rank, self.recorder.timer, origin)
-        self.recorder.listener = SpanSums(self.board.ranks[self.rank], self.recorder)
+        # A GPU's clock is set by it.
+        origins_s = self.board.ranks["origin_s"]
+        timer = self.timer_of(self.device)
+        if isinstance(timer, CudaTimer):
+            timer.calibrate()
+        self._compares = self._on_gpu and bool(origins_s.all())
+        self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
+        self.recorder.listener = SpanSums(self.board.ranks[self.rank])
+
+    def spans(self) -> list[Span]:
+        """This rank's spans so far; waits for its GPU and removes the drift of its clock."""
+        spans, timer = self.recorder.spans(), self.recorder.timer
+        rate = timer.rate() if isinstance(timer, CudaTimer | JointTimer) else 1.0
+        if rate == 1.0:
+            return spans
+        return [replace(s, start_s=s.start_s * rate, end_s=s.end_s * rate) for s in spans]
 
     def leave(self) -> None:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -44,6 +44,9 @@ class Work(dist.Work):
         self.source = -1
         self.done = threading.Event()
         self._error: BaseException | None = None
+        # On a GPU: the caller's stream at the call, and the operation's stream at its end.
+        self._called: torch.cuda.Event | None = None
+        self._ended: torch.cuda.Event | None = None
         self._future: Future[list[Tensor]] | None = None
         # Futures to complete at the end. Only the thread that pops a future completes it.
         self._incomplete: collections.deque[Future[None]] = collections.deque()
@@ -51,6 +54,21 @@ class Work(dist.Work):
         if name and torch._C._autograd._profiler_enabled():
             self._record = torch._C._profiler._RecordFunctionFast(f"labkit:{name}", inputs)
             self._record.__enter__()
+
+    def begins_after_caller(self, stream: torch.cuda.Stream) -> None:
+        """Note how far the caller's stream is; ``stream`` is the one that will be used."""
+        for tensor in (*self._inputs, *self._result):
+            tensor.record_stream(stream)
+        self._called = torch.cuda.current_stream(stream.device).record_event()
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Wrap the operation, whose thread queues its work on ``stream``; None on the CPU."""
+        if stream is not None and self._called is not None:
+            stream.wait_event(self._called)
+        yield
+        if stream is not None:
+            self._ended = stream.record_event()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the operation as done; futures are completed later: their callbacks may block."""
@@ -94,7 +112,9 @@ class Work(dist.Work):
         return self._result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended.
+        """Wait until the operation has ended; on a GPU until all of it is queued.
+
+        There the caller's stream waits for its end, as in ``torch.distributed``.
 
         Raises:
             TimeoutError: it takes longer than ``timeout``, or than the group's timeout.
@@ -108,13 +128,15 @@ class Work(dist.Work):
                 raise TimeoutError(f"{self} does not end: {late}")
         if self._error is not None:
             raise self._error
+        if self._ended is not None:
+            torch.cuda.current_stream(self._ended.device).wait_event(self._ended)
         return True
 
     def __str__(self) -> str:
         return " ".join([self._name, *map(describe, self._inputs[:1])])
 
     def is_completed(self) -> bool:
-        return self.done.is_set()
+        return self.done.is_set() and (self._ended is None or self._ended.query())
 
     def is_success(self) -> bool:
         return self.done.is_set() and self._error is None

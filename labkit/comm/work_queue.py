@@ -33,6 +33,11 @@ class WorkQueue(threading.Thread):
     same on every rank, whatever the timing of the main threads. PyTorch's gloo backend does not
     guarantee this order: there PowerSGD with several buckets ends in a timeout.
 
+    On a GPU the operations have a stream of their own, and always another thread: neither the
+    kernels nor the launches of the caller wait for a transfer. As in ``torch.distributed``, an
+    operation begins when the caller's stream has reached the call, and the stream of whoever
+    calls ``wait`` goes on after the operation.
+
     ``timeout_s`` is the process group's: the longest that one operation may take.
     """
 
@@ -47,6 +52,10 @@ class WorkQueue(threading.Thread):
         self._worker: threading.Thread | None = None
         self._callbacks: CallbackThread | None = None
         self._calls_of_callbacks = 0
+        self._stream: torch.cuda.Stream | None = None
+        if comm.device.type == "cuda":
+            # Before the other streams: its small kernels would wait behind the large ones there.
+            self._stream = torch.cuda.Stream(comm.device, priority=-1)
         self.start()
 
     def add(
@@ -68,6 +77,9 @@ class WorkQueue(threading.Thread):
                 f"{work} is called inside {self._under_way} of the same group, which would wait "
                 "for itself: use comm, or another group"
             )
+        if self._stream is not None:
+            is_waited_for = False
+            work.begins_after_caller(self._stream)
         if me is self._callbacks and self._carry_out_for_callback(work, operation):
             return work
         with self._adding:
@@ -87,6 +99,7 @@ class WorkQueue(threading.Thread):
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
+        use_stream(self._stream)
         while queued := self._queue.get():
             with self._working:
                 self._carry_out(*queued)
@@ -102,7 +115,7 @@ class WorkQueue(threading.Thread):
         credit_to(work.location)
         work.started_s = time.monotonic()
         try:
-            with work.grad_mode():
+            with work.grad_mode(), work.on_stream(self._stream):
                 operation(self._comm)
         except BaseException as raised:
             # Ctrl-C and sys.exit, too: ``Work.wait`` raises them. If they ended this thread, the
@@ -118,7 +131,7 @@ class WorkQueue(threading.Thread):
         if not work.has_futures:
             return
         if self._callbacks is None:
-            self._callbacks = CallbackThread(f"{self.name}-callbacks")
+            self._callbacks = CallbackThread(f"{self.name}-callbacks", self._stream)
         done, calls = self._callbacks.complete(work), self._calls_of_callbacks
         while not done.wait(min(_LONGEST_PATIENCE_S, self.timeout_s / 4)):
             with self._working:
@@ -176,8 +189,9 @@ class WorkQueue(threading.Thread):
 class CallbackThread(threading.Thread):
     """Completes futures for a queue, as their callbacks may block, even on the queue itself."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, stream: torch.cuda.Stream | None = None):
         super().__init__(name=name, daemon=True)
+        self._stream = stream
         self._queue: queue.SimpleQueue[tuple[Work, threading.Event] | None] = queue.SimpleQueue()
         self.start()
 
@@ -189,6 +203,7 @@ class CallbackThread(threading.Thread):
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
+        use_stream(self._stream)
         while queued := self._queue.get():
             work, done = queued
             credit_to(work.location)
@@ -199,3 +214,9 @@ class CallbackThread(threading.Thread):
     def end(self) -> None:
         """End after the callbacks that are running."""
         self._queue.put(None)
+
+
+def use_stream(stream: torch.cuda.Stream | None) -> None:
+    """Let this thread queue its work on ``stream``, and make the stream's GPU its current one."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit import gpus
 from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.workload.activations import HeldBytes, NonLeaf
 from labkit.workload.chain import layers_of
@@ -75,11 +76,8 @@ def _one_pass(layers: list[nn.Module], inputs: Tensor) -> list[tuple[float, floa
 
 
 def _timed(fn: Callable, *args: Tensor) -> tuple[float, Any]:
-    on_gpu = args[0].device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(args[0].device)
+    gpus.synchronize(args[0].device)
     start_s = time.perf_counter()
     result = fn(*args)
-    if on_gpu:
-        torch.cuda.synchronize(args[0].device)
+    gpus.synchronize(args[0].device)
     return time.perf_counter() - start_s, result

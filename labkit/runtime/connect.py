@@ -24,6 +24,7 @@ from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
+from labkit.runtime.prepare import allow_tf32
 
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
 PATIENCE_S = 30.0
@@ -55,6 +56,8 @@ def connect(
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     stay_on_loopback()
     torch.set_num_threads(max(1, num_cores() // local_world_size))
+    # Whatever the devices: a run on the CPU may also use a GPU for a part of its model.
+    allow_tf32(False)
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -20,6 +20,7 @@ from labkit.runtime.objects import kernel
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
+from labkit.runtime.waits import waits_told
 from labkit.runtime.worker import Job
 from labkit.trace import Trace
 from labkit.units import (
@@ -137,7 +138,7 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
         print(note, file=sys.stderr)
     return RunResult(
         values=values,
-        trace=Trace.merge(report.spans for report in reports if report),
+        trace=Trace.merge([waits_told(report.spans for report in reports if report)]),
         duration_s=max((report.duration_s for report in reports if report), default=0.0),
         messages=[report.messages if report else 0 for report in reports],
         bytes_sent=[report.bytes_sent if report else 0 for report in reports],

@@ -5,6 +5,7 @@ import os
 import pdb
 import random
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any, Never
 
@@ -47,6 +48,21 @@ def seed_random_numbers(rank: int) -> None:
     random.seed(int(for_python))
     np.random.seed(int(for_numpy))
     torch.manual_seed(int(for_torch))
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether this process's GPUs may round the factors of float32 products to TF32's 10 bits.
+
+    By default cuDNN's convolutions do, and matrix products do not; in NVIDIA's containers both do
+    (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1). Runs that are compared need all 23 bits.
+    """
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    # PyTorch has an old switch and a new one, and reading the old one is an error if they differ.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions warn of the old one
+        cuda.matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+    for operation in (cuda.matmul, cudnn.conv, cudnn.rnn):
+        operation.fp32_precision = "tf32" if allowed else "ieee"
 
 
 def take_keyboard_away() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit import gpus
 from labkit.collectives import all_gather
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
@@ -59,6 +60,7 @@ def run_as_rank(
     inside_a_run = True
     try:
         value = fn(comm, *args)
+        gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False
     mine = success(comm, value, time.perf_counter() - started_s)

@@ -16,6 +16,7 @@ from typing import Any
 
 import cloudpickle
 
+from labkit import gpus
 from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
@@ -109,6 +110,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
         started_s = time.perf_counter()
         value = function(comm, *args)
         displays.show_open_figures()
+        gpus.synchronize_used(comm.device)
         report = success(comm, value, time.perf_counter() - started_s)
     except BaseException as error:
         return report_of_failure(rank, error)
@@ -129,7 +131,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
         comm.rank,
         "value",
         payload,
-        spans=tuple(comm.session.recorder.spans()),
+        spans=tuple(comm.session.spans()),
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
         duration_s=duration_s,

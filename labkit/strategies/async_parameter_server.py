@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
@@ -116,7 +117,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             self.gradient.zero_()
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("push"):
-                self.comm.send(self._with_buffers(float(loss), len(targets)), _SERVER)
+                self.comm.send(self._with_buffers(loss, len(targets)), _SERVER)
                 self.comm.send(self.gradient, _SERVER)
             with self.comm.span("pull"):
                 self.comm.recv(self.parameters, _SERVER)
@@ -132,7 +133,9 @@ class AsyncParameterServer(OwnPaceStrategy):
         Yields:
             After each epoch, the seconds since the start and the sum of the epoch's losses.
         """
-        start_s, done, loss = time.perf_counter(), 0, self.report.new_zeros((), dtype=torch.double)
+        done, loss = 0, self.report.new_zeros((), dtype=torch.double)
+        gpus.synchronize(self.comm.device)
+        start_s = time.perf_counter()
         while done < shares * epochs:
             while (worker := self.tracker.next()) is None:
                 self.hear()
@@ -142,6 +145,7 @@ class AsyncParameterServer(OwnPaceStrategy):
                 loss += self.update(worker)
                 done += 1
                 if done % shares == 0:
+                    gpus.synchronize(self.comm.device)
                     yield time.perf_counter() - start_s, loss.clone()
                     loss.zero_()
                 self.answer(worker, go_on=done < shares * epochs)
@@ -164,8 +168,8 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     def update(self, worker: int) -> Tensor:
         """Apply the gradient that was received; returns the share's sum of losses."""
-        loss, num_samples = self.reports[worker][:2]
-        self.samples += int(num_samples)
+        loss, num_samples = self.reports[worker][0], int(self.reports[worker][1])
+        self.samples += num_samples
         if num_samples:
             with self.comm.span("update"):
                 self.optimizer.step()
@@ -206,6 +210,11 @@ class AsyncParameterServer(OwnPaceStrategy):
                 f"workers {sorted(self.tracker.pulled)}: {error}"
             )
 
-    def _with_buffers(self, *numbers: float) -> Tensor:
+    @torch.no_grad()
+    def _with_buffers(self, *numbers: float | Tensor) -> Tensor:
         """A short message: some numbers, then the model's buffers, [len(numbers) + B]."""
-        return torch.cat([self.parameters.new_tensor(numbers), flat_buffers(self.model)])
+        # Filled in one by one: a GPU would wait for the copy of a list.
+        head = self.parameters.new_empty(len(numbers))
+        for place, number in zip(head, numbers):
+            place.fill_(number)
+        return torch.cat([head, flat_buffers(self.model)])

@@ -72,6 +72,11 @@ class Strategy:
         raise NotImplementedError
 
     @property
+    def uses_gpu(self) -> bool:
+        """Whether a batch that this rank reads goes to a GPU, at once or in a step."""
+        return any(device.type == "cuda" for device in (self.comm.device, *self.devices))
+
+    @property
     def workers(self) -> range:
         """The ranks that divide each batch among themselves; any other ranks serve them."""
         return range(self.comm.world_size)

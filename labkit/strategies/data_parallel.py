@@ -63,6 +63,10 @@ class DataParallel(Strategy):
         # One pool of one thread per replica, so that a replica keeps its thread. Device 0 uses
         # the calling thread.
         self.threads = [ThreadPoolExecutor(max_workers=1) for _ in others]
+        # The main thread's spans are those of device 0.
+        comm.session.time_on(self.devices[:1])
+        for device in self.devices:
+            comm.session.timer_of(device)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         parts = self.scatter(inputs)
@@ -115,6 +119,7 @@ class DataParallel(Strategy):
         finally:
             with self.comm.span("wait"):
                 errors = [future.exception() for future in futures]
+                self._wait_for(self.devices[1 : len(futures) + 1])
         for error in filter(None, errors):
             raise error
         return [result, *(future.result() for future in futures)]
@@ -153,15 +158,27 @@ class DataParallel(Strategy):
 
     def _compute(self, index: int, grad: bool, fn: Callable[..., Any], *args: Any) -> Any:
         device = self.devices[index]
-        on_gpu = device.type == "cuda"
-        # The spans' CUDA events are on comm.device, and say nothing about another GPU.
-        timed = device == self.comm.device or not on_gpu
         with (
             torch.set_grad_enabled(grad),
-            torch.cuda.device(device) if on_gpu else nullcontext(),
-            self.comm.span("compute") if timed else nullcontext(),
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+            self.comm.span("compute", device if index else None),
         ):
             return fn(*args)
+
+    def _wait_for(self, others: Sequence[torch.device]) -> None:
+        """Let device 0 wait for the other devices: what it does next needs their results.
+
+        Two GPUs wait for each other's streams, and the host waits for neither.
+        """
+        first = self.devices[0]
+        for device in others:
+            if device.type != "cuda":
+                continue
+            if first.type == "cuda":
+                stream = torch.cuda.current_stream(first)
+                stream.wait_stream(torch.cuda.current_stream(device))
+            else:
+                torch.cuda.current_stream(device).synchronize()
 
     def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
         """Copy ``tensor`` from device 0 to device ``index``, also if both are the CPU."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.workload.losses import Loss, sum_cross_entropy
 
@@ -129,6 +130,9 @@ class LocalGradients:
 
     def _forward_backward(self, part: tuple[Tensor, Tensor], divisor: float) -> Tensor:
         inputs, targets = part
+        if self.slowdown > 1:
+            # What was queued before is not this rank's computing, and must not be slowed down.
+            gpus.synchronize(self.comm.device)
         start_s = time.perf_counter()
         with torch.autocast(self.comm.device.type, self.half, enabled=self.half is not None):
             logits = self.model(inputs)
@@ -145,8 +149,7 @@ class LocalGradients:
         return loss.detach()
 
     def _fall_behind(self, start_s: float, num_samples: int) -> None:
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize(self.comm.device)
+        gpus.synchronize(self.comm.device)
         if self._is_initialised and num_samples:
             # By the median: a slower device would not make a pause of the system any longer.
             self._paces.append((time.perf_counter() - start_s) / num_samples)

@@ -8,12 +8,18 @@ not measure the copy; and a CUDA event says nothing about another device's strea
 on the current stream of the source device, or, from the host, of the target device. The events of
 a hop are recorded on this stream, forward and backward separately.
 
+What else the call does is not part of the hop. Between two GPUs, the copy first waits until the
+target's stream is free: this wait is queued before the first event. Between a GPU and the host,
+the bytes pass through pinned (page-locked) memory, which the bus reads and writes directly;
+otherwise the driver would copy them once more on the host, at the speed of its memory.
+
 Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +30,7 @@ from labkit.schedules.split_points import as_split_points, check_devices, stage_
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import fill_missing
 from labkit.strategies.stage import on_several
-from labkit.trace import ClockTimer, CudaTimer
+from labkit.trace import Timer
 from labkit.workload.chain import layers_of
 
 _KEPT_HOPS = 10_000
@@ -78,6 +84,8 @@ class ModelParallelOneProcess(Strategy):
         self.optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         self.hops: deque[_Hop] = deque(maxlen=_KEPT_HOPS)
         self.steps = 0
+        self.host_memory = ""
+        comm.session.time_on(self.devices)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -100,13 +108,44 @@ class ModelParallelOneProcess(Strategy):
         ends = self.devices[cut : cut + 2]
         source, target = ends if direction == "forward" else reversed(ends)
         gpu = next((device for device in (source, target) if device.type == "cuda"), None)
-        timer = CudaTimer(gpu) if gpu else ClockTimer()
+        timer = self.comm.session.timer_of(gpu or source)
+        copied = self._prepared(tensor, source, target)
         start = timer.mark()
-        moved = tensor.to(target, copy=True)
-        self.hops.append(
-            _Hop(self.steps, cut, direction, tensor.nbytes, timer, start, timer.mark())
-        )
+        moved = copied()
+        end = timer.mark()
+        if gpu and target.type == "cpu":
+            # The host computes with it next.
+            torch.cuda.current_stream(gpu).synchronize()
+        self.hops.append(_Hop(self.steps, cut, direction, tensor.nbytes, timer, start, end))
         return moved
+
+    def _prepared(
+        self, tensor: Tensor, source: torch.device, target: torch.device
+    ) -> Callable[[], Tensor]:
+        """Do what is no part of the hop; return what is: the copy of ``tensor``."""
+        kinds = source.type, target.type
+        if kinds == ("cuda", "cuda"):
+            torch.cuda.current_stream(source).wait_stream(torch.cuda.current_stream(target))
+        elif "cuda" in kinds:
+            try:
+                return self._through_pinned_memory(tensor, source, target)
+            except RuntimeError:
+                # The system lets this process lock no more memory.
+                self.host_memory = "pageable"
+        return partial(tensor.to, target, copy=True)
+
+    def _through_pinned_memory(
+        self, tensor: Tensor, source: torch.device, target: torch.device
+    ) -> Callable[[], Tensor]:
+        # PyTorch keeps freed pinned memory, so only the first steps allocate it.
+        with torch.cuda.device(source if source.type == "cuda" else target):
+            if target.type == "cuda":
+                copied = partial(tensor.pin_memory().to, target, non_blocking=True, copy=True)
+            else:
+                landing = torch.empty_like(tensor, device=target, pin_memory=True)
+                copied = partial(landing.copy_, tensor, non_blocking=True)
+        self.host_memory = self.host_memory or "pinned"
+        return copied
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -118,14 +157,19 @@ class ModelParallelOneProcess(Strategy):
         return value.to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:
-        """The placement, and the hops' bytes and median seconds by cut and direction."""
+        """The placement, and the hops' bytes and median seconds by cut and direction.
+
+        ``host_memory``, if a hop is between a GPU and the host: ``pinned``, so that the seconds
+        are those of the bus, or ``pageable``, if the system has refused pinned memory.
+        """
         edges = [(c, d) for c in range(len(self.devices) - 1) for d in ("forward", "backward")]
         summaries = (self._summary(cut, direction) for cut, direction in edges)
-        return {
+        notes = {
             "split_points": list(self.split_points),
             "devices": [str(device) for device in self.devices],
             "hops": [summary for summary in summaries if summary],
         }
+        return notes | ({"host_memory": self.host_memory} if self.host_memory else {})
 
     def _summary(self, cut: int, direction: str) -> dict[str, Any] | None:
         """Statistics of the hops with the most frequent number of bytes; None if nothing moved."""
@@ -165,7 +209,7 @@ class _Hop(NamedTuple):
     cut: int
     direction: str
     num_bytes: int
-    timer: CudaTimer | ClockTimer
+    timer: Timer
     start: Any
     end: Any
 

@@ -9,7 +9,7 @@ from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.strategies.base import Strategy
 from labkit.training.work import Work
-from labkit.workload.samples import is_integer
+from labkit.workload.samples import is_integer, on_device
 from labkit.workload.sampling import share
 
 _BATCH = 512
@@ -30,10 +30,10 @@ def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
         return sums
     with comm.span("evaluate"):
         parts = [share(b, index, count) for b in torch.arange(len(work.test)).split(_BATCH)]
-        for inputs, targets in work.test.batches(parts):
-            outputs = strategy.predict(inputs.to(comm.device))
+        for batch in work.test.batches(parts, pinned=strategy.uses_gpu):
+            inputs, targets = on_device(batch, comm.device)
+            outputs = strategy.predict(inputs)
             if outputs is not None:
-                targets = targets.to(comm.device)
                 sums[:_LOSS] += _judged(outputs, targets)
                 if not work.is_plain:
                     sums[_LOSS] += work.loss(outputs, targets)

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.config import RunConfig
+from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
 from labkit.training.evaluation import Row, evaluated, row_of, summed_row, told
 from labkit.training.own import NOTHING, Own
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
+from labkit.workload.samples import on_device
 from labkit.workload.sampling import batch_slices, epoch_order, share
 
 # Messages and bytes; None if they are not counted.
@@ -59,9 +62,7 @@ def fit(
         own: the learner's own model, data set, loss and optimizer, where the config names none of
             labkit's.
     """
-    if comm.device.type == "cuda":
-        # TF32 rounds to 10 bits, too few for the runs of two techniques to agree.
-        torch.backends.cudnn.allow_tf32 = False
+    allow_tf32(config.tf32)
     work = work_of(config, own)
     strategy.loss = work.loss
     # The model gets no name here: a strategy may keep only a part of it, and the rest is freed.
@@ -83,9 +84,9 @@ def _in_step(
     epochs: list[Row] = []
     sent: Sent = (0, 0)
     for epoch in range(config.epochs):
-        before, start_s = strategy.sent(), time.perf_counter()
+        before, start_s = strategy.sent(), _now_s(strategy)
         loss_sum = _train_epoch(config, work, strategy, epoch)
-        seconds = time.perf_counter() - start_s
+        seconds = _now_s(strategy) - start_s
         # Evaluation is not part of the technique, so it is neither timed nor counted.
         sent = _added(sent, before, strategy.sent())
         sums = evaluated(work, strategy, *strategy.share())
@@ -94,6 +95,13 @@ def _in_step(
         if verbose and strategy.comm.rank == 0:
             print(told(epoch, config.epochs, epochs[-1]))
     return epochs, sent
+
+
+def _now_s(strategy: Strategy) -> float:
+    """The host's clock, when all that was queued on the strategy's devices has ended."""
+    for device in {strategy.comm.device, *strategy.devices}:
+        gpus.synchronize(device)
+    return time.perf_counter()
 
 
 def _train_epoch(config: RunConfig, work: Work, strategy: Strategy, epoch: int) -> Tensor:
@@ -154,10 +162,10 @@ def _shares(
     """This rank's samples of each global batch, on its device, and the size of that batch."""
     comm = strategy.comm
     mine = [share(batch, *strategy.share()) for batch in batches]
-    loaded = work.train.batches(mine, config.num_workers)
+    loaded = work.train.batches(mine, config.num_workers, pinned=strategy.uses_gpu)
     for batch in batches:
         with comm.span("data"):
-            inputs, targets = (part.to(comm.device) for part in next(loaded))
+            inputs, targets = on_device(next(loaded), comm.device)
         yield inputs, targets, len(batch)
 
 

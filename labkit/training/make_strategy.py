@@ -41,6 +41,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, download: bool = Fal
     _check_backend(config, options.get("devices") or _planned(config).devices)
     if "split_points" in technique.options():
         options["split_points"] = _split_points(config, own, download)
+    _check_tf32(config, options.get("devices") or plan(config.world_size, config.device).devices)
     strategy = technique(**options)
     strategy.check_ranks(config.world_size)
     return strategy
@@ -66,6 +67,14 @@ def _check_backend(config: RunConfig, devices: Sequence[str]) -> None:
                 f"backend {config.backend!r} moves tensors on {needs}, and the ranks are on "
                 f"{device}: choose device {needs!r}, or backend 'gloo'"
             )
+
+
+def _check_tf32(config: RunConfig, devices: Sequence[str]) -> None:
+    if config.tf32 and not any(name.startswith("cuda") for name in devices):
+        raise ValueError(
+            f"tf32 is a mode of NVIDIA's GPUs, and this run is on {devices[0]}: leave it out, or "
+            "run on a GPU"
+        )
 
 
 def _options(config: RunConfig, technique: type[Strategy]) -> dict[str, Any]:

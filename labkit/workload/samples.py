@@ -1,5 +1,6 @@
 """Samples by their numbers: tensors in memory, or a ``torch.utils.data.Dataset``."""
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +31,18 @@ class TensorSamples:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def batches(self, numbers: Iterable[Tensor], num_workers: int = 0) -> Iterator[Pair]:
-        """The samples of each of some batches of ``numbers``, [n] each."""
-        return ((self.inputs[batch], self.targets[batch]) for batch in numbers)
+    def batches(
+        self, numbers: Iterable[Tensor], num_workers: int = 0, *, pinned: bool = False
+    ) -> Iterator[Pair]:
+        """The samples of each of some batches of ``numbers``, [n] each.
+
+        Args:
+            numbers: the samples of each batch.
+            num_workers: for a Dataset.
+            pinned: put batches into page-locked memory, from which a GPU copies without a wait.
+        """
+        pick = _picked_into_pinned if pinned else operator.getitem
+        return ((pick(self.inputs, batch), pick(self.targets, batch)) for batch in numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +60,16 @@ class DatasetSamples:
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def batches(self, numbers: Iterable[Tensor], num_workers: int = 0) -> Iterator[Pair]:
+    def batches(
+        self, numbers: Iterable[Tensor], num_workers: int = 0, *, pinned: bool = False
+    ) -> Iterator[Pair]:
         """As ``TensorSamples.batches``, read ahead by ``num_workers`` processes."""
         loader = DataLoader(
             self.dataset,
             batch_sampler=[batch.tolist() for batch in numbers],
             num_workers=num_workers,
             collate_fn=self.collate,
+            pin_memory=pinned,
         )
         return iter(loader)
 
@@ -153,6 +166,19 @@ def is_integer(tensor: Tensor) -> bool:
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Floats in ``dtype``; anything else as it is."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def on_device(batch: Iterable[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """The parts of a batch on ``device``; a copy to a GPU is queued, and not waited for."""
+    return tuple(part.to(device, non_blocking=device.type == "cuda") for part in batch)
+
+
+def _picked_into_pinned(tensor: Tensor, numbers: Tensor) -> Tensor:
+    """``tensor[numbers]``, in memory that PyTorch keeps for the next batch of this size."""
+    # One batch at a time: a system grants little page-locked memory, and data sets are large.
+    shape = len(numbers), *tensor.shape[1:]
+    picked = torch.empty(shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, numbers, out=picked)
 
 
 def _are_arrays(part: Any) -> bool:

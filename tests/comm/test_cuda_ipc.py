@@ -5,6 +5,7 @@ is real: handles reach the other end, bytes arrive, and the events of a slot are
 order that keeps a queued copy from being overtaken. Real devices: tests/project/test_gpu.py.
 """
 
+import contextlib
 import inspect
 import threading
 from itertools import count
@@ -25,6 +26,17 @@ from labkit.comm.shared_memory import NUM_SLOTS, Arena
 NAMES = count()
 
 
+CURRENT = threading.local()
+
+
+@contextlib.contextmanager
+def current(device):
+    """``torch.cuda.device``: each thread has its own current device."""
+    before, CURRENT.device = getattr(CURRENT, "device", None), device
+    yield
+    CURRENT.device = before
+
+
 class Event:
     """An event that logs when it is recorded and waited for."""
 
@@ -37,6 +49,8 @@ class Event:
         Event.known[self.name] = self
 
     def ipc_handle(self):
+        # As in PyTorch: this makes the event, on the current device.
+        Event.log.append(("made", getattr(CURRENT, "device", None)))
         return self.name
 
     @classmethod
@@ -69,6 +83,7 @@ def ends(monkeypatch):
 
     monkeypatch.setattr(Event, "log", [])
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(cuda_ipc, "export", export)
@@ -118,6 +133,13 @@ def test_the_events_of_a_slot_keep_writing_and_reading_apart(ends):
         used = [entry for entry in Event.log if entry[1] in (filled, free)]
         assert used
         assert used == cycle * (len(used) // 4)
+
+
+def test_a_thread_makes_the_events_on_its_ranks_gpu(ends):
+    """DDP's thread sends, and no thread but the first has the rank's GPU as its current one."""
+    together(lambda: ends[0].send(torch.ones(3), 1), lambda: ends[1].recv(torch.ones(3), 0))
+    made = [device for what, device in Event.log if what == "made"]
+    assert made == [ends[0].device] * 2 * NUM_SLOTS
 
 
 def test_the_fast_rings_way_opens_the_channel_too(ends):

@@ -11,7 +11,7 @@ from labkit.trace import ClockTimer, Recorder
 
 def recorder_on(board, timer=None):
     recorder = Recorder(1, timer)
-    recorder.listener = SpanSums(board.ranks[1], recorder)
+    recorder.listener = SpanSums(board.ranks[1])
     return recorder
 
 

@@ -17,7 +17,7 @@ _peak = defaultdict(int)
 
 
 class Held:
-    """What a storage carries: its device. It counts the GPU's memory in use as long as it lives."""
+    """A storage's device; it counts the GPU's memory in use as long as it lives."""
 
     __slots__ = ("device", "num_bytes", "pinned")
 
@@ -301,6 +301,9 @@ def install():
     }
     for name, value in accelerator.items():
         setattr(torch.accelerator, name, value)
+    for name in ("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"):
+        setattr(torch._C, name, gpus.make_current)
+    torch._C._cuda_hasPrimaryContext = lambda index: _peak[index] > 0
 
 
 def _current_accelerator(check_available=False):

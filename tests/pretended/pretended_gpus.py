@@ -2,15 +2,17 @@
 
 What holds, so that the code for GPUs runs as it would:
 
-* ``torch.cuda`` shows N GPUs (fewer with ``CUDA_VISIBLE_DEVICES``), with events, streams, a current
-  device per thread, properties and memory in use. An event's times are float32 milliseconds.
-* Each storage has a label, ``cpu`` or ``cuda:k``: what ``.device``, ``.is_cuda`` and ``repr`` show.
-  Results have the label of their operands; operands on two devices raise, as does ``.numpy()`` of
-  a tensor on a GPU, or a GPU that does not exist. A copy between devices is a real copy.
+* ``torch.cuda`` shows N GPUs (fewer with ``CUDA_VISIBLE_DEVICES``), with events, streams, a
+  current device per thread, properties and memory in use. An event's times are float32
+  milliseconds.
+* Each storage has a label, ``cpu`` or ``cuda:k``, that ``.device``, ``.is_cuda`` and ``repr``
+  show. Results have the label of their operands; operands on two devices raise, as does
+  ``.numpy()`` of a tensor on a GPU, or a GPU that does not exist.
 * ``init_process_group("nccl")`` and ``new_group`` are gloo underneath, and say nccl. On nccl a
   tensor on the CPU raises, on gloo a GPU's tensor in ``send`` and ``recv`` does.
 * ``transport="shared"`` (CUDA IPC) passes memory that processes share.
-* ``autocast("cuda")``, ``GradScaler``, ``pin_memory``, DDP with ``device_ids``, ``nn.DataParallel``.
+* ``autocast("cuda")``, ``GradScaler``, ``pin_memory``, DDP with ``device_ids``, and
+  ``nn.DataParallel`` work.
 * CUDA is initialised by the first use, and a fork after that cannot use it. A notebook's kernel
   that initialises CUDA ends in an error: labkit promises that it never does.
 
@@ -57,8 +59,8 @@ def initialise():
         return
     if _process["forked"]:
         raise RuntimeError(
-            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you "
-            "must use the 'spawn' start method"
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, "
+            "you must use the 'spawn' start method"
         )
     if not num_gpus():
         raise RuntimeError("No CUDA GPUs are available")
@@ -110,7 +112,7 @@ def checked(device):
 
 
 def resolved(device):
-    """The device that a user names (``None``, 1, ``"cuda"``, ``torch.device``), with its number."""
+    """The device that a user names (1, ``"cuda"``, ``torch.device``), with its number."""
     if isinstance(device, int) and not isinstance(device, bool):
         device = torch.device("cuda", device)
     device = torch.device(device)
@@ -132,7 +134,7 @@ def install():
 
 
 def _threads_pretend_too():
-    """The mode that follows labels belongs to a thread: enter it in each one that Python starts."""
+    """The mode that follows labels belongs to a thread: enter it in each that Python starts."""
     import pretended_labels
 
     bootstrap = threading.Thread._bootstrap_inner

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import pretended_gpus as gpus
 import pretended_labels as labels
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -52,6 +53,8 @@ def install():
     for name in _METHODS:
         _check_tensors(name)
     _share_memory_as_cuda_ipc()
+    for function in (broadcast_coalesced, reduce_add_coalesced, scatter, gather):
+        setattr(torch.nn.parallel.comm, function.__name__, function)
 
 
 def _modules():
@@ -106,3 +109,30 @@ def _share_memory_as_cuda_ipc():
 
     reductions.reduce_tensor = reduce_tensor
     reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
+
+
+# What nn.DataParallel does between GPUs
+
+
+def _on(device, tensor):
+    return labels.moved(tensor, gpus.resolved(device))
+
+
+def broadcast_coalesced(tensors, devices, buffer_size=None):
+    return [[_on(device, tensor.detach()) for tensor in tensors] for device in devices]
+
+
+def reduce_add_coalesced(inputs, destination=None, buffer_size=None):
+    on_one = ([_on(destination, part) for part in parts] for parts in zip(*inputs))
+    return tuple(torch.stack(parts).sum(dim=0) for parts in on_one)
+
+
+def scatter(tensor, devices, chunk_sizes=None, dim=0, streams=None, *, out=None):
+    parts = (
+        tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(chunk_sizes, dim)
+    )
+    return tuple(_on(device, part) for device, part in zip(devices, parts))
+
+
+def gather(tensors, dim=0, destination=None, *, out=None):
+    return torch.cat([_on(destination, tensor) for tensor in tensors], dim)

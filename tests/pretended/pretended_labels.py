@@ -1,6 +1,6 @@
 """Which device a tensor pretends to be on: labels of storages, followed through every function.
 
-``PyTorch`` calls a ``TorchFunctionMode`` before each of its functions. This one reads the labels of
+PyTorch calls a ``TorchFunctionMode`` before each of its functions. This one reads the labels of
 the operands, calls the function on the CPU, and labels the results.
 """
 
@@ -20,7 +20,7 @@ _ORIGINALS = {}
 
 
 def storage_of(tensor):
-    """The tensor's storage if it is on the CPU, else None (meta, sparse, of a function transform)."""
+    """The tensor's storage if it has one on the CPU, else None (meta, sparse, under vmap)."""
     try:
         return tensor.untyped_storage() if tensor.device.type == "cpu" else None
     except (NotImplementedError, RuntimeError):
@@ -150,8 +150,8 @@ def _as_tensor(func, args, kwargs):
 def _only_on_cpu(func, args, kwargs):
     if shown(args[0]).type == "cuda":
         raise TypeError(
-            f"can't convert {shown(args[0])} device type tensor to numpy. Use Tensor.cpu() to copy "
-            "the tensor to host memory first."
+            f"can't convert {shown(args[0])} device type tensor to numpy. Use Tensor.cpu() to "
+            "copy the tensor to host memory first."
         )
     return func(*args, **kwargs)
 

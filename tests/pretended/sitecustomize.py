@@ -33,5 +33,16 @@ class AfterTorch:
         return spec
 
 
+def show_a_driver():
+    """Let this process see the file of NVIDIA's driver, and this number of GPUs in a variable.
+
+    The variable is one that chooses GPUs, so that results kept for real GPUs are not taken.
+    """
+    exists = os.path.exists
+    os.path.exists = lambda path: path == "/dev/nvidiactl" or exists(path)
+    os.environ["NVIDIA_VISIBLE_DEVICES"] = f"pretended:{os.environ['LABKIT_PRETEND_GPUS']}"
+
+
 if int(os.environ.get("LABKIT_PRETEND_GPUS") or 0):
+    show_a_driver()
     sys.meta_path.insert(0, AfterTorch())

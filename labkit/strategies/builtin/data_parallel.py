@@ -47,6 +47,7 @@ class TorchDataParallel(Strategy):
         self.without = not gpus and torch.cuda.is_available()
         self.replicas = self.model if self.without else nn.DataParallel(self.model, gpus or None)
         self.comm = comm
+        comm.session.time_on(self.devices)
         self.num_replicas = max(1, len(gpus))
         self.gradients = LocalGradients(comm, self.replicas, loss=self.loss)
         self.optimizer = make_optimizer(self.model.parameters())

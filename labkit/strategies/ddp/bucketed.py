@@ -60,7 +60,7 @@ class BucketedDDP(NaiveDDP):
             bucket = self.buckets[len(self._launched)]
             if bucket.missing:
                 return
-            self._launch(bucket, is_waited_for=self.comm.device.type == "cuda")
+            self._launch(bucket)
 
     def sum_gradients(self) -> None:
         for bucket in self.buckets[len(self._launched) :]:
@@ -77,11 +77,8 @@ class BucketedDDP(NaiveDDP):
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
 
-    def _launch(self, bucket: "Bucket", is_waited_for: bool) -> None:
-        """Queue a bucket; one that is waited for runs in this thread if no other is under way.
-
-        On a GPU every bucket counts as waited for: the calls only queue work on the stream.
-        """
+    def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
+        """Queue a bucket; one that is waited for runs in this thread if no other is under way."""
         started = start_all_reduce(self.comm, bucket.gradients(), self.op, is_waited_for)
         self._launched.append(started)
 
@@ -137,6 +134,7 @@ def start_all_reduce(
 
     The all-reduces of a rank run one after another in the order of the calls, which must be equal
     on all ranks. Neither read nor change the tensor until ``wait()`` of the handle has returned.
+    On a GPU they run on a stream of their own: see ``WorkQueue``.
 
     Args:
         comm: send nothing else on it in the meantime.

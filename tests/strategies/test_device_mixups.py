@@ -1,0 +1,155 @@
+"""Every technique's step on GPUs that do not exist: no tensor is on the wrong device.
+
+And the host waits for no GPU where the technique does not need it (``tests/fake_gpus.py``).
+PyTorch's counterparts are not here: their C++ asks the driver.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from fake_gpus import FakeComm, pretended
+from torch import nn
+
+from labkit import strategies
+
+STEPS = 3
+
+
+def model():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+    )
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def batches(device):
+    for _ in range(STEPS):
+        inputs, targets = torch.randn(6, 1, 8, 8), torch.zeros(6, dtype=torch.int64)
+        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True), 12
+
+
+# technique, ranks, options
+ON_RANKS = [
+    ("single", 1, {}),
+    ("single", 1, {"accumulate": 2, "amp": "bf16"}),
+    ("ring_all_reduce", 2, {}),
+    ("ring_all_reduce", 2, {"compress": "fp16", "amp": "bf16"}),
+    ("ring_all_reduce", 2, {"compress": "topk"}),
+    ("ddp", 2, {}),
+    ("ddp", 2, {"bucket_mb": 0, "accumulate": 2}),
+    ("parameter_server", 2, {}),
+    ("parameter_server", 3, {"servers": 2}),
+    ("model_parallel", 2, {"split_points": (3,)}),
+    ("pipeline", 2, {"split_points": (3,), "micro_batches": 3}),
+    ("pipeline", 2, {"split_points": (3,), "micro_batches": 3, "schedule": "1f1b"}),
+]
+IN_ONE_PROCESS = [
+    (technique, devices)
+    for technique in ("data_parallel", "model_parallel")
+    for devices in (
+        ("cuda:0", "cuda:1"),
+        ("cuda:1", "cuda:0"),
+        ("cuda:0", "cpu"),
+        ("cpu", "cuda:0"),
+    )
+]
+
+
+def waits(gpus, strategy, comm):
+    """Where the host waits for a GPU in each step after the first, of one rank."""
+    strategy.setup(comm, model(), sgd)
+    for number, batch in enumerate(batches(comm.device)):
+        if number == 1:
+            gpus.waits.clear()
+        loss = strategy.step(*batch)
+        assert loss.device == comm.device
+    found = list(gpus.waits)
+    strategy.end_epoch()
+    logits = strategy.predict(batch[0])
+    assert logits is None or logits.device == comm.device
+    strategy.full_state()
+    return found
+
+
+@pytest.mark.parametrize(("technique", "ranks", "options"), ON_RANKS)
+def test_a_step_stays_on_the_ranks_gpu_and_waits_for_nothing(
+    technique, ranks, options, monkeypatch
+):
+    for rank in range(ranks):
+        with pretended(monkeypatch) as gpus:
+            comm = FakeComm(rank, ranks, f"cuda:{rank}")
+            assert waits(gpus, strategies.get(technique)(**options), comm) == []
+
+
+@pytest.mark.parametrize(("technique", "devices"), IN_ONE_PROCESS)
+def test_in_one_process_each_tensor_is_where_it_has_to_be(technique, devices, monkeypatch):
+    options = {"split_points": (3,)} if technique == "model_parallel" else {}
+    strategy = strategies.get(technique, in_one_process=True)(devices=devices, **options)
+    with pretended(monkeypatch) as gpus:
+        found = waits(gpus, strategy, FakeComm(0, 1, devices[0]))
+    assert bool(found) == ("cpu" in devices), found
+
+
+@pytest.mark.parametrize(
+    ("rank", "needed"),
+    [(0, "num_samples = self.reports"), (1, "go_on, done = bool(answer[0])")],
+)
+def test_an_asynchronous_server_and_its_worker_wait_for_one_number_a_push(
+    rank, needed, monkeypatch
+):
+    """The server asks for the size of the share, and the worker whether to go on."""
+    strategy = strategies.get("async_parameter_server")()
+    with pretended(monkeypatch) as gpus:
+        comm = FakeComm(rank, 2, f"cuda:{rank}")
+        strategy.setup(comm, model(), sgd)
+        # When the batches end, so does the worker.
+        with contextlib.suppress(RuntimeError):
+            list(strategy.train(batches(comm.device), STEPS, 1))
+    in_steps = [wait for wait in gpus.waits if "session.py" not in wait and ".to(" not in wait]
+    assert len(in_steps) == STEPS
+    assert all(needed in wait for wait in in_steps)
+
+
+class CpuTensor(torch.optim.SGD):
+    """An optimizer that adds a tensor of the CPU to its gradients."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad += torch.zeros(parameter.shape)
+
+
+class Reads(torch.optim.SGD):
+    """An optimizer that reads a number from the GPU, and copies one there and back."""
+
+    def step(self, closure=None):
+        (parameter, *_) = self.param_groups[0]["params"]
+        if parameter.grad.sum() > 0:
+            parameter.sum().cpu()
+        torch.ones(3).to(parameter.device)
+        torch.ones(3).to(parameter.device, non_blocking=True)
+        torch.cuda.synchronize()
+
+
+def test_a_tensor_of_the_cpu_is_found(monkeypatch):
+    with pretended(monkeypatch):
+        comm = FakeComm(0, 1, "cuda:0")
+        strategy = strategies.get("single")()
+        strategy.setup(comm, model(), lambda parameters: CpuTensor(parameters, lr=0.1))
+        batch = next(batches(comm.device))
+        with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cpu"):
+            strategy.step(*batch)
+
+
+def test_numbers_that_are_read_and_copies_that_are_waited_for_are_found(monkeypatch):
+    with pretended(monkeypatch) as gpus:
+        comm = FakeComm(0, 1, "cuda:0")
+        strategy = strategies.get("single")()
+        strategy.setup(comm, model(), lambda parameters: Reads(parameters, lr=0.1))
+        gpus.waits.clear()
+        strategy.step(*next(batches(comm.device)))
+    kinds = [wait.partition(" at ")[0] for wait in gpus.waits]
+    assert kinds == ["item", "copy", "copy", "torch.cuda.synchronize"]
