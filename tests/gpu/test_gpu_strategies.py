@@ -37,17 +37,20 @@ def cases(world_size):
 @pytest.mark.parametrize(("strategy", "builtin", "devices"), [*cases(2), *cases(3)])
 def test_every_technique_equals_one_device(strategy, builtin, devices):
     world_size = len(devices.split(","))
-    options = STAGED.get(strategy, {}) if not (builtin and strategy == "model_parallel") else {}
-    if strategy in STAGED:
+    options, where = STAGED.get(strategy, {}), {"devices": devices}
+    if strategy == "model_parallel":
         # Named devices would mean stages in one process.
-        where = {"device": "cuda", "transport": "auto" if needs.GPUS >= world_size else "gloo"}
-        if len(set(devices.split(","))) == 1 and needs.GPUS > 1:
-            where["transport"] = "gloo"
-    else:
-        where = {"devices": devices}
+        shared = len(set(devices.split(","))) < world_size
+        where = {"device": "cuda", "transport": "gloo" if shared else "auto"}
     for dtype, furthest in FURTHEST.items():
         result = train_with(
-            strategy, world_size=world_size, builtin=builtin, dtype=dtype, **where, **DATA, **options
+            strategy,
+            world_size=world_size,
+            builtin=builtin,
+            dtype=dtype,
+            **where,
+            **DATA,
+            **options,
         )
         assert result.difference_from(alone(dtype)) < furthest
         assert result.replicas_agree in (True, None)
