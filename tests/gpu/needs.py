@@ -25,9 +25,6 @@ def gpus(count):
 # Pretended GPUs have neither a clock nor memory of their own.
 real = pytest.mark.skipif(PRETENDED, reason="needs a real GPU, those here are pretended")
 
-# Where NCCL takes several ranks on one GPU; see conftest.py.
-nccl_shares = pytest.mark.usefixtures("nccl_shares")
-
 
 def placed(world_size):
     """Each way to give ``world_size`` ranks their GPUs: all share one, or each has its own."""

@@ -154,7 +154,7 @@ def test_an_error_of_a_rank_keeps_its_kind(devices):
             torch.empty(2**50, dtype=torch.uint8, device=comm.device)
         comm.barrier()
 
-    with pytest.raises(WorkerError, match="(?i)memory") as caught:
+    with pytest.raises(WorkerError, match=r"(?i)memory") as caught:
         run(takes_too_much, world_size=2, devices=devices, timeout_s=60)
     assert caught.value.rank == 0
 

@@ -15,16 +15,11 @@ DTYPES += [torch.uint8, torch.bool, torch.complex64]
 
 
 def over_every_transport(world_size):
-    """(devices, transport): gloo, CUDA IPC, and NCCL with ranks that share a GPU and without."""
-    shared, own = needs.placed(world_size)
+    """(devices, transport): gloo, CUDA IPC and NCCL, where ranks share a GPU and do not."""
     for transport in ("gloo", "shared", "nccl"):
-        for devices in (shared, own):
+        for devices in needs.placed(world_size):
             name = f"{transport}, {devices.id}"
-            if transport == "nccl" and devices is shared:
-                marks = [*devices.marks, needs.nccl_shares]
-            else:
-                marks = devices.marks
-            yield pytest.param(*devices.values, transport, id=name, marks=marks)
+            yield pytest.param(*devices.values, transport, id=name, marks=devices.marks)
 
 
 def rings(comm, num_elements):
