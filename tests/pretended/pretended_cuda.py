@@ -1,0 +1,318 @@
+"""The parts of ``torch.cuda`` that need a GPU, for ``pretended_gpus``."""
+
+import os
+import struct
+import time
+import uuid
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pretended_gpus as gpus
+import torch
+
+MEMORY_BYTES = 16 * 2**30
+_BLOCK = 2 * 2**20
+_allocated = defaultdict(int)
+_peak = defaultdict(int)
+
+
+class Held:
+    """A storage's device; it counts the GPU's memory in use as long as it lives."""
+
+    __slots__ = ("device", "num_bytes", "pinned")
+
+    def __init__(self, device, num_bytes, pinned=False):
+        self.device, self.num_bytes, self.pinned = device, num_bytes, pinned
+        if device.type == "cuda":
+            # The allocator hands out multiples of 512 bytes.
+            self.num_bytes = -(-num_bytes // 512) * 512
+            _allocated[device.index] += self.num_bytes
+            _peak[device.index] = max(_peak[device.index], _allocated[device.index])
+
+    def __del__(self):
+        if self.device.type == "cuda":
+            _allocated[self.device.index] -= self.num_bytes
+
+
+class Stream:
+    """A stream on which everything has been done."""
+
+    def __init__(self, device=None, priority=0, **options):
+        self.device = gpus.resolved("cuda" if device is None else device)
+        self.device_index, self.priority = self.device.index, priority
+        self.stream_id = self.cuda_stream = 0
+
+    def wait_event(self, event):
+        event.check_device()
+
+    def wait_stream(self, stream):
+        assert isinstance(stream, Stream), stream
+
+    def record_event(self, event=None):
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self):
+        gpus.initialise()
+
+    def query(self):
+        return True
+
+    def is_capturing(self):
+        return False
+
+    def __enter__(self):
+        self._context = torch.cuda.stream(self)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._context.__exit__(*error)
+
+    def __repr__(self):
+        return f"<torch.cuda.Stream device={self.device} pretended>"
+
+
+class Event:
+    """An event: when it was recorded, by the host's clock, and of which GPU."""
+
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
+        self._timing, self._interprocess = enable_timing, interprocess
+        self._recorded_s = self.device = None
+
+    @classmethod
+    def from_ipc_handle(cls, device, handle):
+        event = cls(interprocess=True)
+        event.device = gpus.resolved(device)
+        assert len(handle) == 64, "not a handle of an event"
+        return event
+
+    def ipc_handle(self):
+        assert self._interprocess, "an event without interprocess=True has no handle"
+        # It belongs to the current GPU from now on.
+        self.device = self.device or gpus.resolved("cuda")
+        return struct.pack("qq", os.getpid(), id(self)).ljust(64, b"\0")
+
+    def record(self, stream=None):
+        stream = torch.cuda.current_stream() if stream is None else stream
+        if self.device is not None and self.device != stream.device:
+            raise RuntimeError(
+                f"Event device {self.device.index} does not match recording stream's device "
+                f"{stream.device.index}."
+            )
+        self.device, self._recorded_s = stream.device, time.perf_counter()
+
+    def check_device(self):
+        gpus.initialise()
+
+    def wait(self, stream=None):
+        self.check_device()
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        gpus.initialise()
+
+    def elapsed_time(self, end):
+        """Milliseconds, in float32 as CUDA gives them."""
+        if not (self._timing and end._timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._recorded_s is None or end._recorded_s is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if self.device != end.device:
+            raise RuntimeError("CUDA error: invalid resource handle (events of two GPUs)")
+        (rounded,) = struct.unpack(
+            "f", struct.pack("f", (end._recorded_s - self._recorded_s) * 1e3)
+        )
+        return rounded
+
+
+class StreamContext:
+    """``torch.cuda.stream(s)``: makes a stream, and its GPU, this thread's current ones."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __enter__(self):
+        if self.stream is None:
+            return
+        self._device = gpus.make_current(self.stream.device_index)
+        self._before = _streams().get(self.stream.device_index)
+        _streams()[self.stream.device_index] = self.stream
+
+    def __exit__(self, *error):
+        if self.stream is None:
+            return
+        _streams()[self.stream.device_index] = self._before
+        gpus.make_current(self._device)
+
+
+def _streams():
+    if not hasattr(gpus._state, "streams"):
+        gpus._state.streams = {}
+    return gpus._state.streams
+
+
+_default_streams = {}
+
+
+def default_stream(device=None):
+    index = gpus.resolved("cuda" if device is None else device).index
+    if index not in _default_streams:
+        _default_streams[index] = Stream(torch.device("cuda", index))
+    return _default_streams[index]
+
+
+def current_stream(device=None):
+    index = gpus.resolved("cuda" if device is None else device).index
+    return _streams().get(index) or default_stream(index)
+
+
+def set_stream(stream):
+    if stream is not None:
+        gpus.make_current(stream.device_index)
+        _streams()[stream.device_index] = stream
+
+
+def get_device_properties(device=None):
+    device = gpus.resolved("cuda" if device is None else device)
+    return SimpleNamespace(
+        name="Pretended GPU",
+        major=9,
+        minor=0,
+        total_memory=MEMORY_BYTES,
+        multi_processor_count=132,
+        uuid=uuid.UUID(int=device.index),
+        pci_bus_id=device.index,
+        pci_device_id=0,
+        pci_domain_id=0,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        warp_size=32,
+        L2_cache_size=50 * 2**20,
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block=48 * 2**10,
+        regs_per_multiprocessor=65536,
+    )
+
+
+def set_device(device):
+    gpus.make_current(gpus.resolved(device).index)
+
+
+def current_device():
+    gpus.initialise()
+    return gpus.current()
+
+
+def synchronize(device=None):
+    gpus.resolved("cuda" if device is None else device)
+
+
+def can_device_access_peer(device, peer):
+    return gpus.resolved(device) != gpus.resolved(peer)
+
+
+def _index(device):
+    return gpus.current() if device is None else gpus.resolved(device).index
+
+
+def _reserved(num_bytes):
+    return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def memory_allocated(device=None):
+    return _allocated[_index(device)]
+
+
+def max_memory_allocated(device=None):
+    return _peak[_index(device)]
+
+
+def memory_reserved(device=None):
+    return _reserved(_allocated[_index(device)])
+
+
+def max_memory_reserved(device=None):
+    return _reserved(_peak[_index(device)])
+
+
+def memory_stats(device=None):
+    stats = defaultdict(int)
+    for name, now, peak in (
+        ("allocated", memory_allocated(device), max_memory_allocated(device)),
+        ("reserved", memory_reserved(device), max_memory_reserved(device)),
+    ):
+        stats[f"{name}_bytes.all.current"], stats[f"{name}_bytes.all.peak"] = now, peak
+    return stats
+
+
+def reset_peak_memory_stats(device=None):
+    _peak[_index(device)] = _allocated[_index(device)]
+
+
+def mem_get_info(device=None):
+    device = gpus.resolved("cuda" if device is None else device)
+    return MEMORY_BYTES - _reserved(_allocated[device.index]) - 400 * 2**20, MEMORY_BYTES
+
+
+def _sleep(cycles):
+    time.sleep(cycles / 1.5e9)
+
+
+def install():
+    """Put these names into ``torch.cuda``, its submodules that took some, and ``accelerator``."""
+    cuda = torch.cuda
+    nothing = dict.fromkeys(("empty_cache", "ipc_collect", "init"), lambda: None)
+    ours = {name: globals()[name] for name in _PUBLIC} | nothing
+    ours |= {
+        "device_count": gpus.num_gpus,
+        "is_available": lambda: gpus.num_gpus() > 0,
+        "is_initialized": gpus.is_initialised,
+        "_is_compiled": lambda: True,
+        "_is_in_bad_fork": gpus.in_bad_fork,
+        "_lazy_init": gpus.initialise,
+        "_exchange_device": gpus.make_current,
+        "_maybe_exchange_device": gpus.make_current,
+        "stream": StreamContext,
+        "get_arch_list": lambda: ["sm_80", "sm_90"],
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_device_name": lambda device=None: get_device_properties(device).name,
+        "get_device_capability": lambda device=None: (9, 0),
+        "default_generators": tuple(torch._C.Generator() for _ in range(gpus.num_gpus())),
+    }
+    for name, value in ours.items():
+        setattr(cuda, name, value)
+        for module in (cuda.memory, cuda.random, cuda.graphs):
+            if hasattr(module, name):
+                setattr(module, name, value)
+    accelerator = {
+        "is_available": ours["is_available"],
+        "device_count": gpus.num_gpus,
+        "current_accelerator": _current_accelerator,
+        "current_device_index": current_device,
+        "set_device_index": set_device,
+        "current_stream": current_stream,
+        "synchronize": synchronize,
+        "empty_cache": lambda: None,
+    }
+    for name, value in accelerator.items():
+        setattr(torch.accelerator, name, value)
+    for name in ("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"):
+        setattr(torch._C, name, gpus.make_current)
+    torch._C._cuda_hasPrimaryContext = lambda index: _peak[index] > 0
+
+
+def _current_accelerator(check_available=False):
+    return torch.device("cuda") if gpus.num_gpus() or not check_available else None
+
+
+_PUBLIC = (
+    *("Stream", "Event", "StreamContext", "default_stream", "current_stream", "set_stream"),
+    *("get_device_properties", "set_device", "current_device", "synchronize"),
+    *("can_device_access_peer", "memory_allocated", "max_memory_allocated", "memory_reserved"),
+    *("max_memory_reserved", "memory_stats", "reset_peak_memory_stats", "mem_get_info", "_sleep"),
+)
