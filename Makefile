@@ -23,7 +23,7 @@ export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-core test-notebooks test-torch slowest storm bench html \
+.PHONY: help env lab test test-unit test-core test-gpu test-notebooks test-torch slowest storm bench html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test            set up and run every test: unit, notebooks, browser"
 	@echo "make test-unit       the quick part: no notebooks, no browser, nothing marked fresh or slow"
 	@echo "make test-core       the core's tests without the course around it"
+	@echo "make test-gpu        what needs GPUs (make test hides them)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH=2.11.0)"
 	@echo "make slowest         run every test and record the 40 slowest in data/results"
@@ -90,6 +91,10 @@ test-notebooks: env
 
 test-unit: env
 	$(BIN)/python -m pytest $(SPREAD) -p no:nbval -m "not browser and not fresh and not slow" tests $(ARGS)
+
+# What needs GPUs; without any, all of it is skipped and says why.
+test-gpu: env
+	LABKIT_TEST_GPUS=1 LABKIT_LIVE=0 $(BIN)/python -m pytest -p no:nbval tests/gpu $(ARGS)
 
 test-core: env
 	$(BIN)/python tests/core.py $(SPREAD) $(ARGS)

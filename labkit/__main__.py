@@ -1,6 +1,7 @@
 """The command line: ``python -m labkit train | explain | bench | compare | ... | lab``."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -70,6 +71,7 @@ def make_parser() -> _Parser:
     commands.add_parser("doctor", help="check what this machine has and can do")
     _add_bench(commands)
     _add_compare(commands)
+    _add_gpu_report(commands)
     _add_progress(commands)
     commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
     choices = commands.choices.items()
@@ -118,7 +120,8 @@ def _add_bench(commands) -> None:
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
     add("--models", type=_list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
     add("--repeats", type=_integer, metavar="N", help="at most N repeats; slow ones get fewer")
-    add("--device", metavar="auto|cpu|cuda", help="all-reduce, ddp: where the tensors are")
+    add("--device", metavar="auto|cpu|cuda", help="where the ranks run")
+    add("--devices", type=_list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
     draw = "all-reduce, placement: draw the times, to FILE.png"
@@ -146,6 +149,17 @@ def _add_compare(commands) -> None:
     add("--json", dest="json_path", metavar="FILE", help="record runs and hardware in FILE")
     add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png in DIR")
     add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
+
+
+def _add_gpu_report(commands) -> None:
+    add = commands.add_parser(
+        "gpu-report", help="measure all that a GPU server can show"
+    ).add_argument
+    add("--out", metavar="FOLDER", help="the report's folder; continued if it is one (gpu-report)")
+    minutes = "for everything, the most valuable steps first (30)"
+    add("--minutes", type=_typed(units.parse_number), metavar="M", help=minutes)
+    add("--steps", type=_list_of(str), metavar="S,S", help="only these: doctor, placements, ...")
+    add("--quick", action="store_true", default=None, help="the least of each step, as a test")
 
 
 def _add_progress(commands) -> None:
@@ -234,6 +248,16 @@ def _compare(arguments: argparse.Namespace) -> int:
     return compare.main(**_given(arguments))
 
 
+def _gpu_report(arguments: argparse.Namespace) -> int:
+    from labkit.bench.gpu_report.command import main as gpu_report
+    from labkit.lab import workbook_root
+
+    given, root = _given(arguments), None
+    with contextlib.suppress(ValueError):
+        root = workbook_root()
+    return gpu_report(**{name: given[name] for name in given if name != "words"}, root=root)
+
+
 def _progress(arguments: argparse.Namespace) -> int:
     from labkit.notebook import progress
 
@@ -258,6 +282,7 @@ def _lab(arguments: argparse.Namespace) -> int:
 
 
 _COMMANDS = dict(train=_train, explain=_explain, bench=_bench, compare=_compare)
+_COMMANDS["gpu-report"] = _gpu_report
 _COMMANDS |= dict(progress=_progress, doctor=_doctor, lab=_lab)
 
 

@@ -182,8 +182,8 @@ def check_named(
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     among = f" in CUDA_VISIBLE_DEVICES={visible}" if visible else ""
     raise ValueError(
-        f"{shown}: this machine has {format_count(len(usable), 'CUDA GPU')}{among}{known}, counted "
-        f"from cuda:0; name others, or leave devices out{why and f'. {why}'}"
+        f"{shown}: this machine has {format_count(len(usable), 'CUDA GPU')}{among}{known}, "
+        f"counted from cuda:0; name others, or leave devices out{why and f'. {why}'}"
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from labkit.config import RunConfig, parse_devices, parse_link, parse_straggler
 
@@ -117,6 +118,58 @@ def test_options_are_those_that_were_given():
     assert RunConfig().options() == {}
     config = RunConfig(accumulate=1, max_staleness=0, builtin=True, backend="labkit")
     assert config.options() == {"accumulate": 1, "max_staleness": 0, "backend": "labkit"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "cuda:0, cuda:11",
+        " cuda:0 ,cuda:11",
+        ["cuda:0", "cuda:11"],
+        ("cuda:0 ", torch.device("cuda", 11)),
+    ],
+)
+def test_devices_may_be_a_text_or_a_sequence_and_are_kept_as_text(given):
+    assert parse_devices(given) == ("cuda:0", "cuda:11")
+    assert RunConfig("ddp", devices=given).as_dict()["devices"] == "cuda:0,cuda:11"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("cuda", r"got 'cuda' \(did you mean cuda:0\?\) in 'cuda'"),
+        ("cuda:00", r"'cuda:00' \(did you mean cuda:0\?\)"),
+        ("cpu,gpu:1", r"'gpu:1' \(did you mean cuda:1\?\) in 'cpu,gpu:1'"),
+        ("CUDA:2", r"did you mean cuda:2\?"),
+        ("2,3", r"got '2' \(did you mean cuda:2\?\)"),
+        ([0, 1], r"got '0' \(did you mean cuda:0\?\) in \[0, 1\]"),
+        (3, r"got '3' \(did you mean cuda:3\?\)"),
+        ("cuda:-1", "got 'cuda:-1' in"),
+        ("cuda:0,,cpu", "got '' in"),
+        ("cuda:0 cuda:1", "separated by commas, got 'cuda:0 cuda:1' in"),
+        ("cuda:٣", "got 'cuda:٣'"),
+        ((), "got '' in"),
+        ("", "got '' in"),
+    ],
+)
+def test_other_names_of_devices_are_refused_with_the_closest_right_one(given, told):
+    with pytest.raises(ValueError, match=f"must be cpu or cuda:NUMBER, .*{told}"):
+        parse_devices(given)
+    with pytest.raises(ValueError, match="must be cpu or cuda:NUMBER"):
+        RunConfig("ddp", devices=given)
+
+
+def test_ranks_of_torchrun_get_the_devices_of_their_machine(monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert RunConfig("ddp", devices="cpu,cpu", world_size=4).world_size == 4
+    with pytest.raises(ValueError, match="makes 4 devices, but world_size is 3"):
+        RunConfig("ddp", devices="cpu,cpu", world_size=3)
+
+
+def test_a_link_goes_with_devices_where_ranks_send_messages():
+    RunConfig("ddp", devices="cpu,cpu", link="10ms")
+    with pytest.raises(ValueError, match="with devices one process moves the tensors"):
+        RunConfig("data_parallel", devices="cpu,cpu", link="10ms")
 
 
 def test_the_world_size_follows_the_devices():

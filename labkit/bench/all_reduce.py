@@ -11,10 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit import collectives, devices
+from labkit import collectives
 from labkit.bench.all_reduce_result import AllReduceResult
-from labkit.bench.link_and_memory import measure_memory, measure_messages
-from labkit.bench.turns import check_settings, on_ranks, process_groups, slowest, take_turns, timed
+from labkit.bench.device_copies import ring_bytes_per_s
+from labkit.bench.link_and_memory import Links, measure_memory, measure_messages
+from labkit.bench.turns import (
+    Where,
+    check_settings,
+    on_ranks,
+    process_groups,
+    slowest,
+    take_turns,
+    timed,
+)
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.units import MOST_BYTES, check_integer, format_bytes
@@ -36,6 +45,7 @@ def bench_all_reduce(
     sizes_bytes: tuple[int, ...] = SIZES_BYTES,
     repeats: int = 50,
     device: str = "auto",
+    devices: tuple[str, ...] | None = None,
     *,
     guests: Mapping[str, Guest] | None = None,
 ) -> Iterator[AllReduceResult]:
@@ -48,8 +58,7 @@ def bench_all_reduce(
         world_sizes: of the runs, each at least 2.
         sizes_bytes: S, multiples of 4.
         repeats: at most; large tensors get fewer, at least 5.
-        device: ``auto``, ``cpu`` or ``cuda``. On ``cuda`` NCCL takes part where each rank has a
-            GPU.
+        device, devices: see ``labkit.run``. On ``cuda`` NCCL takes part where each rank has a GPU.
         guests: additional contenders by name, as ``tools/bench_mpi.py`` adds MPI.
 
     Raises:
@@ -63,9 +72,30 @@ def bench_all_reduce(
             raise ValueError(
                 f"{size} bytes are not a whole number of float32 elements: give a multiple of 4"
             )
-    kind = devices.plan(1, device).devices[0].partition(":")[0]
-    run = partial(on_ranks, measure, sizes_bytes, repeats, dict(guests or {}), device=device)
-    return (AllReduceResult.of(slowest(run(world_size=n)), n, kind) for n in world_sizes)
+    where = Where(device, devices)
+    kind = where.kind
+    links = {world_size: _links(world_size, where) for world_size in world_sizes}
+    run = partial(on_ranks, measure, sizes_bytes, repeats, dict(guests or {}), where=where)
+    return (
+        AllReduceResult.of(slowest(run(world_size=n)), n, kind, links[n]()) for n in world_sizes
+    )
+
+
+def _links(world_size: int, where: Where) -> Callable[[], Links | None]:
+    """Measures the links between the ranks' GPUs; they have none if a GPU has two ranks."""
+    names = where.plan(world_size).devices
+    if "cpu" in names or len(set(names)) < world_size:
+        return lambda: None
+
+    def measured() -> Links:
+        (speed,) = on_ranks(_ring_of_copies, names, world_size=1, where=where)
+        return Links(world_size, speed)
+
+    return measured
+
+
+def _ring_of_copies(comm: Comm, names: tuple[str, ...]) -> float:
+    return ring_bytes_per_s(names)
 
 
 def measure(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from labkit.bench.link_and_memory import Memory, fit_links
+from labkit.bench.link_and_memory import Links, Memory, fit_links
 from labkit.bench.record import Figures, Result
 from labkit.bench.spread import Spread, ratios, step_record, table
 from labkit.costs.link import Link
@@ -29,8 +29,9 @@ class AllReduceResult(Result):
     Attributes:
         transport: of our own contenders.
         seconds: ``{size in bytes: {contender: [seconds of each repeat]}}``.
-        memory: the memory bandwidth, which limits every all-reduce.
+        memory: the memory bandwidth, which limits an all-reduce of ranks that share it.
         links: by transport, the cost of a message when all ranks send at the same time.
+        between: the links between the ranks' GPUs, which limit it instead; None without them.
     """
 
     world_size: int
@@ -39,13 +40,22 @@ class AllReduceResult(Result):
     seconds: dict[int, dict[str, list[float]]]
     memory: Memory
     links: dict[str, Link]
+    between: Links | None = None
 
     @classmethod
-    def of(cls, seconds: dict[str, Any], world_size: int, device: str) -> "AllReduceResult":
+    def of(
+        cls, seconds: dict[str, Any], world_size: int, device: str, between: Links | None = None
+    ) -> "AllReduceResult":
         """Build it from ``labkit.bench.all_reduce.measure``, as seconds of the slowest rank."""
         links = fit_links(seconds["messages"])
         memory = Memory.of(seconds["memory"], world_size)
-        return cls(world_size, device, next(iter(links)), seconds["all_reduce"], memory, links)
+        own = next(iter(links))
+        return cls(world_size, device, own, seconds["all_reduce"], memory, links, between)
+
+    @property
+    def limit(self) -> Memory | Links:
+        """What no all-reduce can beat."""
+        return self.between or self.memory
 
     @property
     def references(self) -> list[str]:
@@ -56,13 +66,14 @@ class AllReduceResult(Result):
     def rows(self) -> list[dict[str, Any]]:
         """One row per size and contender, for the record.
 
-        ``bus_bytes_per_s`` is 2 (P - 1) / P x S / t, the bytes per second that each link of a
-        ring carries, which can be compared across P (the bus bandwidth of nccl-tests).
-        ``limit_s`` is the least time that the memory allows, see ``Memory``.
+        ``algorithm_bytes_per_s`` is S / t, and ``bus_bytes_per_s`` is 2 (P - 1) / P x S / t, the
+        bytes per second that each link of a ring carries, which can be compared across P and with
+        the speed of the links (algbw and busbw of nccl-tests). ``limit_s`` is the least time that
+        the memory or the links allow, see ``limit``.
         """
         rows = []
         for size, by_name in self.seconds.items():
-            limit_s = self.memory.seconds(size)
+            limit_s = self.limit.seconds(size)
             carried = 2 * (self.world_size - 1) / self.world_size * size
             for name, seconds in by_name.items():
                 row = {"world_size": self.world_size, "size_bytes": size, "contender": name}
@@ -70,7 +81,9 @@ class AllReduceResult(Result):
                 timing = step_record(seconds, against, time="time_s")
                 median_s = timing["time_s"]["median"]
                 limit = {"limit_s": limit_s, "share_of_limit": limit_s / median_s}
-                rows.append(row | timing | {"bus_bytes_per_s": carried / median_s} | limit)
+                speeds = {"algorithm_bytes_per_s": size / median_s}
+                speeds["bus_bytes_per_s"] = carried / median_s
+                rows.append(row | timing | speeds | limit)
         return rows
 
     def model_seconds(self, algorithm: str, num_bytes: int, transport: str = "") -> float:
@@ -101,9 +114,11 @@ class AllReduceResult(Result):
             "model_bytes": model_bytes if math.isfinite(model_bytes) else None,
             "measured_bytes": self.measured_crossovers_bytes(),
         }
+        between = {"between_gpus": [asdict(self.between)]} if self.between else {}
         return {
             "rows": self.rows(),
             "memory": [asdict(self.memory)],
+            **between,
             "links": [ranks | {"transport": t} | asdict(link) for t, link in self.links.items()],
             "predictions": [
                 ranks
@@ -117,7 +132,7 @@ class AllReduceResult(Result):
         }
 
     def __str__(self) -> str:
-        parts = [self._title(), self._table(), self._limit_text(), *self._model_text()]
+        parts = [self._title(), self._table(), self.limit.text(), *self._model_text()]
         return "\n\n".join(parts) + "\n"
 
     def _title(self) -> str:
@@ -131,7 +146,7 @@ class AllReduceResult(Result):
         )
 
     def _table(self) -> str:
-        header = ["size", "contender", "time", "bus GB/s"]
+        header = ["size", "contender", "time", "alg GB/s", "bus GB/s"]
         header += [*(f"against {name}" for name in self.references), "of the limit"]
         body: list[list[str]] = []
         for size, rows in itertools.groupby(self.rows(), lambda row: row["size_bytes"]):
@@ -139,14 +154,6 @@ class AllReduceResult(Result):
             lines[0][0] = format_bytes(size)
             body += [[], *lines] if body else lines
         return table(header, body)
-
-    def _limit_text(self) -> str:
-        copy, add = self.memory.copy_bytes_per_s / 1e9, self.memory.add_bytes_per_s / 1e9
-        return (
-            f"The limit: each rank reads S and writes S, at the speed of {self.world_size} ranks "
-            f"at once\n(copy {format_number(copy)} GB/s, add {format_number(add)} GB/s, of "
-            "64 MiB each); a tensor that stays in the cache can beat it."
-        )
 
     def _model_text(self) -> Iterable[str]:
         yield "\n".join(
@@ -177,21 +184,28 @@ class AllReduceResult(Result):
         return f"{', '.join(numbers)}, {format_number(measured_s / model_s)}"
 
     def figures(self) -> Figures:
-        """The curves of time by size, beside the models of tree and ring."""
+        """Time by size, beside the models of tree and ring; and bus bandwidth by size."""
         from labkit.plots import size_curves
+        from labkit.plots.bandwidth_curves import with_bandwidth
 
         names = [name for name in _DRAWN if name in next(iter(self.seconds.values()))]
         model = {
             name: {size: self.model_seconds(name, size) for size in self.seconds}
             for name in ("ring", "tree")
         }
-        figure = size_curves(
-            {name: self._curve(name) for name in names},
+        curves = {name: self._curve(name) for name in names}
+        where = f"on {self.world_size} ranks ({self.device})"
+        times = size_curves(
+            curves,
             model,
             self.model_crossover_bytes(),
             between=("tree", "ring"),
-            title=f"All-reduce on {self.world_size} ranks ({self.device})",
+            title=f"All-reduce {where}",
         )
+        size = max(self.seconds)
+        carried = 2 * (self.world_size - 1) / self.world_size * size
+        allowed = carried / self.limit.seconds(size)
+        figure = with_bandwidth(times, curves, self.world_size, allowed)
         return {f"{self.world_size}_ranks": figure}
 
 
@@ -199,6 +213,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["contender"],
         Spread(**row["time_s"]).text(format_seconds),
+        format_number(row["algorithm_bytes_per_s"] / 1e9),
         format_number(row["bus_bytes_per_s"] / 1e9),
         *(Spread(**ratio).text(format_number) for ratio in row["ratio_to"].values()),
         f"{row['share_of_limit']:.1%}",

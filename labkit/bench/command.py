@@ -12,6 +12,7 @@ from labkit.bench.launch import bench_launch
 from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.placement import bench_placement
 from labkit.bench.record import Figures, Result, command_line, flag, machine, merged, write
+from labkit.bench.turns import Where
 from labkit.files import check_writable
 from labkit.units import check_choice
 
@@ -54,7 +55,10 @@ def main(
     # A bench checks its settings when it is called, and runs when its results are iterated over.
     runs = {name: BENCHES[name](**settings) for name in chosen}
     for name, results in runs.items():
-        how = {"command": command_line(words), "config": _config(name, settings)}
+        config = _config(name, settings)
+        where = Where(config.get("device", "auto"), config.get("devices"))
+        ranks = where.record(config.get("world_sizes", (2,)))
+        how = {"command": command_line(words), "config": config} | ranks
         show(results, how, json_path, figure_path)
     return 0
 

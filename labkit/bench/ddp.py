@@ -15,11 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import devices
 from labkit.bench.model_step import LEARNING_RATE, NUM_CLASSES, SHAPE, build
 from labkit.bench.record import Result
 from labkit.bench.spread import Spread, ratios, step_record, table
-from labkit.bench.turns import check_settings, on_ranks, process_groups, slowest, take_turns, timed
+from labkit.bench.turns import (
+    Where,
+    check_settings,
+    on_ranks,
+    process_groups,
+    slowest,
+    take_turns,
+    timed,
+)
 from labkit.comm.comm import Comm
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.training.state import checksum, largest_difference
@@ -102,6 +109,7 @@ def bench_ddp(
     models: tuple[str, ...] = tuple(BATCH_SIZES),
     repeats: int = 30,
     device: str = "auto",
+    devices: tuple[str, ...] | None = None,
 ) -> Iterator[DdpResult]:
     """Time steps of DDP (forward, backward, update), one result for each model and world size.
 
@@ -110,8 +118,7 @@ def bench_ddp(
         models: names out of ``BATCH_SIZES``; vgg16 has 134 million parameters and takes about
             4 GB of memory per rank.
         repeats: steps at most; slow models get fewer, at least 5.
-        device: ``auto``, ``cpu`` or ``cuda``; on ``cuda`` NCCL takes part where each rank has a
-            GPU.
+        device, devices: see ``labkit.run``; on ``cuda`` NCCL takes part where each rank has a GPU.
 
     Raises:
         ValueError: an unknown model or an impossible world size, before anything runs.
@@ -120,8 +127,9 @@ def bench_ddp(
     check_settings("DDP", world_sizes, repeats)
     for model in models:
         check_choice("model", model, BATCH_SIZES)
-    kind = devices.plan(1, device).devices[0].partition(":")[0]
-    run = partial(on_ranks, measure, device=device)
+    where = Where(device, devices)
+    kind = where.kind
+    run = partial(on_ranks, measure, where=where)
     return (
         put_together(run(model, repeats, world_size=ranks), model, kind)
         for ranks, model in itertools.product(world_sizes, models)

@@ -15,10 +15,11 @@ import torch.multiprocessing
 
 from labkit.bench.record import Result
 from labkit.bench.spread import ratios
-from labkit.bench.turns import check_settings, repeat_turns
+from labkit.bench.turns import Where, check_settings, repeat_turns
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.meeting import loopback
+from labkit.devices import Plan
 from labkit.runtime.launch import run
 from labkit.units import format_seconds
 
@@ -50,61 +51,72 @@ class LaunchResult(Result):
 
 
 def bench_launch(
-    world_sizes: tuple[int, ...] = (2, 4), repeats: int = 3
+    world_sizes: tuple[int, ...] = (2, 4),
+    repeats: int = 3,
+    device: str = "auto",
+    devices: tuple[str, ...] | None = None,
 ) -> Iterator[LaunchResult]:
     """Time a small run, by ``labkit.run`` and by ``torch.multiprocessing.spawn``.
 
-    Both start the ranks, join them to a gloo group, sum one number on the CPU, and end them. The
-    start of our forkserver, which only the first run of a program waits for, is left out.
+    Both start the ranks, join them to a group (NCCL where each rank has a GPU, else gloo), sum one
+    number over them, and end them. The start of our forkserver, which only the first run of a
+    program waits for, is left out.
 
     Args:
         world_sizes: of the runs; one result for each.
         repeats: of each run.
+        device, devices: see ``labkit.run``.
 
     Raises:
-        ValueError: an impossible world size or number of repeats, before anything runs.
+        ValueError: an impossible world size, device or number of repeats, before anything runs.
     """
     check_settings("a launch", world_sizes, repeats, least=1)
-    return _compare(world_sizes, repeats)
+    where = Where(device, devices)
+    for world_size in world_sizes:
+        where.plan(world_size)
+    return _compare(world_sizes, repeats, where)
 
 
-def _compare(world_sizes: tuple[int, ...], repeats: int) -> Iterator[LaunchResult]:
-    run(_sum_one, world_size=1, device="cpu")
+def _compare(world_sizes: tuple[int, ...], repeats: int, where: Where) -> Iterator[LaunchResult]:
+    run_ours(1, where)
     for world_size in world_sizes:
         ways = {"ours_s": run_ours, "other_s": run_spawned}
-        turns = {name: partial(_seconds, way, world_size) for name, way in ways.items()}
+        turns = {name: partial(_seconds, way, world_size, where) for name, way in ways.items()}
         yield LaunchResult("launch", world_size, **repeat_turns(turns, repeats))
 
 
-def run_ours(world_size: int) -> None:
-    result = run(_sum_one, world_size=world_size, device="cpu")
+def run_ours(world_size: int, where: Where) -> None:
+    result = run(_sum_one, world_size=world_size, **where.settings())
     assert result.values == [float(world_size)] * world_size
 
 
-def run_spawned(world_size: int) -> None:
+def run_spawned(world_size: int, where: Where) -> None:
     with tempfile.TemporaryDirectory(prefix="labkit-spawn-") as folder:
-        arguments = world_size, f"{folder}/store"
+        arguments = world_size, f"{folder}/store", where.plan(world_size)
         torch.multiprocessing.spawn(_spawned_rank, arguments, world_size)
 
 
 def _sum_one(comm: Comm) -> float:
-    return ring_all_reduce(comm, torch.ones(1)).item()
+    return ring_all_reduce(comm, torch.ones(1, device=comm.device)).item()
 
 
-def _spawned_rank(rank: int, world_size: int, path: str) -> None:
+def _spawned_rank(rank: int, world_size: int, path: str, chosen: Plan) -> None:
     # A store in a private file: PyTorch's TCP store would listen on every interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     store = dist.FileStore(path, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    total = torch.ones(1)
+    device = torch.device(chosen.devices[rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(chosen.backend, store=store, rank=rank, world_size=world_size)
+    total = torch.ones(1, device=device)
     dist.all_reduce(total)
     assert total.item() == world_size
     dist.destroy_process_group()
 
 
-def _seconds(function: Callable[[int], None], world_size: int) -> float:
+def _seconds(function: Callable[[int, Where], None], world_size: int, where: Where) -> float:
     start_s = time.perf_counter()
-    function(world_size)
+    function(world_size, where)
     return time.perf_counter() - start_s
 
 

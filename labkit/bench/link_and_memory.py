@@ -1,4 +1,7 @@
-"""The speed of this machine: messages (alpha, beta), additions (gamma), memory (the limit).
+"""The speed of this machine: messages (alpha, beta), additions (gamma), and the limit.
+
+The limit of an all-reduce is set by the memory that the ranks share; where each rank has a GPU of
+its own, by the links between the GPUs.
 
 Symbols: P ranks, S bytes of one rank's tensor.
 """
@@ -13,6 +16,7 @@ import torch
 from labkit.bench.turns import take_turns, timed
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
+from labkit.units import format_number
 
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 # Several messages in a row, as in a collective, share the cost of leaving the barrier.
@@ -118,3 +122,40 @@ class Memory:
         """The least time of an all-reduce of S = ``num_bytes``, as far as memory limits it."""
         best = max(self.copy_bytes_per_s, self.add_bytes_per_s)
         return 2 * self.world_size * num_bytes / best
+
+    def text(self) -> str:
+        """The limit in words."""
+        copy, add = self.copy_bytes_per_s / 1e9, self.add_bytes_per_s / 1e9
+        return (
+            f"The limit: each rank reads S and writes S, at the speed of {self.world_size} ranks "
+            f"at once\n(copy {format_number(copy)} GB/s, add {format_number(add)} GB/s, of "
+            "64 MiB each); a tensor that stays in the cache can beat it."
+        )
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between GPUs, one for each of P ranks, and the limit that they set.
+
+    Attributes:
+        bytes_per_s: of copies from each GPU to the next, all at the same time, the slowest.
+
+    The limit: a ring sends 2 (P - 1) / P x S bytes over each link, and no all-reduce sends less
+    from the rank that sends the most (Patarasuk and Yuan 2009).
+    """
+
+    world_size: int
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """The least time of an all-reduce of S = ``num_bytes``, as far as the links limit it."""
+        return 2 * (self.world_size - 1) / self.world_size * num_bytes / self.bytes_per_s
+
+    def text(self) -> str:
+        """The limit in words."""
+        speed = format_number(self.bytes_per_s / 1e9)
+        return (
+            "The limit: 2 (P - 1) / P x S bytes over the link from each GPU to the next, at the "
+            f"speed\nof plain copies of 64 MiB over all of them at once, the slowest: {speed} "
+            "GB/s (CUDA events)."
+        )

@@ -2,7 +2,8 @@
 
 All contenders train copies of one model, cut at the same layers, on the same samples, in one run:
 ours in shared memory and on gloo, ``torch.distributed.pipelining`` on gloo, the split without
-micro-batches, and one device, for which rank 0 has all cores while the others wait. A duel per
+micro-batches, and one device, for which rank 0 has all cores while the others wait. On GPUs, NCCL
+takes the place of gloo; PyTorch's cannot take part where ranks share a GPU. A duel per
 schedule follows: our pipeline and PyTorch's take turns on the same transport, without the other
 contenders, because it takes many pairs to show a difference of a few percent.
 """
@@ -13,13 +14,22 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from labkit import devices
 from labkit.bench.model_step import SHAPE, ModelStep, build
 from labkit.bench.record import Result
 from labkit.bench.spread import Spread, ratios, rounded, step_record, table
-from labkit.bench.turns import Turn, check_settings, on_ranks, slowest, take_turns, timed
+from labkit.bench.turns import (
+    Turn,
+    Where,
+    check_settings,
+    on_ranks,
+    slowest,
+    take_turns,
+    timed,
+)
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.placement.even_split import even_split
@@ -39,11 +49,7 @@ MODELS = ("vgg16", "resnet18")
 MICRO_BATCHES = 4
 OURS, OURS_1F1B = "labkit gpipe", "labkit 1f1b"
 UNPIPELINED, ONE_DEVICE = "labkit split, not pipelined", "one device, all cores"
-# By schedule, ours and PyTorch's.
-DUELS = {
-    schedule: (f"labkit {schedule} on gloo", f"torch {schedule} on gloo")
-    for schedule in ("gpipe", "1f1b")
-}
+SCHEDULES = ("gpipe", "1f1b")
 _COMPARED_STEPS = 2
 _BUDGET_S, _DUEL_BUDGET_S = 60.0, 150.0
 # OpenMP's threads stay awake for 0.2 s after their last work.
@@ -59,8 +65,8 @@ class PipelineResult(Result):
             of a rank.
         difference: by contender, the largest relative difference of its parameters from those of
             our GPipe after some steps; None for one device, which rank 0 alone trains.
-        duels: by schedule, the seconds of the two contenders in ``DUELS``, which took turns
-            without the others.
+        duels: by schedule, the seconds of our pipeline and of PyTorch's, by name, which took
+            turns without the others; empty where PyTorch's cannot run.
     """
 
     model: str
@@ -73,7 +79,7 @@ class PipelineResult(Result):
 
     def times_torch(self, schedule: str) -> list[float]:
         """Our step / PyTorch's on the same transport, pair by pair: above 1 PyTorch is faster."""
-        return ratios(*(self.duels[schedule][name] for name in DUELS[schedule]))
+        return ratios(*self.duels[schedule].values())
 
     def against_ours(self, other: str) -> list[float]:
         """The other's step / our GPipe's, repeat by repeat: above 1 ours is faster."""
@@ -101,7 +107,7 @@ class PipelineResult(Result):
     def _duels_text(self) -> str:
         found = {schedule: self.times_torch(schedule) for schedule in self.duels}
         return "\n".join(
-            f"{' / '.join(DUELS[schedule])}: {Spread.of(pairs).text('{:.3f}'.format)}, "
+            f"{' / '.join(self.duels[schedule])}: {Spread.of(pairs).text('{:.3f}'.format)}, "
             f"{format_count(len(pairs), 'pair')}"
             for schedule, pairs in found.items()
         )
@@ -132,27 +138,36 @@ class PipelineResult(Result):
 
 
 def bench_pipeline(
-    world_sizes: tuple[int, ...] = (2,), models: tuple[str, ...] = MODELS, repeats: int = 10
+    world_sizes: tuple[int, ...] = (2,),
+    models: tuple[str, ...] = MODELS,
+    repeats: int = 10,
+    device: str = "auto",
+    devices: tuple[str, ...] | None = None,
 ) -> Iterator[PipelineResult]:
-    """Time pipeline steps on the CPU; yield one result per model and number of stages.
+    """Time pipeline steps; yield one result per model and number of stages.
 
     Args:
         world_sizes: stages, each at least 2.
         models: of ``labkit.workload.models``, on images of 3x32x32.
         repeats: steps at most, and pairs in each duel; slow models get fewer, at least 5.
+        device, devices: see ``labkit.run``.
 
     Raises:
-        ValueError: an impossible number of stages or an unknown model, before anything runs.
+        ValueError: an impossible number of stages, an unknown model or device, before anything
+            runs.
         WorkerError: a step failed.
     """
     check_settings("a pipeline", world_sizes, repeats)
+    where = Where(device, devices)
+    for world_size in world_sizes:
+        where.plan(world_size)
     built = {name: build(name) for name in models}
     splits = [
         (name, _split(name, model, world_size))
         for world_size in world_sizes
         for name, model in built.items()
     ]
-    return (_result(name, points, repeats) for name, points in splits)
+    return (_result(name, points, repeats, where) for name, points in splits)
 
 
 def _split(name: str, model: nn.Sequential, world_size: int) -> tuple[int, ...]:
@@ -162,14 +177,15 @@ def _split(name: str, model: nn.Sequential, world_size: int) -> tuple[int, ...]:
             f"{len(model)} or less, got {world_size}"
         )
     points = even_split(model, SHAPE, world_size)
-    for schedule in DUELS:
+    for schedule in SCHEDULES:
         TorchPipeline(points, MICRO_BATCHES, schedule).check_ranks(world_size)
     return points
 
 
-def _result(name: str, points: tuple[int, ...], repeats: int) -> PipelineResult:
+def _result(name: str, points: tuple[int, ...], repeats: int, where: Where) -> PipelineResult:
     world_size, batch_size = len(points) + 1, BATCH_SIZES.get(name, BATCH_SIZE)
-    by_rank = on_ranks(measure, name, points, batch_size, repeats, world_size=world_size)
+    settings = {"world_size": world_size, "where": where}
+    by_rank = on_ranks(measure, name, points, batch_size, repeats, **settings)
     seconds, duels = (slowest([rank[part] for rank in by_rank]) for part in ("seconds", "duels"))
     difference = by_rank[0]["difference"]
     return PipelineResult(name, world_size, points, batch_size, seconds, difference, duels)
@@ -189,7 +205,12 @@ def measure(
     turns = {name: partial(timed, comm, step) for name, step in steps.items()}
     turns[ONE_DEVICE] = _turn_alone(comm, model_step)
     difference = {name: largest_difference(s, states[OURS]) for name, s in states.items()}
-    duels = {schedule: {name: turns[name] for name in pair} for schedule, pair in DUELS.items()}
+    pairs = {schedule: duel_names(schedule, comm.device.type) for schedule in SCHEDULES}
+    duels = {
+        schedule: {name: turns[name] for name in pair}
+        for schedule, pair in pairs.items()
+        if set(pair) <= turns.keys()
+    }
     return {
         "seconds": take_turns(comm, turns, repeats, _BUDGET_S),
         "difference": difference | {ONE_DEVICE: None},
@@ -200,23 +221,34 @@ def measure(
     }
 
 
+def duel_names(schedule: str, device_type: str = "cpu") -> tuple[str, str]:
+    """The names of our pipeline and of PyTorch's, on the transport that PyTorch's uses."""
+    transport = "NCCL" if device_type == "cuda" else "gloo"
+    return f"labkit {schedule} on {transport}", f"torch {schedule} on {transport}"
+
+
 def _contenders(comm: Comm, points: tuple[int, ...]) -> dict[str, tuple[Strategy, Comm]]:
-    """The strategies, each with the Comm for its messages; PyTorch's use gloo by themselves."""
-    on_gloo = Comm(comm.rank, comm.world_size, comm.device, TorchTransport("gloo", comm.device))
+    """The strategies, each with the Comm for its messages; PyTorch's find theirs themselves."""
+    backend = dist.get_backend()
+    plainly = Comm(comm.rank, comm.world_size, comm.device, TorchTransport(backend, comm.device))
     found: dict[str, tuple[Strategy, Comm]] = {
         OURS: (Pipeline(points, MICRO_BATCHES), comm),
         OURS_1F1B: (Pipeline(points, MICRO_BATCHES, "1f1b"), comm),
         UNPIPELINED: (ModelParallel(points), comm),
     }
-    for schedule, (ours, torchs) in DUELS.items():
-        found[ours] = Pipeline(points, MICRO_BATCHES, schedule), on_gloo
+    if comm.device.type == "cuda" and backend == "gloo":
+        # PyTorch's send from GPU to GPU, and gloo sends host memory only.
+        return found
+    for schedule in SCHEDULES:
+        ours, torchs = duel_names(schedule, comm.device.type)
+        found[ours] = Pipeline(points, MICRO_BATCHES, schedule), plainly
         found[torchs] = TorchPipeline(points, MICRO_BATCHES, schedule), comm
     return found
 
 
 def _turn_alone(comm: Comm, model_step: ModelStep) -> Turn:
     """Rank 0 trains the whole model with all cores; the others wait for it."""
-    alone = Comm(0, 1, comm.device, TorchTransport("gloo", comm.device))
+    alone = Comm(0, 1, comm.device, TorchTransport(dist.get_backend(), comm.device))
     train, threads = model_step.of(Single(), alone), torch.get_num_threads()
 
     def step() -> None:

@@ -5,6 +5,7 @@ It measures one hop between two stages; the hops of every named placement
 pipeline (see ``single_cuts``).
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -12,12 +13,21 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from labkit.bench.model_step import SHAPE
 from labkit.bench.record import Figures, Result
 from labkit.bench.single_cuts import measure_cuts
 from labkit.bench.spread import Spread, ratios, rounded, table
-from labkit.bench.turns import on_ranks, slowest, take_turns, timed
+from labkit.bench.turns import (
+    ON_CPU,
+    Where,
+    on_ranks,
+    process_groups,
+    slowest,
+    take_turns,
+    timed,
+)
 from labkit.comm.comm import Comm
 from labkit.comm.torch_transport import TorchTransport
 from labkit.costs.link import Link
@@ -34,29 +44,35 @@ SCATTER_BATCH, MICRO_BATCHES = 16, 4
 SIZES = tuple(2**k for k in (18, 20, 22, 24, 26))
 _BUDGET_S = 20.0
 SHARED, GLOO, COPY = "shared memory", "gloo", "a plain copy"
+NCCL, IPC = "NCCL", "CUDA IPC"
 
 
 @dataclass(frozen=True)
 class HopTimes(Result):
-    """Times of one hop: ``{bytes: {transport, or "a plain copy": [seconds of each repeat]}}``."""
+    """Times of one hop: ``{bytes: {way: [seconds of each repeat]}}``.
+
+    The ways are transports (shared memory, which is CUDA IPC between GPU ranks, gloo and NCCL) and
+    a plain copy in one process. The first one is shared memory.
+    """
 
     seconds: dict[int, dict[str, list[float]]]
 
     def against_shared(self, num_bytes: int, other: str) -> Spread:
         """The other's time / that in shared memory, repeat by repeat: above 1 it is slower."""
-        found = self.seconds[num_bytes]
-        return Spread.of(ratios(found[other], found[SHARED]))
+        shared_s, *_ = self.seconds[num_bytes].values()
+        return Spread.of(ratios(self.seconds[num_bytes][other], shared_s))
 
     def __str__(self) -> str:
+        shared, *others = next(iter(self.seconds.values()))
         rows = [
             [
                 format_bytes(size),
-                *(Spread.of(found[way]).text(format_seconds) for way in (SHARED, GLOO, COPY)),
-                *(self.against_shared(size, o).text(format_number) for o in (GLOO, COPY)),
+                *(Spread.of(times).text(format_seconds) for times in found.values()),
+                *(self.against_shared(size, o).text(format_number) for o in others),
             ]
             for size, found in self.seconds.items()
         ]
-        header = ["activation", SHARED, GLOO, COPY, "gloo / shared", "copy / shared"]
+        header = ["activation", shared, *others, *(f"{_short(o)} / shared" for o in others)]
         return f"One hop between two stages, median (quartiles)\n\n{table(header, rows)}\n"
 
     def record(self) -> dict[str, list[dict]]:
@@ -64,12 +80,18 @@ class HopTimes(Result):
             {
                 "num_bytes": size,
                 **{name: asdict(Spread.of(times)) for name, times in found.items()},
-                "gloo_to_shared": asdict(self.against_shared(size, GLOO)),
-                "copy_to_shared": asdict(self.against_shared(size, COPY)),
+                **{
+                    f"{_short(other).lower()}_to_shared": asdict(self.against_shared(size, other))
+                    for other in list(found)[1:]
+                },
             }
             for size, found in self.seconds.items()
         ]
         return {"transport": rows}
+
+
+def _short(way: str) -> str:
+    return "copy" if way == COPY else way
 
 
 @dataclass(frozen=True)
@@ -102,46 +124,70 @@ class PlacementHops(Result):
         return {"hops": communication_time([r for r in self.rows if r["trained"] == "all"])}
 
 
-def bench_placement(repeats: int = 6) -> Iterator[Result]:
-    """Measure the hops and cuts of VGG16 on the CPU, with one process per stage.
+def bench_placement(
+    repeats: int = 6, device: str = "auto", devices: tuple[str, ...] | None = None
+) -> Iterator[Result]:
+    """Measure the hops and cuts of VGG16, with one process per stage.
+
+    On GPUs the hops are timed by CUDA events; placements with more stages than GPUs are measured
+    with stages that share one.
 
     Args:
         repeats: counted steps of each placement; each single cut gets half as many, and each cut
             in the play-off of the best ones about three times as many.
+        device, devices: see ``labkit.run``.
 
     Raises:
-        ValueError: an impossible number of repeats, before anything runs.
+        ValueError: an impossible number of repeats or device, before anything runs.
         WorkerError: a stage failed.
     """
     check_integer("repeats", repeats)
-    return _results(repeats)
+    where = Where(device, devices)
+    where.plan(2)
+    return _results(repeats, where)
 
 
-def _results(repeats: int) -> Iterator[Result]:
-    yield measure_transport(repeats * 5)
-    link = measure_link(device="cpu")
-    yield measure_hops(link, repeats)
-    profile = measure_profile(MODEL, batch_size=SCATTER_BATCH, input_shape=SHAPE, device="cpu")
+def _results(repeats: int, where: Where) -> Iterator[Result]:
+    yield measure_transport(repeats * 5, where=where)
+    link = measure_link(**where.settings())
+    yield measure_hops(link, repeats, where)
+    batch: dict[str, Any] = {"batch_size": SCATTER_BATCH, "input_shape": SHAPE}
+    profile = measure_profile(MODEL, **batch, **where.settings())
     for micro_batches in (1, MICRO_BATCHES):
-        yield measure_cuts(profile, link, micro_batches, max(1, repeats // 2))
+        yield measure_cuts(profile, link, micro_batches, max(1, repeats // 2), where)
 
 
-def measure_transport(repeats: int, sizes: tuple[int, ...] = SIZES) -> HopTimes:
-    """Time, by size in bytes: a hop in shared memory, a hop over gloo, a copy in one process."""
-    return HopTimes(slowest(on_ranks(_hop_both_ways, repeats, sizes, world_size=2)))
+def measure_transport(
+    repeats: int, sizes: tuple[int, ...] = SIZES, where: Where = ON_CPU
+) -> HopTimes:
+    """Time, by size in bytes: a hop over each transport, and a copy in one process."""
+    transport = "shared" if where.kind == "cuda" else "auto"
+    settings = {"world_size": 2, "where": where, "transport": transport}
+    return HopTimes(slowest(on_ranks(_hop_every_way, repeats, sizes, **settings)))
 
 
-def _hop_both_ways(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int, dict]:
-    gloo = TorchTransport("gloo", comm.device)
-    ways = {SHARED: comm, GLOO: Comm(comm.rank, 2, comm.device, gloo)}
-    seconds = {}
-    for size in sizes:
-        tensor = torch.ones(size // 4)
-        actions = {name: partial(_hop, way, tensor) for name, way in ways.items()}
-        actions[COPY] = partial(_copy, comm, tensor, torch.empty_like(tensor))
-        turns = {name: partial(timed, comm, action) for name, action in actions.items()}
-        seconds[size] = take_turns(comm, turns, repeats, _BUDGET_S)
-    return seconds
+def _hop_every_way(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int, dict]:
+    def over(backend: str, group: Any = None) -> Comm:
+        return Comm(comm.rank, 2, comm.device, TorchTransport(backend, comm.device, group))
+
+    ways = {IPC if comm.device.type == "cuda" else SHARED: comm}
+    with contextlib.ExitStack() as stack:
+        if dist.get_backend() == "nccl":
+            ways |= {GLOO: over("gloo", stack.enter_context(process_groups(comm))["gloo"])}
+            ways |= {NCCL: over("nccl")}
+        else:
+            ways |= {GLOO: over("gloo")}
+        return {size: _time_hops(comm, ways, repeats, size) for size in sizes}
+
+
+def _time_hops(
+    comm: Comm, ways: dict[str, Comm], repeats: int, size: int
+) -> dict[str, list[float]]:
+    tensor = torch.ones(size // 4, device=comm.device)
+    actions = {name: partial(_hop, way, tensor) for name, way in ways.items()}
+    actions[COPY] = partial(_copy, comm, tensor, torch.empty_like(tensor))
+    turns = {name: partial(timed, comm, action) for name, action in actions.items()}
+    return take_turns(comm, turns, repeats, _BUDGET_S)
 
 
 def _hop(comm: Comm, tensor: torch.Tensor) -> None:
@@ -156,7 +202,7 @@ def _copy(comm: Comm, tensor: torch.Tensor, landing: torch.Tensor) -> None:
         landing.copy_(tensor)
 
 
-def measure_hops(link: Link, repeats: int) -> PlacementHops:
+def measure_hops(link: Link, repeats: int, where: Where = ON_CPU) -> PlacementHops:
     """Measure the hops of every placement, with all layers trained and with a frozen backbone."""
     # Not at the top: every rank of a bench imports this module, and does not need matplotlib.
     from labkit.plots.communication_time import hop_rows
@@ -164,7 +210,8 @@ def measure_hops(link: Link, repeats: int) -> PlacementHops:
     placements = {name: points for name, points in VGG16_SPLITS.items() if points}
     rows: list[dict[str, Any]] = []
     for batch_size in BATCH_SIZES:
-        batch = {"batch_size": batch_size, "input_shape": SHAPE, "device": "cpu"}
+        batch: dict[str, Any] = {"batch_size": batch_size, "input_shape": SHAPE}
+        batch |= where.settings()
         profile = measure_profile(MODEL, **batch, repeats=1)
         for (name, points), frozen in itertools.product(placements.items(), (0, BACKBONE)):
             predicted = predict_split(profile, points, link, frozen=frozen)

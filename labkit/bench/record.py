@@ -1,12 +1,15 @@
 """How a recorded result was taken: the command, the settings, the hardware and the versions."""
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from labkit.devices import hardware, versions
+from labkit.devices import hardware, num_gpus, versions
 from labkit.files import write_atomically, write_each
 
 if TYPE_CHECKING:
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
 # {name or path: figure}. In a string, since the ranks that import this do not need matplotlib.
 Figures: TypeAlias = "dict[str, CaptionedFigure]"
+_DRIVER = Path("/proc/driver/nvidia/version")
 _OUTPUTS = {"--json", "--figure", "--figures"}
 _FLAGS = {
     "sizes_bytes": "--sizes",
@@ -55,8 +59,29 @@ def flag(setting: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware and the versions, on which the numbers of a record depend."""
-    return {"hardware": hardware(), "versions": versions()}
+    """The hardware and the versions, on which the numbers of a record depend.
+
+    Where there are GPUs also the versions of their driver, of CUDA and of NCCL.
+    """
+    found = {"hardware": hardware(), "versions": versions()}
+    if num_gpus():
+        found["versions"] = {**found["versions"], **_gpu_versions()}
+    return found
+
+
+def _gpu_versions() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    found = {"cuda": torch.version.cuda or "none"}
+    if dist.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with contextlib.suppress(OSError):
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 ..."
+        words = _DRIVER.read_text(encoding="utf-8").split()
+        numbers = (word for word in words if re.fullmatch(r"\d+(\.\d+)+", word))
+        found["driver"] = next(numbers, "unknown")
+    return found
 
 
 def merged(results: Iterable[Result]) -> dict[str, Any]:

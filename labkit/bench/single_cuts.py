@@ -19,7 +19,15 @@ import torch
 from labkit.bench.model_step import ModelStep
 from labkit.bench.record import Figures, Result
 from labkit.bench.spread import Spread, ratios, rounded, table
-from labkit.bench.turns import on_ranks, repeat_turns, slowest, take_turns, timed
+from labkit.bench.turns import (
+    ON_CPU,
+    Where,
+    on_ranks,
+    repeat_turns,
+    slowest,
+    take_turns,
+    timed,
+)
 from labkit.collectives import tree_all_reduce
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link
@@ -112,8 +120,10 @@ class Cuts(Result):
         return {self.name: split_scatter(self.points, title=self.title)}
 
 
-def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int) -> Cuts:
-    """Measure the steps of all splits into two stages, on the CPU.
+def measure_cuts(
+    profile: Profile, link: Link, micro_batches: int, repeats: int, where: Where = ON_CPU
+) -> Cuts:
+    """Measure the steps of all splits into two stages.
 
     Args:
         profile: of a model with three layers or more, on images of 3x32x32.
@@ -121,6 +131,7 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
         micro_batches: M; 1 is the split without a pipeline.
         repeats: turns of each cut in the sweep; ``PLAY_OFF_SHARE`` times as many in the
             play-off, as far as they fit into a minute.
+        where: the stages' devices.
 
     Raises:
         WorkerError: a stage failed.
@@ -131,7 +142,7 @@ def measure_cuts(profile: Profile, link: Link, micro_batches: int, repeats: int)
     }
     planned = min(predicted, key=predicted.__getitem__)
     settings = profile.model, profile.batch_size, micro_batches
-    seconds = slowest(on_ranks(_measure, *settings, planned, repeats, world_size=2))
+    seconds = slowest(on_ranks(_measure, *settings, planned, repeats, world_size=2, where=where))
     points = [
         {"split_points": [cut], "predicted_s": predicted[cut], "measured_s": measured}
         for cut, measured in seconds["sweep"].items()

@@ -9,6 +9,7 @@ another contender, and they are compared by their ratios within a repeat. A turn
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,8 @@ import torch.distributed as dist
 
 from labkit.collectives import broadcast, tree_all_reduce
 from labkit.comm.comm import Comm
-from labkit.devices import check_world_size
+from labkit.devices import Plan, check_world_size, plan
+from labkit.gpus import synchronize
 from labkit.runtime.launch import run
 from labkit.units import check_integer
 
@@ -27,6 +29,43 @@ _TIMEOUT_S = 1800
 # What one contender does when its turn comes; returns this rank's seconds.
 Turn = Callable[[], float]
 Name = TypeVar("Name")
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a bench's ranks run: ``device`` and ``devices`` as in ``labkit.run``."""
+
+    device: str = "auto"
+    devices: tuple[str, ...] | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of ``labkit.run`` and of what calls it."""
+        chosen = {} if self.devices is None else {"devices": self.devices}
+        return {"device": self.device} | chosen
+
+    def plan(self, world_size: int) -> Plan:
+        """The ranks' devices and backend; ValueError for what this machine lacks."""
+        return plan(world_size, **self.settings())
+
+    @property
+    def kind(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.plan(1).devices[0].partition(":")[0]
+
+    def record(self, world_sizes: tuple[int, ...]) -> dict[str, list[dict[str, Any]]]:
+        """For a record: the GPU of every rank, and whether ranks share one; empty on the CPU."""
+        if self.kind == "cpu":
+            return {}
+        rows = []
+        for world_size in world_sizes:
+            chosen = self.plan(world_size)
+            row: dict[str, Any] = {"world_size": world_size, "devices": list(chosen.devices)}
+            row["backend"] = chosen.backend
+            rows.append(row | {"share_a_gpu": len(set(chosen.devices)) < world_size})
+        return {"ranks": rows}
+
+
+ON_CPU = Where("cpu")
 
 
 def check_settings(what: str, world_sizes: tuple[int, ...], repeats: int, least: int = 2) -> None:
@@ -43,11 +82,15 @@ def check_settings(what: str, world_sizes: tuple[int, ...], repeats: int, least:
 
 
 def on_ranks(
-    function: Callable[..., Any], *arguments: Any, world_size: int, device: str = "cpu"
+    function: Callable[..., Any],
+    *arguments: Any,
+    world_size: int,
+    where: Where = ON_CPU,
+    transport: str = "auto",
 ) -> list[Any]:
     """Run ``function(comm, *arguments)`` on all ranks by ``labkit.run``; its values by rank."""
-    settings = {"world_size": world_size, "device": device, "timeout_s": _TIMEOUT_S}
-    return run(function, *arguments, **settings).values
+    settings = where.settings() | {"transport": transport, "timeout_s": _TIMEOUT_S}
+    return run(function, *arguments, world_size=world_size, **settings).values
 
 
 def timed(comm: Comm, action: Callable[[], object]) -> float:
@@ -56,21 +99,18 @@ def timed(comm: Comm, action: Callable[[], object]) -> float:
     GPU work is included. Ranks start at different times, because a rank that sleeps in the barrier
     leaves it later; this difference is left out. All ranks of a machine read the same clock.
     """
-    _synchronize(comm.device)
+    synchronize(comm.device)
     # The first barrier wakes all sleeping ranks, so that they leave the second almost together.
     comm.barrier()
     comm.barrier()
+    # On NCCL a barrier is queued like any other message, and its call may return before it ends.
+    synchronize(comm.device)
     start_s = time.perf_counter()
     action()
-    _synchronize(comm.device)
+    synchronize(comm.device)
     end_s = time.perf_counter()
     last = torch.tensor([start_s], dtype=torch.float64, device=comm.device)
     return end_s - tree_all_reduce(comm, last, "max").item()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def take_turns(
@@ -124,7 +164,7 @@ def process_groups(comm: Comm) -> Iterator[dict[str, Any]]:
         groups["gloo"] = dist.new_group(backend="gloo")
         if comm.device.type == "cpu":
             groups["labkit"] = dist.new_group(backend="labkit")
-        elif dist.is_nccl_available() and comm.world_size <= torch.cuda.device_count():
+        elif dist.get_backend() == "nccl":
             groups["NCCL"] = dist.new_group(backend="nccl")
         yield groups
     finally:

@@ -87,8 +87,7 @@ def run(
         args: further arguments, the same on every rank.
         world_size: P, the number of ranks.
         device: ``auto`` (GPUs if any can be used), ``cpu`` or ``cuda``.
-        devices: the device of each rank in order, as ``"cuda:2,cuda:3"`` or a sequence; ranks may
-            share one. None: the GPUs in turn. Under ``torchrun`` LOCAL_RANK picks.
+        devices: by rank (under ``torchrun`` by LOCAL_RANK), as ``"cuda:2,cuda:3"``; see ``plan``.
         transport: ``shared`` (memory, on one machine), ``gloo`` (PyTorch's point-to-point), or
             ``auto``: shared memory for CPU ranks, where the system has it.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.

@@ -6,7 +6,7 @@ measure the same thing say the same.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from labkit.comm.comm import Comm
 from labkit.costs.link import Link, fit_link
+from labkit.gpus import synchronize
 from labkit.runtime.launch import run
 from labkit.units import check_choice, check_integer, format_bytes, format_count, spelled
 
@@ -62,6 +63,7 @@ def measure_link(
     pattern: str = "ping_pong",
     *,
     device: str = "auto",
+    devices: str | Sequence[str] | None = None,
     transport: str = "auto",
     sizes_bytes: tuple[int, ...] = MESSAGE_BYTES,
     repeats: int = 11,
@@ -79,7 +81,7 @@ def measure_link(
         pattern: ``ping_pong`` sends a message from one rank to another and back, and takes half
             of the time; it needs P = 2. ``exchange`` is a step of a ring: each rank sends to the
             right while it receives from the left; its time is that of the slowest rank.
-        device, transport: see ``labkit.run``.
+        device, devices, transport: see ``labkit.run``.
         sizes_bytes: the sizes of the messages, at least two.
         repeats: counted turns of each size.
         gamma: also measure gamma, the seconds to add a byte (4 MiB on all ranks at once, float32,
@@ -94,8 +96,9 @@ def measure_link(
         WorkerError: a rank failed.
     """
     _check(world_size, pattern, sizes_bytes, repeats)
-    settings = {"world_size": world_size, "device": device, "transport": transport}
-    found = run(_measure, pattern, tuple(sizes_bytes), repeats, gamma, **settings).values
+    where = {"device": device, "devices": devices, "transport": transport}
+    settings = pattern, tuple(sizes_bytes), repeats, gamma
+    found = run(_measure, *settings, world_size=world_size, **where).values
     return _fitted(found, {"pattern": pattern, "world_size": world_size})
 
 
@@ -181,11 +184,12 @@ def _to_the_right(comm: Comm, outgoing: Tensor, incoming: Tensor) -> None:
 def _timed(comm: Comm, times: int, action: Callable[[], object]) -> float:
     """This rank's seconds per ``action``, several in a row after a barrier."""
     comm.barrier()
+    # On NCCL a barrier is queued like any other message, and its call may return before it ends.
+    synchronize(comm.device)
     start_s = time.perf_counter()
     for _ in range(times):
         action()
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize(comm.device)
+    synchronize(comm.device)
     return (time.perf_counter() - start_s) / times
 
 

@@ -94,6 +94,7 @@ def measure_split(
     steps: int = 7,
     transport: str = "auto",
     device: str = "auto",
+    devices: str | Sequence[str] | None = None,
 ) -> MeasuredSplit:
     """Train ``model`` for some steps, with one process per stage, and measure time and memory.
 
@@ -107,7 +108,7 @@ def measure_split(
         schedule: ``gpipe`` or ``1f1b``.
         frozen: the number of first layers that are not trained, as in a frozen backbone.
         steps: the number of measured steps, after one step that warms up.
-        transport, device: see ``labkit.run``.
+        transport, device, devices: see ``labkit.run``.
 
     Raises:
         ValueError: unknown model or schedule, impossible split points or frozen layers, or fewer
@@ -120,10 +121,10 @@ def measure_split(
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)
     if micro_batches == 1:
         strategy = ModelParallel(points)
-    settings = {"transport": transport, "device": device, "timeout_s": _TIMEOUT_S}
+    settings: dict[str, Any] = {"transport": transport, "device": device, "devices": devices}
     logits = _logits_shape(built, input_shape)
     work = strategy, build, (batch_size, *input_shape), (batch_size, *logits), steps
-    result = run(_train, *work, world_size=len(points) + 1, **settings)
+    result = run(_train, *work, world_size=len(points) + 1, timeout_s=_TIMEOUT_S, **settings)
     micro_batches = min(micro_batches, batch_size)
     return MeasuredSplit(points, batch_size, micro_batches, schedule, **_measured(result))
 
@@ -197,6 +198,7 @@ def measure_profile(
     num_stages: int = 2,
     repeats: int = 5,
     device: str = "auto",
+    devices: str | Sequence[str] | None = None,
 ) -> Profile:
     """Run ``profile_layers`` in a process with the cores that one of ``num_stages`` stages has.
 
@@ -205,7 +207,7 @@ def measure_profile(
         batch_size: samples per pass.
         input_shape: of one sample.
         num_stages: P, which divide this machine's cores.
-        repeats, device: see ``profile_layers`` and ``labkit.run``.
+        repeats, device, devices: see ``profile_layers`` and ``labkit.run``.
     """
 
     def profiled(comm: Comm) -> Profile:
@@ -214,7 +216,8 @@ def measure_profile(
         options = {"repeats": repeats, "device": comm.device, "name": name}
         return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
 
-    return run(profiled, world_size=1, device=device, timeout_s=_TIMEOUT_S).values[0]
+    settings: dict[str, Any] = {"device": device, "devices": devices, "timeout_s": _TIMEOUT_S}
+    return run(profiled, world_size=1, **settings).values[0]
 
 
 def _train(

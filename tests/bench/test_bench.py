@@ -9,6 +9,7 @@ from labkit.__main__ import main
 from labkit.bench import BENCHES, ddp, launch
 from labkit.bench.record import command_line, dumped
 from labkit.bench.spread import ratios
+from labkit.bench.turns import ON_CPU
 
 
 def test_a_launch_is_compared_pair_by_pair():
@@ -19,8 +20,8 @@ def test_a_launch_is_compared_pair_by_pair():
 
 @pytest.mark.fresh
 def test_both_sides_of_the_launch_bench_do_the_work():
-    launch.run_ours(2)
-    launch.run_spawned(1)
+    launch.run_ours(2, ON_CPU)
+    launch.run_spawned(1, ON_CPU)
 
 
 def test_a_record_names_command_hardware_and_versions(tmp_path, monkeypatch, capsys):

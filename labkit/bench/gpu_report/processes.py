@@ -1,0 +1,114 @@
+"""A command in processes of its own, of which nothing remains: no process, no shared memory."""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_MARK = "LABKIT_GPU_REPORT"
+_SHM = Path("/dev/shm")
+# What PyTorch and NCCL leave in shared memory when they are killed.
+_SHM_NAMES = ("nccl-", "torch_", "cuda.shm")
+# Time for a command to end its own processes after Ctrl-C; then they are killed.
+_GRACE_S = 15.0
+_KILLED_S = 10.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command has ended: its exit code, its seconds, and whether its time was up."""
+
+    returncode: int
+    seconds: float
+    timed_out: bool
+
+
+def run_command(
+    words: Sequence[str], log: Path, limit_s: float, cwd: Path, environment: dict[str, str]
+) -> Ended:
+    """Run a command to its end or its limit; all it prints goes to the file ``log``.
+
+    However this ends, by Ctrl-C as well, no process that the command has started remains, nor
+    its temporary files: all of them carry a mark in their environment, those with a session of
+    their own (a notebook's kernel) too.
+    """
+    mark, shared = secrets.token_hex(8), _shared_memory()
+    with tempfile.TemporaryDirectory(prefix="lk-", ignore_cleanup_errors=True) as scratch:
+        settings = os.environ | environment | {_MARK: mark, "TMPDIR": scratch}
+        started_s = time.perf_counter()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                words,
+                cwd=cwd,
+                env=settings,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        timed_out = False
+        try:
+            process.wait(max(0.0, limit_s))
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            _end(process, mark)
+            _remove_new(shared)
+        return Ended(process.returncode, time.perf_counter() - started_s, timed_out)
+
+
+def _end(process: subprocess.Popen, mark: str) -> None:
+    """Interrupt the command if it still runs; then kill every process with its mark."""
+    try:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+    finally:
+        deadline_s = time.monotonic() + _KILLED_S
+        while (left := marked(mark)) and time.monotonic() < deadline_s:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.05)
+        process.wait()
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes of this user that were started with this mark."""
+    wanted, found = f"{_MARK}={mark}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            # A process that has ended, and waits for its parent, has an empty environment.
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def _shared_memory() -> set[str]:
+    if not _SHM.is_dir():
+        return set()
+    return {name for name in os.listdir(_SHM) if name.startswith(_SHM_NAMES)}
+
+
+def _remove_new(before: set[str]) -> None:
+    """Remove shared memory of this user that has appeared since and that no process maps."""
+    new = _shared_memory() - before
+    if not new:
+        return
+    mapped = ""
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped += path.read_text(errors="replace")
+    for name in new:
+        with contextlib.suppress(OSError):
+            if (_SHM / name).stat().st_uid == os.getuid() and f"/dev/shm/{name}" not in mapped:
+                (_SHM / name).unlink()
