@@ -144,7 +144,7 @@ class TestNamedDevices:
     def test_the_choice_of_visible_gpus_is_named_where_one_is_missing(self, machine, monkeypatch):
         machine(0)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-        with pytest.raises(ValueError, match="has 1 CUDA GPU, .*CUDA_VISIBLE_DEVICES is 5$"):
+        with pytest.raises(ValueError, match=r"has 1 CUDA GPU, .*CUDA_VISIBLE_DEVICES is 5$"):
             plan(1, devices="cuda:5")
 
 
