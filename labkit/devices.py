@@ -186,12 +186,12 @@ def check_named(
     if set(names) <= {"cpu"} or set(names) <= {"cpu", *(usable := _usable(gpus))}:
         return names
     why = probe.found().why_not if gpus is None else ""
-    known = f" that can be used ({', '.join(usable)})" if usable else ""
+    known = f" ({', '.join(usable)} can be used)" if usable else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    among = f" in CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+    chosen = f". CUDA_VISIBLE_DEVICES is {visible}" if visible else ""
     raise ValueError(
-        f"{shown}: this machine has {format_count(len(usable), 'CUDA GPU')}{among}{known}, "
-        f"counted from cuda:0; name others, or leave devices out{why and f'. {why}'}"
+        f"{shown}: this machine has {format_count(len(usable), 'CUDA GPU')}, counted from "
+        f"cuda:0; name others, or leave devices out{known}{chosen}{why and f'. {why}'}"
     )
 
 
