@@ -389,7 +389,7 @@ class Recorder:
         self._ahead: deque[tuple] = deque()
         # A long-running program keeps only the latest spans.
         self._past: deque[tuple] = deque(maxlen=keep)
-        self._settling = threading.Lock()
+        self._settling, self._telling = threading.Lock(), threading.Lock()
         self._open = threading.local()
         self._lanes = itertools.count()
         self._first_stack = self._stack()
@@ -414,6 +414,10 @@ class Recorder:
         is_empty: bool = False,
     ) -> None:
         fields = kind, num_bytes, peer, self._open.lane, meets, is_empty
+        if type(timer) is ClockTimer and type(self.origin) is float:
+            # The host's own clock, where spans are short and many, takes no detour.
+            self._keep(start - self.origin, end - self.origin, fields)
+            return
         self._ahead.append((timer, start, end, fields))
         if self.listener is not None or len(self._ahead) >= _SETTLE_AT:
             self._settle()
@@ -424,10 +428,13 @@ class Recorder:
             while self._ahead and (wait or self._ahead[0][0].is_past(self._ahead[0][2])):
                 timer, start, end, fields = self._ahead.popleft()
                 start_s = timer.seconds(start, self.origin)
-                end_s = timer.seconds(end, self.origin)
-                self._past.append((start_s, end_s, *fields))
-                if self.listener is not None:
-                    self.listener.ended(fields[0], start_s, end_s, fields[3])
+                self._keep(start_s, timer.seconds(end, self.origin), fields)
+
+    def _keep(self, start_s: float, end_s: float, fields: tuple) -> None:
+        self._past.append((start_s, end_s, fields))
+        if self.listener is not None:
+            with self._telling:
+                self.listener.ended(fields[0], start_s, end_s, fields[3])
 
     def _cut(self, region: _Region, start: Any) -> None:
         self._add(region.timer, region.kind, region.resumed, start)
@@ -503,7 +510,7 @@ class Recorder:
         self._settle(wait=True)
         return [
             Span(self.rank, kind, start_s, end_s, num_bytes, peer, lane, meets)
-            for start_s, end_s, kind, num_bytes, peer, lane, meets, is_empty in self._past
+            for start_s, end_s, (kind, num_bytes, peer, lane, meets, is_empty) in self._past
             if end_s > start_s or num_bytes or meets or is_empty
         ]
 
