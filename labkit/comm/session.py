@@ -72,6 +72,8 @@ class Session:
         # Whether the starts of operations can be compared with those of other ranks after the run.
         self._compares = False
         self._loss_read_s = -_LOSS_EVERY_S
+        # A loss on its way from a GPU, and the event of its arrival.
+        self._coming: tuple[torch.Tensor, torch.Event] | None = None
         self._closed = False
 
     # For the operations of ``Comm``
@@ -219,12 +221,20 @@ class Session:
         self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
 
     def report_loss(self, loss: Any) -> None:
-        """Write a loss to the board; from a GPU, at most every quarter of a second."""
-        now_s = self._host.mark()
-        if not self._on_gpu or now_s - self._loss_read_s > _LOSS_EVERY_S:
-            self._loss_read_s = now_s
-            self.flush("the loss that it reports", mine=True)
+        """Write a loss to the board; from a GPU when it has come, at most 4 times a second."""
+        if not (self._on_gpu and isinstance(loss, torch.Tensor)):
             self.board.ranks[self.rank]["loss"] = float(loss)
+            return
+        if self._coming is not None and self._coming[1].query():
+            self.board.ranks[self.rank]["loss"] = float(self._coming[0])
+            self._coming = None
+        now_s = self._host.mark()
+        if self._coming is None and now_s - self._loss_read_s > _LOSS_EVERY_S:
+            self._loss_read_s = now_s
+            # Into pinned memory: the host goes on, and looks at it in a later step.
+            landing = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            landing.copy_(loss.detach(), non_blocking=True)
+            self._coming = landing, torch.cuda.current_stream(loss.device).record_event()
 
     # For strategies that use several devices
 
