@@ -140,7 +140,8 @@ def test_four_micro_batches_per_update_hold_a_quarter_of_the_activations():
 def test_evaluation_is_no_part_of_the_steps():
     """A step has one sample; all held-out samples are evaluated at once."""
     layers = [torch.nn.Flatten(), torch.nn.Linear(64, 50_000), torch.nn.Linear(50_000, 10)]
-    settings = {"device": "cpu", "batch_size": 1, "train_size": 4, "momentum": 0.0}
+    # Between the steps of two epochs there is an evaluation.
+    settings = {"device": "cpu", "batch_size": 1, "train_size": 4, "momentum": 0.0, "epochs": 2}
     result = labkit.train_with("single", model=layers, **settings)
     parameters_and_gradients = 2 * (75 * 50_000 + 10) * 4
     outputs = 360 * 50_000 * 4
