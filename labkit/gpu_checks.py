@@ -268,9 +268,8 @@ def check_links(name: str) -> Finding:
     found, advice = "; ".join(ways), []
     lacking, why = _without_peer_access()
     if lacking:
-        found += (
-            f"; no reading of each other's memory for {_of_pairs(lacking, len(pairs))} ({why})"
-        )
+        told = _of_pairs(lacking, len(pairs))
+        found += f"; on {told} they cannot read each other's memory ({why})"
         advice.append("results are the same: copies go through host memory, and take longer")
     usable = {gpu.index for gpu in gpus.found().usable}
     visible = {card: n for card, n in _visible().items() if n in usable}
