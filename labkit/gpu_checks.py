@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from labkit import gpus
 from labkit.runtime import nvidia_smi
-from labkit.runtime.nvidia_smi import WAYS, Card, Topology, Unanswered, nvlinks
+from labkit.runtime.gpu_links import Unanswered, length, picture, spoken, way
+from labkit.runtime.nvidia_smi import Card
 from labkit.units import format_bytes, format_count
 
 # The oldest driver of each CUDA generation: docs.nvidia.com/deploy/cuda-compatibility.
@@ -262,21 +263,20 @@ def check_links(name: str) -> Finding:
     counts = Counter(pairs.values())
     ways = [
         f"{_of_pairs(count, len(pairs))} {way(code)}"
-        for code, count in sorted(counts.items(), key=lambda item: _length(item[0]))
+        for code, count in sorted(counts.items(), key=lambda item: length(item[0]))
     ]
     found, advice = "; ".join(ways), []
     lacking, why = _without_peer_access()
     if lacking:
-        found += (
-            f"; no reading of each other's memory for {_of_pairs(lacking, len(pairs))} ({why})"
-        )
+        told = _of_pairs(lacking, len(pairs))
+        found += f"; on {told} they cannot read each other's memory ({why})"
         advice.append("results are the same: copies go through host memory, and take longer")
     usable = {gpu.index for gpu in gpus.found().usable}
     visible = {card: n for card, n in _visible().items() if n in usable}
     mine = {pair: code for pair, code in pairs.items() if set(pair) <= set(visible)}
     if len(set(mine.values())) > 1:
         names = ",".join(
-            f"cuda:{visible[gpu]}" for gpu in min(mine, key=lambda p: _length(mine[p]))
+            f"cuda:{visible[gpu]}" for gpu in min(mine, key=lambda p: length(mine[p]))
         )
         advice.append(f"two ranks are fastest on a pair with the best link: --devices {names}")
     drawn = "\n".join(filter(None, [picture(links), _numbering()]))
@@ -312,52 +312,6 @@ def _without_peer_access() -> tuple[int, str]:
     return len(codes), ", ".join(said[code] for code in dict.fromkeys(codes))
 
 
-def picture(links: Topology) -> str:
-    """The ways between all GPUs, the network cards and CPU cores nearest to each, and a legend."""
-    numbers = sorted({a for a, _ in links.links} | set(links.cores))
-    if len(numbers) > 16:
-        return ""
-    # Up to 16 columns fit if their heads are numbers alone.
-    width, label = (5, "GPU") if len(numbers) <= 12 else (4, "")
-    head = " " * 6 + " ".join(f"{f'{label}{number}':>{width}}" for number in numbers)
-    rows = [head.rstrip()]
-    for a in numbers:
-        cells = [links.links.get((a, b), "-" if a == b else "?") for b in numbers]
-        rows.append(f"{f'GPU{a}':<6}" + " ".join(f"{cell:>{width}}" for cell in cells))
-    shown = sorted(set(links.pairs().values()), key=_length)
-    rows += [f"{code:<6} {way(code)}" for code in shown]
-    for cores in dict.fromkeys(links.cores.values()):
-        near = [gpu for gpu in numbers if links.cores.get(gpu) == cores]
-        rows.append(f"CPU cores {cores.replace(',', ', ')}: {spoken(near)}")
-    near_cards = {gpu: _nearest(links, gpu) for gpu in numbers}
-    for nearest in dict.fromkeys(filter(None, near_cards.values())):
-        rows.append(f"{nearest}: {spoken([gpu for gpu in numbers if near_cards[gpu] == nearest])}")
-    return "\n".join(rows)
-
-
-def _nearest(links: Topology, gpu: int) -> str:
-    ways = {b: code for (a, b), code in links.links.items() if a == gpu and isinstance(b, str)}
-    if not ways:
-        return ""
-    best = min(ways.values(), key=_length)
-    if best in ("SYS", "SOC"):
-        return "network cards only at another CPU"
-    return f"network {', '.join(card for card, code in ways.items() if code == best)} {way(best)}"
-
-
-def way(code: str) -> str:
-    """A code of the matrix in words."""
-    if count := nvlinks(code):
-        return f"over {format_count(count, 'NVLink')}"
-    return WAYS.get(code, f"on a way that nvidia-smi calls {code}")
-
-
-def _length(code: str) -> tuple[int, int]:
-    """Sorts codes from the fastest way to the slowest."""
-    known = list(WAYS)
-    return (0, -nvlinks(code)) if nvlinks(code) else (1, (*known, code).index(code))
-
-
 def check_nccl(name: str) -> Finding:
     import torch
 
@@ -370,19 +324,6 @@ def check_nccl(name: str) -> Finding:
         found = "not in this PyTorch, though there are GPUs: ranks on GPUs talk over gloo"
         return Finding(name, "note", found, f"{_OTHER_BUILD} takes a build with NCCL (on Linux)")
     return Finding(name, "ok", "not in this PyTorch, and not needed without a GPU")
-
-
-def spoken(numbers: Iterable[int]) -> str:
-    """``GPU 0``, or ``GPUs 0-2, 5``."""
-    numbers = sorted(numbers)
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs]
-    return f"{'GPUs' if numbers[1:] else 'GPU'} {', '.join(parts)}"
 
 
 def _problem() -> str:

@@ -11,11 +11,12 @@ import re
 import shutil
 import signal
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from labkit.runtime.gpu_links import Topology, Unanswered, read_topology
 from labkit.units import format_seconds
 
 PATIENCE_S = 30.0
@@ -25,19 +26,6 @@ _ALSO_IN = "/usr/lib/wsl/lib"
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"))
 _REPORT = ("-q", "-x")
 _MULTIPLES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-# From the shortest way to the longest. SOC is the name that old drivers have for SYS.
-WAYS = {
-    "PIX": "through one PCIe switch",
-    "PXB": "through several PCIe switches, not through the CPU",
-    "PHB": "through the CPU's PCIe host bridge",
-    "NODE": "through two PCIe host bridges of one CPU",
-    "SYS": "through two CPUs and the link between them",
-    "SOC": "through two CPUs and the link between them",
-}
-
-
-class Unanswered(Exception):
-    """``nvidia-smi`` gave no answer that can be used; says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -70,32 +58,6 @@ class Machine:
     driver: str
     cuda: str
     cards: tuple[Card, ...]
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Who is connected with whom.
-
-    Attributes:
-        links: {(a, b): code}: between GPUs (numbers) and to network cards (names); ``NV4`` stands
-            for 4 NVLinks, the other codes are in ``WAYS``.
-        cores: the CPU cores next to each GPU, as in ``0-47``.
-        nodes: the NUMA node of each GPU.
-    """
-
-    links: dict[tuple[int, int | str], str]
-    cores: dict[int, str] = field(default_factory=dict)
-    nodes: dict[int, str] = field(default_factory=dict)
-
-    def pairs(self) -> dict[tuple[int, int], str]:
-        """The codes of the pairs a < b of GPUs."""
-        found = {(a, b): code for (a, b), code in self.links.items() if isinstance(b, int)}
-        return {pair: code for pair, code in sorted(found.items()) if pair[0] < pair[1]}
-
-
-def nvlinks(code: str) -> int:
-    """The number of NVLinks that a code such as ``NV12`` stands for; 0 for any other way."""
-    return int(code[2:]) if re.fullmatch(r"NV\d+", code) else 0
 
 
 def machine() -> Machine:
@@ -207,40 +169,6 @@ def _bytes(text: str) -> int | None:
     return int(amount[1]) * _MULTIPLES[amount[2]] if amount and amount[2] in _MULTIPLES else None
 
 
-def read_topology(text: str) -> Topology:
-    """Read the matrix that ``nvidia-smi topo`` prints.
-
-    Raises:
-        Unanswered: there is none.
-    """
-    # The heads are underlined on a terminal.
-    lines = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
-    tables = [number for number, line in enumerate(lines) if re.match(r"\s+GPU0\b", line)]
-    if not tables:
-        raise Unanswered("nvidia-smi topo gives no matrix of GPUs")
-    heads = lines[tables[0]].partition("CPU Affinity")[0].split()
-    names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
-    links: dict[tuple[int, int | str], str] = {}
-    cores, nodes = {}, {}
-    for line in lines[tables[0] + 1 :]:
-        row = re.match(r"\s*GPU(\d+)\s+(\S.*)", line)
-        if row is None:
-            break
-        number, cells = int(row[1]), row[2].split()
-        if len(cells) < len(heads):
-            raise Unanswered(f"the row of GPU{number} in nvidia-smi's matrix is not whole")
-        for head, code in zip(heads, cells):
-            gpu = re.fullmatch(r"GPU(\d+)", head)
-            if code != "X":
-                links[number, int(gpu[1]) if gpu else names.get(head, head)] = code
-        cores[number], nodes[number] = [*cells[len(heads) :], "", ""][:2]
-    return Topology(links, _known(cores), _known(nodes))
-
-
-def _known(by_gpu: dict[int, str]) -> dict[int, str]:
-    return {gpu: text for gpu, text in by_gpu.items() if re.match(r"\d", text)}
-
-
 def _ask(*words: str) -> str:
     """What ``nvidia-smi`` prints; asked once per process, as each failure may take PATIENCE_S.
 
@@ -286,7 +214,8 @@ def _run(words: tuple[str, ...]) -> str:
             os.killpg(asked.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             asked.wait(timeout=1)
-        asked.stdout.close()
+        if asked.stdout:
+            asked.stdout.close()
         seconds = format_seconds(PATIENCE_S)
         raise Unanswered(f"nvidia-smi gave no answer within {seconds}") from None
     # A damaged card is an exit code, too, beside a whole report.

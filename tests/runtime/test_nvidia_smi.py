@@ -8,7 +8,8 @@ import pytest
 import recorded_gpus as recorded
 
 from labkit.runtime import nvidia_smi
-from labkit.runtime.nvidia_smi import Card, Unanswered, read_machine, read_topology
+from labkit.runtime.gpu_links import Unanswered, read_topology
+from labkit.runtime.nvidia_smi import Card, read_machine
 
 
 @pytest.fixture
@@ -81,22 +82,6 @@ def test_rubbish_is_no_report(text):
 def test_a_report_without_its_usual_parts_is_one_of_cards_unknown():
     (card,) = read_machine("<nvidia_smi_log><gpu/></nvidia_smi_log>").cards
     assert card == Card(0, "a GPU without a name")
-
-
-@pytest.mark.parametrize("text", ["", "topo: unknown option", "\tGPU0\tGPU1\nGPU0\t X \n"])
-def test_rubbish_is_no_topology(text):
-    with pytest.raises(Unanswered, match="nvidia-smi"):
-        read_topology(text)
-
-
-@pytest.mark.parametrize("end", ["", "\tCPU Affinity", "\tCPU Affinity\tNUMA Affinity"])
-def test_matrices_of_older_drivers_are_read(end):
-    text = (
-        f"\tGPU0\tGPU1\tmlx4_0{end}\nGPU0\t X \tSOC\tPHB\t0-7\t0\nGPU1\tSOC\t X \tSOC\t8-15\t1\n"
-    )
-    links = read_topology(text)
-    assert links.pairs() == {(0, 1): "SOC"}
-    assert links.links[0, "mlx4_0"] == "PHB"
 
 
 @pytest.mark.parametrize(
