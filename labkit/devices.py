@@ -89,23 +89,33 @@ def plan(
     else:
         chosen, notes = _free(local_world_size, device, gpus)
     kinds = {name.partition(":")[0] for name in chosen}
-    if "cpu" in kinds and transport == "nccl":
-        raise ValueError(
-            f"transport 'nccl' moves the memory of GPUs only, and these ranks run on "
-            f"{' and '.join(sorted(set(chosen)))}: use 'auto' or 'gloo', or device 'cuda'"
-        )
+    if "cpu" in kinds:
+        _check_for_cpu(transport, chosen)
     if kinds == {"cpu"}:
         shared = can_share and transport != "gloo"
         return Plan("gloo", chosen, "shared" if shared else "torch", notes)
     if len(kinds) > 1:
         return Plan("gloo", chosen, "torch", (*notes, _mixed_note(transport)))
+    return _on_gpus(chosen, transport, notes)
+
+
+def _on_gpus(chosen: tuple[str, ...], transport: str, notes: tuple[Note, ...]) -> Plan:
+    """The plan of ranks that are all on GPUs."""
     # On GPUs shared memory is used only on request: NCCL is the standard there.
     moved_by = "shared" if transport == "shared" else "torch"
-    if len(set(chosen)) < len(chosen) and transport == "nccl":
+    if len(set(chosen)) == len(chosen):
+        return Plan("gloo" if transport == "gloo" else "nccl", chosen, moved_by, notes)
+    if transport == "nccl":
         return Plan("nccl", chosen, moved_by, (*notes, _sharing_note(chosen, "nccl")))
-    if len(set(chosen)) < len(chosen):
-        return Plan("gloo", chosen, moved_by, (*notes, _sharing_note(chosen, moved_by)))
-    return Plan("gloo" if transport == "gloo" else "nccl", chosen, moved_by, notes)
+    return Plan("gloo", chosen, moved_by, (*notes, _sharing_note(chosen, moved_by)))
+
+
+def _check_for_cpu(transport: str, devices: Sequence[str]) -> None:
+    if transport == "nccl":
+        raise ValueError(
+            "transport 'nccl' moves the memory of GPUs only, and these ranks run on "
+            f"{' and '.join(sorted(set(devices)))}: use 'auto' or 'gloo'"
+        )
 
 
 def tell_once(notes: Iterable[Note]) -> None:

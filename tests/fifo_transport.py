@@ -11,6 +11,7 @@ import functools
 import queue
 import threading
 
+import pytest
 import torch
 from ranks import travel_by_value
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,11 +162,12 @@ def call_over_stream(fn, comm, *args):
         return fn(comm, *args)
 
 
-def use_streams(monkeypatch):
-    """Let the ranks of all runs talk over a FifoTransport."""
+@pytest.fixture
+def over_streams(monkeypatch):
+    """The ranks of all runs of a test talk over a FifoTransport."""
     really_dump = launch.dump_call
-    monkeypatch.setattr(
-        launch,
-        "dump_call",
-        lambda fn, args: really_dump(functools.partial(call_over_stream, fn), args),
-    )
+
+    def dump(fn, args):
+        return really_dump(functools.partial(call_over_stream, fn), args)
+
+    monkeypatch.setattr(launch, "dump_call", dump)

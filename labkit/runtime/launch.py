@@ -91,13 +91,12 @@ def run(
         world_size: P, the number of ranks.
         device: ``auto`` (GPUs if any can be used), ``cpu`` or ``cuda``.
         devices: by rank (under ``torchrun`` by LOCAL_RANK), as ``"cuda:2,cuda:3"``; see ``plan``.
-        transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl`` (PyTorch's
-            point-to-point), or ``auto``: shared memory for CPU ranks, where the system has it,
-            NCCL for ranks with a GPU each.
+        transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
+            memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
         may_lose: ranks that the run can do without: if one fails after all ranks have started,
             the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks;
-            NCCL ends with its first rank, so on GPUs ``auto`` then means gloo.)
+            a group of NCCL does not go on, so ``auto`` is gloo then.)
         link: an emulated link, which makes messages slower; None for no emulation.
 
     Returns:

@@ -77,6 +77,10 @@ def why_not(device: str = "cuda:0") -> str:
 
 @functools.cache
 def _tried(device: str, visible: str | None) -> str:
+    return _try_two(device)
+
+
+def _try_two(device: str) -> str:
     with tempfile.TemporaryDirectory(prefix="labkit-") as folder, contextlib.ExitStack() as stack:
         said = [stack.enter_context((Path(folder) / f"{rank}").open("w+")) for rank in range(2)]
         ranks = [

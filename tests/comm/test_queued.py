@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from fifo_transport import use_streams
+from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from ranks import travel_by_value
 
 from labkit import DeadlineError, DeadlockError, WorkerError, run
@@ -17,10 +17,7 @@ from labkit.errors import PeerLostError
 
 travel_by_value(__name__)
 
-
-@pytest.fixture(autouse=True)
-def over_streams(monkeypatch):
-    use_streams(monkeypatch)
+pytestmark = pytest.mark.usefixtures("over_streams")
 
 
 class TestTheHostRunsAhead:

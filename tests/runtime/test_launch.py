@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from ranks import (
     is_alive,
     leftovers,
@@ -469,6 +470,11 @@ class TestRow4Deadlock:
             return ring_neighbour(comm)
 
         assert run(slow, world_size=3).values == [2, 0, 1]
+
+
+@pytest.mark.usefixtures("over_streams")
+class TestRow4DeadlockOverAStream(TestRow4Deadlock):
+    """The same where operations are only queued, as on NCCL."""
 
 
 class TestRow5Hang:

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from odd_models import Everything, seeded, sgd, some_batches, train_by_hand
 from ranks import running_ranks, travel_by_value, wait_until
 from torch import nn
@@ -57,6 +58,11 @@ def test_a_bound_is_kept_and_every_share_is_worked_through(world_size):
     assert result.replicas_agree
     assert len(result.epochs) == 3
     assert result.as_dict()["staleness"] == staleness
+
+
+@pytest.mark.usefixtures("over_streams")
+def test_over_a_stream_that_queues():
+    test_a_bound_is_kept_and_every_share_is_worked_through(3)
 
 
 def test_a_bound_of_workers_minus_one_is_one_update_a_worker_and_round():

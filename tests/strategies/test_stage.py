@@ -5,6 +5,7 @@ from functools import partial
 import odd_models
 import pytest
 import torch
+from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from odd_models import seeded, sgd
 from ranks import leftovers, travel_by_value
 from torch import nn
@@ -210,6 +211,13 @@ def test_equal_to_one_device_on_every_rank(world_size, alone):
         assert summed == pytest.approx(losses, abs=1e-10), (case, technique)
         torch.testing.assert_close(found[-1][2], logits, atol=1e-10, rtol=0)
         assert all(own_logits is None for _, _, own_logits in found[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("over_streams")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_over_a_stream_that_queues(world_size, alone):
+    test_equal_to_one_device_on_every_rank(world_size, alone)
 
 
 def train_batch_norm(comm):
