@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-core test-gpu test-notebooks test-torch slowest storm bench html \
+.PHONY: help env lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest storm bench html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make test-unit       the quick part: no notebooks, no browser, nothing marked fresh or slow"
 	@echo "make test-core       the core's tests without the course around it"
 	@echo "make test-gpu        what needs GPUs (make test hides them)"
+	@echo "make test-pretended  all notebooks as with 1, 2 and 8 GPUs, on the CPU (some minutes)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH_VERSION=2.11.0)"
 	@echo "make slowest         run every test and record the 40 slowest in data/results"
@@ -135,6 +136,12 @@ test-unit: env
 # What needs GPUs; without any, all of it is skipped and says why.
 test-gpu: env
 	LABKIT_TEST_GPUS=1 LABKIT_LIVE=0 $(BIN)/python -m pytest -p no:nbval tests/gpu $(ARGS)
+
+# torch behaves as with GPUs, and the CPU computes: tests/pretended says what that covers.
+test-pretended: env
+	@for gpus in 1 2 8; do echo "$$gpus pretended GPUs"; \
+	  LABKIT_PRETEND_GPUS=$$gpus PYTHONPATH=$(CURDIR)/tests/pretended LABKIT_LIVE=0 \
+	  $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
 
 test-core: env
 	$(BIN)/python tests/core.py $(SPREAD) $(ARGS)
