@@ -119,7 +119,8 @@ class DataParallel(Strategy):
         finally:
             with self.comm.span("wait"):
                 errors = [future.exception() for future in futures]
-                self._wait_for(self.devices[1 : len(futures) + 1])
+                if not any(errors):
+                    self._wait_for(self.devices[1 : len(futures) + 1])
         for error in filter(None, errors):
             raise error
         return [result, *(future.result() for future in futures)]
