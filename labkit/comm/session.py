@@ -303,6 +303,10 @@ class Session:
         self.board.ranks[self.rank]["state"] = LEFT
 
     @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
     def ended_well(self) -> bool:
         """Whether this session was closed with nothing left in its queue."""
         return self._closed and (self.queue is None or self.queue.is_settled)

@@ -21,7 +21,7 @@ from labkit.comm.reads import flush_before_reads
 from labkit.comm.session import Session
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
-from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.torch_transport import TorchTransport, means_loss
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
@@ -119,10 +119,8 @@ def _join_group(
             timeout=timedelta(seconds=timeout_s + PATIENCE_S),
             device_id=device if backend == "nccl" else None,
         )
-    except dist.DistError as error:
-        raise _unreachable(error, time.monotonic() - started_s) from None
     except RuntimeError as error:
-        raise _not_connected(error) from None
+        raise _not_joined(error, time.monotonic() - started_s, backend) from None
     if backend == "nccl":
         # The group must end before CUDA does. A rank's process runs finalizers of multiprocessing
         # when it exits, but no atexit handlers.
@@ -130,6 +128,19 @@ def _join_group(
     else:
         # Under torchrun, gloo's threads have aborted the interpreter if they still ran at its end.
         atexit.register(_leave_group)
+
+
+def _not_joined(error: RuntimeError, waited_s: float, backend: str) -> Exception:
+    """The error of a rank that could not join the group, by its cause."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return error
+    if isinstance(error, dist.DistBackendError) and not means_loss(error):
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        said = "\n".join(line for line in lines if not line.startswith(("frame #", "Exception")))
+        return RuntimeError(f"rank {os.environ['RANK']} could not start {backend}: {said}")
+    if isinstance(error, dist.DistError):
+        return _unreachable(error, waited_s)
+    return _not_connected(error)
 
 
 def _unreachable(error: dist.DistError, waited_s: float) -> ConnectionError:
