@@ -61,16 +61,8 @@ def connect(
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    stay_on_loopback()
-    torch.set_num_threads(max(1, num_cores() // local_world_size))
-    # Whatever the devices: a run on the CPU may also use a GPU for a part of its model.
-    allow_tf32(False)
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if plan.backend == "nccl":
-        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
-            os.environ.setdefault(name, value)
+    _prepare(plan, device, local_world_size)
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
@@ -90,6 +82,19 @@ def connect(
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
     return comm
+
+
+def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:
+    """Set what has to be set before a rank joins the others."""
+    stay_on_loopback()
+    torch.set_num_threads(max(1, num_cores() // local_world_size))
+    # Whatever the devices: a run on the CPU may also use a GPU for a part of its model.
+    allow_tf32(False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if plan.backend == "nccl":
+        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
+            os.environ.setdefault(name, value)
 
 
 def _transport(
