@@ -6,6 +6,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
+# TORCH is the build of PyTorch that .venv gets: default (that of requirements.txt), cpu, auto (uv
+# looks at the driver), or a CUDA version. Without TORCH the build that is there stays.
+BUILT := $(or $(shell sed -n 2p $(READY) 2>/dev/null || sed -n 2p $(READY).was 2>/dev/null),default)
+BUILD := $(or $(strip $(TORCH)),$(BUILT))
+BUILD := $(if $(filter default auto cpu cu% rocm% xpu,$(BUILD)),$(BUILD),cu$(subst .,,$(BUILD)))
+
 NOTEBOOKS ?= $(sort $(wildcard notebooks/*.ipynb))
 NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
          --nbval-sanitize-with tests/nbval_sanitize.cfg
@@ -21,9 +27,11 @@ SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
 # what is not written down compiled is compiled by each of hundreds of processes.
 export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
+# What decides on builds and hashes stands in the commands below.
+unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-core test-gpu test-notebooks test-torch slowest storm bench html \
+.PHONY: help env lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest storm bench html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -32,8 +40,9 @@ help:
 	@echo "make test-unit       the quick part: no notebooks, no browser, nothing marked fresh or slow"
 	@echo "make test-core       the core's tests without the course around it"
 	@echo "make test-gpu        what needs GPUs (make test hides them)"
+	@echo "make test-pretended  all notebooks as with 1, 2 and 8 GPUs, on the CPU (some minutes)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
-	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH=2.11.0)"
+	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH_VERSION=2.11.0)"
 	@echo "make slowest         run every test and record the 40 slowest in data/results"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
@@ -41,15 +50,36 @@ help:
 	@echo "make notebooks       run the notebooks and store their outputs in place"
 	@echo "make pins            renew requirements.txt and tools/uv.txt, with hashes"
 	@echo "make env             set up only (.venv, about 6 GB)"
+	@echo "make env TORCH=auto  the same with the PyTorch that this machine's driver can run; also"
+	@echo "                     TORCH=cpu (no CUDA, 3 GB less), TORCH=12.8 (that CUDA), TORCH=default"
 	@echo "make clean           remove what make built; make distclean removes .venv too"
 
 env: $(READY)
 	@:
 
-# The stamp holds the folder it was made in: a moved or copied .venv is made anew.
-ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
-$(READY): FORCE
+# The stamp holds the folder it was made in, since a moved or copied .venv is made anew, and the build
+# of PyTorch. A version number does not tell builds apart, so another build is installed by force.
+ifneq ($(shell sed -n 1p $(READY) 2>/dev/null),$(CURDIR))
+STALE := yes
+else ifneq ($(BUILD),$(BUILT))
+STALE := yes
+else ifneq (,$(and $(filter auto,$(TORCH)),$(filter env,$(MAKECMDGOALS))))
+STALE := yes
 endif
+ifdef STALE
+$(READY): FORCE
+RENEW := --exact --reinstall-package torch --reinstall-package torchvision
+endif
+
+FREEZE := $(BIN)/uv pip freeze --quiet --python $(BIN)/python
+WHENCE := $(if $(filter default,$(BUILD)),,The build '$(BUILD)' is in PyTorch's own index: is that in reach?)
+RETRY  := $(if $(filter default,$(BUILD)),run make env again,make env TORCH=default takes the usual build)
+# uv changes nothing before it has every file: after most failures what was ready is ready still.
+GIVE_UP = { $(FREEZE) 2>/dev/null | cmp -s - $(VENV)/.before && mv $(READY).was $(READY) \
+  && left="$(VENV) is as it was: make lab and make test use it as before." \
+  || left="$(VENV) is not complete: $(RETRY)."; \
+  echo "make env: uv could not install everything and says why above. $(WHENCE)" >&2; \
+  rm -f $(VENV)/.before; echo "make env: $$left" >&2; exit 1; }
 
 $(READY): requirements.txt tools/uv.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { \
@@ -61,19 +91,30 @@ $(READY): requirements.txt tools/uv.txt pyproject.toml
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "make env: '$(PYTHON)' cannot make environments. On Debian or Ubuntu:" \
 	    "sudo apt install $(notdir $(PYTHON))-venv" >&2; exit 1; }
-	@rm -f $(READY)
-	@echo "Setting up $(VENV): downloads about 3 GB the first time, then it is quick."
+	@case '$(BUILD)' in default|auto|cpu|xpu|rocm[1-9]*|cu[1-9][0-9][0-9]) ;; *) \
+	  echo "make env: TORCH=$(TORCH) is not a build of PyTorch. Use TORCH=cpu, auto, default or a CUDA" \
+	    "version such as 12.8. (make test-torch takes another version: TORCH_VERSION=2.11.0)" >&2; \
+	  exit 1; esac
+	@$(PYTHON) tools/torch_build.py advice $(BUILD)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  && $(BIN)/pip --version 2>/dev/null | grep -qF "$(CURDIR)/$(VENV)/" \
 	  || $(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes \
 	  -r tools/uv.txt
+	@mv -f $(READY) $(READY).was 2>/dev/null && $(FREEZE) > $(VENV)/.before || rm -f $(VENV)/.before
 # Compiled once, as pip does: or every new process compiles torch, where nothing may be written.
-	@$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --require-hashes \
-	  -r requirements.txt
+ifeq ($(BUILD),default)
+	@$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $(RENEW) --require-hashes \
+	  -r requirements.txt || $(GIVE_UP)
+else
+	@$(PYTHON) tools/torch_build.py pins > $(VENV)/pins.txt
+	@$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $(RENEW) --verify-hashes \
+	  --torch-backend $(BUILD) -r $(VENV)/pins.txt || $(GIVE_UP)
+endif
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m ipykernel install --sys-prefix >/dev/null
-	@printf '%s\n' "$(CURDIR)" > $@
+	@printf '%s\n' "$(CURDIR)" $(BUILD) > $@
+	@rm -f $(READY).was $(VENV)/.before
 
 lab: env
 	@$(BIN)/python -m labkit lab $(ARGS)
@@ -96,19 +137,25 @@ test-unit: env
 test-gpu: env
 	LABKIT_TEST_GPUS=1 LABKIT_LIVE=0 $(BIN)/python -m pytest -p no:nbval tests/gpu $(ARGS)
 
+# torch behaves as with GPUs, and the CPU computes: tests/pretended says what that covers.
+test-pretended: env
+	@for gpus in 1 2 8; do echo "$$gpus pretended GPUs"; \
+	  LABKIT_PRETEND_GPUS=$$gpus PYTHONPATH=$(CURDIR)/tests/pretended LABKIT_LIVE=0 \
+	  $(BIN)/python -m pytest $(NBVAL) $(NOTEBOOKS) $(ARGS) || exit 1; done
+
 test-core: env
 	$(BIN)/python tests/core.py $(SPREAD) $(ARGS)
 
 slowest:
 	$(MAKE) test ARGS="--record-slowest data/results/slowest_tests.json $(ARGS)"
 
-# The ends of the range in pyproject.toml: TORCH=2.11.0 is the oldest.
-TORCH ?= 2.11.0
-OTHER := .venv-torch-$(TORCH)
+# The ends of the range in pyproject.toml: TORCH_VERSION=2.11.0 is the oldest.
+TORCH_VERSION ?= 2.11.0
+OTHER := .venv-torch-$(TORCH_VERSION)
 
 test-torch: env
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH)' '.[test]'
+	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH_VERSION)' '.[test]'
 	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit
 	PYTHONPATH=$(CURDIR) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval \
 	  tests/runtime/test_start_ranks.py tests/runtime/test_launch.py $(ARGS)

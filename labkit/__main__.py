@@ -214,6 +214,9 @@ def _print_summary(result: "TrainResult") -> None:
     print(f"mean seconds per rank: {phases}")
     if result.bytes_sent is not None:
         print(f"bytes sent by rank: {result.bytes_sent}, in messages: {result.messages}")
+    if any(result.peak_memory):
+        peaks = "; ".join("lost" if one is None else str(one) for one in result.peak_memory)
+        print(f"peak memory by rank: {peaks}")
     print(f"replicas agree: {result.replicas_agree}")
     if "note" in result.notes:
         print(result.notes["note"])

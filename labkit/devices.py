@@ -14,7 +14,7 @@ from labkit.config import parse_devices
 from labkit.units import MOST_RANKS, check_choice, check_integer, format_count
 
 DEVICES = ("auto", "cpu", "cuda")
-TRANSPORTS = ("auto", "shared", "gloo")
+TRANSPORTS = ("auto", "shared", "gloo", "nccl")
 # A reason, and the sentence for the learner.
 Note = tuple[str, str]
 UNUSABLE = "unusable"
@@ -66,7 +66,8 @@ def plan(
     """Choose backend, devices and transport for the ranks of this machine.
 
     NCCL needs a GPU per rank. Ranks that share a GPU talk over gloo, with tensors staged through
-    host memory, or with ``transport="shared"`` through CUDA IPC. So do ranks on the CPU with
+    host memory, or with ``transport="shared"`` through CUDA IPC (with ``"nccl"`` over NCCL, where
+    that works: ``labkit.runtime.nccl_sharing``). So do ranks on the CPU with
     ranks on GPUs, always over gloo.
 
     Args:
@@ -88,16 +89,33 @@ def plan(
     else:
         chosen, notes = _free(local_world_size, device, gpus)
     kinds = {name.partition(":")[0] for name in chosen}
+    if "cpu" in kinds:
+        _check_for_cpu(transport, chosen)
     if kinds == {"cpu"}:
         shared = can_share and transport != "gloo"
         return Plan("gloo", chosen, "shared" if shared else "torch", notes)
     if len(kinds) > 1:
         return Plan("gloo", chosen, "torch", (*notes, _mixed_note(transport)))
+    return _on_gpus(chosen, transport, notes)
+
+
+def _on_gpus(chosen: tuple[str, ...], transport: str, notes: tuple[Note, ...]) -> Plan:
+    """The plan of ranks that are all on GPUs."""
     # On GPUs shared memory is used only on request: NCCL is the standard there.
     moved_by = "shared" if transport == "shared" else "torch"
-    if len(set(chosen)) < len(chosen):
-        return Plan("gloo", chosen, moved_by, (*notes, _sharing_note(chosen, moved_by)))
-    return Plan("gloo" if transport == "gloo" else "nccl", chosen, moved_by, notes)
+    if len(set(chosen)) == len(chosen):
+        return Plan("gloo" if transport == "gloo" else "nccl", chosen, moved_by, notes)
+    if transport == "nccl":
+        return Plan("nccl", chosen, moved_by, (*notes, _sharing_note(chosen, "nccl")))
+    return Plan("gloo", chosen, moved_by, (*notes, _sharing_note(chosen, moved_by)))
+
+
+def _check_for_cpu(transport: str, devices: Sequence[str]) -> None:
+    if transport == "nccl":
+        raise ValueError(
+            "transport 'nccl' moves the memory of GPUs only, and these ranks run on "
+            f"{' and '.join(sorted(set(devices)))}: use 'auto' or 'gloo'"
+        )
 
 
 def tell_once(notes: Iterable[Note]) -> None:
@@ -178,21 +196,24 @@ def check_named(
     if set(names) <= {"cpu"} or set(names) <= {"cpu", *(usable := _usable(gpus))}:
         return names
     why = probe.found().why_not if gpus is None else ""
-    known = f" that can be used ({', '.join(usable)})" if usable else ""
+    known = f" ({', '.join(usable)} can be used)" if usable else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    among = f" in CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+    chosen = f". CUDA_VISIBLE_DEVICES is {visible}" if visible else ""
     raise ValueError(
-        f"{shown}: this machine has {format_count(len(usable), 'CUDA GPU')}{among}{known}, "
-        f"counted from cuda:0; name others, or leave devices out{why and f'. {why}'}"
+        f"{shown}: this machine has {format_count(len(usable), 'CUDA GPU')}, counted from "
+        f"cuda:0; name others, or leave devices out{known}{chosen}{why and f'. {why}'}"
     )
 
 
 def _sharing_note(devices: Sequence[str], moved_by: str) -> Note:
     """The consequence of having more ranks than GPUs."""
-    way = "CUDA IPC" if moved_by == "shared" else "gloo through host memory"
+    why = "since NCCL takes one rank per GPU"
+    way = f"CUDA IPC, {why}" if moved_by == "shared" else f"gloo through host memory, {why}"
+    if moved_by == "nccl":
+        way = "NCCL, which NCCL_MULTI_RANK_GPU_ENABLE=1 lets share a GPU"
     return "shared", (
         f"{len(devices)} ranks share {format_count(len(set(devices)), 'GPU')}: they talk over "
-        f"{way}, since NCCL takes one rank per GPU; times are not those of more GPUs"
+        f"{way}; times are not those of more GPUs"
     )
 
 

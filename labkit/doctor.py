@@ -14,21 +14,23 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
-from itertools import permutations
 from pathlib import Path
+from typing import Any
 
+from labkit import gpu_checks
 from labkit.devices import hardware, num_cores, num_gpus, plan
+from labkit.gpu_checks import Finding
 from labkit.units import format_bytes, format_seconds
 
 WIDTH = 99
 ENOUGH_MEMORY_BYTES = 4 * 2**30
 ENOUGH_SHM_BYTES = 512 * 2**20
 RANKS_TIMEOUT_S = 60
+LINK_BYTES = (2**12, 2**22)
+ON_ONE_GPU = "NCCL, both ranks on one GPU"
 SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
 # What a container may use; the file is absent, or says "max", where there is no limit.
@@ -61,19 +63,6 @@ _IF_RAISED = {
     "temporary folder": ("stop", _TMPDIR),
     "ranks talk": ("stop", _RANKS_ADVICE),
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of the check ``name``, with advice if something should be changed.
-
-    The status is ``ok``, ``note`` (the course runs, with a limit), or ``stop`` (it does not).
-    """
-
-    name: str
-    status: str
-    found: str
-    advice: str = ""
 
 
 def main() -> int:
@@ -111,14 +100,17 @@ def examine(name: str, check: Callable[[str], Finding]) -> Finding:
 
 
 def render(finding: Finding) -> str:
-    """The finding, its advice on the lines below, both wrapped at WIDTH in one column."""
+    """The finding, its advice below it, both wrapped at WIDTH in one column, and its picture."""
     head = f"{finding.name:<17}  {finding.status:<4}  "
     rows = [(head, finding.found), (" " * (len(head) - 3) + "-> ", finding.advice)]
-    return "\n".join(
+    wrapped = [
         textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(head))
         for start, text in rows
         if text
-    )
+    ]
+    drawn = finding.picture.splitlines()
+    indents = {"initial_indent": " " * 4, "subsequent_indent": " " * 10}
+    return "\n".join(wrapped + [textwrap.fill(line, WIDTH, **indents) for line in drawn])
 
 
 def check_labkit(name: str) -> Finding:
@@ -169,44 +161,6 @@ def check_torchvision_loads(name: str) -> Finding:
         torch.ops.load_library(library)
     torch.ops.torchvision.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
     return Finding(name, "ok", "with its compiled operators")
-
-
-def check_gpus(name: str) -> Finding:
-    import torch
-
-    if not num_gpus():
-        advice = "the whole course runs on CPU; if there should be a GPU, run nvidia-smi"
-        return Finding(name, "note", "none", advice)
-    gpus = [torch.cuda.get_device_properties(index) for index in range(num_gpus())]
-    kinds = Counter(f"{gpu.name}, {format_bytes(gpu.total_memory)}" for gpu in gpus)
-    return Finding(name, "ok", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
-
-
-def check_peer_access(name: str) -> Finding:
-    import torch
-
-    pairs = list(permutations(range(num_gpus()), 2))
-    lacking = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-    if not pairs:
-        return Finding(name, "ok", "not needed with fewer than two GPUs")
-    if not lacking:
-        return Finding(name, "ok", f"every one of {num_gpus()} GPUs reaches the others' memory")
-    found = f"missing for {len(lacking)} of {len(pairs)} directions: {', '.join(lacking[:8])}"
-    advice = "the results are the same: these copies go through host memory, and take longer"
-    return Finding(name, "note", found + (", ..." if lacking[8:] else ""), advice)
-
-
-def check_nccl(name: str) -> Finding:
-    import torch
-
-    gpus = num_gpus()
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        number = ".".join(map(str, torch.cuda.nccl.version()))
-        use = f"up to {gpus} here; more ranks talk over gloo" if gpus else "not used here"
-        return Finding(name, "ok", f"{number}; takes one rank per GPU: {use}")
-    if gpus:
-        return Finding(name, "note", "not in this torch, though there are GPUs", _REINSTALL)
-    return Finding(name, "ok", "not in this torch, and not needed without a GPU")
 
 
 def check_gloo(name: str) -> Finding:
@@ -319,6 +273,44 @@ def swap_numbers(comm) -> float:
     return comm.exchange(mine, 1 - comm.rank, theirs, 1 - comm.rank).mean().item()
 
 
+def check_speeds(name: str) -> Finding:
+    """What a message between 2 ranks costs, on each way that this machine has."""
+    ways: dict[str, dict[str, Any]] = {"cpu": {"device": "cpu"}}
+    count, found, status = num_gpus(), {}, "ok"
+    if count:
+        ways |= {"NCCL": {"device": "cuda", "transport": "auto"}} if count > 1 else {}
+        ways["gloo"] = {"device": "cuda", "transport": "gloo"}
+        ways["CUDA IPC"] = {"device": "cuda", "transport": "shared"}
+        # NCCL says only when it is tried whether it takes several ranks per GPU.
+        first = plan(1, "cuda").devices[0]
+        ways[ON_ONE_GPU] = {"devices": f"{first},{first}", "transport": "nccl"}
+    for way, settings in ways.items():
+        try:
+            found |= _speed(**settings)
+        except Exception as error:
+            found[way] = f"does not work: {_one_line(error)}"
+            status = status if way == ON_ONE_GPU else "note"
+    rows = [f"{way}: {speed}" for way, speed in found.items()]
+    advice = "--transport chooses one that works; if none does, see ranks talk above"
+    if not rows[1:]:
+        return Finding(name, status, rows[0], advice if status == "note" else "")
+    told = "what a message costs, way by way"
+    return Finding(name, status, told, advice if status == "note" else "", "\n".join(rows))
+
+
+def _speed(**settings: Any) -> dict[str, str]:
+    """{what moves the bytes between which devices: microseconds per message, bytes per second}."""
+    from labkit.costs import Link
+    from labkit.training.measured_link import measure_link
+
+    # Ranks that share a GPU print a note; the row says it.
+    with contextlib.redirect_stderr(io.StringIO()):
+        link = measure_link(2, sizes_bytes=LINK_BYTES, repeats=3, **settings)
+    devices = list(dict.fromkeys(plan(2, **settings).devices))
+    both = "" if devices[1:] or devices == ["cpu"] else ", both ranks"
+    return {f"{link.transport} on {' and '.join(devices)}{both}": Link.__str__(link)}
+
+
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split("\n\n")[0].split())
     return textwrap.shorten(f"{type(error).__name__}: {text}", 200, placeholder=" ...")
@@ -330,9 +322,12 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     **dict.fromkeys(PACKAGES, check_package),
     "torch loads": check_torch_loads,
     "torchvision loads": check_torchvision_loads,
-    "GPUs": check_gpus,
-    "GPU to GPU": check_peer_access,
-    "NCCL": check_nccl,
+    "NVIDIA driver": gpu_checks.check_driver,
+    "GPUs": gpu_checks.check_gpus,
+    "GPU architecture": gpu_checks.check_architectures,
+    "GPU sharing": gpu_checks.check_sharing,
+    "GPU to GPU": gpu_checks.check_links,
+    "NCCL": gpu_checks.check_nccl,
     "gloo": check_gloo,
     "cores": check_cores,
     "memory": check_memory,
@@ -342,4 +337,5 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     "notebooks": check_notebooks,
     "temporary folder": check_temporary_folder,
     "ranks talk": check_ranks,
+    "rank to rank": check_speeds,
 }

@@ -33,8 +33,8 @@ _SHARED_S = 30.0
 # What decides which GPUs are visible, and how they are numbered.
 _CHOSEN_BY = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 _CHOSEN_BY += ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# The control devices of NVIDIA's driver, of the same under Windows (WSL), and of AMD's.
-_CONTROL_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+# What NVIDIA's driver brings, on Linux and in Linux under Windows. PyTorch knows others itself.
+_DRIVERS = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
 # The error of a GPU whose trial has begun.
 _BEGUN = "begun"
 _OTHER_BUILD = "install a PyTorch that fits (make env TORCH=auto)"
@@ -51,6 +51,10 @@ _REASONS = {
     r"busy or unavailable|devices are busy|exclusive": (
         "another program holds it for itself (exclusive compute mode, see nvidia-smi): wait until "
         "that program has ended, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+    ),
+    r"No CUDA GPUs are available": (
+        "the driver shows none to this process (CUDA_VISIBLE_DEVICES is {visible}; nvidia-smi "
+        "lists those of the machine)"
     ),
     r"out of memory": (
         "other programs have taken its memory (nvidia-smi shows them): wait until they have "
@@ -94,8 +98,9 @@ def found() -> Gpus:
 
 def may_exist() -> bool:
     """Whether this process may see a GPU, without importing torch: a driver is here."""
-    hidden = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").strip() == "-1"
-    return any(map(os.path.exists, _CONTROL_DEVICES)) and not hidden
+    # CUDA takes anything that does not begin with a GPU, as -1 or nothing, for an empty list.
+    visible = re.match(r"\s*\+?\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    return bool(visible) and any(map(os.path.exists, _DRIVERS))
 
 
 def synchronize(device: Any) -> None:
@@ -135,7 +140,8 @@ def _found(chosen: tuple[str | None, ...]) -> Gpus:
         return Gpus(why_not="" if is_built or not may_exist() else why)
     # The ranks of one torchrun have to agree, however late one of them asks.
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    key = [*chosen, torch.__version__, run_id and f"{run_id} of {os.getppid()}"]
+    run = run_id and f"{run_id} of {os.getppid()}"
+    key = [*chosen, os.uname().nodename, torch.__version__, run]
     with _shared_file() as file:
         if file is None:
             return _tried()
@@ -224,7 +230,9 @@ def _tried() -> Gpus:
             tried |= {index: Gpu(index, error=late) for index in untried}
             break
     if not tried:
-        return Gpus(why_not=f"CUDA lists no GPU here: {_reason(facts.get('error', ''), facts)}")
+        return Gpus(
+            why_not=f"there is a driver, and no GPU: {_reason(facts.get('error', ''), facts)}"
+        )
     return Gpus(_usable(tried), _why_not(tried, facts))
 
 
@@ -250,6 +258,7 @@ def _reason(error: str, facts: dict[str, Any], gpu: Gpu | None = None) -> str:
     words = {
         "driver": f" (for CUDA {'.'.join(map(str, of_driver))})" if of_driver else "",
         "cuda": facts.get("cuda"),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
         "architectures": ", ".join(facts.get("architectures", ())),
     }
     major, minor = gpu.capability if gpu else (0, 0)
@@ -270,19 +279,20 @@ def _try_from(first: int, until_s: float) -> tuple[list[dict[str, Any]], str]:
         What it has printed, see ``_print_trials``, and why it ended early (empty if it did not).
     """
     patience_s = min(_PATIENCE_S, max(0.0, until_s - time.monotonic()))
-    # Files, since a process that hangs in the driver cannot be ended and keeps its pipes open.
-    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        # -P: the folder of this file has modules with the names of Python's own.
-        command = [sys.executable, "-P", __file__, str(first)]
-        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
-        try:
+    # -P: the folder of this file has modules with the names of Python's own.
+    command = [sys.executable, "-P", __file__, str(first)]
+    try:
+        # Files, since a process that hangs in the driver cannot be ended and keeps its pipes open.
+        with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
             code = _code_of(subprocess.Popen(command, **streams), patience_s)
-        except OSError as error:
-            return [], f"the process that tries them cannot be started ({error})"
-        printed.seek(0)
-        errors.seek(0)
-        rows = [json.loads(line) for line in printed if re.fullmatch(r"\{.*\}\n", line)]
-        last = ([line.strip() for line in errors if line.strip()] or [f"exit code {code}"])[-1]
+            printed.seek(0)
+            errors.seek(0)
+            ours = [line for line in printed if re.fullmatch(r'\{"(index|listed)".*\}\n', line)]
+            last = [f"exit code {code}", *(line.strip() for line in errors if line.strip())][-1]
+    except OSError as error:
+        return [], f"the process that tries them cannot be started ({error})"
+    rows = list(map(json.loads, ours))
     if code is None:
         hangs = "the driver hangs (does nvidia-smi answer?): restart the machine, or leave it out"
         return rows, f"nothing has come back within {patience_s:.0f} s: {hangs}"

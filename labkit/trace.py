@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,14 +67,21 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of all ranks of a run, sorted by start. At second 0 all ranks had started."""
+    """The spans of all ranks of a run, sorted by start. At second 0 all ranks had started.
+
+    ``devices`` are the ranks' devices by name (``cuda:0``), as far as they are known.
+    """
 
     spans: tuple[Span, ...] = field(default=())
+    devices: Mapping[int, str] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def merge(cls, parts: Iterable[Iterable[Span]]) -> "Trace":
+    def merge(
+        cls, parts: Iterable[Iterable[Span]], devices: Mapping[int, str] | None = None
+    ) -> "Trace":
         spans = (span for part in parts for span in part)
-        return cls(tuple(sorted(spans, key=lambda span: (span.start_s, span.rank))))
+        ordered = sorted(spans, key=lambda span: (span.start_s, span.rank))
+        return cls(tuple(ordered), devices or {})
 
     @property
     def ranks(self) -> list[int]:
@@ -109,10 +116,14 @@ class Trace:
             seconds[span.kind] += span.duration_s
         return dict(seconds)
 
+    def lane(self, rank: int) -> str:
+        """The name of a rank's lane: ``rank 0 · cuda:0``, or ``rank 0`` without a device."""
+        return " · ".join(filter(None, (f"rank {rank}", self.devices.get(rank))))
+
     def save(self, path: str | Path) -> Path:
         """Write Chrome trace JSON, one process per rank; https://ui.perfetto.dev opens it."""
         events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.lane(rank)}}
             for rank in self.ranks
         ]
         for span in self.spans:

@@ -23,40 +23,48 @@ from labkit.comm.comm import Comm
 from labkit.comm.sent import Traffic
 from labkit.comm.work_queue import WorkQueue
 
-ITEM = torch.ops.aten._local_scalar_dense.default
-COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default)
 
 
 class Gpus(FakeTensorMode):
     """A mode in which tensors have no values; ``waits`` are the places where the host would wait.
 
-    A number that is read from a tensor is 1.
+    A number that is read from a tensor is 1. A copy between host and GPU is waited for unless it
+    is asked not to, and the host's memory is pinned.
     """
 
     def __init__(self):
         super().__init__()
         self.waits = []
+        self._pinned = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        options = kwargs or {}
-        if func is ITEM:
-            self.note("item", args[0].device)
-            return {torch.bool: True}.get(args[0].dtype, 1)
-        before = _devices(args)
+        options = dict(kwargs or {})
+        if func is aten._local_scalar_dense.default:
+            self._note("item", args[0].device)
+            return args[0].dtype == torch.bool or 1
+        if func is aten._pin_memory.default:
+            func, is_pinned = aten.clone.default, True
+        else:
+            is_pinned = bool(options.pop("pin_memory", False))
         made = super().__torch_dispatch__(func, types, args, options)
-        if func in COPIES and not (options.get("non_blocking") or True in args[2:3]):
-            between = before[:2] if func is COPIES[1] else [*before[:1], made.device]
-            if len({device.type for device in between}) > 1:
-                self.note("copy", *between)
+        if is_pinned:
+            self._pinned[_address(made)] = made
+        if func in COPIES:
+            source, target = (args[1], args[0]) if func is COPIES[1] else (args[0], made)
+            is_asked = options.get("non_blocking") or True in args[2:3]
+            self._copied(source, target, is_asked)
         return made
 
-    def note(self, what, *devices):
+    def _copied(self, source, target, may_go_on):
+        host = [tensor for tensor in (source, target) if tensor.device.type == "cpu"]
+        if len(host) == 1 and not (may_go_on and _address(host[0]) in self._pinned):
+            self._note("copy", source.device, target.device)
+
+    def _note(self, what, *devices):
         if any(device.type == "cuda" for device in devices):
             self.waits.append(f"{what} at {_place()}")
-
-
-def _devices(args):
-    return [arg.device for arg in args if isinstance(arg, torch.Tensor)]
 
 
 def _place():
@@ -139,7 +147,7 @@ def _one_at_a_time(begin, until_done):
 
 
 def _noting(mode, what):
-    return lambda *_: mode.note(what, simulated_gpu.DEVICE)
+    return lambda *_: mode._note(what, simulated_gpu.DEVICE)
 
 
 def _address(tensor):

@@ -1,6 +1,7 @@
 """Answers to exercises, and many of them graded in one run of ranks instead of one run each."""
 
 import inspect
+import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ class Answers(NamedTuple):
 
     Attributes:
         check: the check, called with an answer (and ``world_sizes=``, if it takes them).
-        right: answers that pass on each of its world sizes.
+        right: answers that pass on each of its world sizes, see ``sizes_of``.
         wrong: tuples of an answer and what its verdict must contain: ids of mistakes, ``not``
             with an id that it must not contain, and words (with numbers) of the text.
         on: the world size on which the wrong answers are graded.
@@ -57,6 +58,18 @@ class Answers(NamedTuple):
         parameter = inspect.signature(self.check).parameters.get("world_sizes")
         return parameter.default if parameter else ()
 
+    def sizes_of(self, fn: Callable) -> tuple[int | None, ...]:
+        """The world sizes on which a right answer is graded.
+
+        The answers take turns with the sizes, so that each size has some of them;
+        ``LABKIT_EVERY_SIZE=1`` tries each answer on all (twice the time).
+        """
+        sizes = self.sizes or (None,)
+        if os.environ.get("LABKIT_EVERY_SIZE") == "1" or len(self.right) < len(sizes):
+            return sizes
+        turn = self.right.index(fn) % len(sizes)
+        return sizes[turn : turn + 1]
+
     def gradings(self) -> tuple[dict, dict]:
         """What to grade, by (right answer, world size), by wrong answer, and ``a_stub``.
 
@@ -64,7 +77,7 @@ class Answers(NamedTuple):
             (those that may share a run, those that end their run).
         """
         shared = {
-            (fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes or [None]
+            (fn, P): partial(self.grade, fn, P) for fn in self.right for P in self.sizes_of(fn)
         }
         wrong = {fn: partial(self.grade, fn, self.on) for fn, *_ in self.wrong}
         ending = {fn for fn, *ids in self.wrong if ENDS_ITS_RUN & {*ids}}

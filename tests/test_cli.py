@@ -381,6 +381,10 @@ def test_the_same_command_under_torchrun(tmp_path):
     found = json.loads(report.read_text())
     assert found["config"]["world_size"] == 2
     assert len(found["bytes_sent"]) == 2
+    assert [peak["devices"] for peak in found["peak_memory"]] == [{}, {}]
+    if sys.platform.startswith("linux"):
+        assert all(0 <= peak["process_bytes"] < 100e6 for peak in found["peak_memory"])
+        assert "peak memory by rank: " in done.stdout
 
 
 @pytest.mark.fresh

@@ -133,16 +133,17 @@ def test_a_clock_that_cannot_be_compared_is_left_alone(machine):
     assert recorder.timer.rate() == 1.0
 
 
-def test_work_on_several_gpus_lasts_until_the_last_of_them_has_ended(machine):
-    timers = [CudaTimer("cuda:0"), CudaTimer("cuda:1")]
-    recorder = Recorder(0, JointTimer(timers))
+@pytest.mark.parametrize("last", [0, 1])
+def test_work_on_several_gpus_lasts_until_the_last_of_them_has_ended(machine, last):
+    recorder = Recorder(0, JointTimer([CudaTimer("cuda:0"), CudaTimer("cuda:1")]))
+    first, second = machine.stream(1 - last), machine.stream(last)
     for kind in ("forward", "backward"):
         with recorder.region(kind):
-            machine.stream("cuda:0").work(0.1)
-            machine.stream("cuda:1").wait_stream(machine.stream("cuda:0"))
-            machine.stream("cuda:1").work(0.4)
-            machine.stream("cuda:0").wait_stream(machine.stream("cuda:1"))
+            first.work(0.1)
+            second.wait_stream(first)
+            second.work(0.4)
     forward, backward = recorder.spans()
     assert forward.duration_s == pytest.approx(0.5, rel=1e-3)
-    assert backward.duration_s == pytest.approx(0.5, rel=1e-3)
+    # The first GPU begins at once with its part, and the second one is the last to end.
+    assert backward.duration_s == pytest.approx(0.4, rel=1e-3)
     assert backward.start_s == pytest.approx(forward.end_s, abs=1e-4)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, requires
-from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,9 @@ import torch
 from labkit import doctor, lab, workload
 from labkit.doctor import CHECKS, WIDTH, Finding, examine, render
 from labkit.errors import WorkerError
+from labkit.gpus import Gpu, Gpus
 from labkit.runtime import launch
+from labkit.training.measured_link import MeasuredLink
 
 GIB = 2**30
 
@@ -28,16 +29,13 @@ def finding_of(name: str) -> Finding:
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Set the number of GPUs of this machine, and the pairs that lack peer access."""
+    """Set the number of GPUs of this machine that can be used."""
 
-    def pretend(count: int, lacking: tuple = ()) -> None:
-        gpu = SimpleNamespace(name="Some GPU", total_memory=80 * GIB)
+    def pretend(count: int) -> None:
+        found = Gpus(tuple(Gpu(index, "Some GPU", 80 * GIB) for index in range(count)))
+        monkeypatch.setattr("labkit.gpus.found", lambda: found)
         monkeypatch.setattr(doctor, "num_gpus", lambda: count)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-        monkeypatch.setattr(
-            torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in lacking
-        )
+        monkeypatch.setattr("labkit.devices.num_gpus", lambda: count)
 
     return pretend
 
@@ -168,7 +166,7 @@ def test_torchvision_of_another_build_is_named_with_the_way_to_mend_it(monkeypat
     assert "--force-reinstall -c requirements.txt torch torchvision" in found.advice
 
 
-# ---- GPUs and backends
+# ---- GPUs (more in test_gpu_checks.py) and backends
 
 
 @pytest.mark.parametrize(
@@ -179,39 +177,6 @@ def test_gpus_are_counted_by_kind_and_none_is_a_note(count, status, text, gpus):
     found = finding_of("GPUs")
     assert (found.status, found.found) == (status, text)
     assert ("the whole course runs on CPU" in found.advice) == (count == 0)
-    assert finding_of("GPU to GPU").status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("count", "lacking", "text"),
-    [
-        (2, [(0, 1), (1, 0)], "missing for 2 of 2 directions: 0->1, 1->0"),
-        (3, [(2, 1)], "missing for 1 of 6 directions: 2->1"),
-        (8, list(permutations(range(8), 2)), "0->6, 0->7, 1->0, ..."),
-    ],
-)
-def test_gpus_without_peer_access_are_named_up_to_eight(count, lacking, text, gpus):
-    gpus(count, tuple(lacking))
-    found = finding_of("GPU to GPU")
-    assert found.status == "note"
-    assert found.found.endswith(text)
-    assert "host memory" in found.advice
-
-
-def test_nccl_says_how_many_ranks_it_takes(gpus, monkeypatch):
-    gpus(2)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    found = finding_of("NCCL")
-    assert found.status == "ok"
-    assert found.found.startswith("2.27.5; takes one rank per GPU: up to 2 here")
-
-
-@pytest.mark.parametrize(("count", "status"), [(0, "ok"), (2, "note")])
-def test_a_torch_without_nccl_matters_only_where_gpus_are(count, status, gpus, monkeypatch):
-    gpus(count)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert finding_of("NCCL").status == status
 
 
 def test_a_torch_without_gloo_stops(monkeypatch):
@@ -380,6 +345,79 @@ def test_ranks_that_cannot_talk_stop_with_the_reason_in_one_line(outcome, reason
     assert reason in found.found
     assert "\n" not in found.found
     assert "127.0.0.1" in found.advice
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replace measure_link; the ways in ``broken`` fail."""
+
+    def pretend(*broken):
+        asked = []
+
+        def measure_link(world_size, *, sizes_bytes, repeats, **settings):
+            asked.append(settings)
+            if settings.get("transport") in broken:
+                raise WorkerError("rank 1 raised RuntimeError: no way\n\nTraceback: ...")
+            moved = {"auto": "NCCL", "nccl": "NCCL", "shared": "CUDA IPC", "gloo": "gloo"}
+            return MeasuredLink(
+                alpha_s=5e-5,
+                beta_s_per_byte=2e-10,
+                pattern="ping_pong",
+                world_size=2,
+                transport=moved.get(settings.get("transport"), "shared memory"),
+                seconds={},
+                added_s=[],
+            )
+
+        def chosen(ranks, device="auto", transport="auto", devices=None):
+            gpus = min(ranks, doctor.num_gpus())
+            named = devices.split(",") if devices else [f"cuda:{i}" for i in range(gpus)]
+            return SimpleNamespace(devices=["cpu"] * ranks if device == "cpu" else named)
+
+        monkeypatch.setattr(doctor, "plan", chosen)
+        monkeypatch.setattr("labkit.training.measured_link.measure_link", measure_link)
+        return asked
+
+    return pretend
+
+
+def test_every_way_between_ranks_is_measured(gpus, measured):
+    gpus(0)
+    asked = measured()
+    found = finding_of("rank to rank")
+    assert asked == [{"device": "cpu"}]
+    assert found.found == "shared memory on cpu: 50 µs per message, 5 GB/s"
+    gpus(1)
+    asked = measured()
+    rows = finding_of("rank to rank").picture.splitlines()
+    assert [row.partition(":")[0] for row in rows[:1]] == ["shared memory on cpu"]
+    assert rows[1] == "gloo on cuda:0, both ranks: 50 µs per message, 5 GB/s"
+    assert asked[-1] == {"devices": "cuda:0,cuda:0", "transport": "nccl"}
+    gpus(2)
+    measured()
+    found = finding_of("rank to rank")
+    assert (found.status, found.advice) == ("ok", "")
+    rows = found.picture.splitlines()
+    assert rows[1].startswith("NCCL on cuda:0 and cuda:1: 50 µs per message")
+    assert rows[4].startswith("NCCL on cuda:0, both ranks: 50 µs")
+
+
+def test_a_way_that_fails_is_a_note_beside_the_others(gpus, measured):
+    gpus(2)
+    measured("shared")
+    found = finding_of("rank to rank")
+    assert found.status == "note"
+    assert found.picture.count("5 GB/s") == 4
+    assert "CUDA IPC: does not work: WorkerError: rank 1 raised RuntimeError" in found.picture
+    assert "--transport" in found.advice
+
+
+def test_one_rank_per_gpu_is_what_nccl_is_expected_to_take(gpus, measured):
+    gpus(2)
+    measured("nccl")
+    found = finding_of("rank to rank")
+    assert (found.status, found.advice) == ("ok", "")
+    assert "both ranks on one GPU: does not work: " in found.picture
 
 
 @pytest.mark.fresh

@@ -19,6 +19,8 @@ from labkit.gpus import Gpu, Gpus
 FAKE = """
 import os, sys, time, types
 
+if sys.argv[1].isdigit():
+    print('{"a": 1}', {"index": 0})  # as a sitecustomize might
 HOW = os.environ["HOW"].split(",") if os.environ["HOW"] else []
 open(os.environ["HOW_LOG"], "a").write(f"{os.getpid()} {sys.argv[1]}\\n")
 time.sleep(float(os.environ.get("HOW_SLOW", 0)))
@@ -67,14 +69,14 @@ cuda = types.SimpleNamespace(
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
+def machine(monkeypatch, tmp_path, request):
     """Let this process find a driver, and the trying process the GPUs that it is told of."""
     (tmp_path / "torch.py").write_text(FAKE)
     log = tmp_path / "log"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HOW_LOG", str(log))
     monkeypatch.setattr(gpus, "may_exist", lambda: True)
-    monkeypatch.setattr(gpus, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(gpus, "_PATIENCE_S", 2.0 if "hangs" in request.node.name else 20.0)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
 
     def pretend(how, **variables):
@@ -95,6 +97,17 @@ def usable(*indices):
     return tuple(Gpu(index, f"GPU {index}", 8, (6, 1)) for index in indices)
 
 
+@pytest.mark.skipif(os.environ.get("LABKIT_TEST_GPUS") == "1", reason="this run is for GPUs")
+def test_no_test_and_no_notebook_under_test_sees_a_gpu():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1", "the kernels of notebooks inherit it"
+    assert torch.cuda.device_count() == 0
+    makefile = (Path(labkit.__file__).parents[1] / "Makefile").read_text()
+    # Without a folder of tests, their conftest.py is not read.
+    alone = [line for line in makefile.splitlines() if "$(NBVAL) $(NOTEBOOKS)" in line]
+    assert alone
+    assert all("$(HIDE_GPUS)" in line for line in alone)
+
+
 def test_all_that_compute_count_and_are_tried_by_one_process(machine):
     assert machine("ok,ok,ok") == Gpus(usable(0, 1, 2))
     gpus.found()
@@ -113,7 +126,7 @@ def test_all_that_compute_count_and_are_tried_by_one_process(machine):
         ("new", "RuntimeError: CUDA error: something of the future$"),
         ("wrong", "computes wrong results"),
         ("crashes", "has ended: driver: Bus error$"),
-        ("hangs", "nothing has come back within 1 s: the driver hangs .*: restart the machine"),
+        ("hangs", "nothing has come back within 2 s: the driver hangs .*: restart the machine"),
     ],
 )
 def test_a_gpu_in_the_middle_that_cannot_be_used_is_left_out_and_the_next_step_is_said(
@@ -135,12 +148,19 @@ def test_a_driver_that_is_too_old_is_named_with_both_versions_once_for_all_gpus(
 
 
 def test_a_driver_without_gpus_and_a_pytorch_that_cannot_be_imported(machine):
-    assert machine("") == Gpus(
-        why_not="CUDA lists no GPU here: RuntimeError: No CUDA GPUs are available"
+    assert machine("", CUDA_VISIBLE_DEVICES="7") == Gpus(
+        why_not="there is a driver, and no GPU: the driver shows none to this process "
+        "(CUDA_VISIBLE_DEVICES is 7; nvidia-smi lists those of the machine)"
     )
     (Path(os.environ["PYTHONPATH"]) / "torch.py").write_text("import nothing_of_this_name")
     why = machine("ok").why_not
     assert why.startswith("no GPU is used, since the process that tried it has ended: ModuleNotF")
+
+
+def test_where_no_process_can_be_started_there_is_a_reason_and_no_error(machine, monkeypatch):
+    for name, value in (("executable", ""), ("executable", "/no/python")):
+        monkeypatch.setattr(sys, name, value)
+        assert "the process that tries them cannot be started" in machine("ok").why_not
 
 
 def test_a_process_that_hangs_before_its_first_gpu_is_ended_and_told(machine, monkeypatch):
@@ -151,7 +171,7 @@ def test_a_process_that_hangs_before_its_first_gpu_is_ended_and_told(machine, mo
 
 
 def test_what_is_left_when_the_time_for_all_is_over_does_not_count(machine, monkeypatch):
-    monkeypatch.setattr(gpus, "_PATIENCE_FOR_ALL_S", 0.5)
+    monkeypatch.setattr(gpus, "_PATIENCE_FOR_ALL_S", 2.0)
     seen = machine("ok,hangs,ok,ok")
     assert seen.usable == usable(0)
     assert "cuda:2, cuda:3 cannot be used: it was not tried within" in seen.why_not
@@ -171,7 +191,7 @@ def test_where_there_is_no_driver_no_process_is_started(monkeypatch):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(gpus.subprocess, "Popen", refuse)
-    monkeypatch.setattr(gpus, "_CONTROL_DEVICES", ())
+    monkeypatch.setattr(gpus, "_DRIVERS", ())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     gpus._found.cache_clear()
     assert gpus.found() == Gpus()
@@ -179,10 +199,12 @@ def test_where_there_is_no_driver_no_process_is_started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "may"), [(None, True), ("0,1", True), ("-1", False), (" -1 ", False)]
+    ("visible", "may"),
+    [(None, True), ("0,1", True), (" 2", True), ("GPU-8c5", True), ("MIG-8c5", True)]
+    + [(hidden, False) for hidden in ("", " ", "-1", " -1 ", "-1,0", "NoDevFiles", "none")],
 )
 def test_hidden_gpus_are_not_asked_for(monkeypatch, tmp_path, visible, may):
-    monkeypatch.setattr(gpus, "_CONTROL_DEVICES", (str(tmp_path),))
+    monkeypatch.setattr(gpus, "_DRIVERS", (str(tmp_path),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -205,7 +227,10 @@ import torch
 torch.backends = Space(cuda=Space(is_built=lambda: True))
 from labkit import gpus
 gpus.may_exist = lambda: True
-print(len(gpus.found().usable))
+print("ready", flush=True)
+input()
+print(len(gpus.found().usable), flush=True)
+input()
 """
 
 
@@ -213,9 +238,14 @@ def test_eight_processes_that_ask_at_once_share_one_trial(machine, monkeypatch):
     root = str(Path(labkit.__file__).parents[1])
     monkeypatch.setenv("HOW", "ok,ok,busy")
     command = [sys.executable, "-c", ASK.format(root=root), "asks"]
-    asking = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    answers = [process.communicate(timeout=60)[0].strip() for process in asking]
-    assert answers == ["2"] * 8
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    asking = [subprocess.Popen(command, **pipes) for _ in range(8)]
+    # They begin together, and end once all of them have their answer.
+    for told in ("ready\n", "2\n"):
+        assert [process.stdout.readline() for process in asking] == [told] * 8
+        for process in asking:
+            process.stdin.write("\n")
+    assert [process.wait(20) for process in asking] == [0] * 8
     assert machine.trials().count("0") == 1
     assert not gpus._path().exists(), "the file must not outlive those that shared it"
 

@@ -23,3 +23,6 @@ def dissemination_barrier(comm: Comm) -> None:
     with comm.collective("dissemination_barrier"), comm.span("barrier"):
         for step in dissemination(comm.rank, comm.world_size):
             transfer(comm, step, token, heard)
+        # On NCCL the messages are only queued so far, and this rank would leave before the others
+        # have come.
+        comm.session.flush("dissemination_barrier")

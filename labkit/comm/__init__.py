@@ -11,6 +11,7 @@ board              what every rank is doing, for all processes of a run to read
 deadlock, explain  which ranks can never continue, and the sentence that says why
 mismatch           whether both ends of a message agree
 memory_overlap     whether tensors share memory
+peak_memory        the most memory that a rank took
 any_source         receiving from whichever rank sends first
 work, work_queue   operations that go on in a separate thread
 meeting            how ranks without a common launcher share memory

@@ -8,6 +8,8 @@ waits for whom, and a deadlock is found without waiting for a timeout.
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
+from typing import Any
+
 import numpy as np
 
 SEND, RECV = 0, 1
@@ -18,9 +20,13 @@ NOT_STARTED, RUNNING, RETURNED, LEFT, LOST = 0, 1, 2, 3, 4
 
 RECV_ANY = "recv_any"
 
-# How many descriptions each end of an edge keeps. Where a send waits for its receive, two suffice;
-# where a send is only queued (NCCL), the peer may overwrite the oldest while another is read.
+# How many descriptions each end of an edge keeps. Where a send waits for its receive, two suffice,
+# and one more while the peer overwrites the oldest.
 DEPTH = 3
+
+# How many each end keeps where operations are only queued (NCCL): ranks may be far apart, and a
+# rank that is further ahead of its peer waits.
+QUEUED = 64
 
 # How many collectives of a rank are kept. Ranks may be several collectives apart: the root may
 # finish a broadcast before other ranks have begun it.
@@ -33,7 +39,12 @@ KINDS = 16
 # (numpy truncates it, like all texts here, to the length of its field.)
 _WHAT = "S96"
 
-_EDGE = np.dtype([("count", "i8"), ("posted_s", "f8", DEPTH), ("what", _WHAT, DEPTH)])
+_EDGE = np.dtype(
+    [("count", "i8"), ("begun", "i8"), ("posted_s", "f8", DEPTH), ("what", _WHAT, DEPTH)]
+)
+
+# One end of an edge on which operations are queued: their descriptions, and the callers' lines.
+_QUEUED_EDGE = np.dtype([("what", _WHAT, QUEUED), ("where", "S160", QUEUED)])
 
 _RANK = np.dtype(
     [
@@ -62,6 +73,18 @@ _RANK = np.dtype(
         ("until_s", "f8", 2),
         ("begun", "i8", 2),
         ("gave_up", "S1024"),
+        # Of the operations that are only queued: how many there were and have ended, the first
+        # that has not ended (op, peers, tensors, line), and at which point the rank itself waits
+        # for all of them; empty while it does not.
+        ("queued", "i8"),
+        ("ended", "i8"),
+        ("head_op", "S32"),
+        ("head_dst", "i8"),
+        ("head_src", "i8"),
+        ("head_sent", _WHAT),
+        ("head_expected", _WHAT),
+        ("head_location", "S256"),
+        ("resting", "S64"),
     ]
 )
 
@@ -79,9 +102,13 @@ class Board:
         collectives: [P] how many collectives each rank has called.
         counts: [side, source, destination] the number of operations that each end of an edge has
             posted so far.
+        begun: [side, source, destination] the number of queued operations that each end of an edge
+            is known to have come to: those that have ended, and the first that has not.
         posted_s: [side, source, destination, DEPTH] when the latest of them were posted.
         what: [side, source, destination, DEPTH] the tensors they move, as ``describe`` names them.
         wanted: [rank, source] whether a rank in recv_any accepts a message from this source.
+        late: [side, source, destination] the latest queued operations of each end; None in a copy
+            that is not whole.
     """
 
     def __init__(self, world_size: int, memory: bytearray | memoryview | None = None):
@@ -91,22 +118,32 @@ class Board:
         self.memory = memory
         edges_at = world_size * _RANK.itemsize
         wanted_at = edges_at + 2 * world_size**2 * _EDGE.itemsize
+        late_at = wanted_at + world_size**2
         view = memoryview(memory).cast("B")
         self.ranks = np.frombuffer(view[:edges_at], dtype=_RANK)
         self.collectives = self.ranks["collectives"]
         edges = np.frombuffer(view[edges_at:wanted_at], dtype=_EDGE)
         edges = edges.reshape(2, world_size, world_size)
         self.counts, self.posted_s, self.what = edges["count"], edges["posted_s"], edges["what"]
-        wanted = np.frombuffer(view[wanted_at : self.num_bytes(world_size)], dtype=bool)
+        self.begun = edges["begun"]
+        wanted = np.frombuffer(view[wanted_at:late_at], dtype=bool)
         self.wanted = wanted.reshape(world_size, world_size)
+        self.late: np.ndarray[Any, np.dtype[Any]] | None = None
+        if len(view) > late_at:
+            late = np.frombuffer(view[late_at : self.num_bytes(world_size)], dtype=_QUEUED_EDGE)
+            self.late = late.reshape(2, world_size, world_size)
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
-        return world_size * _RANK.itemsize + world_size**2 * (2 * _EDGE.itemsize + 1)
+        return _num_bytes_seen(world_size) + 2 * world_size**2 * _QUEUED_EDGE.itemsize
 
-    def copy(self) -> "Board":
-        """A copy of the board as it is now, in private memory."""
-        return Board(self.world_size, bytearray(memoryview(self.memory).cast("B")))
+    def copy(self, *, whole: bool = False) -> "Board":
+        """A copy of the board as it is now, in private memory.
+
+        Unless it is ``whole``, it leaves out ``late``, which is large, and empty without queues.
+        """
+        end = self.num_bytes(self.world_size) if whole else _num_bytes_seen(self.world_size)
+        return Board(self.world_size, bytearray(memoryview(self.memory).cast("B")[:end]))
 
     # Written by the rank itself
 
@@ -118,20 +155,29 @@ class Board:
         location: str,
         sent: tuple[int, str] | None = None,
         expected: tuple[int, str] | None = None,
+        queued: bool = False,
     ) -> None:
-        """Post an operation: ``sent`` is (destination, what), ``expected`` is (source, what)."""
+        """Post an operation: ``sent`` is (destination, what), ``expected`` is (source, what).
+
+        ``queued``: its end is not waited for, so its description and its line are kept for long.
+        """
         slot = self.ranks[rank]
         slot["location"] = location.encode()
         slot["dst"] = sent[0] if sent else -1
         slot["src"] = expected[0] if expected else -1
         slot["op"] = op.encode()
+        where = location if queued else None
         if sent:
-            self._post((SEND, rank, sent[0]), sent[1], now_s)
+            self._post((SEND, rank, sent[0]), sent[1], now_s, where)
         if expected:
-            self._post((RECV, expected[0], rank), expected[1], now_s)
+            self._post((RECV, expected[0], rank), expected[1], now_s, where)
         slot["ticks"] += 1
 
-    def _post(self, end: tuple[int, int, int], what: str, now_s: float) -> None:
+    def _post(self, end: tuple[int, int, int], what: str, now_s: float, where: str | None) -> None:
+        if where is not None and self.late is not None:
+            index = self.counts[end] % QUEUED
+            self.late["what"][end][index] = what.encode()
+            self.late["where"][end][index] = where.encode()
         index = self.counts[end] % DEPTH
         self.what[end][index] = what.encode()
         self.posted_s[end][index] = now_s
@@ -226,3 +272,8 @@ class Board:
         """When the last rank came to the meeting that ``rank`` is in or has just left, in s."""
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
         return float(self.ranks["meeting_s"][:, index].max())
+
+
+def _num_bytes_seen(world_size: int) -> int:
+    """The size of the part that the launcher looks at many times a second."""
+    return world_size * _RANK.itemsize + world_size**2 * (2 * _EDGE.itemsize + 1)

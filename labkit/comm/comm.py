@@ -235,8 +235,8 @@ class Comm:
             total: steps in all; 0 if that is not known.
             label: what is counted, for example ``steps, epoch 2``.
             samples: how many samples were processed since the last report.
-            loss: of the last step, a number. From a GPU it is read at most four times a second,
-                since that waits for the GPU.
+            loss: of the last step, a number. From a GPU it is fetched at most four times a second,
+                and shown a step or more later: the host does not wait for it.
         """
         self.session.board.progress(self.rank, done, total, label, samples)
         if loss is not None:

@@ -28,6 +28,8 @@ class Waiting:
 def waits(board: Board, rank: int) -> list[Waiting]:
     """What the rank is waiting for at this moment; empty when it can continue by itself."""
     slot = board.ranks[rank]
+    if slot["state"] == RUNNING and slot["resting"]:
+        return _waits_for_head(board, rank)
     op = slot["op"].decode()
     if slot["state"] != RUNNING or not op:
         return []
@@ -44,6 +46,33 @@ def waits(board: Board, rank: int) -> list[Waiting]:
     if src >= 0 and (what := _unmatched(board, RECV, src, rank)):
         found.append(Waiting(rank, src, op, f"to send {what}"))
     return found
+
+
+def _waits_for_head(board: Board, rank: int) -> list[Waiting]:
+    """What the first operation waits for that ``rank`` has queued and that has not ended."""
+    if board.gave_up():
+        # Its queue is about to be aborted.
+        return []
+    slot = board.ranks[rank]
+    op, dst, src = slot["head_op"].decode(), int(slot["head_dst"]), int(slot["head_src"])
+    found = []
+    if dst >= 0 and not _comes_to(board, RECV, rank, dst):
+        found.append(Waiting(rank, dst, op, f"to receive {slot['head_sent'].decode()}"))
+    if src >= 0 and not _comes_to(board, SEND, src, rank):
+        found.append(Waiting(rank, src, op, f"to send {slot['head_expected'].decode()}"))
+    return found
+
+
+def _comes_to(board: Board, side: int, source: int, destination: int) -> bool:
+    """Whether one end (``side``) of an edge has come to the other end's first queued operation.
+
+    A rank that waits for its own queue has come to its first operation, and to none behind that
+    one. For any other rank an operation counts as soon as it is posted.
+    """
+    number = board.begun[1 - side, source, destination]
+    peer = source if side == SEND else destination
+    theirs = board.begun if board.ranks[peer]["resting"] else board.counts
+    return bool(theirs[side, source, destination] >= number)
 
 
 def _waits_for_any(board: Board, rank: int) -> list[Waiting]:
@@ -64,6 +93,8 @@ def _unmatched(board: Board, side: int, source: int, destination: int) -> str:
 def takes_part(board: Board, rank: int, peer: int) -> bool:
     """Whether ``rank`` is in an operation that ``peer`` takes part in."""
     slot = board.ranks[rank]
+    if slot["resting"]:
+        return peer in (int(slot["head_dst"]), int(slot["head_src"]))
     peers = int(slot["dst"]), int(slot["src"])
     if not slot["op"]:
         return False

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,7 @@ class LinkTransport(Transport):
         self.sent = transport.sent
         self.receives_from_any = transport.receives_from_any
         self.ends_together = transport.ends_together
+        self.queues = transport.queues
         self._abandoned = threading.Event()
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -127,6 +129,15 @@ class LinkTransport(Transport):
 
     def barrier(self) -> None:
         self._transport.barrier()
+
+    def take_queued(self) -> list[Any]:
+        return self._transport.take_queued()
+
+    def stream(self) -> int:
+        return self._transport.stream()
+
+    def abort(self) -> None:
+        self._transport.abort()
 
     def set_timeout(self, timeout_s: float) -> None:
         self._transport.set_timeout(timeout_s)

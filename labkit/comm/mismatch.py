@@ -5,12 +5,17 @@ mismatch before any data moves. The other rank may be overwriting old entries me
 reading an entry, the reader checks the counter again, to see whether the entry was still valid.
 """
 
-from labkit.comm.board import DEPTH, HISTORY, RECV, SEND, Board
+from labkit.comm.board import DEPTH, HISTORY, QUEUED, RECV, SEND, Board
 from labkit.errors import MismatchError
 
 
-def check_message(board: Board, side: int, source: int, destination: int) -> None:
+def check_message(
+    board: Board, side: int, source: int, destination: int, queued: bool = False
+) -> None:
     """Compare the latest message posted by one end (``side``) of an edge with the other end's.
+
+    Args:
+        queued: both ends only queue their operations, and may be up to QUEUED messages apart.
 
     Raises:
         MismatchError: the other end has posted its part, with another shape or dtype.
@@ -19,11 +24,18 @@ def check_message(board: Board, side: int, source: int, destination: int) -> Non
     theirs = board.counts[1 - side]
     if theirs[source, destination] <= mine:
         return
-    sent = board.what[SEND, source, destination][mine % DEPTH].decode(errors="replace")
-    expected = board.what[RECV, source, destination][mine % DEPTH].decode(errors="replace")
-    # A peer that is fewer than DEPTH messages ahead has not begun to overwrite this entry.
-    if theirs[source, destination] < mine + DEPTH and sent != expected:
-        sender, receiver = (board.ranks[r]["location"].decode() for r in (source, destination))
+    late = board.late if queued else None
+    described, depth = (board.what, DEPTH) if late is None else (late["what"], QUEUED)
+    sent, expected = (
+        described[end, source, destination][mine % depth].decode(errors="replace")
+        for end in (SEND, RECV)
+    )
+    lines = [board.ranks[rank]["location"] for rank in (source, destination)]
+    if late is not None:
+        lines = [late["where"][end, source, destination][mine % depth] for end in (SEND, RECV)]
+    # A peer that is fewer than ``depth`` messages ahead has not begun to overwrite this entry.
+    if theirs[source, destination] < mine + depth and sent != expected:
+        sender, receiver = (line.decode(errors="replace") for line in lines)
         raise MismatchError(
             f"message {mine + 1} from rank {source} to rank {destination} does not fit:\n"
             f"  rank {source} sends {sent}, at {sender}\n"

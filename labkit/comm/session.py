@@ -15,6 +15,8 @@ import torch
 from labkit import gpus
 from labkit.comm.board import LEFT, RECV, SEND, Board
 from labkit.comm.mismatch import check_collective, check_message
+from labkit.comm.peak_memory import MemoryMeter, Part
+from labkit.comm.queued import Operation, Queue
 from labkit.comm.source_lines import caller_location
 from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
@@ -42,6 +44,8 @@ class Session:
             ``streaming``.
         barriers: calls of barrier so far.
         recorder: collects this rank's spans.
+        queue: what was queued and has not ended; None if operations end before they return.
+        memory: measures this rank's peak memory; None before ``start_together``.
     """
 
     def __init__(
@@ -59,13 +63,17 @@ class Session:
         self.doorbells = doorbells
         self.operations = self.barriers = 0
         self.device = device
+        self.queue = Queue(rank, board, transport) if transport.queues else None
         self._on_gpu = device.type == "cuda"
+        self.memory: MemoryMeter | None = None
         self._host = ClockTimer()
         self._gpu_timers: dict[torch.device, CudaTimer] = {}
         self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
         # Whether the starts of operations can be compared with those of other ranks after the run.
         self._compares = False
         self._loss_read_s = -_LOSS_EVERY_S
+        # A loss on its way from a GPU, and the event of its arrival.
+        self._coming: tuple[torch.Tensor, torch.Event] | None = None
         self._closed = False
 
     # For the operations of ``Comm``
@@ -97,7 +105,9 @@ class Session:
         leaving = None if dst is None else self.transport.sent.to[dst]
         bytes_before = leaving.num_bytes if leaving else 0
         start = self.recorder.timer.mark() if start is None else start
-        self._post(op, sent, expected)
+        if self.queue is not None:
+            self.queue.make_room(sent, expected)
+        queued = self._post(op, sent, expected)
         try:
             yield
         except PeerLostError as error:
@@ -105,21 +115,30 @@ class Session:
             names = " and ".join(f"rank {peer}" for peer in peers)
             lost = peers[0] if len(peers) == 1 else error.rank
             raise PeerLostError(f"{op} with {names} broke off: {error}", lost) from error
+        if self.queue is not None and queued is not None:
+            self.queue.add(queued)
         self.board.leave(self.rank)
         self.operations += 1
         num_bytes = leaving.num_bytes - bytes_before if leaving else 0
-        arrived = None if self._on_gpu else self.board.arrived_s(self.rank, dst, src)
+        unknown = self._on_gpu or self.queue is not None
+        arrived = None if unknown else self.board.arrived_s(self.rank, dst, src)
         peer = src if dst is None else dst
         self.record(start, num_bytes, peer, arrived, self._messages(dst, src))
 
-    def _post(self, op: str, sent: End | None, expected: End | None) -> None:
-        self.board.enter(self.rank, op, self._host.mark(), caller_location(), sent, expected)
+    def _post(self, op: str, sent: End | None, expected: End | None) -> Operation | None:
+        """Post a transfer and check that its ends fit; returns it if it will only be queued."""
+        where, queues = caller_location(), self.queue is not None
+        self.board.enter(self.rank, op, self._host.mark(), where, sent, expected, queues)
+        queued = None
+        if self.queue is not None:
+            queued = self.queue.begin(op, sent, expected, where)
         if sent:
-            check_message(self.board, SEND, self.rank, sent[0])
+            check_message(self.board, SEND, self.rank, sent[0], queues)
         if expected:
-            check_message(self.board, RECV, expected[0], self.rank)
+            check_message(self.board, RECV, expected[0], self.rank, queues)
         if sent and self.doorbells is not None:
             self.doorbells.ring(sent[0])
+        return queued
 
     def _messages(self, dst: int | None, src: int | None) -> tuple[Meeting, ...]:
         """The messages of this rank's latest operation, if their two ends are to be compared."""
@@ -153,13 +172,35 @@ class Session:
     def barrier(self) -> None:
         timer = self.recorder.timer
         start = timer.mark()
+        self.flush("barrier")
         # A rank has come once its queued work has ended, so a clock read after a barrier is right.
         gpus.synchronize(self.device)
         with self.meeting("barrier"):
             self.transport.barrier()
+            # A barrier that was aborted may return.
+            self.flush("barrier")
         # A barrier has no payload, so all its time is waiting.
         self.recorder.wait(start, timer.mark())
         self.barriers += 1
+
+    def flush(self, where: str, *, mine: bool = False) -> None:
+        """Wait until what this rank has queued has ended; ``where`` tells it on the board.
+
+        With ``mine``, only what the current stream waits for. Nothing is queued except on NCCL.
+
+        Raises:
+            PeerLostError: a peer that it waits for is lost.
+        """
+        if self.queue is not None:
+            self.queue.flush(where, mine=mine)
+
+    def finish(self, where: str) -> None:
+        """``flush`` at the end, unless the program knows already that a peer is lost.
+
+        Without the peers that a run may lose, a program may go on and return.
+        """
+        if self.queue is not None:
+            self.queue.finish(where)
 
     @contextmanager
     def streaming(self, name: str, dst: int) -> Iterator[None]:
@@ -180,11 +221,20 @@ class Session:
         self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
 
     def report_loss(self, loss: Any) -> None:
-        """Write a loss to the board; from a GPU, at most every quarter of a second."""
-        now_s = self._host.mark()
-        if not self._on_gpu or now_s - self._loss_read_s > _LOSS_EVERY_S:
-            self._loss_read_s = now_s
+        """Write a loss to the board; from a GPU when it has come, at most 4 times a second."""
+        if not (self._on_gpu and isinstance(loss, torch.Tensor)):
             self.board.ranks[self.rank]["loss"] = float(loss)
+            return
+        if self._coming is not None and self._coming[1].query():
+            self.board.ranks[self.rank]["loss"] = float(self._coming[0])
+            self._coming = None
+        now_s = self._host.mark()
+        if self._coming is None and now_s - self._loss_read_s > _LOSS_EVERY_S:
+            self._loss_read_s = now_s
+            # Into pinned memory: the host goes on, and looks at it in a later step.
+            landing = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            landing.copy_(loss.detach(), non_blocking=True)
+            self._coming = landing, torch.cuda.current_stream(loss.device).record_event()
 
     # For strategies that use several devices
 
@@ -216,6 +266,8 @@ class Session:
 
     def start_together(self) -> None:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
+        # Before the barrier: it takes some 0.1 ms, which is no part of the run.
+        self.memory = MemoryMeter(self.device)
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
         # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
@@ -236,13 +288,30 @@ class Session:
             return spans
         return [replace(s, start_s=s.start_s * rate, end_s=s.end_s * rate) for s in spans]
 
+    def memory_of_part(self, arrived_bytes: int = 0) -> Part:
+        """The peak memory of some stretches of the run, counted from now.
+
+        Args:
+            arrived_bytes: what the rank holds already and should count, too.
+        """
+        assert self.memory is not None, "the run has started"
+        return self.memory.part(arrived_bytes)
+
     def leave(self) -> None:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""
         self.close()
         self.board.ranks[self.rank]["state"] = LEFT
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether this session was closed with nothing left in its queue."""
+        return self._closed and (self.queue is None or self.queue.is_settled)
+
     def close(self) -> None:
         """End the session: every later use of the comm is an error."""
+        self.finish("the end of its run")
+        if self.queue is not None:
+            self.queue.close()
         if self.transport.ends_together:
             with self.meeting("the end of the run"):
                 self.transport.barrier()

@@ -1,5 +1,8 @@
 """Point-to-point messages over ``torch.distributed``: gloo or NCCL, on any number of machines."""
 
+import re
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +14,17 @@ from torch import Tensor
 
 from labkit.comm.transport import Transport, as_bytes
 from labkit.errors import PeerLostError
+
+ABORT_PATIENCE_S = 5.0
+
+# gloo names its source file in each error of a connection. NCCL names its error: of a connection,
+# of a process that has ended, or of a group that was aborted because of them.
+_LOSS = re.compile(
+    r"gloo/transport/|ncclRemoteError|ncclSystemError|remote process|communicator was aborted"
+    r"|operation timed ?out|operation timeout|timed out in blocking wait"
+    r"|Operation timed out after",
+    re.IGNORECASE,
+)
 
 
 class TorchTransport(Transport):
@@ -30,19 +44,21 @@ class TorchTransport(Transport):
         self.device = device
         self.staged = backend == "gloo" and device.type == "cuda"
         self.receives_from_any = self.staged or device.type == "cpu"
+        self.queues = backend == "nccl"
+        self._queued = threading.local()
         self._group = group or dist.distributed_c10d._get_default_group()
         # The argument of each wait; empty for the group's own timeout.
         self._patience: tuple[timedelta, ...] = ()
 
     def send(self, tensor: Tensor, dst: int) -> None:
         outgoing = self._outgoing(tensor)
-        with _loss_of_a_peer():
-            self._group.send([outgoing], dst, 0).wait(*self._patience)
+        with loss_of_a_peer():
+            self._end([self._group.send([outgoing], dst, 0)])
         self.sent.to[dst].count(outgoing.nbytes)
 
     def recv(self, tensor: Tensor, src: int) -> None:
         with self._landing(tensor) as landing:
-            self._group.recv([landing], src, 0).wait(*self._patience)
+            self._end([self._group.recv([landing], src, 0)])
 
     def recv_any(self, tensor: Tensor) -> int:
         with self._landing(tensor) as landing:
@@ -62,16 +78,42 @@ class TorchTransport(Transport):
                 works = dist.batch_isend_irecv(ends)
             else:
                 works = [self._group.send([outgoing], dst, 0), self._group.recv([landing], src, 0)]
-            for work in works:
-                work.wait(*self._patience)
+            self._end(works)
         self.sent.to[dst].count(outgoing.nbytes)
 
+    def _end(self, works: list[Any]) -> None:
+        """Wait for operations; if they are queued, let the current stream wait for them."""
+        for work in works:
+            work.wait(*self._patience)
+        if self.queues:
+            self._queued.works = [*self.take_queued(), *works]
+
+    def take_queued(self) -> list[Any]:
+        works = getattr(self._queued, "works", [])
+        self._queued.works = []
+        return works
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.queues else 0
+
     def barrier(self) -> None:
-        with _loss_of_a_peer():
+        with loss_of_a_peer():
             if self.device.type == "cuda" and not self.staged:
                 dist.barrier(device_ids=[self.device.index])
             else:
                 self._group.barrier().wait()
+
+    def abort(self) -> None:
+        # It waits for the GPU, which a broken kernel may keep busy.
+        ending = threading.Thread(target=self._abort, name="labkit-abort", daemon=True)
+        ending.start()
+        ending.join(ABORT_PATIENCE_S)
+
+    def _abort(self) -> None:
+        try:
+            self._group.abort()
+        except Exception as error:
+            print(f"the process group could not be aborted: {first_line(error)}", file=sys.stderr)
 
     def set_timeout(self, timeout_s: float) -> None:
         # With NCCL a wait with a limit would block the host: there the group's own timeout holds.
@@ -93,17 +135,33 @@ class TorchTransport(Transport):
         """Lend the memory that receives the bytes of ``tensor``: on the host if it is staged."""
         tensor = as_bytes(tensor)
         landing = torch.empty_like(tensor, device="cpu") if self.staged else tensor
-        with _loss_of_a_peer():
+        with loss_of_a_peer():
             yield landing
         if self.staged:
             tensor.copy_(landing)
 
 
 @contextmanager
-def _loss_of_a_peer() -> Iterator[None]:
-    """Turn PyTorch's RuntimeError into a PeerLostError, without the C++ stack that follows."""
+def loss_of_a_peer() -> Iterator[None]:
+    """Turn an error that means a lost peer into a PeerLostError; leave every other as it is."""
     try:
         yield
     except RuntimeError as error:
-        text = str(error).strip() or type(error).__name__
-        raise PeerLostError(text.splitlines()[0]) from error
+        if not means_loss(error):
+            raise
+        raise PeerLostError(first_line(error)) from error
+
+
+def means_loss(error: BaseException) -> bool:
+    """Whether PyTorch's error says that a peer has ended, or did not answer in time.
+
+    PyTorch raises RuntimeError for these and for everything else, such as memory that has run out.
+    """
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return False
+    return isinstance(error, dist.DistNetworkError) or bool(_LOSS.search(str(error)))
+
+
+def first_line(error: BaseException) -> str:
+    """The text of an error without the C++ stack that follows in PyTorch's."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

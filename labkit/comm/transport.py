@@ -1,6 +1,7 @@
 """The interface of all transports, which move the bytes for ``Comm``."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class Transport(ABC):
         shares_memory: whether there are channels (``channel_to``, ``channel_from``).
         receives_from_any: whether ``recv_any`` is supported.
         ends_together: whether all ranks have to meet before one may close.
+        queues: whether operations are only queued when they return, in one order (NCCL). Then
+            ``take_queued`` says what was queued, and ``abort`` ends it.
 
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
@@ -27,6 +30,7 @@ class Transport(ABC):
     shares_memory = False
     receives_from_any = False
     ends_together = False
+    queues = False
 
     def __init__(self):
         self.sent = Traffic()
@@ -64,6 +68,18 @@ class Transport(ABC):
     def channel_from(self, src: int) -> Channel:
         """The slots that rank ``src`` writes and this rank reads."""
         raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
+
+    def take_queued(self) -> list[Any]:
+        """The ``dist.Work`` of what this thread has queued since its last call."""
+        return []
+
+    def stream(self) -> int:
+        """The current stream, which waits for what is queued now; one number for each."""
+        return 0
+
+    def abort(self) -> None:
+        """End all that is queued, on this rank, without waiting for any peer."""
+        assert not self.queues
 
     @abstractmethod
     def set_timeout(self, timeout_s: float) -> None:

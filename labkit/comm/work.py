@@ -45,8 +45,8 @@ class Work(dist.Work):
         self.done = threading.Event()
         self._error: BaseException | None = None
         # On a GPU: the caller's stream at the call, and the operation's stream at its end.
-        self._called: torch.cuda.Event | None = None
-        self._ended: torch.cuda.Event | None = None
+        self._called: torch.Event | None = None
+        self._ended: torch.Event | None = None
         self._future: Future[list[Tensor]] | None = None
         # Futures to complete at the end. Only the thread that pops a future completes it.
         self._incomplete: collections.deque[Future[None]] = collections.deque()

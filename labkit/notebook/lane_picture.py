@@ -18,6 +18,8 @@ WIDTH, _LEFT, _RIGHT = 850, 60, 632
 MOST_LANES = 16
 _MOST_SLOTS, _MOST_BYTES, _BYTES_PER_SLOT = 96, 10_000, 6.5
 _TOP, _BESIDE_HEIGHT, _LEGEND_WIDTH = 34, 5, 122
+# A lane of this height has room for two lines.
+_TALL = 24
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def draw(picture: Picture, name: str, colors: Colors, attributes: str) -> str:
         parts.append(_bar(picture.progress, colors))
     tops = [_TOP + pitch * row for row in range(len(picture.lanes))]
     for lane, words, top in zip(picture.lanes, picture.beside, tops, strict=True):
-        parts.append(_lane(lane.rank, words, top, pitch - 6, colors))
+        parts.append(_lane(lane, words, top, pitch - 6, colors))
     parts.append(_areas(picture.lanes, tops, pitch - 6, list(styles), name))
     parts.append(_axis(picture.extent_s, bottom))
     for index, kind in enumerate(styles):
@@ -114,14 +116,16 @@ def _bar(progress: float, colors: Colors) -> str:
     )
 
 
-def _lane(rank: int, words: str, top: int, height: int, colors: Colors) -> str:
-    """An empty lane, with its name and its words."""
+def _lane(lane: Lane, words: str, top: int, height: int, colors: Colors) -> str:
+    """An empty lane, with its name and its words; a tall one has its device below its name."""
     middle = top + height / 2 + 4
+    name = _text(_LEFT - 8, middle, f"rank {lane.rank}", "end")
+    if lane.device and height >= _TALL:
+        name = _text(_LEFT - 8, middle - 6, f"rank {lane.rank}", "end")
+        name += _text(_LEFT - 8, middle + 7, lane.device, "end")
     return (
         f'<rect x="{_LEFT}" y="{top}" width="{_RIGHT - _LEFT}" height="{height}" '
-        f'fill="{colors.lane}"/>'
-        + _text(_LEFT - 8, middle, f"rank {rank}", "end")
-        + _text(_RIGHT + 8, middle, words)
+        f'fill="{colors.lane}"/>' + name + _text(_RIGHT + 8, middle, words)
     )
 
 

@@ -19,11 +19,15 @@ _COLUMNS = ("until_s", "kind_s", "begun", "samples", "done")
 
 @dataclass(frozen=True)
 class Lane:
-    """One rank's lane: its main thread, and all its other threads together ``beside`` it."""
+    """One rank's lane: its main thread, and all its other threads together ``beside`` it.
+
+    ``device`` is its GPU by name; empty on the CPU, and while it is not known.
+    """
 
     rank: int
     shares: Shares
     beside: Shares = field(default_factory=dict)
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ def trace_lanes(trace: Trace, ranks: Iterable[int], edges_s: np.ndarray) -> list
     mine: dict[tuple[int, str, int], list[Span]] = {}
     for span in trace.spans:
         mine.setdefault((span.rank, span.kind, span.lane), []).append(span)
-    lanes = {rank: Lane(rank, {}) for rank in ranks}
+    gpus = {rank: name for rank, name in trace.devices.items() if name != "cpu"}
+    lanes = {rank: Lane(rank, {}, device=gpus.get(rank, "")) for rank in ranks}
     for (rank, kind, number), spans in mine.items():
         if rank in lanes:
             shares = lanes[rank].beside if number else lanes[rank].shares

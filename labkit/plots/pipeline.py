@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
 from labkit.plots.figure import WIDTH_PX, CaptionedFigure, add_legend, drawn, label_lanes, new_axes
-from labkit.plots.timeline import draw_spans, tag, trace_of
+from labkit.plots.lane_names import device_words, lane_names, memory_words, peaks_of
+from labkit.plots.timeline import draw_spans, joined, tag, trace_of
 from labkit.schedules.pipeline import Action, in_flight
 from labkit.trace import Span, Trace
 from labkit.units import format_count, format_number, format_seconds, second_unit
@@ -68,7 +69,15 @@ def pipeline_timeline(
     spans = [span for span in clipped if span.duration_s > least_s]
     spans += _after_the_last(spans, end_s - start_s)
     shown = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in slots]
-    return _captioned(spans, shown, title or "A step as it ran", None, model=False)
+    trace, peaks, stages = trace_of(result), peaks_of(result), range(len(streams))
+    captioned = _captioned(spans, shown, title or "A step as it ran", None, model=False)
+    axis, names = lane_names(trace, stages, peaks)
+    axes = captioned.figure.axes[0]
+    axes.set_ylabel(axis.replace("rank", "stage"))
+    label_lanes(axes, names)
+    said = joined(device_words(trace, stages), memory_words(peaks, "stage"))
+    alt, caption = joined(captioned.alt, said), joined(captioned.caption, said)
+    return CaptionedFigure(captioned.figure, alt=alt, caption=caption)
 
 
 def measured_slots(result: Any, streams: Streams, *, step: int = -1) -> list[Slot]:

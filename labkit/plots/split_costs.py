@@ -13,6 +13,7 @@ from labkit import units
 from labkit.placement.planner import SplitModel
 from labkit.placement.stage_costs import Profile
 from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, fixed_axes
+from labkit.plots.lane_names import memory_words, peaks_of
 from labkit.plots.palette import BLUE, DARK, GREY, STYLES, VERMILION, Style, swatch, tint
 from labkit.plots.repeats import quartiles
 from labkit.schedules.split_points import stage_bounds
@@ -121,13 +122,19 @@ def split_costs(
     return CaptionedFigure(
         _draw(profile, predicted, bars, title, axis_range or AxisRange()),
         alt=_alt(profile, predicted, bars),
-        caption=_caption(predicted, bars),
+        caption=split_caption(predicted, measured),
     )
 
 
 def split_caption(predicted: SplitModel, measured: "MeasuredSplit | None" = None) -> str:
-    """The caption of ``split_costs`` alone: the predicted step, and the measured one."""
-    return _caption(predicted, [_SplitBars.of(split) for split in (predicted, measured) if split])
+    """The caption of ``split_costs`` alone: the predicted step, and the measured one.
+
+    The bars of measured memory are counted from the stages' tensors; the caption also has the
+    peak of their processes or GPUs.
+    """
+    bars = [_SplitBars.of(split) for split in (predicted, measured) if split]
+    peaks = memory_words(peaks_of(measured), "stage")
+    return " ".join(filter(None, (_caption(predicted, bars), peaks)))
 
 
 def _check_same(profile: Profile, predicted: SplitModel, measured: "MeasuredSplit") -> None:

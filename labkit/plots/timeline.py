@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.path import Path
 
 from labkit.plots.figure import WIDTH_PX, CaptionedFigure, add_legend, drawn, label_lanes, new_axes
+from labkit.plots.lane_names import device_words, lane_names, memory_words, peaks_of
 from labkit.plots.palette import Style, styles_of, swatch
 from labkit.trace import LOCAL_KINDS, Span, Trace
 from labkit.units import format_count, format_seconds, second_unit
@@ -32,6 +33,8 @@ def timeline(
 ) -> CaptionedFigure:
     """Draw what each rank did when: one lane per rank, one bar per span.
 
+    A lane names its rank's device, and the peak memory of the whole run if the result knows it.
+
     If a rank has another thread, such as DDP's communication thread, that thread gets a thinner
     lane under the rank's own: bars one above the other happened at the same time.
 
@@ -47,6 +50,7 @@ def timeline(
     """
     trace = trace_of(result)
     lanes = _chosen_ranks(trace, ranks)
+    peaks = {rank: peak for rank, peak in peaks_of(result).items() if rank in lanes}
     if start_s is None:
         start_s = min(0.0, *(span.start_s for span in trace.spans))
     if end_s is None:
@@ -56,10 +60,12 @@ def timeline(
     beside = _beside_words(_shares([s for s in spans if s.lane > 0], lanes, start_s, end_s))
     title = title or ("What each rank should do (model)" if model else "What each rank did")
     thin = sum(span.duration_s < (end_s - start_s) / WIDTH_PX for span in spans)
+    said = joined(device_words(trace, lanes), memory_words(peaks))
+    names = lane_names(trace, lanes, peaks)
     return CaptionedFigure(
-        _draw_timeline(spans, lanes, start_s, end_s, title, model),
-        alt=_timeline_alt(shares, end_s - start_s, model) + beside[0],
-        caption=_timeline_caption(shares, end_s - start_s, thin) + beside[1],
+        _draw_timeline(spans, lanes, names, start_s, end_s, title, model),
+        alt=joined(_timeline_alt(shares, end_s - start_s, model) + beside[0], said),
+        caption=joined(_timeline_caption(shares, end_s - start_s, thin) + beside[1], said),
     )
 
 
@@ -70,7 +76,13 @@ def timeline_words(trace: Trace) -> tuple[str, str]:
     shares, others = (_shares(spans, trace.ranks, 0.0, end_s) for spans in lanes)
     beside = _beside_words(others)
     alt, caption = _timeline_alt(shares, end_s, False), _timeline_caption(shares, end_s, 0)
-    return alt + beside[0], caption + beside[1]
+    said = device_words(trace, trace.ranks)
+    return joined(alt + beside[0], said), joined(caption + beside[1], said)
+
+
+def joined(*sentences: str) -> str:
+    """The sentences that are not empty."""
+    return " ".join(filter(None, sentences))
 
 
 def trace_of(result: Any) -> Trace:
@@ -121,7 +133,13 @@ def _spans_between(
 
 
 def _draw_timeline(
-    spans: list[Span], lanes: list[int], start_s: float, end_s: float, title: str, model: bool
+    spans: list[Span],
+    lanes: list[int],
+    names: tuple[str, list[str]],
+    start_s: float,
+    end_s: float,
+    title: str,
+    model: bool,
 ) -> Figure:
     # 1.5 s is still shown as 1500 ms, so that ticks are integers.
     scale, unit = second_unit((end_s - start_s) / 2)
@@ -129,9 +147,9 @@ def _draw_timeline(
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
     entries = draw_spans(axes, spans, lanes, scale, model)
-    axes.set(xlabel=f"time since the start ({unit})", ylabel="rank")
+    axes.set(xlabel=f"time since the start ({unit})", ylabel=names[0])
     axes.ticklabel_format(axis="x", useOffset=False)
-    label_lanes(axes, [str(rank) for rank in lanes])
+    label_lanes(axes, names[1])
     add_legend(figure, entries)
     return figure
 

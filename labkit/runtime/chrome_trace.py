@@ -34,7 +34,7 @@ MOST_BYTES = 256 * 2**20
 _COLLECTIVE = re.compile(r"^(?:gloo|nccl|mpi|ucc|xccl|labkit):|^nccl(?:Dev)?Kernel|^c10d::")
 _ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _PROFILER = _ON_GPU | {"cpu_op", "user_annotation"}
-_OURS = re.compile(r"rank [0-9]{1,6}")
+_OURS = re.compile(r"rank ([0-9]{1,6})(?: · (.{1,200}))?")
 
 Event = dict[str, Any]
 # The file's object without its events, and its events.
@@ -72,7 +72,7 @@ def read_traces(paths: Sequence[str | Path]) -> ReadTrace:
             )
         (events,) = (events for _, events in files.values())
         spans = [_our_span(ours[0], event) for event in events if event.get("ph") == "X"]
-        return ReadTrace(Trace.merge([spans]), "code outside all spans")
+        return ReadTrace(Trace.merge([spans], _devices(events)), "code outside all spans")
     return _read_profiles(files)
 
 
@@ -140,11 +140,21 @@ def _read(path: str | Path) -> bytes:
 
 
 def _is_ours(events: list[Event]) -> bool:
-    names = (
+    names = _process_names(events)
+    return bool(names) and all(_OURS.fullmatch(name) for name in names)
+
+
+def _process_names(events: list[Event]) -> list[str]:
+    args = (
         e.get("args") for e in events if e.get("ph") == "M" and e.get("name") == "process_name"
     )
-    texts = [str(args.get("name")) for args in names if isinstance(args, dict)]
-    return bool(texts) and all(_OURS.fullmatch(text) for text in texts)
+    return [str(one.get("name")) for one in args if isinstance(one, dict)]
+
+
+def _devices(events: list[Event]) -> dict[int, str]:
+    """The ranks' devices in a trace of labkit's; older ones name none."""
+    found = filter(None, map(_OURS.fullmatch, _process_names(events)))
+    return {int(match[1]): match[2] for match in found if match[2]}
 
 
 def _number(path: str, event: Event, name: str) -> float:

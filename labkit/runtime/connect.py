@@ -17,6 +17,8 @@ from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
 from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
 from labkit.comm.meeting import meet, stay_on_loopback
+from labkit.comm.reads import flush_before_reads
+from labkit.comm.session import Session
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
@@ -24,11 +26,16 @@ from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
+from labkit.runtime.nccl_sharing import SHARING, shares_gpus
 from labkit.runtime.prepare import allow_tf32
 
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
 PATIENCE_S = 30.0
 _RENDEZVOUS_S = 60.0
+
+# PyTorch kills the process at an error or a timeout of NCCL, before it can say what was wrong.
+# With 2 ("CleanUpOnly", ProcessGroupNCCL.hpp) it only aborts the group, which raises an error.
+_ON_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
 
 def connect(
@@ -61,6 +68,9 @@ def connect(
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if plan.backend == "nccl":
+        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
+            os.environ.setdefault(name, value)
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
@@ -71,10 +81,15 @@ def connect(
     patience_s = timeout_s + PATIENCE_S
     plug_in(link)
     transport = over_link(_transport(plan, arena, rank, device, patience_s))
-    if arena is None:
-        return Comm(rank, world_size, device, transport)
-    doorbells = Doorbells(arena, rank, patience_s) if arena.has_semaphores else None
-    return Comm(rank, world_size, device, transport, arena.board, doorbells=doorbells)
+    doorbells = None
+    if arena is not None and arena.has_semaphores:
+        doorbells = Doorbells(arena, rank, patience_s)
+    board = None if arena is None else arena.board
+    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells)
+    if comm.session.queue is not None:
+        flush_before_reads(comm.session)
+        _leaving.append(comm.session)
+    return comm
 
 
 def _transport(
@@ -111,7 +126,7 @@ def _join_group(
     if backend == "nccl":
         # The group must end before CUDA does. A rank's process runs finalizers of multiprocessing
         # when it exits, but no atexit handlers.
-        Finalize(None, dist.destroy_process_group, exitpriority=10)
+        Finalize(None, _leave_group, exitpriority=10)
     else:
         # Under torchrun, gloo's threads have aborted the interpreter if they still ran at its end.
         atexit.register(_leave_group)
@@ -136,9 +151,23 @@ def _not_connected(error: RuntimeError) -> PeerLostError:
     )
 
 
+# The sessions of this process whose operations are queued.
+_leaving: list[Session] = []
+
+
 def _leave_group() -> None:
-    if dist.is_initialized():
+    """Leave the group, unless the program has left it already.
+
+    To leave it in good order waits for all that is queued. After a failure or Ctrl-C some of that
+    would never end, and the peers would wait for this rank, so the group is aborted.
+    """
+    if not dist.is_initialized():
+        return
+    broken = [session for session in _leaving if not session.ended_well]
+    if not broken:
         dist.destroy_process_group()
+    for session in broken:
+        session.transport.abort()
 
 
 class MeetingFile:

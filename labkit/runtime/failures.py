@@ -11,10 +11,12 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from labkit import units
 from labkit.comm.board import LOST, NOT_STARTED, RETURNED, Board
 from labkit.comm.deadlock import takes_part
-from labkit.comm.explain import explain_deadlock, explain_rank
+from labkit.comm.explain import explain_deadlock, explain_queues, explain_rank, waits_in
 from labkit.comm.processes import signal_name
 from labkit.comm.source_lines import (
     innermost_location,
@@ -23,6 +25,7 @@ from labkit.comm.source_lines import (
     learner_frames,
     readable,
 )
+from labkit.comm.torch_transport import means_loss
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
 from labkit.runtime.forkserver import server_fault
 from labkit.runtime.messages import Report, described, shortened
@@ -56,9 +59,12 @@ def _kind_and_summary(error: BaseException) -> tuple[str, str]:
         text = _memory_words()
     if isinstance(error, bdb.BdbQuit):
         text = NO_DEBUGGER
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        text = gpu_words(error, text)
     summary = f"raised {type(error).__name__}: {text}{units.spelling(error)}"
-    # Where PyTorch uses gloo without labkit, a lost peer is a RuntimeError.
-    is_lost_peer = isinstance(error, PeerLostError) or "gloo/transport/" in summary
+    # Where PyTorch uses gloo or NCCL without labkit, a lost peer is a RuntimeError.
+    is_lost_peer = isinstance(error, PeerLostError)
+    is_lost_peer |= isinstance(error, RuntimeError) and means_loss(error)
     return ("peer_lost" if is_lost_peer else "raised"), summary
 
 
@@ -69,6 +75,39 @@ def _memory_words() -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     most = "" if limit == resource.RLIM_INFINITY else f", its limit is {units.format_bytes(limit)}"
     return f"asked for more memory than there is; the rank held up to {held}{most}"
+
+
+def gpu_words(error: BaseException, text: str) -> str:
+    """In a rank: the text of a GPU's error without the C++ stack, and the next step.
+
+    Args:
+        error: memory that has run out, or an error of CUDA.
+        text: its text; PyTorch's names the request and what is free where PyTorch has allocated.
+    """
+    text = text.partition("\nException raised from ")[0]
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+        return (
+            f"{text.strip()}{_free_words(text)} Next step: a smaller batch or more micro-batches; "
+            "ranks on one GPU share its memory, so also fewer of them per GPU."
+        )
+    text = text.partition("CUDA kernel errors might be")[0].strip()
+    return (
+        f"{text}. The GPU runs behind the program, so the line may be a later one: "
+        'os.environ["CUDA_LAUNCH_BLOCKING"] = "1" before the run shows the line that failed'
+    )
+
+
+def _free_words(text: str) -> str:
+    """How much of this rank's GPU is free, unless ``text`` says it or CUDA cannot be asked."""
+    if "free" in text:
+        return ""
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+    except Exception:
+        # After some errors CUDA does not answer any more; there may also be no GPU.
+        return ""
+    free, total = units.format_bytes(free_bytes), units.format_bytes(total_bytes)
+    return f" ({free} of the GPU's {total} are free.)"
 
 
 def _learner_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
@@ -157,8 +196,8 @@ class Evidence:
         sentences = []
         for other in self.ranks:
             if other != rank and takes_part(board, other, rank):
-                op = board.ranks[other]["op"].decode()
-                where = readable(board.ranks[other]["location"].decode())
+                op, where = waits_in(board, other)
+                where = readable(where)
                 sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
         return "".join(sentences)
 
@@ -200,7 +239,7 @@ def _report_error(evidence: Evidence, report: Report) -> WorkerError:
 def deadlock_error(evidence: Evidence, stuck: list[int]) -> DeadlockError:
     """The error for ranks that can never continue."""
     board = evidence.board.copy()
-    where = readable(board.ranks[stuck[0]]["location"].decode())
+    where = readable(waits_in(board, stuck[0])[1])
     return DeadlockError(readable(explain_deadlock(board, stuck)), rank=stuck[0], location=where)
 
 
@@ -218,6 +257,7 @@ def deadline_error(
     board = evidence.board
     lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
     lines += [f"rank {rank} {_doing(board, rank, stacks[rank])}" for rank in sorted(stacks)]
+    lines += map(readable, explain_queues(board))
     lines += [
         f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
         f"{evidence.pids[rank]} would have let it continue."
@@ -253,7 +293,7 @@ def stopped_note(evidence: Evidence, stacks: Mapping[int, str]) -> str:
     states = {NOT_STARTED: "had not started yet", RETURNED: "had returned", LOST: "was lost"}
     for rank, slot in enumerate(evidence.board.ranks):
         doing = states.get(int(slot["state"])) or f"was {explain_rank(evidence.board, rank)}"
-        where = slot["location"].decode(errors="replace") if slot["op"] else ""
+        _, where = waits_in(evidence.board, rank)
         if where := where or innermost_location(stacks.get(rank, "")):
             doing += f", at {readable(where)}"
         lines.append(f"  rank {rank} {doing}")

@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.comm.emulated_link import EmulatedLink
+from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import Plan, check_world_size, plan, tell_once
 from labkit.runtime import torchrun
 from labkit.runtime.forkserver import late_variables
 from labkit.runtime.limits import Limit, what_limited, without_spans
-from labkit.runtime.messages import Report
+from labkit.runtime.messages import Report, trace_of
+from labkit.runtime.nccl_sharing import check_sharing
 from labkit.runtime.objects import kernel
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
-from labkit.runtime.waits import waits_told
 from labkit.runtime.worker import Job
 from labkit.trace import Trace
 from labkit.units import (
@@ -46,12 +47,13 @@ class RunResult:
 
     Attributes:
         values: what ``fn`` returned, by rank.
-        trace: the spans of all ranks.
+        trace: the spans of all ranks, and their devices.
         duration_s: the longest time that ``fn`` took on any rank, without the launch.
         messages: messages sent, by rank.
         bytes_sent: payload bytes sent, by rank.
         lost: {rank: why} for the ranks in ``may_lose`` that ended early. Their values are None,
-            and their messages, bytes and spans are not included.
+            and their messages, bytes, spans and memory are not included.
+        peak_memory: by rank, the most memory that ``fn`` took, see ``PeakMemory``.
     """
 
     values: list[Any]
@@ -60,6 +62,7 @@ class RunResult:
     messages: list[int]
     bytes_sent: list[int]
     lost: dict[int, str] = field(default_factory=dict)
+    peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
 
     def explain(self) -> Limit:
         """What limited the run: computing, messages, or waiting and for whom, in words."""
@@ -88,11 +91,12 @@ def run(
         world_size: P, the number of ranks.
         device: ``auto`` (GPUs if any can be used), ``cpu`` or ``cuda``.
         devices: by rank (under ``torchrun`` by LOCAL_RANK), as ``"cuda:2,cuda:3"``; see ``plan``.
-        transport: ``shared`` (memory, on one machine), ``gloo`` (PyTorch's point-to-point), or
-            ``auto``: shared memory for CPU ranks, where the system has it.
+        transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
+            memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
         may_lose: ranks that the run can do without: if one fails after all ranks have started,
-            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.)
+            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.
+            NCCL does not go on after a loss: with ``auto``, GPUs then talk over gloo.)
         link: an emulated link, which makes messages slower; None for no emulation.
 
     Returns:
@@ -100,8 +104,7 @@ def run(
         already: this process is one of them, and every rank gets the same result.
 
     Raises:
-        ValueError: an impossible world size, device, transport or timeout; ``fn`` or ``args``
-            that cannot be pickled; a run inside a run.
+        ValueError: impossible settings; what cannot be pickled; a run inside a run.
         WorkerError: a rank raised, was killed, or exited early.
         DeadlockError: the ranks can never finish; the message says why.
         DeadlineError: the deadline passed; the message holds each rank's stack.
@@ -110,17 +113,25 @@ def run(
     if under_torchrun():
         where = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *where))
-    chosen = _planned(world_size, device, transport, devices)
+    chosen = _planned(world_size, device, transport, devices, bool(may_lose))
     shared = dump_call(fn, args), cell_sources(), chosen, timeout_s, frozenset(may_lose)
     supervisor = Supervisor(Job(*shared, link=link, in_notebook=kernel() is not None))
     return _result(supervisor.run(), supervisor.lost)
 
 
 def _planned(
-    world_size: int, device: str, transport: str, devices: str | Sequence[str] | None
+    world_size: int,
+    device: str,
+    transport: str,
+    devices: str | Sequence[str] | None,
+    may_lose_some: bool,
 ) -> Plan:
     """Where the ranks run, with what is to be said of it; refuses what cannot be started here."""
     chosen = plan(world_size, device, transport, devices=devices)
+    if may_lose_some and transport == "auto" and chosen.backend == "nccl":
+        # A group of NCCL does not outlive any of its ranks.
+        chosen = plan(world_size, device, "gloo", devices=devices)
+    check_sharing(chosen)
     tell_once(chosen.notes)
     if late := late_variables():
         print(late, file=sys.stderr)
@@ -138,11 +149,12 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
         print(note, file=sys.stderr)
     return RunResult(
         values=values,
-        trace=Trace.merge([waits_told(report.spans for report in reports if report)]),
+        trace=trace_of(report for report in reports if report),
         duration_s=max((report.duration_s for report in reports if report), default=0.0),
         messages=[report.messages if report else 0 for report in reports],
         bytes_sent=[report.bytes_sent if report else 0 for report in reports],
         lost=lost or {},
+        peak_memory=[report.peak_memory if report else None for report in reports],
     )
 
 

@@ -92,7 +92,19 @@ def what_limited(
     limit = Limit(kind, "", rank, shares, hidden, slowest.factor)
     first = _first_sentence(limit, times, gap, slowest.work)
     rest = _second_sentence(limit, times, gap, slowest)
-    return replace(limit, text=f"{first} {rest}".rstrip())
+    where = "" if rank is None else _device_sentence(trace, rank)
+    return replace(limit, text=" ".join(filter(None, (first, rest, where))))
+
+
+def _device_sentence(trace: Trace, rank: int) -> str:
+    """The GPU of the rank that is named, and who shares it; empty on the CPU."""
+    device = trace.devices.get(rank, "cpu")
+    if device == "cpu":
+        return ""
+    others = [str(r) for r, d in sorted(trace.devices.items()) if d == device and r != rank]
+    ranks = "ranks" if len(others) > 1 else "rank"
+    shared = f", which it shares with {ranks} {', '.join(others)}" if others else ""
+    return f"Rank {rank} is on {device}{shared}."
 
 
 def _shares(times: dict[int, RankTimes]) -> dict[str, float]:

@@ -10,11 +10,14 @@ import pickle
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from labkit.trace import Span
+from labkit.comm.peak_memory import PeakMemory
+from labkit.runtime.waits import waits_told
+from labkit.trace import Span, Trace
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
@@ -36,6 +39,8 @@ class Report:
         payload: the pickled value that the function returned.
         spans: the rank's part of the trace.
         messages, bytes_sent: what the rank has sent.
+        device: where the rank's tensors were, such as ``cuda:0``.
+        peak_memory: what it took at most.
         summary, location, traceback: of the exception, if ``kind`` is not ``value``; the fields
             above them are empty in this case.
         duration_s: how long the function took.
@@ -49,6 +54,8 @@ class Report:
     spans: tuple[Span, ...] = ()
     messages: int = 0
     bytes_sent: int = 0
+    device: str = ""
+    peak_memory: PeakMemory | None = None
     summary: str = ""
     location: str = ""
     traceback: str = ""
@@ -75,6 +82,13 @@ class Shown:
     metadata: dict[str, Any]
     display_id: str = ""
     is_update: bool = False
+
+
+def trace_of(reports: Iterable[Report]) -> Trace:
+    """The trace of the ranks that have returned."""
+    reports = list(reports)
+    devices = {report.rank: report.device for report in reports}
+    return Trace.merge([waits_told(report.spans for report in reports)], devices)
 
 
 def send(control: Connection, message: Report | Shown) -> None:

@@ -56,7 +56,8 @@ def allow_tf32(allowed: bool) -> None:
     By default cuDNN's convolutions do, and matrix products do not; in NVIDIA's containers both do
     (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1). Runs that are compared need all 23 bits.
     """
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
     # PyTorch has an old switch and a new one, and reading the old one is an error if they differ.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some versions warn of the old one

@@ -26,7 +26,7 @@ from labkit.runtime.failures import (
     stopped_note,
 )
 from labkit.runtime.forkserver import end_stopped_server, server_fault
-from labkit.runtime.messages import Inbox, Report, Shown, let_go
+from labkit.runtime.messages import Inbox, Report, Shown, let_go, trace_of
 from labkit.runtime.output import Output
 from labkit.runtime.preload import warm_up
 from labkit.runtime.start_ranks import Ranks
@@ -215,7 +215,7 @@ class Supervisor:
 
     def _deadline_error(self) -> WorkerError:
         # A copy, because the error describes the ranks before they are asked for their stacks.
-        seen = replace(self._seen, board=self._seen.board.copy())
+        seen = replace(self._seen, board=self._seen.board.copy(whole=True))
         stopped = [rank for rank, pid in seen.pids.items() if is_stopped(pid)]
         return deadline_error(seen, self.job.timeout_s, self._stacks(stopped), stopped)
 
@@ -294,4 +294,4 @@ class Supervisor:
         reports = self._seen.reports
         if self._seen.failures or len({*reports, *self._seen.lost}) < self.world_size:
             return None
-        return Trace.merge(report.spans for report in reports.values())
+        return trace_of(reports.values())

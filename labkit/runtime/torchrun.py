@@ -50,7 +50,7 @@ def run_as_rank(
     global inside_a_run
     local_world_size = _local_world_size(world_size, transport)
     chosen = plan(local_world_size, device, transport, devices=devices)
-    if os.environ["LOCAL_RANK"] == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         tell_once(chosen.notes)
     comm = connect(chosen, timeout_s, link=link)
     memory = _report_memory(comm, local_world_size, timeout_s)
@@ -60,6 +60,7 @@ def run_as_rank(
     inside_a_run = True
     try:
         value = fn(comm, *args)
+        comm.session.finish("the end of its function")
         gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False

@@ -109,6 +109,7 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
         comm.session.start_together()
         started_s = time.perf_counter()
         value = function(comm, *args)
+        comm.session.finish("the end of its function")
         displays.show_open_figures()
         gpus.synchronize_used(comm.device)
         report = success(comm, value, time.perf_counter() - started_s)
@@ -125,6 +126,8 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
         UnpicklableError: the value cannot be pickled.
     """
     returned_at_s = time.monotonic()
+    meter = comm.session.memory
+    peak_memory = meter.total() if meter else None
     payload = dump_value(value)
     comm.session.close()
     return Report(
@@ -134,9 +137,18 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
         spans=tuple(comm.session.spans()),
         messages=comm.messages,
         bytes_sent=comm.bytes_sent,
+        device=_device_name(comm),
+        peak_memory=peak_memory,
         duration_s=duration_s,
         returned_at_s=returned_at_s,
     )
+
+
+def _device_name(comm: Comm) -> str:
+    """The rank's device, with its machine if there are several: each of them has a ``cuda:0``."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size))
+    where = f" of machine {os.environ['GROUP_RANK']}" if ranks_here < comm.world_size else ""
+    return f"{comm.device}{where}"
 
 
 def _watch_launcher(control: Connection) -> threading.Event:

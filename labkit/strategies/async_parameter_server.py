@@ -133,9 +133,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         Yields:
             After each epoch, the seconds since the start and the sum of the epoch's losses.
         """
-        done, loss = 0, self.report.new_zeros((), dtype=torch.double)
-        gpus.synchronize(self.comm.device)
-        start_s = time.perf_counter()
+        start_s, done, loss = self.now_s(), 0, self.report.new_zeros((), dtype=torch.double)
         while done < shares * epochs:
             while (worker := self.tracker.next()) is None:
                 self.hear()
@@ -145,12 +143,16 @@ class AsyncParameterServer(OwnPaceStrategy):
                 loss += self.update(worker)
                 done += 1
                 if done % shares == 0:
-                    gpus.synchronize(self.comm.device)
-                    yield time.perf_counter() - start_s, loss.clone()
+                    yield self.now_s() - start_s, loss.clone()
                     loss.zero_()
                 self.answer(worker, go_on=done < shares * epochs)
             self.comm.progress(done, shares * epochs, "shares of all workers")
         self.dismiss()
+
+    def now_s(self) -> float:
+        """The host's clock, when all that was queued on this rank's device has ended."""
+        gpus.synchronize(self.comm.device)
+        return time.perf_counter()
 
     def hear(self) -> None:
         """Wait until a worker begins a push, and receive the push's first message."""

@@ -32,6 +32,7 @@ from labkit.strategies.local_gradients import fill_missing
 from labkit.strategies.stage import on_several
 from labkit.trace import Timer
 from labkit.workload.chain import layers_of
+from labkit.workload.samples import on_device
 
 _KEPT_HOPS = 10_000
 
@@ -90,10 +91,10 @@ class ModelParallelOneProcess(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         with self.comm.span("forward"):
-            value = inputs.to(self.devices[0])
+            (value,) = on_device([inputs], self.devices[0])
             for cut, stage in enumerate(self.stages, start=-1):
                 value = stage(value if cut < 0 else _Crossing.apply(value, self, cut))
-            targets = targets.to(self.devices[-1])
+            (targets,) = on_device([targets], self.devices[-1])
             loss = self.loss(value, targets)
         with self.comm.span("backward"):
             (loss / batch_size).backward()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from labkit import gpus
 from labkit.comm.comm import Comm
+from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
@@ -39,6 +40,7 @@ class RankReport:
         checksum: of the parameters and buffers.
         state: these parameters and buffers, on rank 0 only.
         notes: the strategy's.
+        peak_memory: of its steps, see ``TrainResult``.
     """
 
     epochs: list[Row]
@@ -47,6 +49,7 @@ class RankReport:
     checksum: str
     state: dict[str, Tensor] | None
     notes: dict[str, Any] = field(default_factory=dict)
+    peak_memory: PeakMemory | None = None
 
 
 def fit(
@@ -65,28 +68,31 @@ def fit(
     allow_tf32(config.tf32)
     work = work_of(config, own)
     strategy.loss = work.loss
+    memory = comm.session.memory_of_part(own.num_bytes)
     # The model gets no name here: a strategy may keep only a part of it, and the rest is freed.
     strategy.setup(comm, start_equal(comm, work.make_model(), own), work.make_optimizer)
     if isinstance(strategy, OwnPaceStrategy):
-        epochs, sent = _at_own_pace(config, work, strategy, verbose)
+        epochs, sent = _at_own_pace(config, work, strategy, memory, verbose)
     else:
-        epochs, sent = _in_step(config, work, strategy, verbose)
+        epochs, sent = _in_step(config, work, strategy, memory, verbose)
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
     kept = state if comm.rank == 0 else None
-    return RankReport(epochs, *(sent or (None, None)), checksum(state), kept, notes)
+    counts = sent or (None, None)
+    return RankReport(epochs, *counts, checksum(state), kept, notes, memory.peak)
 
 
 def _in_step(
-    config: RunConfig, work: Work, strategy: Strategy, verbose: bool
+    config: RunConfig, work: Work, strategy: Strategy, memory: Part, verbose: bool
 ) -> tuple[list[Row], Sent]:
     """Train with all ranks on the same batch; return the epochs and what this rank has sent."""
     epochs: list[Row] = []
     sent: Sent = (0, 0)
     for epoch in range(config.epochs):
-        before, start_s = strategy.sent(), _now_s(strategy)
-        loss_sum = _train_epoch(config, work, strategy, epoch)
-        seconds = _now_s(strategy) - start_s
+        with memory.counted():
+            before, start_s = strategy.sent(), _now_s(strategy)
+            loss_sum = _train_epoch(config, work, strategy, epoch)
+            seconds = _now_s(strategy) - start_s
         # Evaluation is not part of the technique, so it is neither timed nor counted.
         sent = _added(sent, before, strategy.sent())
         sums = evaluated(work, strategy, *strategy.share())
@@ -127,7 +133,7 @@ def _added(total: Sent, before: Sent, after: Sent) -> Sent:
 
 
 def _at_own_pace(
-    config: RunConfig, work: Work, strategy: OwnPaceStrategy, verbose: bool
+    config: RunConfig, work: Work, strategy: OwnPaceStrategy, memory: Part, verbose: bool
 ) -> tuple[list[Row], Sent]:
     """Train so that no rank waits for the others; return the epochs and what this rank has sent.
 
@@ -137,7 +143,9 @@ def _at_own_pace(
     before = strategy.sent()
     steps = len(_epoch_batches(config, work, 0))
     batches = _endless_shares(config, work, strategy)
-    ends = [(*end, strategy.full_state()) for end in strategy.train(batches, steps, config.epochs)]
+    with memory.counted():
+        trained = strategy.train(batches, steps, config.epochs)
+        ends = [(*end, strategy.full_state()) for end in trained]
     sent = _added((0, 0), before, strategy.sent())
     epochs: list[Row] = []
     before_s = 0.0

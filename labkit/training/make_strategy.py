@@ -38,10 +38,11 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, download: bool = Fal
     options = _options(config, technique)
     if technique.in_one_process:
         options["devices"] = _devices(config)
-    _check_backend(config, options.get("devices") or _planned(config).devices)
+    devices = options.get("devices") or _planned(config).devices
+    _check_backend(config, devices)
+    _check_tf32(config, devices)
     if "split_points" in technique.options():
         options["split_points"] = _split_points(config, own, download)
-    _check_tf32(config, options.get("devices") or plan(config.world_size, config.device).devices)
     strategy = technique(**options)
     strategy.check_ranks(config.world_size)
     return strategy

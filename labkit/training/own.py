@@ -41,6 +41,13 @@ class Own:
     optimizer: Any = None
 
     @property
+    def num_bytes(self) -> int:
+        """Of the parameters and buffers of a model that is given as an object, not as a name."""
+        parts = self.model if isinstance(self.model, (list, tuple)) else [self.model]
+        modules = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
+        return sum(tensor.nbytes for tensor in (*modules.parameters(), *modules.buffers()))
+
+    @property
     def is_empty(self) -> bool:
         return all(getattr(self, name) is None for name in PARTS)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from labkit.comm.peak_memory import PeakMemory, as_dicts
 from labkit.config import RunConfig
 from labkit.files import write_atomically
 from labkit.runtime.limits import Limit, what_limited
 from labkit.trace import Trace
-from labkit.training.state import largest_difference
+from labkit.training.state import largest_difference, tolerance
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class TrainResult:
         checksums: of every rank's parameters and buffers.
         notes: what is special about the technique's run (staleness, lost ranks), from rank 0.
         hardware, versions: of the machine that made the figures.
+        peak_memory: by rank, the most memory that the steps took, see ``PeakMemory``: of model,
+            gradients, optimizer, activations and messages. Evaluation, and what was there before
+            the model, such as the data set, do not count. None for a lost rank.
     """
 
     config: RunConfig
@@ -46,6 +50,7 @@ class TrainResult:
     hardware: dict[str, Any] = field(repr=False)
     versions: dict[str, str] = field(repr=False)
     notes: dict[str, Any] = field(repr=False, default_factory=dict)
+    peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
 
     @property
     def test_accuracy(self) -> float:
@@ -73,10 +78,26 @@ class TrainResult:
     def difference_from(self, other: "TrainResult") -> float:
         """The largest relative difference between the two runs' parameters and buffers.
 
-        Per tensor: max |a - b| / max |b|; 0 means equal to the bit. The contract for synchronous
-        techniques is 1e-5 in float32 and 1e-10 in float64.
+        Per tensor: max |a - b| / max |b|; 0 means equal to the bit.
         """
         return largest_difference(self.state, other.state)
+
+    @property
+    def used_gpu(self) -> bool:
+        """Whether any part of the model was on a GPU."""
+        named = self.config.devices or ""
+        return any("cuda" in device for device in (named, *self.trace.devices.values()))
+
+    def tolerance(self, other: "TrainResult") -> float:
+        """The largest difference between the two runs that rounding explains."""
+        runs = self, other
+        is_double = all(run.config.dtype == "float64" for run in runs)
+        dtype = "float64" if is_double else "float32"
+        return tolerance(dtype, any(run.used_gpu for run in runs))
+
+    def equals(self, other: "TrainResult") -> bool:
+        """Whether the two runs made the same updates: no difference but that of rounding."""
+        return self.difference_from(other) < self.tolerance(other)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` writes: all of the result but the state and the trace."""
@@ -91,6 +112,7 @@ class TrainResult:
             "bytes_sent": self.bytes_sent,
             "messages": self.messages,
             "replicas_agree": self.replicas_agree,
+            "peak_memory": as_dicts(self.peak_memory),
             **self.notes,
             "hardware": self.hardware,
             "versions": self.versions,

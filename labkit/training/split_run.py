@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.comm.peak_memory import PeakMemory
 from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
@@ -55,6 +56,8 @@ class MeasuredSplit:
             ``held_bytes``.
         held_bytes: by stage, the most bytes of activations held at one time.
         trace: of the counted steps.
+        peak_memory: by stage, the most memory that the counted steps took, see ``PeakMemory``;
+            unlike ``memory_bytes`` also of what torch and the messages need.
     """
 
     split_points: tuple[int, ...]
@@ -70,6 +73,7 @@ class MeasuredSplit:
     memory_bytes: list[int]
     held_bytes: list[int]
     trace: Trace = field(repr=False)
+    peak_memory: list[PeakMemory | None] = field(repr=False, default_factory=list)
 
     def explain(self) -> Limit:
         """What limited the steps: a stage, the bubble, or the hops, in a sentence or two."""
@@ -79,7 +83,8 @@ class MeasuredSplit:
         """The spans of the counted step whose length is the median."""
         steps = _by_step(self.trace)
         place = self.step_s.index(statistics.median_low(self.step_s))
-        return Trace.merge([[span for span in steps[place].spans if span.kind != _MARK]])
+        spans = [span for span in steps[place].spans if span.kind != _MARK]
+        return Trace.merge([spans], self.trace.devices)
 
 
 def measure_split(
@@ -174,7 +179,7 @@ def _check(
 
 def _measured(result: RunResult) -> dict[str, Any]:
     """The measurements of a ``MeasuredSplit``."""
-    held, kept = zip(*result.values)
+    held, kept, peaks = zip(*result.values)
     traces = _by_step(result.trace)[_WARM_UP:]
     stages, cuts = range(len(held)), range(len(held) - 1)
     return {
@@ -186,7 +191,8 @@ def _measured(result: RunResult) -> dict[str, Any]:
         "step_s": [max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
         "memory_bytes": [one + other for one, other in zip(held, kept)],
         "held_bytes": list(held),
-        "trace": Trace.merge(trace.spans for trace in traces),
+        "trace": Trace.merge((trace.spans for trace in traces), result.trace.devices),
+        "peak_memory": list(peaks),
     }
 
 
@@ -227,8 +233,9 @@ def _train(
     shape: tuple[int, ...],
     logits_shape: tuple[int, ...],
     steps: int,
-) -> tuple[int, int]:
-    """Take the steps on this rank; return the bytes of activations, and of everything else."""
+) -> tuple[int, int, PeakMemory | None]:
+    """Take the steps on this rank; return bytes of activations, of all else, and the peak."""
+    memory = comm.session.memory_of_part()
     model = build()
     dtype = input_dtype(model)
     strategy.setup(comm, model, partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9))
@@ -238,15 +245,25 @@ def _train(
     inputs = make(shape, dtype=dtype, device=comm.device)
     batch_size, classes, *places = logits_shape
     targets = torch.randint(classes, (batch_size, *places), device=comm.device)
-    for _ in range(_WARM_UP + steps):
-        comm.barrier()
-        with comm.span(_MARK):
-            pass
-        strategy.step(inputs, targets, len(targets))
+    # The layers of the other stages are freed: they are no part of this stage's memory.
+    del model
+    step = partial(_step, comm, strategy, inputs, targets)
+    for _ in range(_WARM_UP):
+        step()
+    with memory.counted():
+        for _ in range(steps):
+            step()
     stage = strategy.stage.module
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
-    return strategy.stage.held_bytes, kept + 2 * trained
+    return strategy.stage.held_bytes, kept + 2 * trained, memory.peak
+
+
+def _step(comm: Comm, strategy: StagedModel, inputs: Tensor, targets: Tensor) -> None:
+    comm.barrier()
+    with comm.span(_MARK):
+        pass
+    strategy.step(inputs, targets, len(targets))
 
 
 def _by_step(trace: Trace) -> list[Trace]:

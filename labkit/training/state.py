@@ -18,6 +18,18 @@ def checksum(state: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def tolerance(dtype: str, on_gpu: bool) -> float:
+    """How far apart two runs that make the same updates may be, as a ``largest_difference``.
+
+    The contract for synchronous techniques. In float32, GPUs choose other algorithms for other
+    batch sizes and devices, and round more differently than a CPU; float64 tells mistakes apart
+    from rounding everywhere.
+    """
+    if dtype == "float64":
+        return 1e-10
+    return 1e-4 if on_gpu else 1e-5
+
+
 def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest relative difference between two states: max over tensors of |a - b| / |b|.
 

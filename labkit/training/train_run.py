@@ -1,5 +1,6 @@
 """Start a training run: check the settings, start the ranks, gather the result."""
 
+from dataclasses import replace
 from typing import Any
 
 from labkit.comm.emulated_link import EmulatedLink
@@ -8,6 +9,7 @@ from labkit.devices import hardware, versions
 from labkit.runtime.launch import RunResult, run
 from labkit.runtime.pickling import UnpicklableError
 from labkit.strategies.base import Strategy
+from labkit.trace import Trace
 from labkit.training.check_work import check_work
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
@@ -111,11 +113,19 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, told: str)
         messages=_by_rank(result, "messages") if is_counted else None,
         state=first.state,
         checksums=[report.checksum for report in reports],
-        trace=result.trace,
+        trace=_on_devices(result.trace, strategy),
         hardware=hardware(),
         versions=versions(),
         notes=notes,
+        peak_memory=[report and report.peak_memory for report in result.values],
     )
+
+
+def _on_devices(trace: Trace, strategy: Strategy) -> Trace:
+    """The trace; that of a technique in one process with all of its devices."""
+    if not strategy.in_one_process:
+        return trace
+    return replace(trace, devices={0: ", ".join(dict.fromkeys(map(str, strategy.devices)))})
 
 
 def _by_rank(result: RunResult, count: str) -> list[int]:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from labkit.bench.compare import command, figures, measure, summary
 from labkit.bench.compare.contenders import Setting, find_contenders, settings_of
 from labkit.bench.compare.measure import Comparison
 from labkit.bench.compare.phases import epoch_windows, phases_by_role, short
+from labkit.comm.peak_memory import PeakMemory
 from labkit.config import STAGED
 from labkit.errors import WorkerError
 from labkit.trace import Span, Trace
@@ -135,6 +137,7 @@ def runs(monkeypatch):
             messages=[1],
             replicas_agree=True,
             notes={},
+            peak_memory=[PeakMemory(5), None],
             difference_from=lambda other: 0.0,
         )
 
@@ -163,6 +166,8 @@ def test_each_repeat_begins_with_another_and_what_was_refused_is_not_tried_again
     assert reasons["TorchDDP", 2]["reason"] == "rank 1 raised"
     assert reasons["TorchDDP (labkit)", 2]["failed"]
     assert [row["contender"] for row in compared.runs] == [single, ring, ring, single]
+    memory = [{"process_bytes": 5, "devices": {}}, None]
+    assert [row["peak_memory"] for row in compared.runs] == [memory] * 4
 
 
 def test_repeats_stop_when_the_budget_is_used_up_and_settings_left_out_are_recorded(
@@ -275,6 +280,32 @@ def test_the_figures_say_what_the_numbers_say():
         assert "warm-up" in said[name]
 
 
+def test_peak_memory_is_that_of_the_rank_or_gpu_with_the_most(tmp_path):
+    record = made_by_hand()
+    assert summary.peak_bytes(record, "ring") == []
+    gpu = {"allocated_bytes": 3 * 2**20, "reserved_bytes": 2**30}
+    of_rank = {
+        "ring": [{"process_bytes": 2**20, "devices": {}}, None],
+        "Torch": [{"process_bytes": 2**30, "devices": {"cuda:0": gpu}}] * 2,
+        "single": [{"process_bytes": None, "devices": {}}],
+    }
+    for run in record["runs"]:
+        run["peak_memory"] = of_rank[run["contender"]]
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps(record))
+    assert compare.load(path) == record
+    assert summary.peak_bytes(record, "ring") == [2**20] * 3
+    assert summary.peak_bytes(record, "Torch") == [3 * 2**20] * 3
+    assert summary.peak_bytes(record, "single") == []
+    report = summary.report(record)
+    assert "1 MiB (1 MiB to 1 MiB)" in report
+    assert "Peak memory is that of the rank" in report
+    figure = figures.draw(record)["memory"]
+    assert figure.caption.startswith("Least: ring, 1 MiB. Most: Torch, 3 MiB.")
+    assert figure.figure.axes[0].get_xlabel() == "peak memory (MiB)"
+    assert figure.png()
+
+
 def test_ranks_that_only_serve_are_told():
     record = made_by_hand()
     assert summary.ranks_rule(record) == ""
@@ -348,8 +379,12 @@ def test_bytes_stand_in_the_table_where_they_are_counted():
     for run in record["runs"]:
         run["bytes_sent"] = [2048, 4096] if run["contender"] == "ring" else None
     _, table, *_ = summary.report(record).split("\n\n")
-    sent = {line.split()[0]: line.rpartition("  ")[2] for line in table.splitlines()}
+    rows = {line.split()[0]: re.split("  +", line.strip()) for line in table.splitlines()}
+    sent = {name: cells[-2] for name, cells in rows.items()}
     assert sent == {"contender": "sent per rank", "single": "-", "ring": "4 KiB", "Torch": "-"}
+    # Older records have no memory.
+    peaks = {name: cells[-1] for name, cells in rows.items()}
+    assert peaks == {"contender": "peak memory", "single": "-", "ring": "-", "Torch": "-"}
 
 
 def test_learning_curves_of_repeats_have_a_band():
@@ -387,7 +422,10 @@ def test_a_run_is_recorded_and_from_says_and_draws_the_same(tmp_path, capsys):
     assert main(["compare", "--from", str(path), "--figures", str(pictures)]) == 0
     again = capsys.readouterr().out
     assert again.startswith(said[said.index("mlp on digits: 60 samples") :])
-    names = ("curves", "curves_pytorch", "phases", "time_to_accuracy")
+    names = ["curves", "curves_pytorch", "phases", "time_to_accuracy"]
+    # Where the system tells no peak, there is none to draw.
+    names += ["memory"] if summary.peak_bytes(record, "single") else []
+    assert not sys.platform.startswith("linux") or "memory" in names
     drawn = {file.name for file in pictures.iterdir()}
     assert drawn == {f"compare_{name}.png" for name in names}
 
@@ -462,6 +500,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path, refused):
         (("runs", 3, "epochs", 1), [1], "$.runs[3].epochs[1]: [1] is not of type 'object'"),
         (("runs", 3, "phases_s", "worker"), {"wait": ""}, "worker.wait: '' is not of type"),
         (("runs", 3, "difference_from_single"), "", "difference_from_single: '' is not of"),
+        (("runs", 3, "peak_memory"), [{"devices": {}}], "'process_bytes' is a required"),
         (("skipped",), ["x"], "$.skipped[0]: 'x' is not of type 'object'"),
         (("hardware", "gpus"), 2, "$.hardware.gpus: 2 is not of type 'array'"),
     ],

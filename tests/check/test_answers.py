@@ -52,7 +52,7 @@ def label(value):
 
 @pytest.mark.parametrize(("key", "fn"), RIGHT, ids=label)
 def test_a_right_answer_passes(key, fn, verdicts):
-    for size in ALL[key].sizes or [None]:
+    for size in ALL[key].sizes_of(fn):
         assert verdicts[key, (fn, size)].works, verdicts[key, (fn, size)]
 
 

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from cases import NUMBERS, OPS, paid, values_of
+from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from ranks import travel_by_value
 
 from labkit import run
@@ -336,6 +337,15 @@ def test_collectives_from_everyone_to_everyone(world_size):
             for name, (value, cost) in case.items():
                 torch.testing.assert_close(value, expected[name])
                 assert cost == prices[name], (name, size, rank)
+
+
+@pytest.mark.usefixtures("over_streams")
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_collectives_over_a_stream_that_queues(world_size):
+    test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(world_size)
+    test_collectives_with_a_root(world_size)
+    test_collectives_from_everyone_to_everyone(world_size)
+    test_nobody_leaves_the_barrier_before_the_last_has_come(world_size)
 
 
 def test_all_to_all_of_different_shapes_into_given_tensors():

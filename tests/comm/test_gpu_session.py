@@ -9,6 +9,7 @@ from labkit.comm.comm import Comm
 from labkit.runtime.limits import what_limited
 from labkit.runtime.waits import waits_told
 from labkit.trace import Trace
+from labkit.training.split_run import _by_step
 
 HOURS = 3600.0
 
@@ -129,6 +130,23 @@ def test_a_barrier_on_a_gpu_is_waiting_and_comes_after_all_queued_work(machine):
     # A clock that is read now includes the queued work.
     assert machine.now_s >= ends_s
     assert [span.kind for span in comm.session.spans()] == ["compute", "wait"]
+
+
+def test_the_barrier_before_a_step_is_no_part_of_the_step_and_no_step_is_lost(machine):
+    comm, _ = started(machine)
+    machine.call_s = 0.0
+    for seconds in (0.1, 0.2, 0.3):
+        machine.stream().work(0.7)  # until the other rank has come
+        comm.barrier()
+        with comm.span("data"):
+            pass
+        with comm.span("forward"):
+            machine.stream().work(seconds)
+        with comm.span("update"):
+            machine.stream().work(0.01)
+    steps = _by_step(Trace.merge([waits_told([comm.session.spans()])]))
+    lengths_s = [max(s.end_s for s in t.spans) - t.spans[0].start_s for t in steps]
+    assert lengths_s == pytest.approx([0.11, 0.21, 0.31], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Each test runs on all transports, through a Comm, as everybody uses them. The ru
 stand below: nothing that counts asks a formula; a message or segment too few or too many shows.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from fifo_transport import call_over_stream
 from ranks import travel_by_value
 from test_cuda_ipc import ends  # noqa: F401  (a fixture)
 
@@ -40,6 +42,7 @@ TRANSPORTS = [
     pytest.param("shared"),
     pytest.param("gloo"),
     pytest.param("linked", id="shared, over an emulated link"),
+    pytest.param("queued", id="gloo behind a stream"),
     pytest.param("group", id="gloo, a group of its own"),
     pytest.param("staged", id="gloo, staged through host memory", marks=needs_gpu),
     pytest.param("cuda", id="CUDA IPC", marks=needs_gpu),
@@ -56,6 +59,7 @@ def on(transport: str, function: Callable, world_size: int, *args, **settings) -
     """Returns the values of ``function(comm, *args)`` by rank, with a Comm on that transport."""
     known = {
         "group": "gloo",
+        "queued": "gloo",
         "linked": "shared",
         "staged": "gloo",
         "cuda": "shared",
@@ -66,6 +70,8 @@ def on(transport: str, function: Callable, world_size: int, *args, **settings) -
     settings |= {"world_size": world_size, "device": device, "transport": asked}
     if transport == "linked":
         settings["link"] = EmulatedLink(1e-6, 1e11)
+    if transport == "queued":
+        function = functools.partial(call_over_stream, function)
     if transport != "group":
         return run(function, *args, **settings).values
     return run(in_a_group, function, args, **settings).values

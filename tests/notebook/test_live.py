@@ -180,6 +180,17 @@ class TestLiveRun:
         assert "rank 1: compute 50%, wait 50%" in page
         assert "What each rank did: 2 ranks, 2 s" in words_of(page)
 
+    def test_lanes_on_gpus_name_them_below_their_rank(self):
+        cell = Cell()
+        run = LiveRun(board_of(2, 2.0), cell)
+        run.update({})
+        spans = [Span(rank, "compute", 0, 2) for rank in range(2)]
+        run.close(Trace.merge([spans], {0: "cuda:0", 1: "cuda:0"}))
+        assert words_of(cell.pages[-1]).count("cuda:0") == 2
+        assert "Devices: ranks 0 and 1 share cuda:0." in cell.pages[-1]
+        run.close(Trace.merge([spans], {0: "cpu", 1: "cpu"}))
+        assert "cpu" not in words_of(cell.pages[-1])
+
     def test_after_a_failure_the_lanes_stay_and_say_so(self):
         cell = Cell()
         run = LiveRun(board_of(2, 2.0), cell)

@@ -1,7 +1,11 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from parts import legend_of
 
 from labkit import plots
+from labkit.comm.peak_memory import PeakMemory
 from labkit.costs.pipeline_timeline import bubble, predicted_slots
 from labkit.plots.palette import STYLES
 from labkit.schedules.pipeline import PIPELINES
@@ -134,6 +138,17 @@ class TestTimeline:
         boxes = boxes_of(plots.pipeline_timeline(ran(ONE_F_ONE_B), ONE_F_ONE_B))
         last = {row: max(b[2] for b in boxes if b[0] == row) for row in (0, 1)}
         assert last == {0: pytest.approx(92), 1: pytest.approx(92)}
+
+    def test_a_stage_has_its_device_and_its_peak_memory(self):
+        trace = replace(ran(GPIPE), devices={0: "cuda:0", 1: "cuda:0"})
+        result = SimpleNamespace(trace=trace, peak_memory=[PeakMemory(2**20), PeakMemory(2**10)])
+        figure = plots.pipeline_timeline(result, GPIPE)
+        axes = figure.figure.axes[0]
+        lanes = [label.get_text() for label in axes.get_yticklabels()]
+        assert lanes == ["0 · cuda:0\n1 MiB", "1 · cuda:0\n1 KiB"]
+        assert axes.get_ylabel() == "stage · device,\npeak memory"
+        assert "Peak memory: stage 0 1 MiB, stage 1 1 KiB." in figure.caption
+        assert "ranks 0 and 1 share cuda:0" in figure.alt
 
     def test_filled_looks_and_no_model(self):
         figure = plots.pipeline_timeline(ran(ONE_F_ONE_B), ONE_F_ONE_B)

@@ -9,6 +9,7 @@ from parts import bars_of, legend_of
 from splits import LAYERS, LINK, PROFILE, measured
 
 from labkit import plots
+from labkit.comm.peak_memory import PeakMemory
 from labkit.placement.planner import predict_split
 from labkit.plots.palette import STYLES
 from labkit.plots.split_costs import AxisRange
@@ -93,6 +94,13 @@ class TestSplitCosts:
         assert to_hex(real["forward"][0].get_facecolor()).upper() == STYLES["forward"].color
         assert "Measured: 163 ms, 2.00 times the model (median of 5 steps" in figure.caption
         assert "Measured step 163 ms; stage 0 104 ms" in figure.alt
+
+    def test_the_measured_peaks_of_the_processes_are_in_the_caption(self):
+        split = predicted()
+        run = replace(measured(split), peak_memory=[PeakMemory(3 * 2**20), PeakMemory(2**30)])
+        caption = plots.split_costs(PROFILE, split, run).caption
+        assert caption.endswith("Peak memory: stage 0 3 MiB, stage 1 1 GiB.")
+        assert "Peak" not in plots.split_costs(PROFILE, split, measured(split)).caption
 
     def test_whiskers_span_the_middle_half_of_the_steps(self):
         split = predicted()

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,6 +7,8 @@ from matplotlib.colors import to_hex
 from parts import SPANS, TRACE, legend_of
 
 from labkit import plots
+from labkit.comm.peak_memory import DeviceMemory, PeakMemory
+from labkit.plots.timeline import timeline_words
 from labkit.trace import Span, Trace
 
 
@@ -14,6 +17,10 @@ def bars_of(figure):
     (collection,) = [c for c in figure.figure.axes[0].collections if c.get_gid() == "spans"]
     boxes = [path.get_extents() for path in collection.get_paths()]
     return np.array([(box.x0, box.x1, box.y0, box.y1) for box in boxes])
+
+
+def lanes_of(figure):
+    return [label.get_text() for label in figure.figure.axes[0].get_yticklabels()]
 
 
 class TestTimeline:
@@ -65,6 +72,48 @@ class TestTimeline:
     def test_accepts_a_result_with_a_trace_and_spans_in_any_order(self):
         result = SimpleNamespace(trace=Trace(tuple(reversed(TRACE.spans))))
         assert plots.timeline(result).alt == plots.timeline(TRACE).alt
+
+    def test_a_lane_names_its_rank_s_device_and_peak_memory(self):
+        on_gpus = replace(TRACE, devices={0: "cuda:0", 1: "cuda:1"})
+        gpu = PeakMemory(1, {"cuda:0": DeviceMemory(2**20, 2**21), "cuda:1": DeviceMemory(5, 8)})
+        result = SimpleNamespace(trace=on_gpus, peak_memory=[gpu, PeakMemory(2**30)])
+        figure = plots.timeline(result)
+        assert lanes_of(figure) == ["0 · cuda:0\n1 MiB + 5 B", "1 · cuda:1\n1 GiB"]
+        assert figure.figure.axes[0].get_ylabel() == "rank · device,\npeak memory"
+        for words in (figure.alt, figure.caption):
+            assert "Devices: rank 0 on cuda:0; rank 1 on cuda:1." in words
+            assert "rank 0 1 MiB on cuda:0 and 5 B on cuda:1, rank 1 1 GiB." in words
+        assert "rank 0" not in plots.timeline(result, ranks=[1]).caption.partition("Peak")[2]
+
+    def test_ranks_that_share_a_gpu_are_named_together(self):
+        shared = replace(TRACE, devices={0: "cuda:0", 1: "cuda:0"})
+        figure = plots.timeline(shared)
+        assert lanes_of(figure) == ["0 · cuda:0", "1 · cuda:0"]
+        assert "Devices: ranks 0 and 1 share cuda:0." in figure.caption
+        assert all("ranks 0 and 1 share cuda:0" in words for words in timeline_words(shared))
+
+    def test_ranks_on_the_cpu_say_so_in_their_lanes_alone(self):
+        figure = plots.timeline(replace(TRACE, devices={0: "cpu", 1: "cpu"}))
+        assert lanes_of(figure) == ["0 · cpu", "1 · cpu"]
+        assert "Devices" not in figure.alt + figure.caption
+
+    @pytest.mark.parametrize("peaks", [[], [None, None], [PeakMemory(None)] * 2])
+    def test_what_is_not_known_is_not_said(self, peaks):
+        figure = plots.timeline(SimpleNamespace(trace=TRACE, peak_memory=peaks))
+        assert lanes_of(figure) == ["0", "1"]
+        assert figure.figure.axes[0].get_ylabel() == "rank"
+        assert "memory" not in figure.alt + figure.caption
+
+    def test_of_many_ranks_the_most_and_the_least_memory_are_said(self):
+        ranks = range(20)
+        devices = {rank: f"cuda:{rank % 2}" for rank in ranks}
+        trace = Trace.merge([[Span(rank, "compute", 0, 1) for rank in ranks]], devices)
+        result = SimpleNamespace(trace=trace, peak_memory=[PeakMemory(2**10 + r) for r in ranks])
+        figure = plots.timeline(result)
+        assert "at most rank 19 1.02 KiB, at least rank 0 1 KiB" in figure.caption
+        assert "Devices: 10 ranks share cuda:0; 10 ranks share cuda:1." in figure.caption
+        # Lanes this low have no room for a second line.
+        assert lanes_of(figure)[:2] == ["0 · cuda:0", "1 · cuda:1"]
 
     def test_a_prediction_says_model(self):
         figure = plots.timeline(TRACE, model=True)

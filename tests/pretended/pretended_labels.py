@@ -254,6 +254,11 @@ def _reduce(tensor, protocol):
     return _rebuilt, (str(device), rebuild, arguments)
 
 
+def _record_stream(tensor, stream):
+    if shown(tensor).type != "cuda":
+        raise NotImplementedError("Could not run 'aten::record_stream' with a tensor on the CPU")
+
+
 def _unchanged(func, args, kwargs):
     return func(*args, **kwargs)
 
@@ -275,7 +280,6 @@ SPECIAL = {
     T.__array__: _only_on_cpu,
     T.pin_memory: _pin_memory,
     T.is_pinned: _is_pinned,
-    T.record_stream: lambda func, args, kwargs: None,
     T.__repr__: _repr,
     T.__getitem__: _get_item,
     T.__setitem__: _set_item,
@@ -381,6 +385,8 @@ def active():
 def install():
     """Change what takes a device and is no function on tensors."""
     torch.Generator = Generator
+    # In C++ it looks at the stream's type before it asks for the mode.
+    T.record_stream = _record_stream
     _ORIGINALS["_reduce_ex_internal"] = T._reduce_ex_internal
     T._reduce_ex_internal = _reduce
     run_backward = torch.autograd._engine_run_backward

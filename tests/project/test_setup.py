@@ -37,6 +37,7 @@ FLOORS = [
     {"notebook"},
     {"check", "widgets"},
     {"bench", "lab"},
+    {"gpu_checks"},
     {"doctor"},
     {"__init__", "__main__"},
 ]
@@ -126,12 +127,16 @@ def test_what_is_installed_is_one_exact_version_whose_files_are_known(name):
 
 
 def test_make_env_installs_nothing_that_has_no_hash():
+    """But for PyTorch of another build, see test_make_env.py."""
     makefile = re.sub(r"\s*\\\n\s*", " ", (ROOT / "Makefile").read_text())
     rule = makefile[makefile.index("$(READY): requirements.txt") :].partition("\n\n")[0]
     installs = [line for line in rule.splitlines() if " install " in line and "$(BIN)" in line]
-    through_pip, through_uv, labkit, kernel = installs
+    through_pip, through_uv, other_build, labkit, kernel = installs
     assert through_pip.endswith("--require-hashes -r tools/uv.txt")
-    assert re.search(r"uv pip install .*--require-hashes -r requirements.txt$", through_uv)
+    asked, _, given_up = through_uv.partition(" || ")
+    assert re.search(r"uv pip install .*--require-hashes -r requirements.txt$", asked)
+    assert given_up == "$(GIVE_UP)"
+    assert "--verify-hashes --torch-backend $(BUILD) -r $(VENV)/pins.txt ||" in other_build
     assert labkit.endswith("--no-deps --no-build-isolation -e .")
     assert "ipykernel install" in kernel
     assert [requirement.name for requirement, _ in locked("tools/uv.txt")] == ["uv"]

@@ -38,6 +38,29 @@ def test_a_saved_trace_comes_back(tmp_path):
     assert read_traces([Trace(spans).save(tmp_path / "t.json")]).trace == Trace(spans)
 
 
+def test_devices_are_in_the_names_of_the_processes_and_come_back(tmp_path):
+    spans = tuple(Span(rank, "compute", 0.0, 0.25) for rank in range(4))
+    devices = {0: "cuda:0", 1: "cuda:0", 2: "cpu", 3: "cuda:1 of machine 1"}
+    path = Trace(spans, devices).save(tmp_path / "t.json")
+    named = [e["args"]["name"] for e in json.loads(path.read_text())["traceEvents"][:4]]
+    assert named[:3] == ["rank 0 · cuda:0", "rank 1 · cuda:0", "rank 2 · cpu"]
+    assert read_traces([path]).trace == Trace(spans, devices)
+    assert hash(Trace(spans, devices)) == hash(Trace(spans, devices))
+
+
+def test_the_command_names_the_gpu_of_the_rank_that_limited_the_run(tmp_path, capsys):
+    read = read_traces([RECORDED / "straggler.json.gz"]).trace
+    alone = main(["explain", str(read.save(tmp_path / "cpu.json"))]), capsys.readouterr().out
+    devices = dict.fromkeys(read.ranks, "cuda:0")
+    path = Trace(read.spans, devices).save(tmp_path / "gpu.json")
+    assert main(["explain", str(path)]) == 0
+    told = capsys.readouterr().out
+    others = ", ".join(str(rank) for rank in read.ranks if rank != 1)
+    noun = "ranks" if len(read.ranks) > 2 else "rank"
+    assert told.startswith(alone[1].strip())
+    assert f"Rank 1 is on cuda:0, which it shares with {noun} {others}." in told
+
+
 def test_operators_and_collectives_of_a_cpu_profile(tmp_path):
     path = written(
         tmp_path,

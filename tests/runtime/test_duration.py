@@ -45,7 +45,7 @@ def test_duration_of_a_run(rank):
 def test_duration_under_torchrun(rank, monkeypatch):
     found = []
     monkeypatch.setattr(torchrun, "_local_world_size", lambda *_: 1)
-    monkeypatch.setattr(torchrun, "plan", lambda *_, **__: SimpleNamespace(note=""))
+    monkeypatch.setattr(torchrun, "plan", lambda *_, **__: SimpleNamespace(notes=()))
     monkeypatch.setattr(torchrun, "_report_memory", lambda *_: None)
     monkeypatch.setattr(torchrun.dist, "all_gather_object", lambda _, mine: found.append(mine))
     torchrun.run_as_rank(queues, (), 1, "cuda", "auto", 10.0)

@@ -3,6 +3,7 @@
 import os
 import pdb
 import random
+import subprocess
 import sys
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 import torch
 from ranks import end_server, travel_by_value
 
-from labkit import WorkerError, run, warm_up
+from labkit import RunConfig, WorkerError, run, strategies, warm_up
 from labkit.runtime import forkserver
 from labkit.runtime.prepare import seed_random_numbers
+from labkit.training.loop import fit
 
 travel_by_value(__name__)
 
@@ -154,3 +156,58 @@ class TestVariables:
         assert run(variables, "OMP_PROC_BIND", world_size=1).values == [["close"]]
         assert capsys.readouterr().err == ""
         end_server()
+
+
+SWITCHES = """
+import torch
+from labkit.runtime.prepare import allow_tf32
+
+def shown():
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    new = {part.fp32_precision for part in (cuda.matmul, cudnn.conv, cudnn.rnn)}
+    return cuda.matmul.allow_tf32, cudnn.allow_tf32, *new
+
+assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+for before in (
+    "",
+    "torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+    "torch.set_float32_matmul_precision('medium')",
+):
+    for allowed, name in ((False, "ieee"), (True, "tf32"), (False, "ieee")):
+        exec(before)
+        allow_tf32(allowed)
+        assert shown() == (allowed, allowed, name), (before, allowed, shown())
+    if not before:
+        with torch.backends.cudnn.flags(enabled=False):
+            pass
+"""
+
+
+class TestTf32:
+    def test_it_is_off_whatever_was_set_before_and_both_switches_say_so(self):
+        """With the variable of NVIDIA's containers, which only sets the default."""
+        environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+        command = [sys.executable, "-W", "error", "-c", SWITCHES]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_it_is_off_in_a_run_and_on_where_a_training_run_asks_for_it(self):
+        def precisions(comm):
+            from torch.backends import cuda, cudnn
+
+            return [part.fp32_precision for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
+
+        def trained(comm, tf32):
+            config = RunConfig(tf32=tf32, model="mlp", train_size=8)
+            fit(comm, config, strategies.get("single")(), verbose=False)
+            return precisions(comm)
+
+        def all_in_turn(comm):
+            return precisions(comm), trained(comm, True), trained(comm, False)
+
+        off, on = ["ieee"] * 3, ["tf32"] * 3
+        assert run(all_in_turn, world_size=1, device="cpu").values == [(off, on, off)]

@@ -166,6 +166,21 @@ def test_the_builtin_says_that_it_does_not_replicate_on_a_cpu():
     assert "called the module itself on the CPU: no replicas" in result.as_dict()["note"]
 
 
+def test_the_builtin_says_on_a_machine_with_gpus_that_it_was_given_the_cpu():
+    def notes(comm):
+        torch.cuda.is_available = lambda: True
+        strategy = strategies.get("data_parallel", builtin=True)(["cpu", "cpu"])
+        strategy.setup(comm, seeded(Tied), sgd)
+        return strategy.notes()
+
+    told = on_one_rank(notes)["note"]
+    assert "found no GPU" not in told
+    assert told.startswith(
+        "nn.DataParallel would refuse the CPU on this machine with GPUs, and 2 "
+    )
+    assert "called the module itself on the CPU: no replicas, no threads" in told
+
+
 def test_devices_must_go_with_the_device_and_torchrun_must_start_one_rank(monkeypatch):
     config = RunConfig("data_parallel", devices="cpu,cpu", device="cpu")
     assert make_strategy(config).devices == [torch.device("cpu")] * 2

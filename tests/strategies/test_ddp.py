@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from odd_models import Tied, seeded, sgd, some_batches
 from ranks import travel_by_value
 from torch import nn
@@ -99,6 +100,12 @@ def test_equals_one_device(alone, world_size):
         states = [states[name] for states in by_rank]
         assert len({checksum(state) for state in states}) == 1, name
         assert largest_difference(states[0], expected) < 1e-10, name
+
+
+@pytest.mark.usefixtures("over_streams")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_over_a_stream_that_queues(alone, world_size):
+    test_equals_one_device(alone, world_size)
 
 
 # What one run with two ranks and one with three find out; the tests look at their parts.

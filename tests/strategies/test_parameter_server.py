@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from odd_models import Everything, seeded, sgd, some_batches, with_batch_norm
 from ranks import travel_by_value
 from torch import nn
@@ -90,6 +91,11 @@ def test_any_number_of_servers_equals_one_device(alone, world_size, servers):
         assert [rank[number][2] for rank in ranks] == [
             (steps * cost.num_bytes, steps * cost.messages) for cost in costs
         ]
+
+
+@pytest.mark.usefixtures("over_streams")
+def test_over_a_stream_that_queues(alone):
+    test_any_number_of_servers_equals_one_device(alone, 4, 2)
 
 
 def test_a_training_run_is_counted_repeatable_and_named():

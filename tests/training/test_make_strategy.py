@@ -20,6 +20,14 @@ REFUSED = {
     "strategy=model_parallel world_size=2 schedule=1f1b": "takes no option schedule",
     "strategy=ring_all_reduce compress=fp16 builtin=True": "takes no option compress",
     "strategy=async_parameter_server builtin=True max_staleness=4": "takes no option max_stale",
+    "strategy=pipeline world_size=2 amp=bf16": "takes no option amp: its options are split_",
+    "strategy=model_parallel world_size=2 amp=fp16": "takes no option amp: its options are split",
+    "strategy=model_parallel devices=cpu amp=fp16": "takes no option amp: its options are devices",
+    "strategy=parameter_server amp=bf16": "takes no option amp",
+    "strategy=async_parameter_server world_size=2 amp=bf16": "takes no option amp",
+    "tf32=True device=cpu": "is a mode of NVIDIA's GPUs, and this run is on cpu: leave it",
+    "strategy=data_parallel tf32=True devices=cpu,cpu": "this run is on cpu: leave it out",
+    "tf32=True dtype=float64": "tf32 is for dtype float32, got float64",
     # Options that do not go together, or not with this machine.
     "strategy=ring_all_reduce compress=topk amp=fp16": "choose amp bf16, or compress fp16",
     "strategy=data_parallel devices=cpu,tpu": "devices must be cpu or cuda:NUMBER, .* got 'tpu'",
@@ -49,7 +57,7 @@ REFUSED = {
     ),
 }
 NUMBERS = {"world_size": int, "servers": int, "max_staleness": int, "micro_batches": int}
-NUMBERS |= {"bucket_mb": float, "builtin": bool}
+NUMBERS |= {"bucket_mb": float, "builtin": bool, "tf32": bool}
 
 
 @pytest.mark.parametrize("words", REFUSED)

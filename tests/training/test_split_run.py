@@ -1,5 +1,7 @@
 """Split models measured on real processes: what is counted is exact, what is timed is there."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +101,21 @@ def test_what_measures_nothing_is_refused_before_a_process_starts():
         measure_split("mlp", (2,), schedule="zero")
     with pytest.raises(ValueError, match="unknown model 'vgg'"):
         measure_split("vgg", (2,))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak can be set back")
+def test_1f1b_holds_fewer_activations_than_gpipe_also_as_the_system_counts():
+    layers = [nn.Flatten(), nn.Linear(64, 2048), *[nn.Tanh() for _ in range(6)]]
+    model = nn.Sequential(*layers, nn.Linear(2048, 8), nn.Linear(8, 10))
+    common = {"batch_size": 1024, "input_shape": (1, 8, 8), "micro_batches": 8, "steps": 2}
+    gpipe, eager = (
+        measure_split(model, (9,), schedule=name, device="cpu", **common)
+        for name in ("gpipe", "1f1b")
+    )
+    assert gpipe.held_bytes[0] >= 3 * eager.held_bytes[0]
+    first, last = (
+        [run.peak_memory[stage].process_bytes for run in (gpipe, eager)] for stage in (0, 1)
+    )
+    assert first[0] >= gpipe.held_bytes[0]
+    assert first[0] > 1.5 * first[1] > 3 * max(last)
+    assert gpipe.trace.devices == gpipe.typical_step().devices == {0: "cpu", 1: "cpu"}

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from labkit.bench.compare.contenders import SINGLE
 from labkit.bench.compare.panels import ONE, OURS, THEIRS, THEIRS_ON_OURS, draw_panels, draw_rows
 from labkit.bench.compare.summary import (
+    MEMORY_RULE,
     Record,
     efficiency,
     efficiency_rule,
     epoch_times,
+    peak_bytes,
     phases,
     present,
     ranks_rule,
@@ -21,7 +23,7 @@ from labkit.bench.compare.summary import (
 from labkit.plots import learning_curves, phases as draw_phases
 from labkit.plots.figure import CaptionedFigure, drawn
 from labkit.trace import LOCAL_KINDS
-from labkit.units import format_count, format_number, format_seconds
+from labkit.units import byte_unit, format_bytes, format_count, format_number, format_seconds
 
 # {x: repeats}
 Points = dict[int, list[float]]
@@ -42,6 +44,8 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
     if any(one["builtin"] for one in _ran(record)):
         found["curves_pytorch"] = curves(record, builtin=True)
     found |= {"phases": epoch_phases(record), "time_to_accuracy": time_to_accuracy(record)}
+    if any(peak_bytes(record, name) for name in present(record)):
+        found["memory"] = memory(record)
     if not _ours(record):
         return found
     if varies(record, "world_size"):
@@ -135,6 +139,26 @@ def time_to_accuracy(record: Record) -> CaptionedFigure:
         alt=f"Bars of epochs and seconds to {target:.0%} held-out accuracy. {told}",
         caption=f"{told} Every epoch counts here, the first too. Bars are medians of the repeats "
         "(a seed each), whiskers their quartiles.",
+    )
+
+
+@drawn
+def memory(record: Record) -> CaptionedFigure:
+    """Peak memory of each contender in the main setting."""
+    looks = {one["name"]: _look(one) for one in _ran(record)}
+    found = {name: peak_bytes(record, name) for name in looks}
+    medians = {name: statistics.median(sizes) for name, sizes in found.items() if sizes}
+    scale, unit = byte_unit(max(medians.values()))
+    sizes = {name: [one / scale for one in found[name]] or None for name in looks}
+    least, most = (choose(medians, key=medians.__getitem__) for choose in (min, max))
+    told = f"Least: {least}, {format_bytes(medians[least])}."
+    if medians[most] > medians[least]:
+        told += f" Most: {most}, {format_bytes(medians[most])}."
+    title = f"Peak memory of a rank: {_where(record)}"
+    return CaptionedFigure(
+        draw_rows({f"peak memory ({unit})": sizes}, looks, "unknown", title),
+        alt=f"Bars of the peak memory by contender. {told}",
+        caption=f"{told} {MEMORY_RULE} Bars are medians of the repeats, whiskers their quartiles.",
     )
 
 

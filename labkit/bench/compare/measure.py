@@ -21,6 +21,7 @@ from labkit.bench.compare.contenders import (
 )
 from labkit.bench.compare.phases import phases_by_role, short
 from labkit.bench.record import machine
+from labkit.comm.peak_memory import as_dicts
 from labkit.config import RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
@@ -210,6 +211,7 @@ def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -
         "phases_s": phases_by_role(result.trace, result.config.epochs),
         "bytes_sent": result.bytes_sent,
         "messages": result.messages,
+        "peak_memory": as_dicts(result.peak_memory),
         "replicas_agree": result.replicas_agree,
         "note": result.notes.get("note"),
     }

@@ -32,6 +32,17 @@ _INDEX = {"type": "integer", "minimum": 0, "maximum": MOST}
 _COUNT = {"type": "integer", "minimum": 1, "maximum": MOST}
 _SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9}
 
+_SIZE_OR_NULL = {**_INDEX, "type": ["integer", "null"]}
+_DEVICE = _object(allocated_bytes=_INDEX, reserved_bytes=_INDEX)
+# A lost rank has none.
+_MEMORY = {
+    **_object(
+        process_bytes=_SIZE_OR_NULL,
+        devices={"type": "object", "additionalProperties": _DEVICE},
+    ),
+    "type": ["object", "null"],
+}
+
 _SCHEMA = _object(
     command=_TEXT,
     config=_object(model=_TEXT, dataset=_TEXT, target=_NUMBER, gpus_used=_INDEX),
@@ -45,8 +56,8 @@ _SCHEMA = _object(
     ),
     runs=_list(
         _object(
-            # The first is there only if one device took part, the second if bytes are counted.
-            optional=("difference_from_single", "bytes_sent"),
+            # Only if one device took part; if bytes are counted; not in older records.
+            optional=("difference_from_single", "bytes_sent", "peak_memory"),
             contender=_TEXT,
             setting=_INDEX,
             repeat=_INDEX,
@@ -58,6 +69,7 @@ _SCHEMA = _object(
                 "additionalProperties": {"type": "object", "additionalProperties": _NUMBER},
             },
             bytes_sent={"type": ["array", "null"], "items": _INDEX},
+            peak_memory=_list(_MEMORY),
             replicas_agree=_TRUTH,
             note=_TEXT_OR_NULL,
             difference_from_single=_NUMBER_OR_NULL,

@@ -11,9 +11,15 @@ from typing import Any
 
 from labkit.bench.compare.contenders import SINGLE
 from labkit.bench.spread import Spread, ratios, table
+from labkit.comm.peak_memory import PeakMemory
 from labkit.units import format_bytes, format_count, format_number, format_seconds
 
 Record = dict[str, Any]
+MEMORY_RULE = (
+    "Peak memory is that of the rank, or the GPU, that took most during the steps: model, "
+    "gradients, optimizer, activations and messages. Replicas in one process on the CPU count "
+    "together."
+)
 
 
 def epoch_seconds(run: dict) -> float:
@@ -119,6 +125,18 @@ def against_pytorch(record: Record, contender: dict) -> list[float]:
     return ratios(*zip(*pairs)) if pairs else []
 
 
+def peak_bytes(record: Record, contender: str, setting: int = 0) -> list[float]:
+    """By repeat, the peak memory of the rank, or the GPU, that took most; empty if unknown."""
+    found: list[float] = []
+    for run in runs_of(record, contender, setting):
+        peaks = [PeakMemory.of(one) for one in run.get("peak_memory", ()) if one]
+        sizes = [peak.largest_bytes for peak in peaks]
+        if not sizes or None in sizes:
+            return []
+        found.append(max(filter(None, sizes), default=0))
+    return found
+
+
 def phases(record: Record) -> dict[str, dict[str, float]]:
     """``{bar: {kind: seconds}}`` of an epoch in the main setting, medians of the repeats.
 
@@ -169,7 +187,7 @@ def _headline(record: Record) -> str:
 def _main_table(record: Record) -> str:
     target = f"{record['config']['target']:.0%}"
     header = ["contender", "epoch", "PyTorch's / ours", f"epochs to {target}", f"time to {target}"]
-    header += ["accuracy", "from one device", "replicas", "sent per rank"]
+    header += ["accuracy", "from one device", "replicas", "sent per rank", "peak memory"]
     by_name = {one["name"]: one for one in record["contenders"]}
     return table(header, [_main_row(record, by_name[name]) for name in present(record)])
 
@@ -191,6 +209,7 @@ def _main_row(record: Record, contender: dict) -> list[str]:
         "own pace" if contender["own_pace"] else _farthest(far),
         "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
         _most_sent(runs),
+        _spread(peak_bytes(record, name), format_bytes),
     ]
 
 
@@ -233,6 +252,7 @@ def _cell(times: list[float] | None, parts: list[float] | None) -> str:
 def _remarks(record: Record) -> list[str]:
     lines = [efficiency_rule(record)] if len(record["settings"]) > 1 else []
     lines += [rule] if (rule := ranks_rule(record)) else []
+    lines += [MEMORY_RULE] if any(peak_bytes(record, name) for name in present(record)) else []
     for row in record["skipped"]:
         what = "failed" if row["failed"] else "not run"
         ranks = format_count(row["world_size"], "rank")

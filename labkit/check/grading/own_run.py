@@ -270,7 +270,8 @@ def _draw(trace: Trace, spent: Spent, name: str, whose: str) -> "CaptionedFigure
     if not inside:
         return None
     end_s = spent.end_s - spent.start_s
-    return timeline(Trace.merge([inside]), title=f"{name}, {whose}", start_s=0.0, end_s=end_s)
+    own = Trace.merge([inside], trace.devices)
+    return timeline(own, title=f"{name}, {whose}", start_s=0.0, end_s=end_s)
 
 
 def _sentence(status: str, own: Spent, due: dict[str, list[int]], library: Spent | None) -> str:

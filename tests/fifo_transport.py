@@ -1,0 +1,173 @@
+"""A transport that queues, as NCCL does: for tests of everything that runs over such a stream.
+
+gloo behind one thread per rank. send, recv and exchange return at once and are carried out in one
+order, first in first out; only a flush waits. A tensor on the CPU can be read at any time, so
+whatever a thread of the rank does with a tensor of a queued operation waits for that operation, as
+the next kernel on the same stream would; all else runs ahead.
+"""
+
+import contextlib
+import functools
+import queue
+import threading
+
+import pytest
+import torch
+from ranks import travel_by_value
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from labkit.comm.reads import flush_before_reads
+from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.transport import Transport
+from labkit.comm.work import Work
+from labkit.errors import PeerLostError
+from labkit.runtime import launch
+
+travel_by_value(__name__)
+
+
+class FifoTransport(Transport):
+    """``inner`` carried out by one thread, in the order of the calls."""
+
+    queues = True
+    receives_from_any = True
+
+    def __init__(self, inner):
+        super().__init__()
+        self._inner = inner
+        self._operations = queue.SimpleQueue()
+        self._mine = threading.local()
+        # By the address of its memory, the latest operation on a tensor, and that tensor.
+        self._latest = {}
+        self._aborted = False
+        self.thread = threading.Thread(target=self._carry_out, name="fifo-stream", daemon=True)
+        self.thread.start()
+
+    def _add(self, name, tensors, *args):
+        return self._do(tensors, functools.partial(getattr(self._inner, name), *args))
+
+    def _do(self, tensors, operation):
+        work = Work("", [], list(tensors), str)
+        for tensor in tensors:
+            self._latest[tensor.untyped_storage().data_ptr()] = work, tensor
+        self._mine.works = [*self.take_queued(), work]
+        self._operations.put((work, operation))
+        if len(self._latest) > 50:
+            ended = [at for at, (one, _) in list(self._latest.items()) if one.is_completed()]
+            for address in ended:
+                self._latest.pop(address)
+        return work
+
+    def _carry_out(self):
+        torch.set_grad_enabled(False)
+        while item := self._operations.get():
+            work, operation = item
+            error = PeerLostError("the stream was aborted") if self._aborted else None
+            try:
+                if not error:
+                    operation()
+            except Exception as raised:
+                error = raised
+            work.finish(error)
+
+    def send(self, tensor, dst):
+        self._add("send", [tensor], tensor, dst)
+        self.sent.to[dst].count(tensor.nbytes)
+
+    def recv(self, tensor, src):
+        self._add("recv", [tensor], tensor, src)
+
+    def exchange(self, send, dst, recv, src):
+        self._add("exchange", [send, recv], send, dst, recv, src)
+        self.sent.to[dst].count(send.nbytes)
+
+    def take_queued(self):
+        works, self._mine.works = getattr(self._mine, "works", []), []
+        return works
+
+    def barrier(self):
+        self._add("barrier", []).wait()
+        self.take_queued()
+
+    def recv_any(self, tensor):
+        found = []
+        self._do([tensor], lambda: found.append(self._inner.recv_any(tensor))).wait()
+        self.take_queued()
+        return found[0]
+
+    def pending(self, tensors):
+        """The operations on these tensors' memory that have not ended."""
+        found = []
+        for tensor in tensors:
+            with contextlib.suppress(RuntimeError):  # a tensor without memory of its own
+                found.append(self._latest.get(tensor.untyped_storage().data_ptr()))
+        return [one[0] for one in found if one and not one[0].is_completed()]
+
+    def abort(self):
+        self._aborted = True
+
+    def set_timeout(self, timeout_s):
+        self._inner.set_timeout(timeout_s)
+
+    def abandon(self):
+        self._inner.abandon()
+
+    def close(self):
+        self._operations.put(None)
+        self._inner.close()
+
+
+class AfterTheStream(TorchDispatchMode):
+    """Each operation of PyTorch on a tensor comes after the stream's operations on its memory."""
+
+    def __init__(self, session):
+        super().__init__()
+        self._session = session
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not getattr(func, "is_view", False):
+            tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)]
+            if works := self._session.transport.pending(tensors):
+                self._session.flush(f"{func}", mine=True)
+                for work in works:
+                    work.done.wait()
+        return func(*args, **(kwargs or {}))
+
+
+def over_stream(comm):
+    """Let this rank's comm send its messages over a stream, from now on."""
+    inner = TorchTransport("gloo", comm.device)
+    board, doorbells = comm.session.board, comm.session.doorbells
+    comm.__init__(
+        comm.rank, comm.world_size, comm.device, FifoTransport(inner), board, doorbells=doorbells
+    )
+    comm.session.start_together()
+    flush_before_reads(comm.session)
+    really_begin = threading.Thread._bootstrap_inner
+
+    def begin(thread):
+        if thread.name in ("fifo-stream", "labkit-queue"):
+            really_begin(thread)
+        else:
+            with AfterTheStream(comm.session):
+                really_begin(thread)
+
+    threading.Thread._bootstrap_inner = begin
+
+
+def call_over_stream(fn, comm, *args):
+    over_stream(comm)
+    with AfterTheStream(comm.session):
+        return fn(comm, *args)
+
+
+@pytest.fixture
+def over_streams(monkeypatch):
+    """The ranks of all runs of a test talk over a FifoTransport."""
+    really_dump = launch.dump_call
+
+    def dump(fn, args):
+        return really_dump(functools.partial(call_over_stream, fn), args)
+
+    monkeypatch.setattr(launch, "dump_call", dump)

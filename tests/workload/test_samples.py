@@ -1,0 +1,70 @@
+"""Batches in pinned memory, from which a GPU copies while the host goes on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from labkit.workload import samples
+from labkit.workload.samples import DatasetSamples, TensorSamples, on_device
+
+NUMBERS = [torch.tensor([4, 0, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([2])]
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(index)), index**2
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The shapes of the pinned tensors that are made, without a GPU to pin them for."""
+    made, empty = [], torch.empty
+
+    def noting(*shape, pin_memory=False, **options):
+        if pin_memory:
+            made.append(tuple(*shape))
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(samples.torch, "empty", noting)
+    return made
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.uint16, torch.bool, torch.float64, torch.complex64]
+)
+def test_a_pinned_batch_has_the_same_samples(pinned, dtype):
+    """Also none of them, some twice, and of tensors that are not contiguous."""
+    inputs = torch.arange(60).view(2, 5, 6).transpose(0, 1)[..., ::2].to(dtype)
+    data = TensorSamples(inputs, torch.arange(5))
+    plain, fast = (list(data.batches(NUMBERS, pinned=way)) for way in (False, True))
+    assert all(torch.equal(a, b) for pair in zip(plain, fast) for a, b in zip(*pair))
+    # One batch at a time, and never the whole set.
+    assert pinned == [(3, 2, 3), (3,), (0, 2, 3), (0,), (1, 2, 3), (1,)]
+
+
+def test_on_the_cpu_nothing_is_pinned(pinned, monkeypatch):
+    loaders = []
+    monkeypatch.setattr(
+        samples, "DataLoader", lambda *_, **options: loaders.append(options) or iter(())
+    )
+    list(TensorSamples(torch.ones(5), torch.ones(5)).batches(NUMBERS))
+    list(DatasetSamples(Squares(), torch.float32).batches(NUMBERS, 2))
+    list(DatasetSamples(Squares(), torch.float32).batches(NUMBERS, 2, pinned=True))
+    assert pinned == []
+    assert [loader["pin_memory"] for loader in loaders] == [False, True]
+
+
+def test_a_copy_to_a_gpu_is_queued_and_one_to_the_host_is_waited_for():
+    def part(calls):
+        return SimpleNamespace(to=lambda device, **options: calls.append((device.type, options)))
+
+    calls = []
+    on_device([part(calls), part(calls)], torch.device("cuda:1"))
+    on_device([part(calls)], torch.device("cpu"))
+    queued = ("cuda", {"non_blocking": True})
+    assert calls == [queued, queued, ("cpu", {"non_blocking": False})]
