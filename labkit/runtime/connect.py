@@ -63,11 +63,7 @@ def connect(
     stay_on_loopback()
     torch.set_num_threads(max(1, num_cores() // local_world_size))
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if plan.backend == "nccl":
-        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
-            os.environ.setdefault(name, value)
+    _set_up_gpu(plan, device)
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
@@ -87,6 +83,15 @@ def connect(
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
     return comm
+
+
+def _set_up_gpu(plan: Plan, device: torch.device) -> None:
+    """Make the device the current one, and set what NCCL reads when it starts."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if plan.backend == "nccl":
+        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
+            os.environ.setdefault(name, value)
 
 
 def _transport(
