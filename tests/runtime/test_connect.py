@@ -106,7 +106,7 @@ class TestJoining:
                     "NCCL error\nMultiple Ranks are using the same GPU\nframe #0"
                 ),
                 RuntimeError,
-                "rank 1 could not start nccl: NCCL error\nMultiple Ranks on the same GPU$",
+                "rank 1 could not start nccl: NCCL error\nMultiple Ranks are using the same GPU$",
             ),
             (dist.DistNetworkError("no route"), ConnectionError, "could not join the others at"),
             (dist.DistStoreError("wait timeout"), ConnectionError, "could not join the others at"),
