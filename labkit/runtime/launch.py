@@ -94,9 +94,8 @@ def run(
         transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
             memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without: if one fails after all ranks have started,
-            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks;
-            a group of NCCL does not go on, so ``auto`` is gloo then.)
+        may_lose: ranks that the run can do without: if one fails after all have started, others
+            get a PeerLostError where they wait for it. (``torchrun`` ends all; ``auto`` is gloo.)
         link: an emulated link, which makes messages slower; None for no emulation.
 
     Returns:
