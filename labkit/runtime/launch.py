@@ -94,8 +94,9 @@ def run(
         transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
             memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without: if one fails after all have started, others
-            get a PeerLostError where they wait for it. (``torchrun`` ends all; ``auto`` is gloo.)
+        may_lose: ranks that the run can do without: if one fails after all ranks have started,
+            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.
+            NCCL does not go on after a loss: with ``auto``, GPUs then talk over gloo.)
         link: an emulated link, which makes messages slower; None for no emulation.
 
     Returns:
@@ -103,8 +104,7 @@ def run(
         already: this process is one of them, and every rank gets the same result.
 
     Raises:
-        ValueError: an impossible world size, device, transport or timeout; ``fn`` or ``args``
-            that cannot be pickled; a run inside a run.
+        ValueError: impossible settings; what cannot be pickled; a run inside a run.
         WorkerError: a rank raised, was killed, or exited early.
         DeadlockError: the ranks can never finish; the message says why.
         DeadlineError: the deadline passed; the message holds each rank's stack.
