@@ -33,4 +33,5 @@ class ModelStep:
         """Set ``strategy`` up with a copy of the model, and return its step."""
         optimizer = partial(torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9)
         strategy.setup(comm, copy.deepcopy(self.model), optimizer)
-        return partial(strategy.step, self.samples, self.classes, len(self.classes))
+        samples, classes = self.samples.to(comm.device), self.classes.to(comm.device)
+        return partial(strategy.step, samples, classes, len(classes))

@@ -343,7 +343,8 @@ def test_with_pretended_gpus_it_makes_its_folder(tmp_path):
     environment = {**os.environ, "LABKIT_PRETEND_GPUS": "2", "LABKIT_PROGRESS": "off"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "pretended"), str(ROOT)])
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    command = [sys.executable, "-m", "labkit", "gpu-report", "--quick", "--steps", "placements"]
+    command = [sys.executable, "-m", "labkit", "gpu-report", "--quick"]
+    command += ["--steps", "placements,pipeline"]
     done = subprocess.run(
         [*command, "--out", tmp_path / "r"], env=environment, capture_output=True, text=True
     )
@@ -361,6 +362,9 @@ def test_with_pretended_gpus_it_makes_its_folder(tmp_path):
     assert {(row["source"], row["target"]) for row in record["copies"]} >= {
         ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cpu", "cuda:1")
     }  # fmt: skip
+    pipeline = json.loads((tmp_path / "r" / "steps" / "pipeline" / "result.json").read_text())
+    assert pipeline["ranks"][0]["devices"] == ["cuda:0", "cuda:1"]
+    assert {duel["schedule"] for duel in pipeline["duels"]} == {"gpipe", "1f1b"}
     page = (tmp_path / "r" / "index.html").read_text()
     assert re.search("<h1>labkit on 2 x ", page)
     numbers = Values(page).numbers

@@ -2,7 +2,7 @@
 
 Both ends run in this process, in two threads, and the "GPU memory" is the host's. What is tested
 is real: handles reach the other end, bytes arrive, and the events of a slot are used in the one
-order that keeps a queued copy from being overtaken. Real devices: tests/project/test_gpu.py.
+order that keeps a queued copy from being overtaken. Real devices: tests/gpu.
 """
 
 import contextlib
