@@ -148,7 +148,7 @@ def bench_placement(
 
 
 def _results(repeats: int, where: Where) -> Iterator[Result]:
-    on_gpus = {} if where.kind == "cpu" else {"where": where}
+    on_gpus: dict[str, Any] = {} if where.kind == "cpu" else {"where": where}
     yield measure_transport(repeats * 5, **on_gpus)
     link = measure_link(**where.settings())
     yield measure_hops(link, repeats, **on_gpus)
