@@ -76,7 +76,9 @@ class FakeComm(Comm):
     """Of one rank, whose messages go nowhere; a tensor on another device than the rank's fails."""
 
     def __init__(self, rank, world_size, device):
-        transport = SimpleNamespace(sent=Traffic(), shares_memory=False, ends_together=False)
+        transport = SimpleNamespace(
+            sent=Traffic(), shares_memory=False, ends_together=False, queues=False
+        )
         super().__init__(rank, world_size, torch.device(device), transport, Board(world_size))
 
     def _check(self, *tensors):

@@ -216,7 +216,7 @@ class Comm:
             device: where it works, if not on ``comm.device``: on a GPU a span lasts from one CUDA
                 event on that GPU's current stream to another.
         """
-        timer = None if device is None else self.session.timer_of(device)
+        timer = None if device is None else self.session.timers.of(device)
         return self.session.recorder.region(kind, timer)
 
     def progress(
@@ -240,7 +240,7 @@ class Comm:
         """
         self.session.board.progress(self.rank, done, total, label, samples)
         if loss is not None:
-            self.session.report_loss(loss)
+            self.session.loss.report(loss)
 
     @property
     def can_choose(self) -> bool:

@@ -17,21 +17,29 @@ from labkit.comm.session import Session
 _READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
+# The session of this process that queues at present; under torchrun one follows another.
+_session: Session | None = None
+
+
 def flush_before_reads(session: Session) -> None:
     """From now on, reading a tensor in this process waits for what the session has queued."""
-    for name in _READS:
-        setattr(Tensor, name, _after_flush(session, getattr(Tensor, name), f"{name}()"))
-    wait = torch.cuda.synchronize
-    torch.cuda.synchronize = _after_flush(session, wait, "torch.cuda.synchronize()")
+    global _session
+    is_first, _session = _session is None, session
+    if is_first:
+        for name in _READS:
+            setattr(Tensor, name, _after_flush(getattr(Tensor, name), f"{name}()"))
+        wait = torch.cuda.synchronize
+        torch.cuda.synchronize = _after_flush(wait, "torch.cuda.synchronize()")
 
 
-def _after_flush(session: Session, read: Callable[..., Any], name: str) -> Callable[..., Any]:
-    device = session.device.type
-
+def _after_flush(read: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(read)
     def flushed(*args: Any, **options: Any) -> Any:
-        if not (args and isinstance(args[0], Tensor) and args[0].device.type != device):
-            session.flush(name, mine=True)
+        assert _session is not None
+        is_elsewhere = isinstance(args[0], Tensor) if args else False
+        is_elsewhere = is_elsewhere and args[0].device.type != _session.device.type
+        if not is_elsewhere and not _session.is_closed:
+            _session.flush(name, mine=True)
         return read(*args, **options)
 
     return flushed

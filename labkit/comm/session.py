@@ -7,28 +7,26 @@ manage a comm through its session; strategies and learners never need it.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from labkit import gpus
 from labkit.comm.board import LEFT, RECV, SEND, Board
+from labkit.comm.device_timers import DeviceTimers, without_drift
 from labkit.comm.mismatch import check_collective, check_message
 from labkit.comm.peak_memory import MemoryMeter, Part
 from labkit.comm.queued import Operation, Queue
+from labkit.comm.reported_loss import ReportedLoss
 from labkit.comm.source_lines import caller_location
 from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
-from labkit.trace import ClockTimer, CudaTimer, JointTimer, Meeting, Recorder, Span, Timer
+from labkit.trace import ClockTimer, CudaTimer, Meeting, Recorder, Span
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]
-
-
-_LOSS_EVERY_S = 0.25
 
 
 class Session:
@@ -44,6 +42,8 @@ class Session:
             ``streaming``.
         barriers: calls of barrier so far.
         recorder: collects this rank's spans.
+        timers: the clocks of the devices that this rank uses.
+        loss: takes the losses that this rank reports.
         queue: what was queued and has not ended; None if operations end before they return.
         memory: measures this rank's peak memory; None before ``start_together``.
     """
@@ -67,13 +67,10 @@ class Session:
         self._on_gpu = device.type == "cuda"
         self.memory: MemoryMeter | None = None
         self._host = ClockTimer()
-        self._gpu_timers: dict[torch.device, CudaTimer] = {}
-        self.recorder = Recorder(rank, self.timer_of(device), keep=keep_spans)
+        self.timers, self.loss = DeviceTimers(), ReportedLoss(board.ranks[rank])
+        self.recorder = Recorder(rank, self.timers.of(device), keep=keep_spans)
         # Whether the starts of operations can be compared with those of other ranks after the run.
         self._compares = False
-        self._loss_read_s = -_LOSS_EVERY_S
-        # A loss on its way from a GPU, and the event of its arrival.
-        self._coming: tuple[torch.Tensor, torch.Event] | None = None
         self._closed = False
 
     # For the operations of ``Comm``
@@ -220,47 +217,14 @@ class Session:
         meets = ((-1, -1, number),) if self._compares else ()
         self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
 
-    def report_loss(self, loss: Any) -> None:
-        """Write a loss to the board; from a GPU when it has come, at most 4 times a second."""
-        if not (self._on_gpu and isinstance(loss, torch.Tensor)):
-            self.board.ranks[self.rank]["loss"] = float(loss)
-            return
-        if self._coming is not None and self._coming[1].query():
-            self.board.ranks[self.rank]["loss"] = float(self._coming[0])
-            self._coming = None
-        now_s = self._host.mark()
-        if self._coming is None and now_s - self._loss_read_s > _LOSS_EVERY_S:
-            self._loss_read_s = now_s
-            # Into pinned memory: the host goes on, and looks at it in a later step.
-            landing = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
-            landing.copy_(loss.detach(), non_blocking=True)
-            self._coming = landing, torch.cuda.current_stream(loss.device).record_event()
-
     # For strategies that use several devices
-
-    def timer_of(self, device: torch.device) -> Timer:
-        """The clock of the work on one device: a GPU's events, or the host's clock."""
-        return self._gpu_timer(device) if device.type == "cuda" else self._host
-
-    def _gpu_timer(self, device: torch.device) -> CudaTimer:
-        if device not in self._gpu_timers:
-            self._gpu_timers[device] = CudaTimer(device)
-            # Now, and not in the first step, for which the host would have to wait.
-            self._gpu_timers[device].calibrate()
-        return self._gpu_timers[device]
 
     def time_on(self, devices: Iterable[torch.device]) -> None:
         """Time all further spans by what these devices do, and this rank's own device.
 
-        On the CPU nothing is queued: where a GPU is among the devices, its events tell when the
-        CPU's work before them has ended, too.
+        See ``DeviceTimers.of_all``.
         """
-        used = [d for d in dict.fromkeys([self.device, *devices]) if d.type == "cuda"]
-        timers = [self._gpu_timer(device) for device in used]
-        if len(timers) > 1:
-            self.recorder.timer = JointTimer(timers)
-        elif timers:
-            (self.recorder.timer,) = timers
+        self.recorder.timer = self.timers.of_all([self.device, *devices])
 
     # For the code that manages the run
 
@@ -273,7 +237,7 @@ class Session:
         # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
         # A GPU's clock is set by it.
         origins_s = self.board.ranks["origin_s"]
-        timer = self.timer_of(self.device)
+        timer = self.timers.of(self.device)
         if isinstance(timer, CudaTimer):
             timer.calibrate()
         self._compares = self._on_gpu and bool(origins_s.all())
@@ -282,11 +246,7 @@ class Session:
 
     def spans(self) -> list[Span]:
         """This rank's spans so far; waits for its GPU and removes the drift of its clock."""
-        spans, timer = self.recorder.spans(), self.recorder.timer
-        rate = timer.rate() if isinstance(timer, CudaTimer | JointTimer) else 1.0
-        if rate == 1.0:
-            return spans
-        return [replace(s, start_s=s.start_s * rate, end_s=s.end_s * rate) for s in spans]
+        return without_drift(self.recorder.spans(), self.recorder.timer)
 
     def memory_of_part(self, arrived_bytes: int = 0) -> Part:
         """The peak memory of some stretches of the run, counted from now.
@@ -301,6 +261,10 @@ class Session:
         """Close, and post that this rank has left, so that no rank waits for it any longer."""
         self.close()
         self.board.ranks[self.rank]["state"] = LEFT
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def ended_well(self) -> bool:

@@ -21,7 +21,7 @@ from labkit.comm.reads import flush_before_reads
 from labkit.comm.session import Session
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
-from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.torch_transport import TorchTransport, means_loss
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
@@ -61,16 +61,8 @@ def connect(
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    stay_on_loopback()
-    torch.set_num_threads(max(1, num_cores() // local_world_size))
-    # Whatever the devices: a run on the CPU may also use a GPU for a part of its model.
-    allow_tf32(False)
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if plan.backend == "nccl":
-        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
-            os.environ.setdefault(name, value)
+    _prepare(plan, device, local_world_size)
     if not dist.is_initialized():
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
@@ -90,6 +82,19 @@ def connect(
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
     return comm
+
+
+def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:
+    """Set what has to be set before a rank joins the others."""
+    stay_on_loopback()
+    torch.set_num_threads(max(1, num_cores() // local_world_size))
+    # Whatever the devices: a run on the CPU may also use a GPU for a part of its model.
+    allow_tf32(False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if plan.backend == "nccl":
+        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
+            os.environ.setdefault(name, value)
 
 
 def _transport(
@@ -119,10 +124,8 @@ def _join_group(
             timeout=timedelta(seconds=timeout_s + PATIENCE_S),
             device_id=device if backend == "nccl" else None,
         )
-    except dist.DistError as error:
-        raise _unreachable(error, time.monotonic() - started_s) from None
     except RuntimeError as error:
-        raise _not_connected(error) from None
+        raise _not_joined(error, time.monotonic() - started_s, backend) from None
     if backend == "nccl":
         # The group must end before CUDA does. A rank's process runs finalizers of multiprocessing
         # when it exits, but no atexit handlers.
@@ -130,6 +133,19 @@ def _join_group(
     else:
         # Under torchrun, gloo's threads have aborted the interpreter if they still ran at its end.
         atexit.register(_leave_group)
+
+
+def _not_joined(error: RuntimeError, waited_s: float, backend: str) -> Exception:
+    """The error of a rank that could not join the group, by its cause."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return error
+    if isinstance(error, dist.DistBackendError) and not means_loss(error):
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        said = "\n".join(line for line in lines if not line.startswith(("frame #", "Exception")))
+        return RuntimeError(f"rank {os.environ['RANK']} could not start {backend}: {said}")
+    if isinstance(error, dist.DistError):
+        return _unreachable(error, waited_s)
+    return _not_connected(error)
 
 
 def _unreachable(error: dist.DistError, waited_s: float) -> ConnectionError:

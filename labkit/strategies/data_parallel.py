@@ -66,7 +66,7 @@ class DataParallel(Strategy):
         # The main thread's spans are those of device 0.
         comm.session.time_on(self.devices[:1])
         for device in self.devices:
-            comm.session.timer_of(device)
+            comm.session.timers.of(device)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         parts = self.scatter(inputs)
@@ -119,7 +119,8 @@ class DataParallel(Strategy):
         finally:
             with self.comm.span("wait"):
                 errors = [future.exception() for future in futures]
-                self._wait_for(self.devices[1 : len(futures) + 1])
+                if not any(errors):
+                    self._wait_for(self.devices[1 : len(futures) + 1])
         for error in filter(None, errors):
             raise error
         return [result, *(future.result() for future in futures)]

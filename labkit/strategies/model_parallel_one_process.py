@@ -109,7 +109,7 @@ class ModelParallelOneProcess(Strategy):
         ends = self.devices[cut : cut + 2]
         source, target = ends if direction == "forward" else reversed(ends)
         gpu = next((device for device in (source, target) if device.type == "cuda"), None)
-        timer = self.comm.session.timer_of(gpu or source)
+        timer = self.comm.session.timers.of(gpu or source)
         copied = self._prepared(tensor, source, target)
         start = timer.mark()
         moved = copied()

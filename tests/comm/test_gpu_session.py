@@ -22,7 +22,7 @@ def machine(monkeypatch):
 class Meets:
     """A transport that only meets: at the end of the barrier all ranks have come."""
 
-    ends_together = False
+    ends_together = queues = False
 
     def __init__(self, board, came_s):
         self.board, self.came_s = board, came_s

@@ -26,7 +26,7 @@ def queues(comm):
 def rank(machine, monkeypatch):
     """A rank on a GPU that is connected to nobody, and reports how long its function took."""
     comm = SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda:0"))
-    comm.session = SimpleNamespace(start_together=lambda: None)
+    comm.session = SimpleNamespace(start_together=lambda: None, finish=lambda where: None)
     for module in (worker, torchrun):
         monkeypatch.setattr(module, "connect", lambda *_, **__: comm)
         monkeypatch.setattr(module, "success", lambda comm, value, duration_s: duration_s)

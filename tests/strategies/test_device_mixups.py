@@ -13,7 +13,7 @@ from fake_gpus import FakeComm, pretended
 from torch import nn
 
 from labkit import RunConfig, strategies
-from labkit.comm import session
+from labkit.comm import reported_loss
 from labkit.training import loop
 from labkit.workload.samples import TensorSamples, on_device
 
@@ -128,7 +128,7 @@ def test_an_asynchronous_server_and_its_worker_wait_for_one_number_a_push(
 def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypatch):
     """From the samples in memory to the loss that the notebook shows."""
     config = RunConfig(batch_size=6)
-    monkeypatch.setattr(session, "_LOSS_EVERY_S", 0)
+    monkeypatch.setattr(reported_loss, "_EVERY_S", 0)
     with pretended(monkeypatch) as gpus:
         comm = FakeComm(0, 1 if technique == "single" else 2, "cuda:0")
         options = {"split_points": (3,)} if technique == "pipeline" else {}

@@ -26,7 +26,7 @@ def machine(monkeypatch):
 
 
 def lone(device="cpu"):
-    transport = SimpleNamespace(ends_together=False, barrier=lambda: None)
+    transport = SimpleNamespace(ends_together=False, queues=False, barrier=lambda: None)
     comm = Comm(0, 1, torch.device(device), transport)
     comm.session.start_together()
     return comm
