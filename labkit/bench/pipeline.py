@@ -50,6 +50,8 @@ MICRO_BATCHES = 4
 OURS, OURS_1F1B = "labkit gpipe", "labkit 1f1b"
 UNPIPELINED, ONE_DEVICE = "labkit split, not pipelined", "one device, all cores"
 SCHEDULES = ("gpipe", "1f1b")
+# By schedule, ours and PyTorch's, on the transport that PyTorch's uses on the CPU.
+DUELS = {name: (f"labkit {name} on gloo", f"torch {name} on gloo") for name in SCHEDULES}
 _COMPARED_STEPS = 2
 _BUDGET_S, _DUEL_BUDGET_S = 60.0, 150.0
 # OpenMP's threads stay awake for 0.2 s after their last work.
@@ -223,8 +225,10 @@ def measure(
 
 def duel_names(schedule: str, device_type: str = "cpu") -> tuple[str, str]:
     """The names of our pipeline and of PyTorch's, on the transport that PyTorch's uses."""
-    transport = "NCCL" if device_type == "cuda" else "gloo"
-    return f"labkit {schedule} on {transport}", f"torch {schedule} on {transport}"
+    ours, torchs = DUELS[schedule]
+    if device_type == "cuda":
+        ours, torchs = ours.replace("gloo", "NCCL"), torchs.replace("gloo", "NCCL")
+    return ours, torchs
 
 
 def _contenders(comm: Comm, points: tuple[int, ...]) -> dict[str, tuple[Strategy, Comm]]:

@@ -148,13 +148,14 @@ def bench_placement(
 
 
 def _results(repeats: int, where: Where) -> Iterator[Result]:
-    yield measure_transport(repeats * 5, where=where)
+    on_gpus: dict[str, Any] = {} if where.kind == "cpu" else {"where": where}
+    yield measure_transport(repeats * 5, **on_gpus)
     link = measure_link(**where.settings())
-    yield measure_hops(link, repeats, where)
+    yield measure_hops(link, repeats, **on_gpus)
     batch: dict[str, Any] = {"batch_size": SCATTER_BATCH, "input_shape": SHAPE}
     profile = measure_profile(MODEL, **batch, **where.settings())
     for micro_batches in (1, MICRO_BATCHES):
-        yield measure_cuts(profile, link, micro_batches, max(1, repeats // 2), where)
+        yield measure_cuts(profile, link, micro_batches, max(1, repeats // 2), **on_gpus)
 
 
 def measure_transport(

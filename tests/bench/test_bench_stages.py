@@ -8,7 +8,7 @@ import torch
 
 from labkit.__main__ import main
 from labkit.bench import placement, single_cuts
-from labkit.bench.pipeline import ONE_DEVICE, OURS, SCHEDULES, PipelineResult, duel_names
+from labkit.bench.pipeline import DUELS, ONE_DEVICE, OURS, PipelineResult
 from labkit.bench.single_cuts import Cuts, fastest_others, measure_cuts
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile
@@ -24,7 +24,7 @@ def test_every_contender_of_the_pipeline_bench_trains_the_same_model(tmp_path, c
     assert main(["bench", "pipeline", *words]) == 0
     record = json.loads(path.read_text())
     rows = {row["contender"]: row for row in record["rows"]}
-    assert {OURS, ONE_DEVICE, *map(duel_names, SCHEDULES)} <= rows.keys()
+    assert {OURS, ONE_DEVICE, *DUELS["gpipe"], *DUELS["1f1b"]} <= rows.keys()
     for name, row in rows.items():
         assert len(row["seconds"]) == 2
         assert row["micro_batches"] == 4
@@ -41,7 +41,7 @@ def test_every_contender_of_the_pipeline_bench_trains_the_same_model(tmp_path, c
 
 def test_ratios_say_how_many_times_as_long_the_others_take():
     seconds = {OURS: [2.0, 4.0, 2.0], "labkit 1f1b": [3.0, 4.0, 4.0]}
-    ours, torchs = duel_names("1f1b")
+    ours, torchs = DUELS["1f1b"]
     duels = {"1f1b": {ours: [2.1, 4.0, 3.9], torchs: [2.0, 4.0, 3.0]}}
     differences = {OURS: 0.0, "labkit 1f1b": 1e-7}
     result = PipelineResult("vgg16", 2, (17,), 64, seconds, differences, duels)
