@@ -38,8 +38,9 @@ def is_exercise(section):
 def defines_only(source):
     """Whether a cell defines names that an exercise may use, and runs nothing."""
     for node in ast.parse(source).body:
-        pinned = isinstance(node, ast.Assign) and ast.unparse(node).startswith("run = ")
-        if not isinstance(node, DEFINITIONS) and not pinned:
+        text = ast.unparse(node)
+        decides = text.startswith(("run = ", "DEVICE = ", "labkit.warm_up("))
+        if not isinstance(node, DEFINITIONS) and not decides:
             return False
     return True
 
@@ -58,9 +59,8 @@ def namespace_for(parts):
     for section in parts:
         for cell in section:
             code = cell.cell_type == "code" and not is_exercise(section)
-            source = cell.source.replace("labkit.warm_up()\n", "").removesuffix("labkit.warm_up()")
-            if code and defines_only(source):
-                exec(source, names)
+            if code and defines_only(cell.source):
+                exec(re.sub(r"^labkit\.warm_up\(.*\)$", "", cell.source, flags=re.M), names)
     return names
 
 
