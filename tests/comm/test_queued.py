@@ -107,7 +107,7 @@ class TestDeadlocks:
             (lambda comm, x: x.item(), "item()"),
             (lambda comm, x: x.numpy(), "numpy()"),
             (lambda comm, x: bool(x), "__bool__()"),
-            (lambda comm, x: comm.progress(1, loss=x), "the loss that it reports"),
+            (lambda comm, x: comm.progress(1, loss=x), "__float__()"),
             (lambda comm, x: comm.barrier(), "barrier"),
         ],
         ids=["item", "numpy", "if", "the loss", "barrier"],
