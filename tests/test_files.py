@@ -213,5 +213,6 @@ def test_nobody_else_writes_files():
         r"\.write_(text|bytes)\(|\bopen\([^)]*[\"'][wax]b?\+?[\"']|savefig\([\"'p]"
     )
     found = {path.name for path in paths if writes.search(path.read_text())}
-    # lab.py writes into its own temporary folder, worker.py to its stdout.
-    assert found <= {"files.py", "lab.py", "worker.py"}
+    # Into folders of their own, to their stdout, or into /proc.
+    own = {"lab.py", "nccl_sharing.py", "processes.py", "worker.py", "peak_memory.py"}
+    assert found <= {"files.py"} | own

@@ -112,7 +112,7 @@ class Queue:
             while not self._error and self._operations and _has_ended(self._operations[0].works):
                 ended = self._operations.popleft()
                 self._ended += 1
-                if error := next(filter(None, (work.exception() for work in ended.works)), None):
+                if error := next(filter(None, map(_error_of, ended.works)), None):
                     self._error = _of_operation(ended, error)
                     # A group that has failed cannot be used again: nobody may wait for this rank.
                     self._board.give_up(self._rank, first_line(error))
@@ -231,6 +231,15 @@ class Queue:
 
 def _has_ended(works: list[Any]) -> bool:
     return all(work.is_completed() for work in works)
+
+
+def _error_of(work: Any) -> Exception | None:
+    """What a completed operation has ended with; None if it went well."""
+    try:
+        work.wait()
+    except Exception as error:
+        return error
+    return None
 
 
 def _of_operation(

@@ -7,6 +7,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from labkit.errors import WorkerError
@@ -31,10 +32,22 @@ class _Pickler(cloudpickle.Pickler):
         return (type, (torch._C.Future,)) if obj is _CPP_CLASS else super().reducer_override(obj)
 
 
-def dumps(value: Any) -> bytes:
+class _ResultPickler(_Pickler):
+    """Tensors on a GPU, inside any object, become tensors on the CPU."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or obj.device.type == "cpu":
+            return super().reducer_override(obj)
+        moved = obj.detach().cpu()
+        if isinstance(obj, nn.Parameter):
+            moved = nn.Parameter(moved, obj.requires_grad)
+        return moved.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
+def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
     """``value`` pickled, by value if the ranks could not import it."""
     with io.BytesIO() as buffer:
-        _Pickler(buffer).dump(value)
+        pickler(buffer).dump(value)
         return buffer.getvalue()
 
 
@@ -76,8 +89,8 @@ def dump_value(value: Any) -> bytes:
         UnpicklableError: names the part that cannot be pickled.
     """
     try:
-        value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
-        return dumps(value)
+        # A tensor of a graph cannot be pickled.
+        return dumps(tree_map_only(Tensor, Tensor.detach, value), _ResultPickler)
     except (Exception, SystemExit) as error:
         culprit = find_unpicklable("value", value) or _named("value", value)
         raise UnpicklableError(

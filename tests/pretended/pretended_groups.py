@@ -78,9 +78,34 @@ def _check_tensors(name):
                 raise RuntimeError("No backend type associated with device type cpu")
             if not _says_nccl(group) and name in _HOST_ONLY and device not in (None, labels.CPU):
                 raise RuntimeError(f"gloo's {name} moves host memory only, got {device}")
-        return method(group, *args, **kwargs)
+        work = method(group, *args, **kwargs)
+        return _Waited(work) if _says_nccl(group) and name in _HOST_ONLY else work
 
     setattr(c10d.ProcessGroup, name, checked)
+
+
+class _Waited:
+    """A work of gloo that may be waited for again, as NCCL's; gloo's own would hang."""
+
+    def __init__(self, work):
+        self._work, self._ended, self._error = work, False, None
+
+    def wait(self, *patience):
+        if not self._ended:
+            try:
+                self._work.wait(*patience)
+            except RuntimeError as error:
+                self._error = error
+            self._ended = True
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self):
+        return self._ended or self._work.is_completed()
+
+    def __getattr__(self, name):
+        return getattr(self._work, name)
 
 
 def _share_memory_as_cuda_ipc():

@@ -314,7 +314,9 @@ class Pretend(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (special := SPECIAL.get(func)) is not None:
+        # A rank on NCCL wraps some of Tensor's methods; torch finds the wrapper by its name.
+        special = SPECIAL.get(func) or SPECIAL.get(getattr(func, "__wrapped__", None))
+        if special is not None:
             return special(func, args, kwargs)
         device, pinned, kwargs = _without_device(kwargs)
         if device is not None and device.type not in ("cpu", "cuda"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labkit import EmulatedLink, run
+from labkit import EmulatedLink, gpus, run
 from labkit.__main__ import config_of, make_parser
 from labkit.bench import compare
 from labkit.bench.compare import figures, summary
@@ -111,6 +111,8 @@ def test_every_training_command_is_one_that_runs(command, monkeypatch):
     words = shlex.split(command)
     if words[0] == "torchrun":
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
+    four = gpus.Gpus(tuple(map(gpus.Gpu, range(4))))
+    monkeypatch.setattr(gpus, "found", lambda: four if "cuda:" in command else gpus.Gpus())
     config = config_of(make_parser().parse_args(words[words.index("train") :]))
     make_strategy(config)
     if config.split_points:

@@ -59,7 +59,7 @@ def joined(monkeypatch):
         monkeypatch.setattr(
             joining, "Finalize", lambda obj, call, exitpriority: finalizers.append(call)
         )
-        monkeypatch.setattr("labkit.comm.session.CudaTimer", lambda device: FakeTimer())
+        monkeypatch.setattr("labkit.comm.device_timers.CudaTimer", lambda device: FakeTimer())
         meeting = SimpleNamespace(store=lambda size: SimpleNamespace(set_timeout=lambda s: None))
         chosen = plan(2, "cuda", transport, gpus=gpus)
         return joining.connect(chosen, 60.0, None, meeting), made, group, finalizers
@@ -70,6 +70,9 @@ def joined(monkeypatch):
 class FakeTimer:
     def mark(self):
         return 0.0
+
+    def calibrate(self):
+        pass
 
 
 class TestJoining:

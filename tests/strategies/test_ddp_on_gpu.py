@@ -52,7 +52,9 @@ def comm(monkeypatch):
     monkeypatch.setattr(bucketed, "check_tensor", lambda tensor, device: None)
     monkeypatch.setattr(bucketed, "fast_ring_all_reduce", ring)
     monkeypatch.setattr(naive, "broadcast", lambda comm, tensor: tensor)
-    session = Session(0, simulated_gpu.DEVICE, SimpleNamespace(sent=Traffic()), Board(1))
+    session = Session(
+        0, simulated_gpu.DEVICE, SimpleNamespace(sent=Traffic(), queues=False), Board(1)
+    )
     return FakeComm(session)
 
 
@@ -165,7 +167,9 @@ def test_autograds_thread_has_the_lane_of_the_thread_that_waits_for_it(comm, mon
 
 def test_on_the_cpu_no_stream_is_made(monkeypatch):
     monkeypatch.delattr(torch.cuda, "Stream")
-    session = Session(0, torch.device("cpu"), SimpleNamespace(sent=Traffic()), Board(1))
+    session = Session(
+        0, torch.device("cpu"), SimpleNamespace(sent=Traffic(), queues=False), Board(1)
+    )
     comm = FakeComm(session)
     comm.device = torch.device("cpu")
     assert isinstance(session.recorder.timer, ClockTimer)

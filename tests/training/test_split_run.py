@@ -117,5 +117,5 @@ def test_1f1b_holds_fewer_activations_than_gpipe_also_as_the_system_counts():
         [run.peak_memory[stage].process_bytes for run in (gpipe, eager)] for stage in (0, 1)
     )
     assert first[0] >= gpipe.held_bytes[0]
-    assert first[0] > 1.5 * first[1] > 3 * max(last)
+    assert first[0] > 1.2 * first[1] > 2 * max(last)
     assert gpipe.trace.devices == gpipe.typical_step().devices == {0: "cpu", 1: "cpu"}
