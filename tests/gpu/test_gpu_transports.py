@@ -72,7 +72,7 @@ def every_dtype(comm):
     return all(found), len(found)
 
 
-@pytest.mark.parametrize(("devices", "transport"), over_every_transport(2))
+@pytest.mark.parametrize(("devices", "transport"), list(over_every_transport(2)))
 def test_every_type_and_shape_arrives(devices, transport):
     found = run(every_dtype, world_size=2, devices=devices, transport=transport).values
     assert found == [(True, 45), (True, 46)]
@@ -93,7 +93,7 @@ def in_order(comm):
     return found
 
 
-@pytest.mark.parametrize(("devices", "transport"), over_every_transport(2))
+@pytest.mark.parametrize(("devices", "transport"), list(over_every_transport(2)))
 def test_messages_keep_their_order(devices, transport):
     found = run(in_order, world_size=2, devices=devices, transport=transport).values
     assert found[1] == [[0.0], [1.0], [2.0], [3.0], [4.0]]
@@ -110,13 +110,13 @@ def from_anyone(comm):
     return sorted(found)
 
 
-@pytest.mark.parametrize(("devices", "transport"), over_every_transport(3))
+@pytest.mark.parametrize(("devices", "transport"), list(over_every_transport(3)))
 def test_messages_from_any_rank(devices, transport):
     found = run(from_anyone, world_size=3, devices=devices, transport=transport).values
     assert found[0] == [1, 2]
 
 
-@pytest.mark.parametrize(("devices", "transport"), over_every_transport(3))
+@pytest.mark.parametrize(("devices", "transport"), list(over_every_transport(3)))
 def test_what_arrives_is_added_on_the_gpu(devices, transport):
     def add_up(comm, num_elements):
         own = torch.full((num_elements,), 10.0**comm.rank, device=comm.device)
