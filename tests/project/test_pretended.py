@@ -104,7 +104,17 @@ def facts(comm):
 def forgets(comm):
     comm.send(torch.ones(3), 1) if comm.rank == 0 else comm.recv(torch.ones(3), 0)
 
+class Kept:
+    pass
+
+def keeps(comm):
+    kept = Kept()
+    kept.tensor, kept.model = torch.ones(2).to(comm.device), torch.nn.Linear(2, 1).to(comm.device)
+    return kept
+
 if __name__ == "__main__":
+    kept = labkit.run(keeps, world_size=1, device="cuda").values[0]
+    print(kept.tensor.device, type(kept.model.weight).__name__, kept.model.weight.device)
     for transport in ("auto", "shared", "gloo"):
         print(*labkit.run(facts, world_size=2, device="auto", transport=transport).values)
     try:
@@ -121,7 +131,9 @@ if __name__ == "__main__":
 
 def test_ranks_get_gpus_and_the_caller_none():
     over = "('cuda:0', '{0}', 1.0, 1.0) ('cuda:1', '{0}', 0.0, 1.0)"
-    lines = printed(RUNS).splitlines()
+    # Also from inside an object, a result's tensors come to the CPU.
+    returned, *lines = printed(RUNS).splitlines()
+    assert returned == "cpu Parameter cpu"
     assert lines[:3] == [over.format("nccl"), over.format("nccl"), over.format("gloo")]
     assert lines[3:] == ["True", "True True", "initialised here: False"]
 
