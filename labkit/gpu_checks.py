@@ -302,9 +302,10 @@ def _without_peer_access() -> tuple[int, str]:
     said = {
         "CNS": "the chipset cannot",
         "GNS": "this kind of GPU cannot",
-        "TNS": "the way is not ",
+        "TNS": "not on this way",
+        "DR": "switched off in the driver",
+        "NS": "not supported",
     }
-    said |= {"TNS": "not on this way", "DR": "switched off in the driver", "NS": "not supported"}
     try:
         codes = [code for code in nvidia_smi.peer_access().values() if code in said]
     except Unanswered:

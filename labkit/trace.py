@@ -30,9 +30,9 @@ Meeting = tuple[int, int, int]
 # How far a GPU's event may be from the one that its time is counted from: a float32 of 0.1 s in
 # milliseconds is exact to 4 ns.
 _ANCHORED_S = 0.1
-# So many unread events are kept before the first of them is asked whether the GPU has passed it.
+# Number of unread events after which the first is asked whether the GPU has passed it.
 _READ_AT = 64
-# So many spans are kept as marks while nobody listens.
+# Number of spans that are kept as marks while nobody listens.
 _SETTLE_AT = 256
 _COMPARISONS = 9
 # The clocks of GPUs and hosts drift by some 1e-5.

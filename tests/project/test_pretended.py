@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def with_gpus(number):
-    """The variables of a process that sees so many pretended GPUs."""
+    """The variables of a process that sees ``number`` pretended GPUs."""
     variables = {
         name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name
     }
