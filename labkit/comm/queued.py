@@ -235,6 +235,7 @@ def _has_ended(works: list[Any]) -> bool:
 
 def _error_of(work: Any) -> Exception | None:
     """What a completed operation has ended with; None if it went well."""
+    # Work.exception() is deprecated, and each rank would print a warning.
     try:
         work.wait()
     except Exception as error:
