@@ -30,7 +30,11 @@ _BINARY = {"KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30}
 _BITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6}
 # The units of a link's numbers, in seconds and in bytes per second.
 _LINK_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6} | _DECIMAL | _BINARY | _BITS
-_RATES = {"sgd": {"lr": 0.05, "momentum": 0.9}, "adam": {"lr": 1e-3}, "adamw": {"lr": 1e-3}}
+_RATES = {
+    "sgd": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0},
+    "adam": {"lr": 1e-3, "weight_decay": 0.0},
+    "adamw": {"lr": 1e-3, "weight_decay": 0.01},
+}
 # The largest factor by which a straggler may be slower.
 _MOST_SLOWDOWN = 1e6
 
@@ -114,6 +118,23 @@ class RunConfig:
     )
     # With a momentum of 1 the weight of past gradients would never decrease.
     momentum: float | None = _number(None, "X", "momentum of sgd (0.9)", most=0.999999)
+    weight_decay: float | None = _number(None, "X", "of the optimizer (0; adamw 0.01)", most=1e6)
+    lr_schedule: str = _text(
+        "constant", "S", "of the learning rate: constant, cosine, or step:EPOCHS:FACTOR"
+    )
+    warmup_epochs: float = _number(
+        0.0, "E", "epochs in which the learning rate rises to lr", most=units.MOST
+    )
+    scale_lr: int | None = _integer(
+        None, "B", "lr is for batches of B samples: scale it with the global batch"
+    )
+    clip_norm: float | None = _setting(
+        None,
+        "NORM",
+        "scale gradients down to this global norm",
+        check=partial(units.check_above_zero, most=float("inf")),
+        parse=units.parse_number,
+    )
     dtype: str = _choice("float32", tuple(_MOST_LR), "type of parameters; float64 is for tests")
     builtin: bool = _setting(False, "", "run PyTorch's counterpart of the technique", _check_flag)
     transport: str = _text("auto", "auto|shared|gloo", "how messages travel, see labkit.run")
@@ -122,6 +143,19 @@ class RunConfig:
         None, "LATENCY,BANDWIDTH", "emulate a slower link, for example 10ms,100MB/s"
     )
     num_workers: int = _integer(0, "N", "processes per rank that read your data set", least=0)
+    augment: str | None = _text(None, "A,A", "change training images at random: crop, flip")
+    resize: int | None = _integer(None, "PIXELS", "height and width of the images, such as 224")
+    weights: str | None = _text(None, "FILE", "start from these parameters: safetensors or .pt")
+    freeze: str | None = _text(
+        None, "NAME,NAME", "layers that are not trained; features: all but the last"
+    )
+    checkpoint_dir: str | None = _text(None, "DIR", "folder of the run's checkpoints")
+    checkpoint_every: int | None = _integer(None, "N", "steps between checkpoints (an epoch)")
+    checkpoint_keep: int = _integer(2, "N", "newest checkpoints that are kept, beside the best")
+    resume: bool = _setting(
+        False, "", "continue from the newest checkpoint in checkpoint_dir", _check_flag
+    )
+    log_dir: str | None = _text(None, "DIR", "folder for epochs.csv, TensorBoard and rank logs")
     tf32: bool = _setting(
         False, "", "on GPUs: round the factors of float32 products to 10 bits", _check_flag
     )
@@ -132,6 +166,9 @@ class RunConfig:
     )
     accumulate: int | None = _integer(None, "N", "micro-batches per update and synchronisation")
     amp: str | None = _choice(None, ("bf16", "fp16"), "mixed precision")
+    sync_batch_norm: bool = _setting(
+        False, "", "BatchNorm normalises with the statistics of the global batch", _check_flag
+    )
     compress: str | None = _choice(
         None, ("fp16", "bf16", "topk"), "ring_all_reduce: compress gradients on the wire"
     )
@@ -182,7 +219,7 @@ class RunConfig:
     def _complete_rates(self) -> None:
         """Set the optimizer's rates where none were given; refuse those that it does not take."""
         defaults = _RATES.get(self.optimizer, {})
-        for name in ("lr", "momentum"):
+        for name in ("lr", "momentum", "weight_decay"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, defaults.get(name))
             elif name not in defaults:

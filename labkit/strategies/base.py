@@ -39,6 +39,7 @@ class Strategy:
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
         loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it.
+        clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -49,6 +50,7 @@ class Strategy:
     through_comm = True
     optimizes = "model"
     loss: Loss = staticmethod(sum_cross_entropy)
+    clip_norm: float | None = None
     devices: Sequence[torch.device] = ()
     comm: Comm
     model: nn.Module

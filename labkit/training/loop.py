@@ -67,7 +67,7 @@ def fit(
     """
     allow_tf32(config.tf32)
     work = work_of(config, own)
-    strategy.loss = work.loss
+    strategy.loss, strategy.clip_norm = work.loss, config.clip_norm
     memory = comm.session.memory_of_part(own.num_bytes)
     # The model gets no name here: a strategy may keep only a part of it, and the rest is freed.
     strategy.setup(comm, start_equal(comm, work.make_model(), own), work.make_optimizer)

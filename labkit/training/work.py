@@ -233,6 +233,6 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     if own is not None:
         return own(list(parameters))
-    rates = {name: getattr(config, name) for name in ("lr", "momentum")}
+    rates = {name: getattr(config, name) for name in ("lr", "momentum", "weight_decay")}
     given = {name: float(rate) for name, rate in rates.items() if rate is not None}
     return _OPTIMIZERS[config.optimizer](parameters, **given)
