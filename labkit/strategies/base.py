@@ -5,13 +5,14 @@ the defaults. There is one object per rank.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.kept import Kept, kept_model
 from labkit.workload.losses import Loss, sum_cross_entropy
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
@@ -40,6 +41,8 @@ class Strategy:
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
         loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
+        optimizer: of this rank, set by ``setup``; None on a rank that makes no updates.
+        scaler: of the loss, with fp16; set by ``setup``.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -52,6 +55,8 @@ class Strategy:
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
     devices: Sequence[torch.device] = ()
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: Any = None
     comm: Comm
     model: nn.Module
 
@@ -119,6 +124,20 @@ class Strategy:
         """Parameters and buffers of the whole model, put together again, on the CPU."""
         state = self.model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+    def kept(self) -> Kept:
+        """What this rank gives to a checkpoint, and takes from one."""
+        is_current, is_first = self.comm.rank in self.workers, self.comm.rank == self.workers[0]
+        return kept_model(self.model, self.optimizer, is_current=is_current, is_first=is_first)
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        """Before a run is continued: do what a first step leaves behind, beside its update.
+
+        What the rehearsal changes in ``kept`` is replaced afterwards.
+        """
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        """Continue from what ``kept`` has got back; ``own`` is this rank's, see ``Kept``."""
 
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""

@@ -9,13 +9,16 @@ The sum is divided by the number of samples, not of ranks, so that the update eq
 device even if the shares differ in size. Symbols: P ranks, N trainable parameters.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives.compressed import all_reduce_of
+from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers
+from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
 
 
@@ -57,6 +60,7 @@ class RingAllReduce(Strategy):
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
         self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 
@@ -83,6 +87,16 @@ class RingAllReduce(Strategy):
             for piece, parameter in zip(self.slices, self.trained):
                 # Gradients of several dtypes were summed in the widest of these dtypes.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
+
+    def kept(self) -> Kept:
+        kept = super().kept()
+        if isinstance(self.all_reduce, TopK) and self.all_reduce.residual is not None:
+            kept.own["residual"] = self.all_reduce.residual
+        return kept
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        if isinstance(self.all_reduce, TopK) and "residual" in own:
+            self.all_reduce.residual = own["residual"].to(self.comm.device)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)

@@ -33,6 +33,7 @@ class Single(Strategy):
         self.model = model.to(comm.device).train()
         self.optimizer = make_optimizer(self.model.parameters())
         self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.backend.queues import sent as sent_on_our_backend
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
 
 
@@ -51,6 +52,7 @@ class TorchDDP(Strategy):
             self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb
         )
         self.gradients = LocalGradients(comm, self.replica, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
         self.optimizer = make_optimizer(self.replica.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
@@ -59,6 +61,19 @@ class TorchDDP(Strategy):
         loss = self.gradients.add(inputs, targets, divisor, no_sync, even_if_empty=True)
         self.gradients.update(self.optimizer)
         return loss
+
+    def kept(self) -> Kept:
+        kept = super().kept()
+        if self.comm.rank:
+            # DDP gives all ranks those of rank 0 before they are used.
+            kept.buffers = {}
+        return kept
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        # After its first backward DDP assigns the gradients to other buckets, in whose order it
+        # adds up from then on.
+        self.gradients.add(inputs, targets, batch_size, even_if_empty=True)
+        self.optimizer.zero_grad()
 
     def end_epoch(self) -> None:
         # DDP broadcasts buffers in the next forward pass, but no pass follows the last step.

@@ -9,12 +9,14 @@ Source: PyTorch, "Implementing batch RPC processing using asynchronous execution
 """
 
 import threading
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from labkit.strategies.builtin.rpc import ServedByRpc, async_execution, call_server
 from labkit.strategies.flat_parameters import average_buffers
+from labkit.strategies.kept import KeptElements, State
 
 
 class BatchServer:
@@ -57,6 +59,14 @@ class BatchServer:
         return updated
 
 
+class _KeptThere(KeptElements):
+    """As ``KeptElements``, copied: the next update is made by a thread of RPC's."""
+
+    def optimizer_state(self) -> State:
+        found = super().optimizer_state()
+        return {n: {k: v.clone() for k, v in state.items()} for n, state in found.items()}
+
+
 # RPC calls a function by its name, so the function can find its server only as a global.
 _server: BatchServer
 
@@ -80,7 +90,8 @@ class RpcParameterServer(ServedByRpc):
         global _server
         if self.comm.rank == 0:
             served = nn.Parameter(self.values.cpu())
-            _server = BatchServer(served, self.make_optimizer([served]), len(self.workers))
+            self.optimizer = self.make_optimizer([served])
+            _server = BatchServer(served, self.optimizer, len(self.workers))
 
     @property
     def workers(self) -> range:
@@ -98,6 +109,14 @@ class RpcParameterServer(ServedByRpc):
             with self.comm.span("wait"):
                 _server.updates.acquire()
         return loss
+
+    def kept(self) -> KeptElements:
+        return _KeptThere(super().kept(), self.comm, [(0, self.values.numel())])
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        if self.comm.rank == 0:
+            with torch.no_grad():
+                _server.values.copy_(self.values)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)

@@ -63,6 +63,7 @@ class ServedByRpc(Strategy):
         self.comm, self.make_optimizer = comm, make_optimizer
         self.model = model.to(comm.device).train()
         self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.local.scaler
         self.values, self.gradient = lay_end_to_end(self.model)
         self.prepare()
         join_rpc(comm)
