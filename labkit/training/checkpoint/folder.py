@@ -5,6 +5,7 @@ user, and no folder in which there is anything else.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -134,10 +135,17 @@ def _lock_error(folder: Path, path: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write checkpoints to {folder}: {path.name}: {error.strerror}")
 
 
+def hidden(folder: Path) -> Path:
+    """A new name for what is not whole yet, or no longer.
+
+    Nobody can predict it: in a shared folder another user could have put a link there.
+    """
+    return folder / f".labkit-{secrets.token_hex(8)}.part"
+
+
 def make_unfinished(folder: Path) -> Path:
     """Make a hidden folder for a checkpoint that is being written; OSError if it cannot."""
-    # An unpredictable name: in a shared folder another user could have put a link there.
-    path = folder / f".labkit-{secrets.token_hex(8)}.part"
+    path = hidden(folder)
     path.mkdir()
     return path
 
@@ -186,7 +194,7 @@ def remove(path: Path) -> bool:
             return False
         if not _UNFINISHED.fullmatch(path.name):
             # Under its new name it no longer counts as a checkpoint, even if this is cut short.
-            path = path.rename(path.with_name(f".labkit-{secrets.token_hex(8)}.part"))
+            path = path.rename(hidden(path.parent))
         for entry in list(os.scandir(path)):
             os.unlink(entry.path)
         path.rmdir()
@@ -203,27 +211,44 @@ def holds_only_ours(path: Path) -> bool:
     )
 
 
-def publish(unfinished: Path, path: Path) -> None:
-    """Rename a whole checkpoint to its own name; an older one of that name is replaced.
+def publish(unfinished: Path, path: Path, *, replace: bool) -> None:
+    """Rename a whole checkpoint to its own name.
+
+    Args:
+        unfinished: its hidden folder.
+        path: its name.
+        replace: whether what has that name was written by this run, and is to be removed. Anything
+            else of that name, such as a damaged checkpoint, is kept as ``step-00000120.old-3f9c``.
 
     Raises:
-        OSError: something that is not a checkpoint of this user has that name.
+        OSError: it cannot be renamed.
+    """
+    if not os.path.lexists(path):
+        os.rename(unfinished, path)
+    elif not replace:
+        os.rename(path, path.with_name(f"{path.name}.old-{secrets.token_hex(2)}"))
+        os.rename(unfinished, path)
+    else:
+        if not _exchange(unfinished, path):
+            aside = hidden(path.parent)
+            os.rename(path, aside)
+            os.rename(unfinished, path)
+            unfinished = aside
+        remove(unfinished)
+    sync(path.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Give each of two paths the other's name, in one step; False where the system cannot.
+
+    Source: renameat2(2), RENAME_EXCHANGE.
     """
     try:
-        os.rename(unfinished, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        found = path.lstat()
-        if found.st_uid != os.geteuid() or not holds_only_ours(path):
-            raise OSError(
-                error.errno, "there is a folder that is no checkpoint of yours"
-            ) from None
-        aside = path.with_name(f".labkit-{secrets.token_hex(8)}.part")
-        os.rename(path, aside)
-        os.rename(unfinished, path)
-        remove(aside)
-    sync(path.parent)
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    here, exchange = ctypes.c_int(-100), ctypes.c_uint(2)
+    return renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
 
 
 def sync(folder: Path) -> None:
@@ -245,7 +270,7 @@ def mark_best(folder: Path, path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISLNK(best.lstat().st_mode):
             raise OSError(errno.EEXIST, f"{best} is not a link that a run has made")
-    link = folder / f".labkit-{secrets.token_hex(8)}.part"
+    link = hidden(folder)
     os.symlink(path.name, link)
     os.replace(link, best)
     sync(folder)

@@ -20,7 +20,7 @@ class Part(FileSystemWriter):
     def __init__(self, path: Path, pace: Pace):
         # Copied ahead are only tensors on a GPU, and these are in host memory already.
         super().__init__(path, per_thread_copy_ahead=0)
-        self.fs: HashedFiles = HashedFiles(pace)
+        self.fs = self.hashed = HashedFiles(pace)
 
     def storage_meta(self) -> StorageMeta:
         # Without the path, which is that of the hidden folder.
@@ -40,8 +40,14 @@ def write_part(path: Path, plan: Plan, copies: Copies, pace: Pace) -> dict[str, 
     if not plan.mine.items:
         return {"files": {}, "stored": []}
     part = Part(path, pace)
-    results = part.write_data(plan.mine, copies).wait()
-    return {"files": part.fs.files, "stored": list(map(_as_row, results))}
+    try:
+        results = part.write_data(plan.mine, copies).wait()
+    except RuntimeError:
+        # PyTorch's own error says only that its file could not be written.
+        if part.hashed.error is not None:
+            raise part.hashed.error from None
+        raise
+    return {"files": part.hashed.files, "stored": list(map(_as_row, results))}
 
 
 def _as_row(result: WriteResult) -> list[Any]:
@@ -80,6 +86,6 @@ def add_facts(
     whole.finish(dataclasses.replace(metadata), results)
     files = {name: told for part in parts for name, told in part["files"].items()}
     with HashedFile(path / FACTS, pace) as file:
-        file.write(dumped(step, facts, files | whole.fs.files))
+        file.write(dumped(step, facts, files | whole.hashed.files))
         file.sync()
     sync(path)

@@ -1,6 +1,7 @@
 """Which rank writes which tensor, agreed by all ranks, and copies of them in host memory."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +27,10 @@ def flattened(tensors: Mapping[str, Any]) -> dict[tuple[str, ...], Tensor]:
     """
     found: dict[tuple[str, ...], Tensor] = {}
     _collect(tensors, (), found)
-    names = {".".join(path) for path in found}
-    if len(names) < len(found):
-        twice = sorted(path for path in found if ".".join(path[:1]) != path[0] or len(path) > 1)
-        raise ValueError(f"two tensors of a checkpoint have the same name, among {twice[:20]}")
+    count = Counter(".".join(path) for path in found)
+    if twice := [name for name, times in count.items() if times > 1]:
+        paths = [path for path in found if ".".join(path) == twice[0]]
+        raise ValueError(f"two tensors of a checkpoint have the name {twice[0]}: at {paths}")
     return found
 
 
@@ -95,9 +96,8 @@ def plan_of(rank: int, texts: list[str]) -> Plan:
     """
     by_rank: list[Described] = [json.loads(text) for text in texts]
     _check_same(by_rank)
-    plans = []
+    planner, plans = DefaultSavePlanner(), []
     for rows in by_rank:
-        planner = DefaultSavePlanner()
         planner.set_up_planner(_nested(rows), is_coordinator=True)
         plans.append(planner.create_local_plan())
     plans, metadata = planner.create_global_plan(plans)

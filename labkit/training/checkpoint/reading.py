@@ -172,7 +172,7 @@ def _read(path: Path, one: Stored) -> Tensor:
     name = ".".join(one.path)
     try:
         with open(path / one.file, "rb", buffering=0) as file:
-            part = _Slice(file, one.offset, one.num_bytes)
+            part: Any = _Slice(file, one.offset, one.num_bytes)
             tensor = torch.load(part, map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -63,6 +63,7 @@ class HashedFile(io.BufferedWriter):
 
     Attributes:
         digest: of what was written so far.
+        error: why it could not be written.
     """
 
     def __init__(self, path: str | os.PathLike, pace: Pace):
@@ -70,15 +71,20 @@ class HashedFile(io.BufferedWriter):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         super().__init__(io.FileIO(os.open(path, flags, 0o666), "wb"), _CHUNK_BYTES)
         self.digest = hashlib.sha256()
+        self.error: OSError | StoppedError | None = None
         self._pace = pace
 
     def write(self, data: Any) -> int:
         whole = memoryview(data).cast("B")
-        for start in range(0, len(whole), _CHUNK_BYTES):
-            part = whole[start : start + _CHUNK_BYTES]
-            self.digest.update(part)
-            super().write(part)
-            self._pace.rest()
+        try:
+            for start in range(0, len(whole), _CHUNK_BYTES):
+                part = whole[start : start + _CHUNK_BYTES]
+                self.digest.update(part)
+                super().write(part)
+                self._pace.rest()
+        except (OSError, StoppedError) as error:
+            self.error = error
+            raise
         return len(whole)
 
     def sync(self) -> None:
@@ -92,17 +98,22 @@ class HashedFiles(FileSystem):
 
     Attributes:
         files: by name, ``bytes`` and ``sha256`` of the files that are complete.
+        error: why a file could not be written, or that it was not to go on.
     """
 
     def __init__(self, pace: Pace):
         self.files: dict[str, dict[str, Any]] = {}
+        self.error: OSError | StoppedError | None = None
         self._pace = pace
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         assert mode == "wb", "it only writes"
-        with HashedFile(path, self._pace) as file:
-            yield file
+        try:
+            with HashedFile(path, self._pace) as file:
+                yield file
+        finally:
+            self.error = file.error
         told = {"bytes": os.stat(path).st_size, "sha256": file.digest.hexdigest()}
         self.files[Path(path).name] = told
 

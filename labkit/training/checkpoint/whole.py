@@ -57,7 +57,10 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: it is no checkpoint of labkit's, or its facts are damaged.
     """
-    return read_record(Path(path))["facts"]
+    try:
+        return read_record(Path(path))["facts"]
+    except NotWholeError as error:
+        raise ValueError(f"cannot read the checkpoint {path}: {error}") from None
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -109,7 +112,6 @@ def why_not_whole(path: str | Path, *, contents: bool = True) -> str:
     """
     path = Path(path)
     try:
-        _check_place(path)
         files = read_record(path)["files"]
         _check_sizes(path, files)
         for name, told in files.items():
@@ -123,17 +125,6 @@ def why_not_whole(path: str | Path, *, contents: bool = True) -> str:
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     return ""
-
-
-def _check_place(path: Path) -> None:
-    """Refuse what another user may have put there, to be taken for a checkpoint of this run."""
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode):
-        raise NotWholeError(f"it is a link, to {os.readlink(path)}: name that folder itself")
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotWholeError("it is not a folder")
-    if found.st_uid not in (os.geteuid(), 0, path.parent.stat().st_uid):
-        raise NotWholeError(f"it belongs to user {found.st_uid}")
 
 
 def _check_sizes(path: Path, files: dict[str, dict[str, Any]]) -> None:
@@ -166,10 +157,32 @@ def newest(folder: str | Path) -> Found:
     Returns:
         The path, or None if no checkpoint is whole; and for each newer one, newest first, a
         sentence such as "step-00000140: __1_0.distcp has 100 bytes, and 2304 were written".
+
+    Raises:
+        ValueError: the folder cannot be read.
     """
     skipped = []
-    for _, path in steps(folder):
-        if not (why := why_not_whole(path)):
+    try:
+        found = steps(folder)
+    except OSError as error:
+        raise ValueError(f"cannot read checkpoints in {folder}: {error.strerror}") from None
+    for _, path in found:
+        if not (why := _why_not_taken(path) or why_not_whole(path)):
             return Found(path, skipped)
         skipped.append(f"{path.name}: {why}")
     return Found(None, skipped)
+
+
+def _why_not_taken(path: Path) -> str:
+    """Why this is not taken for a run's checkpoint: another user may have put it there."""
+    try:
+        found, owner = path.lstat(), path.parent.stat().st_uid
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    if stat.S_ISLNK(found.st_mode):
+        return "it is a link, and runs make folders"
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is not a folder"
+    if found.st_uid not in (os.geteuid(), 0, owner):
+        return f"it belongs to user {found.st_uid}, and the folder around it does not"
+    return ""

@@ -24,13 +24,15 @@ from labkit.errors import OutputError
 from labkit.training.checkpoint import folder as places
 from labkit.training.checkpoint.parts import add_facts, write_part
 from labkit.training.checkpoint.plan import Copies, Plan, described, flattened, plan_of
-from labkit.training.checkpoint.stream import Pace
+from labkit.training.checkpoint.stream import Pace, StoppedError
 from labkit.training.checkpoint.texts import Texts
 from labkit.training.checkpoint.whole import why_not_whole
 from labkit.units import format_bytes
 
 # What a tensor takes in its file beside its elements, about.
 _OVERHEAD_BYTES = 2048
+# How long a writing that was given up may take to end.
+_PATIENCE_S = 2.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -75,6 +77,9 @@ class CheckpointWriter:
         self._known: list[str] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._unfinished: Path | None = None
+        # Names in the folder: of what this run has written, and of what it knows to be whole.
+        self._written: set[str] = set()
         self._whole: set[str] = set()
         self._lock: places.Lock | None = None
         self._together(self._open)
@@ -128,7 +133,7 @@ class CheckpointWriter:
         mine = flattened(tensors)
         kept = json.loads(json.dumps(dict(facts)))
         plan = self._agreed(step, best, described(mine))
-        unfinished = Path(self._together(self._begin))
+        self._unfinished = unfinished = Path(self._together(self._begin))
         self._copies.take(mine, plan.paths)
         self._pace.hurry.clear()
         job = _Job(step, unfinished, kept, best)
@@ -171,8 +176,11 @@ class CheckpointWriter:
             self._each(job, plan, lambda: self._complete(job, plan, parts))
         except BaseException as error:
             self._error = error
-            if self._rank == 0:
-                places.remove(job.unfinished)
+            self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        if self._rank == 0 and self._unfinished is not None:
+            places.remove(self._unfinished)
 
     def _each(self, job: _Job, plan: Plan, action: Any) -> list[dict[str, Any]]:
         """Call ``action`` on every rank; return what it returned on all, or raise one's error."""
@@ -181,6 +189,11 @@ class CheckpointWriter:
             told = {"part": action()}
         except OSError as error:
             told = {"error": self._explained(error, job, plan)}
+        except StoppedError:
+            raise
+        except Exception as error:
+            path = places.step_path(self.folder, job.step)
+            told = {"error": f"cannot write {path}: {type(error).__name__}: {error}"}
         all_told = [json.loads(text) for text in self._texts.exchange(json.dumps(told))]
         for one in all_told:
             if "error" in one:
@@ -198,7 +211,8 @@ class CheckpointWriter:
             return
         path = places.step_path(self.folder, job.step)
         add_facts(job.unfinished, job.step, job.facts, plan.metadata, parts, self._pace)
-        places.publish(job.unfinished, path)
+        places.publish(job.unfinished, path, replace=path.name in self._written)
+        self._written.add(path.name)
         self._whole.add(path.name)
         if job.best:
             places.mark_best(self.folder, path)
@@ -237,7 +251,7 @@ class CheckpointWriter:
         self._pace.hurry.set()
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+            self._thread = self._unfinished = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -257,7 +271,8 @@ class CheckpointWriter:
         self._pace.stopped = True
         self._pace.hurry.set()
         if self._thread is not None:
-            self._thread.join(2.0)
+            self._thread.join(_PATIENCE_S)
+        self._remove_unfinished()
         self._leave()
 
     def _leave(self) -> None:
