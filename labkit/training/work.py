@@ -45,7 +45,6 @@ class Work:
         loss: (outputs, targets) -> the sum over the samples.
         mean_loss: the mean over them, as it was given.
         make_optimizer: makes an optimizer of a list of parameters.
-        is_plain: whether data and loss are labkit's own, so that accuracy is all to report.
     """
 
     train: Samples
@@ -54,7 +53,6 @@ class Work:
     loss: Loss = field(repr=False)
     mean_loss: Loss = field(repr=False)
     make_optimizer: MakeOptimizer = field(repr=False)
-    is_plain: bool = True
 
 
 def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
@@ -82,7 +80,6 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
         loss=sum_cross_entropy if direct else SumOfMean(mean),
         mean_loss=mean,
         make_optimizer=partial(_optimizer, config, own.optimizer),
-        is_plain=is_common and own.dataset is None,
     )
 
 
