@@ -19,11 +19,12 @@ from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
-from labkit.training.evaluation import Row, evaluated, row_of, summed_row, told
+from labkit.training.evaluation import Row, evaluated, row_of, spent_since, summed_row, told
 from labkit.training.optimizer import optimizer_maker
 from labkit.training.own import NOTHING, Own
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
+from labkit.workload.losses import CountedLoss
 from labkit.workload.samples import on_device
 from labkit.workload.sampling import batch_slices, epoch_order, share
 
@@ -36,11 +37,13 @@ class RankReport:
     """The result of a training run on one rank.
 
     Attributes:
-        epochs: by epoch, see ``evaluation.row_of``, and the ``seconds`` of training.
+        epochs: by epoch, see ``evaluation.row_of``.
         messages, bytes_sent: by this rank while it trained; None if they are not counted.
         checksum: of the parameters and buffers.
         state: these parameters and buffers, on rank 0 only.
         notes: the strategy's.
+        started_s: where ranks do not wait for each other, when the training began, in seconds of
+            the trace.
         peak_memory: of its steps, see ``TrainResult``.
     """
 
@@ -51,6 +54,7 @@ class RankReport:
     state: dict[str, Tensor] | None
     notes: dict[str, Any] = field(default_factory=dict)
     peak_memory: PeakMemory | None = None
+    started_s: float | None = None
 
 
 def fit(
@@ -68,12 +72,14 @@ def fit(
     """
     allow_tf32(config.tf32)
     work = work_of(config, own)
-    strategy.loss, strategy.clip_norm = work.loss, config.clip_norm
+    strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
     memory = comm.session.memory_of_part(own.num_bytes)
     make_optimizer = optimizer_maker(config, own.optimizer, strategy, len(work.train))
     # The model gets no name here: a strategy may keep only a part of it, and the rest is freed.
     strategy.setup(comm, start_equal(comm, work.make_model(), own), make_optimizer)
+    started_s = None
     if isinstance(strategy, OwnPaceStrategy):
+        started_s = time.perf_counter() - comm.session.recorder.origin
         epochs, sent = _at_own_pace(config, work, strategy, memory, verbose)
     else:
         epochs, sent = _in_step(config, work, strategy, memory, verbose)
@@ -81,7 +87,7 @@ def fit(
     strategy.close()
     kept = state if comm.rank == 0 else None
     counts = sent or (None, None)
-    return RankReport(epochs, *counts, checksum(state), kept, notes, memory.peak)
+    return RankReport(epochs, *counts, checksum(state), kept, notes, memory.peak, started_s)
 
 
 def _in_step(
@@ -92,14 +98,16 @@ def _in_step(
     sent: Sent = (0, 0)
     for epoch in range(config.epochs):
         with memory.counted():
+            spent_s = spent_since({}, strategy)
             before, start_s = strategy.sent(), _now_s(strategy)
             loss_sum = _train_epoch(config, work, strategy, epoch)
             seconds = _now_s(strategy) - start_s
         # Evaluation is not part of the technique, so it is neither timed nor counted.
-        sent = _added(sent, before, strategy.sent())
+        sent, spent_s = _added(sent, before, strategy.sent()), spent_since(spent_s, strategy)
+        trained = strategy.counted()
         sums = evaluated(work, strategy, *strategy.share())
-        row = summed_row(strategy.comm, work, loss_sum, sums)
-        epochs.append(row | {"seconds": seconds})
+        comm = strategy.comm
+        epochs.append(summed_row(comm, work, loss_sum, seconds, trained, sums, spent_s))
         if verbose and strategy.comm.rank == 0:
             print(told(epoch, config.epochs, epochs[-1]))
     return epochs, sent
@@ -147,14 +155,15 @@ def _at_own_pace(
     batches = _endless_shares(config, work, strategy)
     with memory.counted():
         trained = strategy.train(batches, steps, config.epochs)
-        ends = [(*end, strategy.full_state()) for end in trained]
+        ends = [(*end, strategy.accuracy, strategy.full_state()) for end in trained]
     sent = _added((0, 0), before, strategy.sent())
     epochs: list[Row] = []
     before_s = 0.0
-    for epoch, (passed_s, loss, state) in enumerate(ends):
+    for epoch, (passed_s, loss, accuracy, state) in enumerate(ends):
         strategy.load_state(state)
-        row = row_of(work, loss.item(), evaluated(work, strategy, 0, 1))
-        epochs.append(row | {"seconds": passed_s - before_s})
+        sums = evaluated(work, strategy, 0, 1)
+        seconds = passed_s - before_s
+        epochs.append(row_of(work, loss.item(), seconds, float(accuracy), sums))
         before_s = passed_s
         if verbose:
             print(told(epoch, config.epochs, epochs[-1]))

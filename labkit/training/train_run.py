@@ -11,7 +11,7 @@ from labkit.runtime.pickling import UnpicklableError
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.loop import fit
+from labkit.training.loop import RankReport, fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
 from labkit.training.result import TrainResult
@@ -109,7 +109,7 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, told: str)
     seconds = result.trace.seconds_by_kind(lane=0 if strategy.in_one_process else None)
     return TrainResult(
         config=config,
-        epochs=first.epochs,
+        epochs=_with_phases(first, result, strategy),
         phases_s={kind: s / len(result.values) for kind, s in seconds.items()},
         bytes_sent=_by_rank(result, "bytes_sent") if is_counted else None,
         messages=_by_rank(result, "messages") if is_counted else None,
@@ -121,6 +121,18 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, told: str)
         notes=notes,
         peak_memory=[report and report.peak_memory for report in result.values],
     )
+
+
+def _with_phases(first: RankReport, result: RunResult, strategy: Strategy) -> list[dict[str, Any]]:
+    """The epochs; where ranks did not wait for each other, with the phases that the trace has."""
+    if first.started_s is None:
+        return first.epochs
+    rows, end_s = [], first.started_s
+    for row in first.epochs:
+        start_s, end_s = end_s, end_s + row["seconds"]
+        inside = result.trace.between(start_s, end_s).seconds_by_kind()
+        rows.append(row | {"phases_s": {k: s / len(result.values) for k, s in inside.items()}})
+    return rows
 
 
 def _on_devices(trace: Trace, strategy: Strategy) -> Trace:

@@ -38,7 +38,6 @@ class Work:
         make_model: makes the model, on the CPU.
         loss: (outputs, targets) -> the sum over the samples.
         mean_loss: the mean over them, as it was given.
-        is_plain: whether data and loss are labkit's own, so that accuracy is all to report.
     """
 
     train: Samples
@@ -46,7 +45,6 @@ class Work:
     make_model: Callable[[], nn.Module] = field(repr=False)
     loss: Loss = field(repr=False)
     mean_loss: Loss = field(repr=False)
-    is_plain: bool = True
 
 
 def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
@@ -73,7 +71,6 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
         make_model=partial(_model, config, own, train),
         loss=sum_cross_entropy if direct else SumOfMean(mean),
         mean_loss=mean,
-        is_plain=is_common and own.dataset is None,
     )
 
 

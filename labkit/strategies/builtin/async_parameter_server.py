@@ -25,8 +25,8 @@ class OwnPaceServer:
         epochs: the number of epochs; later gradients are ignored.
 
     Attributes:
-        ends: for each epoch that has ended: when, the mean loss of its samples, and the values
-            and buffers at its end.
+        ends: for each epoch that has ended: when, the mean loss of its samples, the values and
+            buffers at its end, and the part of its samples that was predicted right.
         updates: [worker, staleness] of every update.
     """
 
@@ -40,10 +40,13 @@ class OwnPaceServer:
     ):
         self.values, self.optimizer, self.buffers = values, optimizer, buffers
         self.shares, self.epochs = shares, epochs
-        self.ends: queue.SimpleQueue[tuple[float, Tensor, Tensor, Tensor]] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[tuple[float, Tensor, Tensor, Tensor, float]] = (
+            queue.SimpleQueue()
+        )
         self.updates: list[list[int]] = []
         self._lock = threading.Lock()
-        self._done, self._samples, self._loss = 0, 0, torch.zeros((), dtype=torch.float64)
+        self._done, self._samples, self._right = 0, 0, 0.0
+        self._loss = torch.zeros((), dtype=torch.float64)
 
     def push_and_pull(
         self,
@@ -53,6 +56,7 @@ class OwnPaceServer:
         loss: Tensor,
         samples: int,
         buffers: Tensor,
+        right: float = float("nan"),
     ) -> tuple[Tensor, Tensor, int, bool]:
         """Apply a gradient, and return the latest parameters.
 
@@ -63,6 +67,7 @@ class OwnPaceServer:
             loss: the sum of the losses of the share.
             samples: the size of the share.
             buffers: [B], of the worker's replica.
+            right: how many samples of the share it predicted right; NaN if that is not counted.
 
         Returns:
             The latest values [N], buffers [B] and version, and whether to continue.
@@ -72,6 +77,7 @@ class OwnPaceServer:
                 self._done += 1
                 self._loss += loss
                 self._samples += samples
+                self._right += right
                 if samples:
                     self.updates.append([worker, len(self.updates) - version])
                     self.values.grad, self.buffers = gradient, buffers
@@ -84,8 +90,9 @@ class OwnPaceServer:
 
     def _end_epoch(self) -> None:
         values = self.values.detach().clone()
-        self.ends.put((time.perf_counter(), self._loss / self._samples, values, self.buffers))
-        self._samples = 0
+        loss, accuracy = self._loss / self._samples, self._right / self._samples
+        self.ends.put((time.perf_counter(), loss, values, self.buffers, accuracy))
+        self._samples, self._right = 0, 0.0
         self._loss.zero_()
 
 
@@ -126,9 +133,11 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
             loss = self.local.add(inputs, targets, divisor=batch_size)
             with self.comm.span("communicate"):
                 buffers = flat_buffers(self.model).cpu()
+                samples = len(targets)
+                right = float(self.right_of(samples))
                 values, buffers, version, go_on = call_server(
                     *(_push_and_pull_now, self.comm.rank, version),
-                    *(self.gradient.cpu(), loss.cpu(), len(targets), buffers),
+                    *(self.gradient.cpu(), loss.cpu(), samples, buffers, right),
                 )
                 self._load(values, buffers)
 
@@ -142,7 +151,7 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
         start_s = time.perf_counter()
         for _ in range(epochs):
             with self.comm.span("wait"):
-                end_s, loss, values, buffers = _server.ends.get()
+                end_s, loss, values, buffers, self.accuracy = _server.ends.get()
             self._load(values, buffers)
             yield end_s - start_s, loss
         self.updates = _server.updates
