@@ -36,6 +36,7 @@ class Strategy:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         devices: of a technique in one process, one per replica or stage.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
+        can_be_kept: whether a checkpoint can hold its state.
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
@@ -51,6 +52,7 @@ class Strategy:
 
     in_one_process = False
     survives_lost_workers = False
+    can_be_kept = True
     through_comm = True
     optimizes = "model"
     loss: Loss = staticmethod(sum_cross_entropy)

@@ -6,7 +6,7 @@ rank held what, and a run may continue on another number of ranks. What only one
 statistics of its share, values that it has not sent yet) is kept by rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,25 @@ class Kept:
         for name, parameter in self.parameters.items():
             if self.optimizer is not None and name in state:
                 self._set_state(parameter, state[name])
+
+    def rates(self) -> Tensor | None:
+        """The floats in the optimizer's groups, such as lr and betas, end to end."""
+        if self.optimizer is None:
+            return None
+        found = [value for *_, values in _rates(self.optimizer) for value in values]
+        return torch.tensor(found, dtype=torch.float64)
+
+    def load_rates(self, rates: Tensor | None) -> None:
+        """Set the floats in the optimizer's groups as they were."""
+        if self.optimizer is None or rates is None:
+            return
+        left = iter(rates.tolist())
+        for group, name, values in list(_rates(self.optimizer)):
+            new = [next(left) for _ in values]
+            if isinstance(group[name], Tensor):
+                group[name].fill_(new[0])
+            else:
+                group[name] = tuple(new) if isinstance(group[name], tuple) else new[0]
 
     def _set_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
         assert self.optimizer is not None
@@ -160,6 +179,21 @@ def kept_model(
         kept.given = dict(kept.parameters) if is_current else {}
     kept.buffers = dict(model.named_buffers()) if is_current else {}
     return kept
+
+
+def _rates(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[dict[str, Any], str, Sequence[float]]]:
+    """The groups' names whose values are floats, or tuples of them; in one order always."""
+    for group in optimizer.param_groups:
+        for name in sorted(group.keys() - {"params"}):
+            value = group[name]
+            if isinstance(value, Tensor) and value.numel() == 1:
+                yield group, name, [value.item()]
+            elif isinstance(value, float):
+                yield group, name, [value]
+            elif isinstance(value, tuple) and all(isinstance(one, float) for one in value):
+                yield group, name, value
 
 
 @torch.no_grad()

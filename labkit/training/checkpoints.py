@@ -9,15 +9,15 @@ A checkpoint holds, as nested dicts of tensors::
     ranks       R   random      states of rank R's random number generators
                     buffers     batch statistics of this moment
                     own         what else its technique carries from step to step
-                    rates       the numbers in its optimizer's groups
-                    progress    sums of the epoch under way
+                    rates       the floats in its optimizer's groups
+                    progress    its sums over the epoch under way
 
-Its facts are the settings, where the run is, and the epochs so far. Everything but ``ranks`` is the
-same for any number of ranks, so a run can go on with another one where ``ranks`` allows it: see
-``labkit.training.resume``.
+Its facts are the settings, where the run is, and the epochs so far. Everything but ``ranks`` is
+the same for any number of ranks, so a run can go on with another one where ``ranks`` allows it:
+see ``labkit.training.resume``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,19 @@ import torch
 from torch import Tensor
 
 from labkit.config import RunConfig
-from labkit.devices import versions
-from labkit.strategies.base import Batch, Strategy
+from labkit.strategies.base import OwnPaceStrategy, Strategy
 from labkit.strategies.kept import Kept, copy_into
 from labkit.training.checkpoint.reading import read_tensors, stored_in
 from labkit.training.checkpoint.whole import read_facts
 from labkit.training.checkpoint.writing import CheckpointWriter
 from labkit.training.evaluation import is_best
+from labkit.training.optimizer import continue_schedule, scheduler_of
 from labkit.training.progress import Progress
 from labkit.training.random_states import equal_states, random_states, set_random_states
-from labkit.training.resume import arrangement
+from labkit.training.resume import arrangement, merged_buffers
 
 Tensors = dict[str, Any]
+_SUMS = ("loss_sum", "trained")
 
 
 class Checkpoints:
@@ -45,111 +46,63 @@ class Checkpoints:
     Args:
         config: the settings.
         strategy: set up.
-        writer: of the checkpoints; None if there are none.
-        steps: of an epoch.
-        facts: of the run, which every checkpoint has.
+        facts: of the run, see ``resume.facts_of``.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        strategy: Strategy,
-        writer: CheckpointWriter | None,
-        steps: int,
-        facts: Mapping[str, Any],
-    ):
-        self.config, self.strategy, self.steps = config, strategy, steps
-        self.writer, self.facts = writer, dict(facts)
+    def __init__(self, config: RunConfig, strategy: Strategy, facts: Mapping[str, Any]):
+        self.config, self.strategy, self.facts = config, strategy, dict(facts)
+        self.steps: int = facts.get("steps", 0)
         self.devices = [strategy.comm.device, *strategy.devices]
-        # Random states to continue with, and whether any number was drawn in a step.
-        self._states: Mapping[str, Tensor] | None = None
-        self._draws = False
+        self.writer: CheckpointWriter | None = None
+        if config.checkpoint_dir is not None and not isinstance(strategy, OwnPaceStrategy):
+            keep = config.checkpoint_keep
+            self.writer = CheckpointWriter(strategy.comm, config.checkpoint_dir, keep)
+        self._draws, self._before = False, random_states(self.devices)
 
     def after_step(self, progress: Progress) -> None:
         """Save if a checkpoint is due; after the last step of an epoch, ``after_epoch`` does."""
-        if self.writer is None:
-            return
-        if progress.step == self.steps:
-            self._note_draws()
-        elif self._is_due(progress):
+        if self.writer and progress.step < self.steps and self._is_due(progress):
             progress.stop_clock(self.strategy)
-            self._note_draws()
             self.save(progress)
-            progress.resume_clock(self.strategy)
+            progress.start_clock(self.strategy)
 
     def after_epoch(self, progress: Progress) -> None:
         """Save if a checkpoint is due, the run has ended, or the epoch was the best so far."""
-        if self.writer is None:
-            return
-        best, every = is_best(progress.rows), self.config.checkpoint_every
-        is_last = progress.epoch == self.config.epochs
-        if best or is_last or every is None or self._is_due(progress):
+        best, is_last = is_best(progress.rows), progress.epoch == self.config.epochs
+        if best or is_last or self.config.checkpoint_every is None or self._is_due(progress):
             self.save(progress, best)
 
     def save(self, progress: Progress, best: bool = False) -> None:
         """Save a checkpoint; returns when the tensors are copied."""
-        assert self.writer is not None
+        if self.writer is None:
+            return
         with self.strategy.comm.span("checkpoint"):
-            step = progress.epoch * self.steps + progress.step
             place = {"epoch": progress.epoch, "step": progress.step, "epochs": progress.rows}
+            step = progress.epoch * self.steps + progress.step
             self.writer.save(step, self._tensors(progress), self.facts | place, best)
 
-    def shares(
-        self, progress: Progress, make: Callable[[int], Iterator[Batch]]
-    ) -> Iterator[Batch]:
-        """The batches of the epoch that are left, and the random numbers that belong to them.
+    def load(self, path: Path | None, rehearse: Callable[[], object]) -> Progress:
+        """How far the run is; continued from a checkpoint if there is one.
 
         Args:
-            progress: how far the run is.
-            make: n -> this rank's shares from the n-th batch of the epoch on. A DataLoader draws
-                a random number when it is made, from which its workers' follow.
+            path: of the checkpoint, which ``resume`` has found to fit this run; None to begin.
+            rehearse: does ``Strategy.rehearse``.
         """
-        if self.writer is None:
-            return make(progress.step)
-        states, self._states = self._states, None
-        if states is not None and progress.step:
-            torch.set_rng_state(states["torch_at_epoch"])
-        elif states is not None:
-            set_random_states(states, self.devices)
-        self._at_epoch = torch.get_rng_state()
-        # A DataLoader's workers have random numbers of their own: they have to read all again.
-        first = 0 if self.config.num_workers else progress.step
-        batches = make(first)
-        for _ in range(first, progress.step):
-            next(batches)
-        if states is not None and progress.step:
-            set_random_states(states, self.devices)
-        self._before = random_states(self.devices)
-        return batches
-
-    def load(self, path: Path, rehearse: Callable[[], object]) -> Progress:
-        """Continue from a checkpoint.
-
-        Args:
-            path: of the checkpoint, which ``resume`` has found to fit this run.
-            rehearse: see ``Strategy.rehearse``.
-        """
-        facts, comm = read_facts(path), self.strategy.comm
+        progress = Progress.none(self.devices[0])
+        if path is None:
+            return progress
+        facts, kept = read_facts(path), self.strategy.kept()
+        progress.epoch, progress.step = facts["epoch"], facts["step"]
+        progress.rows = facts["epochs"]
         rehearse()
-        kept, there = self.strategy.kept(), {one.path for one in stored_in(path)}
-        kept.load_state(_read(path, there, ("model",), kept.state))
-        state = _read(path, there, ("optimizer", "state"), kept.state_of())
-        kept.load_optimizer_state(state)
-        self._load_rates(path, there)
-        as_before = facts["arrangement"] == arrangement(self.config)
-        ranks = read_tensors(path, [f"ranks.{comm.rank}"] if as_before else ["ranks"])["ranks"]
-        if as_before:
-            mine = ranks[str(comm.rank)]
-            self._states = mine["random"]
-            copy_into(kept.buffers, mine.get("buffers", {}))
-            _load_groups(self.strategy.optimizer, mine.get("rates"))
-            parts = [mine["progress"]]
+        kept.load_state(_read(path, ("model",), kept.state))
+        kept.load_optimizer_state(_read(path, ("optimizer", "state"), kept.state_of()))
+        self._load_rates(path)
+        if facts["arrangement"] == arrangement(self.config):
+            self._load_mine(path, kept, progress)
         else:
-            mine = {}
-            copy_into(kept.buffers, merged_buffers(ranks))
-            parts = [rank["progress"] for rank in ranks.values()] if comm.rank == 0 else []
-        self.strategy.continued(mine.get("own", {}))
-        return self._progress(facts, parts, as_before)
+            self._load_others(path, kept, progress)
+        return progress
 
     def close(self) -> None:
         """Wait until the last checkpoint is whole."""
@@ -160,9 +113,6 @@ class Checkpoints:
         every = self.config.checkpoint_every
         return bool(every) and (progress.epoch * self.steps + progress.step) % every == 0
 
-    def _note_draws(self) -> None:
-        self._draws |= not equal_states(self._before, random_states(self.devices))
-
     def _tensors(self, progress: Progress) -> Tensors:
         strategy = self.strategy
         kept, optimizer = strategy.kept(), strategy.optimizer
@@ -170,46 +120,73 @@ class Checkpoints:
         if optimizer is not None and (scheduler := scheduler_of(optimizer)) is not None:
             found["optimizer"]["updates"] = torch.tensor(scheduler.last_epoch)
         if strategy.scaler is not None:
-            scale = strategy.scaler.state_dict()
-            found["scaler"] = {k: torch.tensor(v, dtype=torch.float64) for k, v in scale.items()}
+            state = strategy.scaler.state_dict()
+            found["scaler"] = {key: _number(value) for key, value in state.items()}
         found["ranks"] = {str(strategy.comm.rank): self._of_this_rank(kept, progress)}
         return found
 
     def _of_this_rank(self, kept: Kept, progress: Progress) -> Tensors:
-        states = random_states(self.devices) | {"torch_at_epoch": self._at_epoch}
+        states = random_states(self.devices)
+        self._draws |= not equal_states(self._before, states)
         sums = {
-            "loss_sum": progress.loss_sum,
-            "seconds": torch.tensor(progress.seconds, dtype=torch.float64),
+            **{name: getattr(progress, name) for name in _SUMS},
+            "seconds": _number(progress.seconds),
+            "spent_s": {kind: _number(s) for kind, s in progress.spent_s.items()},
             "draws": torch.tensor(self._draws),
         }
         if progress.sent is not None:
             sums["sent"] = torch.tensor(progress.sent)
-        found = {"random": states, "buffers": kept.buffers, "own": kept.own, "progress": sums}
-        if (rates := _groups(self.strategy.optimizer)) is not None:
-            found["rates"] = rates
-        return found
+        rates = {} if kept.optimizer is None else {"rates": kept.rates()}
+        mine = {"random": states, "buffers": kept.buffers, "own": kept.own, "progress": sums}
+        return mine | rates
 
-    def _load_rates(self, path: Path, there: set[tuple[str, ...]]) -> None:
+    def _load_rates(self, path: Path) -> None:
         optimizer, scaler = self.strategy.optimizer, self.strategy.scaler
-        if optimizer is not None and ("optimizer", "updates") in there:
-            updates = read_tensors(path, ["optimizer.updates"])["optimizer"]["updates"]
-            continue_schedule(optimizer, int(updates))
-        if scaler is not None and any(name[0] == "scaler" for name in there):
-            state = read_tensors(path, ["scaler"])["scaler"]
-            scaler.load_state_dict({key: value.item() for key, value in state.items()})
+        updates = _read(path, ("optimizer",), ["updates"])
+        if optimizer is not None and updates:
+            continue_schedule(optimizer, int(updates["updates"]))
+        if scaler is not None and (state := _read(path, (), ["scaler"])):
+            scaler.load_state_dict({key: v.item() for key, v in state["scaler"].items()})
 
-    def _progress(
-        self, facts: Mapping[str, Any], parts: Sequence[Tensors], as_before: bool
-    ) -> Progress:
-        """How far the run was; ``parts`` are the sums that this rank continues."""
-        progress = Progress(torch.zeros(1, dtype=torch.float64, device=self.devices[0]))
-        progress.epoch, progress.step = facts["epoch"], facts["step"]
-        progress.rows = facts["epochs"]
-        for part in parts:
-            progress.loss_sum += part["loss_sum"].to(self.devices[0])
-            progress.seconds = max(progress.seconds, part["seconds"].item())
-            self._draws |= bool(part["draws"])
-        if as_before:
-            sent = parts[0].get("sent")
-            progress.sent = None if sent is None else tuple(sent.tolist())
-        return progress
+    def _load_mine(self, path: Path, kept: Kept, progress: Progress) -> None:
+        """Take what this rank alone had."""
+        rank = str(self.strategy.comm.rank)
+        mine = read_tensors(path, [f"ranks.{rank}"])["ranks"][rank]
+        copy_into(kept.buffers, mine.get("buffers", {}))
+        kept.load_rates(mine.get("rates"))
+        self.strategy.continued(mine.get("own", {}))
+        self._add(progress, mine["progress"])
+        sent = mine["progress"].get("sent")
+        progress.sent = None if sent is None else tuple(sent.tolist())
+        set_random_states(mine["random"], self.devices)
+        self._before = mine["random"]
+
+    def _load_others(self, path: Path, kept: Kept, progress: Progress) -> None:
+        """Take what other ranks than those of this run had; their sums go to rank 0."""
+        ranks = read_tensors(path, ["ranks"])["ranks"]
+        copy_into(kept.buffers, merged_buffers(ranks))
+        self.strategy.continued({})
+        for rank in ranks.values() if self.strategy.comm.rank == 0 else ():
+            self._add(progress, rank["progress"])
+
+    def _add(self, progress: Progress, part: Tensors) -> None:
+        for name in _SUMS:
+            getattr(progress, name).add_(part[name].to(self.devices[0]))
+        progress.seconds = max(progress.seconds, part["seconds"].item())
+        progress.spent_s = {kind: s.item() for kind, s in part.get("spent_s", {}).items()}
+        self._draws |= bool(part["draws"])
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _read(path: Path, above: tuple[str, ...], names: Iterable[str]) -> Tensors:
+    """What a checkpoint has of these names, in the dict at ``above``."""
+    depth = len(above) + 1
+    there = {one.path[:depth] for one in stored_in(path)}
+    keys = [".".join((*above, name)) for name in names if (*above, name) in there]
+    found = read_tensors(path, keys) if keys else {}
+    for key in above:
+        found = found.get(key, {})
+    return found

@@ -8,28 +8,28 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
-from labkit.training.evaluation import Row, evaluated, row_of, spent_since, summed_row, told
+from labkit.training.checkpoints import Checkpoints
+from labkit.training.evaluation import Row, evaluated, row_of, summed_row, told
 from labkit.training.optimizer import optimizer_maker
 from labkit.training.own import NOTHING, Own
+from labkit.training.progress import Progress, Sent, added
+from labkit.training.resume import facts_of
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
 from labkit.workload.losses import CountedLoss
 from labkit.workload.samples import on_device
 from labkit.workload.sampling import batch_slices, epoch_order, share
-
-# Messages and bytes; None if they are not counted.
-Sent = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,12 @@ class RankReport:
 
 
 def fit(
-    comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool, own: Own = NOTHING
+    comm: Comm,
+    config: RunConfig,
+    strategy: Strategy,
+    verbose: bool,
+    own: Own = NOTHING,
+    start: Path | None = None,
 ) -> RankReport:
     """Train on this rank; ``labkit.run`` calls this function on every rank.
 
@@ -69,20 +74,28 @@ def fit(
         verbose: whether rank 0 prints a line per epoch.
         own: the learner's own model, data set, loss and optimizer, where the config names none of
             labkit's.
+        start: the checkpoint from which the run goes on; None to begin at the beginning.
     """
     allow_tf32(config.tf32)
     work = work_of(config, own)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
     memory = comm.session.memory_of_part(own.num_bytes)
     make_optimizer = optimizer_maker(config, own.optimizer, strategy, len(work.train))
-    # The model gets no name here: a strategy may keep only a part of it, and the rest is freed.
-    strategy.setup(comm, start_equal(comm, work.make_model(), own), make_optimizer)
+    model = start_equal(comm, work.make_model(), own)
+    facts = facts_of(config, own, work, model) if config.checkpoint_dir else {}
+    strategy.setup(comm, model, make_optimizer)
+    # A strategy may keep only a part of the model, and the rest is freed.
+    del model
+    checkpoints = Checkpoints(config, strategy, facts)
     started_s = None
     if isinstance(strategy, OwnPaceStrategy):
         started_s = time.perf_counter() - comm.session.recorder.origin
         epochs, sent = _at_own_pace(config, work, strategy, memory, verbose)
     else:
-        epochs, sent = _in_step(config, work, strategy, memory, verbose)
+        progress = checkpoints.load(start, partial(_rehearse, config, work, strategy))
+        _in_step(config, work, strategy, checkpoints, progress, memory, verbose)
+        epochs, sent = progress.rows, progress.sent
+    checkpoints.close()
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
     kept = state if comm.rank == 0 else None
@@ -91,56 +104,49 @@ def fit(
 
 
 def _in_step(
-    config: RunConfig, work: Work, strategy: Strategy, memory: Part, verbose: bool
-) -> tuple[list[Row], Sent]:
-    """Train with all ranks on the same batch; return the epochs and what this rank has sent."""
-    epochs: list[Row] = []
-    sent: Sent = (0, 0)
-    for epoch in range(config.epochs):
+    config: RunConfig,
+    work: Work,
+    strategy: Strategy,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    memory: Part,
+    verbose: bool,
+) -> None:
+    """Train with all ranks on the same batch, from where the ``progress`` is to the end."""
+    while progress.epoch < config.epochs:
         with memory.counted():
-            spent_s = spent_since({}, strategy)
-            before, start_s = strategy.sent(), _now_s(strategy)
-            loss_sum = _train_epoch(config, work, strategy, epoch)
-            seconds = _now_s(strategy) - start_s
+            progress.start_clock(strategy)
+            _train_epoch(config, work, strategy, checkpoints, progress)
+            progress.stop_clock(strategy)
         # Evaluation is not part of the technique, so it is neither timed nor counted.
-        sent, spent_s = _added(sent, before, strategy.sent()), spent_since(spent_s, strategy)
-        trained = strategy.counted()
-        sums = evaluated(work, strategy, *strategy.share())
-        comm = strategy.comm
-        epochs.append(summed_row(comm, work, loss_sum, seconds, trained, sums, spent_s))
+        sums, comm = evaluated(work, strategy, *strategy.share()), strategy.comm
+        measured = progress.loss_sum, progress.seconds, progress.trained, sums, progress.spent_s
+        progress.end_epoch(summed_row(comm, work, *measured))
         if verbose and strategy.comm.rank == 0:
-            print(told(epoch, config.epochs, epochs[-1]))
-    return epochs, sent
+            print(told(progress.epoch - 1, config.epochs, progress.rows[-1]))
+        checkpoints.after_epoch(progress)
 
 
-def _now_s(strategy: Strategy) -> float:
-    """The host's clock, when all that was queued on the strategy's devices has ended."""
-    for device in {strategy.comm.device, *strategy.devices}:
-        gpus.synchronize(device)
-    return time.perf_counter()
-
-
-def _train_epoch(config: RunConfig, work: Work, strategy: Strategy, epoch: int) -> Tensor:
-    """One pass over the training samples; returns this rank's sum of losses, float64 [1]."""
-    total = torch.zeros(1, dtype=torch.float64, device=strategy.comm.device)
-    batches = _epoch_batches(config, work, epoch)
+def _train_epoch(
+    config: RunConfig,
+    work: Work,
+    strategy: Strategy,
+    checkpoints: Checkpoints,
+    progress: Progress,
+) -> None:
+    """One pass over the training samples, or what is left of it."""
+    batches = _epoch_batches(config, work, progress.epoch)
     steps = config.epochs * len(batches)
-    shares = _shares(config, work, strategy, batches, epoch)
-    for number, batch in enumerate(shares, start=1):
+    left = batches[progress.step :]
+    for batch in _shares(config, work, strategy, left, progress.epoch):
         loss, samples = strategy.step(*batch).detach(), len(batch[1])
-        total += loss
+        progress.loss_sum += loss
+        progress.step += 1
         now = {"samples": samples, "loss": loss / max(1, samples)}
-        done = epoch * len(batches) + number
-        strategy.comm.progress(done, steps, f"steps, epoch {epoch + 1}", **now)
+        done = progress.epoch * len(batches) + progress.step
+        strategy.comm.progress(done, steps, f"steps, epoch {progress.epoch + 1}", **now)
+        checkpoints.after_step(progress)
     strategy.end_epoch()
-    return total
-
-
-def _added(total: Sent, before: Sent, after: Sent) -> Sent:
-    """``total`` plus what was sent between ``before`` and ``after``."""
-    if total is None or before is None or after is None:
-        return None
-    return total[0] + after[0] - before[0], total[1] + after[1] - before[1]
 
 
 def _at_own_pace(
@@ -157,7 +163,7 @@ def _at_own_pace(
     with memory.counted():
         trained = strategy.train(batches, steps, config.epochs)
         ends = [(*end, strategy.accuracy, strategy.full_state()) for end in trained]
-    sent = _added((0, 0), before, strategy.sent())
+    sent = added((0, 0), before, strategy.sent())
     epochs: list[Row] = []
     before_s = 0.0
     for epoch, (passed_s, loss, accuracy, state) in enumerate(ends):
@@ -188,6 +194,11 @@ def _shares(
         with comm.span("data"):
             inputs, targets = on_device(next(loaded), comm.device)
         yield inputs, targets, len(batch)
+
+
+def _rehearse(config: RunConfig, work: Work, strategy: Strategy) -> None:
+    first = _epoch_batches(config, work, 0)[:1]
+    strategy.rehearse(*next(_shares(config, work, strategy, first, 0)))
 
 
 def _endless_shares(config: RunConfig, work: Work, strategy: Strategy) -> Iterator[Batch]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from labkit import gpus
 from labkit.strategies.base import Strategy
-from labkit.training.evaluation import Row
+from labkit.training.evaluation import Row, Seconds, spent_since
 
 # Messages and bytes; None if they are not counted.
 Sent = tuple[int, int] | None
@@ -16,37 +16,51 @@ Sent = tuple[int, int] | None
 
 @dataclass
 class Progress:
-    """How far a run is, on one rank.
+    """How far a run is, on one rank. Sums over an epoch are of the one under way.
 
     Attributes:
-        loss_sum: of this rank's losses in the epoch under way, float64 [1].
         epoch, step: complete epochs, and steps of the one under way.
-        rows: of the complete epochs, see ``evaluation.row_of``, with ``seconds`` of training.
-        seconds: of training in the epoch under way.
-        sent: by this rank while it trained.
+        rows: of the complete epochs, see ``evaluation.row_of``.
+        loss_sum: of this rank's losses in the epoch, float64 [1].
+        trained: this rank's right predictions in the epoch and of how many, float64 [2].
+        seconds, spent_s: of training in the epoch, and by kind of span.
+        sent: by this rank while it trained, in all epochs.
     """
 
     loss_sum: Tensor
+    trained: Tensor
     epoch: int = 0
     step: int = 0
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
+    spent_s: Seconds = field(default_factory=dict)
     sent: Sent = (0, 0)
 
-    def resume_clock(self, strategy: Strategy) -> None:
+    @classmethod
+    def none(cls, device: torch.device) -> "Progress":
+        """That of a run that begins."""
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        return cls(sums[:1], sums[1:])
+
+    def start_clock(self, strategy: Strategy) -> None:
         """Count time, messages and bytes from now on."""
+        self._spent_before = spent_since({}, strategy)
         self._sent_before, self._since_s = strategy.sent(), now_s(strategy)
 
     def stop_clock(self, strategy: Strategy) -> None:
-        """Add what was counted since ``resume_clock``."""
+        """Add what was counted since ``start_clock``, and the right predictions."""
         self.seconds += now_s(strategy) - self._since_s
         self.sent = added(self.sent, self._sent_before, strategy.sent())
+        for kind, seconds in spent_since(self._spent_before, strategy).items():
+            self.spent_s[kind] = self.spent_s.get(kind, 0.0) + seconds
+        self.trained += strategy.counted()
 
     def end_epoch(self, row: Row) -> None:
         """Begin the next epoch."""
         self.rows.append(row)
-        self.epoch, self.step, self.seconds = self.epoch + 1, 0, 0.0
+        self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, {}
         self.loss_sum = torch.zeros_like(self.loss_sum)
+        self.trained = torch.zeros_like(self.trained)
 
 
 def now_s(strategy: Strategy) -> float:
