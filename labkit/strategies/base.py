@@ -6,12 +6,13 @@ the defaults. There is one object per rank.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.mixed_precision import LossScaler
 from labkit.workload.losses import Loss, sum_cross_entropy
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
@@ -40,6 +41,8 @@ class Strategy:
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
         loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
+        instead: by option that makes no sense here, why, and what to use instead.
+        scaler: of the loss, on every rank; enabled with amp ``fp16``; set by ``setup``.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -51,6 +54,8 @@ class Strategy:
     optimizes = "model"
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
+    instead: ClassVar[dict[str, str]] = {}
+    scaler: LossScaler
     devices: Sequence[torch.device] = ()
     comm: Comm
     model: nn.Module
