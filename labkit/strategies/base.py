@@ -97,6 +97,10 @@ class Strategy:
             return 0, 0
         return self.workers.index(self.comm.rank), len(self.workers)
 
+    def updates_of(self, samples: int, world_size: int) -> int:
+        """How many updates the technique makes of a global batch of ``samples``."""
+        return 1
+
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
@@ -160,6 +164,10 @@ class OwnPaceStrategy(Strategy):
     @property
     def workers(self) -> range:
         return range(1, self.comm.world_size)
+
+    def updates_of(self, samples: int, world_size: int) -> int:
+        # One for each worker's share, unless it is empty.
+        return min(samples, world_size - 1)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the workers together have processed as many shares as all epochs have.

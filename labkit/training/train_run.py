@@ -102,6 +102,8 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, told: str)
     first, is_counted = reports[0], reports[0].bytes_sent is not None
     # Threads compute at the same time, so only the main thread's seconds add up to the run's.
     notes = first.notes | ({"lost_ranks": result.lost} if result.lost else {})
+    if config.scale_lr is not None:
+        notes["used_lr"] = config.used_lr
     if told:
         notes["note"] = ". ".join(filter(None, (notes.get("note"), told)))
     seconds = result.trace.seconds_by_kind(lane=0 if strategy.in_one_process else None)
