@@ -20,6 +20,7 @@ from labkit.config import RunConfig
 from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
 from labkit.training.evaluation import Row, evaluated, row_of, spent_since, summed_row, told
+from labkit.training.logs import RunLogs, run_logs
 from labkit.training.own import NOTHING, Own
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
@@ -69,6 +70,13 @@ def fit(
         own: the learner's own model, data set, loss and optimizer, where the config names none of
             labkit's.
     """
+    with run_logs(comm, config) as logs:
+        return _fit(comm, config, strategy, verbose, own, logs)
+
+
+def _fit(
+    comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool, own: Own, logs: RunLogs
+) -> RankReport:
     allow_tf32(config.tf32)
     work = work_of(config, own)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
@@ -78,9 +86,9 @@ def fit(
     started_s = None
     if isinstance(strategy, OwnPaceStrategy):
         started_s = time.perf_counter() - comm.session.recorder.origin
-        epochs, sent = _at_own_pace(config, work, strategy, memory, verbose)
+        epochs, sent = _at_own_pace(config, work, strategy, memory, verbose, logs)
     else:
-        epochs, sent = _in_step(config, work, strategy, memory, verbose)
+        epochs, sent = _in_step(config, work, strategy, memory, verbose, logs)
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
     kept = state if comm.rank == 0 else None
@@ -89,7 +97,7 @@ def fit(
 
 
 def _in_step(
-    config: RunConfig, work: Work, strategy: Strategy, memory: Part, verbose: bool
+    config: RunConfig, work: Work, strategy: Strategy, memory: Part, verbose: bool, logs: RunLogs
 ) -> tuple[list[Row], Sent]:
     """Train with all ranks on the same batch; return the epochs and what this rank has sent."""
     epochs: list[Row] = []
@@ -106,6 +114,7 @@ def _in_step(
         sums = evaluated(work, strategy, *strategy.share())
         comm = strategy.comm
         epochs.append(summed_row(comm, work, loss_sum, seconds, trained, sums, spent_s))
+        logs.add(epochs)
         if verbose and strategy.comm.rank == 0:
             print(told(epoch, config.epochs, epochs[-1]))
     return epochs, sent
@@ -141,7 +150,12 @@ def _added(total: Sent, before: Sent, after: Sent) -> Sent:
 
 
 def _at_own_pace(
-    config: RunConfig, work: Work, strategy: OwnPaceStrategy, memory: Part, verbose: bool
+    config: RunConfig,
+    work: Work,
+    strategy: OwnPaceStrategy,
+    memory: Part,
+    verbose: bool,
+    logs: RunLogs,
 ) -> tuple[list[Row], Sent]:
     """Train so that no rank waits for the others; return the epochs and what this rank has sent.
 
@@ -163,6 +177,7 @@ def _at_own_pace(
         seconds = passed_s - before_s
         epochs.append(row_of(work, loss.item(), seconds, float(accuracy), sums))
         before_s = passed_s
+        logs.add(epochs)
         if verbose:
             print(told(epoch, config.epochs, epochs[-1]))
     return epochs, sent
