@@ -132,7 +132,8 @@ def _train_epoch(config: RunConfig, work: Work, strategy: Strategy, epoch: int) 
     total = torch.zeros(1, dtype=torch.float64, device=strategy.comm.device)
     batches = _epoch_batches(config, work, epoch)
     steps = config.epochs * len(batches)
-    for number, batch in enumerate(_shares(config, work, strategy, batches), start=1):
+    shares = _shares(config, work, strategy, batches, epoch)
+    for number, batch in enumerate(shares, start=1):
         loss, samples = strategy.step(*batch).detach(), len(batch[1])
         total += loss
         now = {"samples": samples, "loss": loss / max(1, samples)}
@@ -189,12 +190,13 @@ def _epoch_batches(config: RunConfig, work: Work, epoch: int) -> Sequence[Tensor
 
 
 def _shares(
-    config: RunConfig, work: Work, strategy: Strategy, batches: Sequence[Tensor]
+    config: RunConfig, work: Work, strategy: Strategy, batches: Sequence[Tensor], epoch: int
 ) -> Iterator[Batch]:
     """This rank's samples of each global batch, on its device, and the size of that batch."""
     comm = strategy.comm
     mine = [share(batch, *strategy.share()) for batch in batches]
-    loaded = work.train.batches(mine, config.num_workers, pinned=strategy.uses_gpu)
+    pinned = strategy.uses_gpu
+    loaded = work.train.batches(mine, config.num_workers, pinned=pinned, epoch=epoch)
     for batch in batches:
         with comm.span("data"):
             inputs, targets = on_device(next(loaded), comm.device)
@@ -203,4 +205,5 @@ def _shares(
 
 def _endless_shares(config: RunConfig, work: Work, strategy: Strategy) -> Iterator[Batch]:
     for epoch in itertools.count():
-        yield from _shares(config, work, strategy, _epoch_batches(config, work, epoch))
+        batches = _epoch_batches(config, work, epoch)
+        yield from _shares(config, work, strategy, batches, epoch)

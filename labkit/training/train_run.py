@@ -13,13 +13,13 @@ from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
+from labkit.training.data import samples_for
 from labkit.training.logs import check_log_dir
 from labkit.training.loop import RankReport, fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
 from labkit.training.result import TrainResult
 from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
-from labkit.workload.datasets import load_dataset
 
 # The arguments of ``train_with`` that are not fields of ``RunConfig``.
 _OPTIONS = ("timeout_s", "download", "verbose")
@@ -82,7 +82,7 @@ def train_run(
     own = resolved(config, own)
     strategy = make_strategy(config, own=own, download=download)
     if own.dataset is None:
-        load_dataset(config.dataset, train_size=config.train_size, download=download)
+        samples_for(config, own, download)
     notes = check_work(config, own, strategy)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
