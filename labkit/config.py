@@ -36,6 +36,8 @@ _RATES = {
     "adam": {"lr": 1e-3, "weight_decay": 0.0},
     "adamw": {"lr": 1e-3, "weight_decay": 0.01},
 }
+AUGMENTATIONS = ("crop", "flip")
+_MOST_PIXELS = 8192
 # The largest factor by which a straggler may be slower.
 _MOST_SLOWDOWN = 1e6
 
@@ -152,8 +154,15 @@ class RunConfig:
         None, "LATENCY,BANDWIDTH", "emulate a slower link, for example 10ms,100MB/s"
     )
     num_workers: int = _integer(0, "N", "processes per rank that read your data set", least=0)
-    augment: str | None = _text(None, "A,A", "change training images at random: crop, flip")
-    resize: int | None = _integer(None, "PIXELS", "height and width of the images, such as 224")
+    augment: str | None = _setting(
+        None,
+        "A,A",
+        "change training images at random: crop (move by up to 4 pixels), flip (left to right)",
+        lambda _, value: parse_augment(value),
+    )
+    resize: int | None = _integer(
+        None, "PIXELS", "scale images to this height and width, such as 224", most=_MOST_PIXELS
+    )
     weights: str | None = _text(None, "FILE", "start from these parameters: safetensors or .pt")
     freeze: str | None = _text(
         None, "NAME,NAME", "layers that are not trained; features: all but the last"
@@ -344,6 +353,24 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
         )
     units.check_number(f"straggler {shortened(text)}: the factor", factor, 1, _MOST_SLOWDOWN)
     return rank, factor
+
+
+def parse_augment(text: str | None) -> tuple[str, ...]:
+    """``"crop,flip"`` is ("crop", "flip"); None is ().
+
+    Raises:
+        ValueError: anything else than some of ``AUGMENTATIONS``, separated by commas.
+    """
+    if text is None:
+        return ()
+    words = tuple(word.strip() for word in str(text).split(","))
+    for word in words:
+        if word not in AUGMENTATIONS:
+            raise ValueError(
+                f"augment must be {' or '.join(AUGMENTATIONS)}, or both with a comma, got "
+                f"{shortened(text)}{units.closest(word, AUGMENTATIONS)}"
+            )
+    return words
 
 
 def parse_link(text: str) -> tuple[float, float]:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from labkit.config import STAGED, RunConfig
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.training.optimizer import optimizer_maker
-from labkit.training.own import Own, seeded
+from labkit.training.own import Own
 from labkit.training.work import Work, work_of
 from labkit.units import format_count
 from labkit.workload.losses import sum_cross_entropy
+from labkit.workload.random_numbers import seeded
 from labkit.workload.samples import TensorSamples, first_samples, is_integer
 
 # Two parameters -> those of one optimizer.

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import parent_process
 from typing import Any
@@ -13,19 +13,14 @@ from torch import nn
 from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.config import RunConfig
+from labkit.training.data import samples_for
 from labkit.training.optimizer import OPTIMIZERS
 from labkit.training.own import Own, made
-from labkit.units import check_choice, format_count
-from labkit.workload.datasets import DATASETS, load_dataset
+from labkit.units import check_choice
+from labkit.workload.datasets import DATASETS
 from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cross_entropy
 from labkit.workload.models import MODELS, build_model
-from labkit.workload.samples import (
-    Samples,
-    TensorSamples,
-    first_samples,
-    num_classes,
-    parts_of,
-)
+from labkit.workload.samples import Samples, first_samples, num_classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +33,6 @@ class Work:
         make_model: makes the model, on the CPU.
         loss: (outputs, targets) -> the sum over the samples.
         mean_loss: the mean over them, as it was given.
-        is_plain: whether data and loss are labkit's own, so that accuracy is all to report.
     """
 
     train: Samples
@@ -46,7 +40,6 @@ class Work:
     make_model: Callable[[], nn.Module] = field(repr=False)
     loss: Loss = field(repr=False)
     mean_loss: Loss = field(repr=False)
-    is_plain: bool = True
 
 
 def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
@@ -62,7 +55,7 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
         FileNotFoundError: the data set is absent.
     """
     check_names(config, own)
-    train, test = _samples(config, own, download)
+    train, test = samples_for(config, own, download)
     mean = _mean_loss(config, own)
     # The same arithmetic for one target per sample, in one step.
     is_common = config.loss == "cross_entropy" and own.loss is None
@@ -73,7 +66,6 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
         make_model=partial(_model, config, own, train),
         loss=sum_cross_entropy if direct else SumOfMean(mean),
         mean_loss=mean,
-        is_plain=is_common and own.dataset is None,
     )
 
 
@@ -100,29 +92,6 @@ def start_equal(comm: Comm, model: nn.Module, own: Own) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         broadcast(comm, tensor.data)
     return model
-
-
-def _samples(config: RunConfig, own: Own, download: bool) -> tuple[Samples, Samples | None]:
-    dtype = getattr(torch, config.dtype)
-    if own.dataset is None:
-        data = load_dataset(
-            config.dataset, train_size=config.train_size, dtype=dtype, download=download
-        )
-        test = TensorSamples(data.test_inputs, data.test_targets)
-        return TensorSamples(data.train_inputs, data.train_targets, data.num_classes), test
-    train, test = parts_of(made(own.dataset, "dataset", config.seed), dtype)
-    if config.train_size is None:
-        return train, test
-    if config.train_size > len(train):
-        raise ValueError(
-            f"train_size {config.train_size}: {config.dataset} has "
-            f"{format_count(len(train), 'training sample')}"
-        )
-    if isinstance(train, TensorSamples):
-        kept = slice(config.train_size)
-        return TensorSamples(train.inputs[kept], train.targets[kept]), test
-    first = torch.utils.data.Subset(train.dataset, range(config.train_size))
-    return replace(train, dataset=first), test
 
 
 def _model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
