@@ -6,13 +6,15 @@ the defaults. There is one object per rank.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.kept import Kept, kept_model
+from labkit.strategies.mixed_precision import LossScaler
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
@@ -44,7 +46,8 @@ class Strategy:
             once for each sample that is trained on.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
         optimizer: of this rank, set by ``setup``; None on a rank that makes no updates.
-        scaler: of the loss, with fp16; set by ``setup``.
+        instead: by option that makes no sense here, why, and what to use instead.
+        scaler: of the loss, on every rank; enabled with amp ``fp16``; set by ``setup``.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -57,9 +60,10 @@ class Strategy:
     optimizes = "model"
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
+    instead: ClassVar[dict[str, str]] = {}
+    scaler: LossScaler
     devices: Sequence[torch.device] = ()
     optimizer: torch.optim.Optimizer | None = None
-    scaler: Any = None
     comm: Comm
     model: nn.Module
 
@@ -169,18 +173,36 @@ class Strategy:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
+class Saves(Protocol):
+    """How a technique whose workers do not wait for each other saves checkpoints.
+
+    Only the server writes, with what each worker has told it, as bytes.
+    """
+
+    def are_due(self, shares: int) -> bool:
+        """On the server: whether a checkpoint is due after these shares of all workers."""
+
+    def of_worker(self) -> AbstractContextManager[Tensor]:
+        """On a worker: what it adds to a checkpoint, uint8 [n], to be sent in the context."""
+
+    def save(self, shares: int, of_workers: Mapping[int, Tensor]) -> None:
+        """On the server: save a checkpoint after these shares."""
+
+
 class OwnPaceStrategy(Strategy):
     """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
 
     Rank 0 is the server, all other ranks are workers.
 
     Attributes:
+        saves: of checkpoints; None for none; the loop sets it.
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
         accuracy: on the server, the part of the latest epoch's samples that was predicted right
             when their gradients were computed; NaN if that is not counted.
         lost: {rank: why} for the workers that died; set by ``setup``.
     """
 
+    saves: Saves | None = None
     updates: Sequence[Sequence[int]]
     accuracy: Tensor | float = float("nan")
     lost: dict[int, str]
@@ -219,6 +241,10 @@ class OwnPaceStrategy(Strategy):
         """Right predictions of this rank's latest share, of ``samples``; NaN if not counted."""
         right, judged = self.loss.take() if isinstance(self.loss, CountedLoss) else (0, 0)
         return right if judged == samples else float("nan")
+
+    def first_share(self) -> int:
+        """The number of this worker's share that is computed first, if the run is continued."""
+        return 0
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Let ``predict`` use these parameters and buffers from now on."""

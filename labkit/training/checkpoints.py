@@ -17,7 +17,9 @@ the same for any number of ranks, so a run can go on with another one where ``ra
 see ``labkit.training.resume``.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +56,20 @@ class Checkpoints:
         self.steps: int = facts.get("steps", 0)
         self.devices = [strategy.comm.device, *strategy.devices]
         self.writer: CheckpointWriter | None = None
-        if config.checkpoint_dir is not None and not isinstance(strategy, OwnPaceStrategy):
-            keep = config.checkpoint_keep
-            self.writer = CheckpointWriter(strategy.comm, config.checkpoint_dir, keep)
+        # Where workers do not wait for each other, only the server writes.
+        self.is_alone = isinstance(strategy, OwnPaceStrategy)
+        if config.checkpoint_dir is not None and not (self.is_alone and strategy.comm.rank):
+            comm: Any = _Alone() if self.is_alone else strategy.comm
+            self.writer = CheckpointWriter(comm, config.checkpoint_dir, config.checkpoint_keep)
         self._draws, self._before = False, random_states(self.devices)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        """Wait until the last checkpoint is whole; after a failure, give it up."""
+        if self.writer is not None:
+            self.writer.__exit__(*failure)
 
     def after_step(self, progress: Progress) -> None:
         """Save if a checkpoint is due; after the last step of an epoch, ``after_epoch`` does."""
@@ -72,14 +84,32 @@ class Checkpoints:
         if best or is_last or self.config.checkpoint_every is None or self._is_due(progress):
             self.save(progress, best)
 
-    def save(self, progress: Progress, best: bool = False) -> None:
-        """Save a checkpoint; returns when the tensors are copied."""
+    def save(
+        self,
+        progress: Progress,
+        best: bool = False,
+        of_others: Mapping[str, Tensors] | None = None,
+    ) -> None:
+        """Save a checkpoint; returns when the tensors are copied.
+
+        ``of_others`` is what other ranks have, by rank, where this one writes alone.
+        """
         if self.writer is None:
             return
         with self.strategy.comm.span("checkpoint"):
-            place = {"epoch": progress.epoch, "step": progress.step, "epochs": progress.rows}
-            step = progress.epoch * self.steps + progress.step
-            self.writer.save(step, self._tensors(progress), self.facts | place, best)
+            ranks = {self._rank: self.of_this_rank(progress)} | dict(of_others or {})
+            self._write(progress, self._of_model() | {"ranks": ranks}, best)
+
+    def at_own_pace(self, progress: Progress, measure: Callable[[], object]) -> None:
+        """Let a technique whose workers do not wait for each other save its checkpoints.
+
+        Args:
+            progress: how far the run is, to be kept up to date.
+            measure: adds the epochs that have ended to ``progress``.
+        """
+        if self.config.checkpoint_dir is not None:
+            assert isinstance(self.strategy, OwnPaceStrategy)
+            self.strategy.saves = ServerSaves(self, progress, measure)
 
     def load(self, path: Path | None, rehearse: Callable[[], object]) -> Progress:
         """How far the run is; continued from a checkpoint if there is one.
@@ -104,16 +134,21 @@ class Checkpoints:
             self._load_others(path, kept, progress)
         return progress
 
-    def close(self) -> None:
-        """Wait until the last checkpoint is whole."""
-        if self.writer is not None:
-            self.writer.close()
-
     def _is_due(self, progress: Progress) -> bool:
         every = self.config.checkpoint_every
         return bool(every) and (progress.epoch * self.steps + progress.step) % every == 0
 
-    def _tensors(self, progress: Progress) -> Tensors:
+    @property
+    def _rank(self) -> str:
+        return str(self.strategy.comm.rank)
+
+    def _write(self, progress: Progress, tensors: Tensors, best: bool) -> None:
+        assert self.writer is not None
+        place = {"epoch": progress.epoch, "step": progress.step, "epochs": progress.rows}
+        step = progress.epoch * self.steps + progress.step
+        self.writer.save(step, tensors, self.facts | place, best)
+
+    def _of_model(self) -> Tensors:
         strategy = self.strategy
         kept, optimizer = strategy.kept(), strategy.optimizer
         found: Tensors = {"model": kept.given, "optimizer": {"state": kept.optimizer_state()}}
@@ -122,11 +157,11 @@ class Checkpoints:
         if strategy.scaler is not None:
             state = strategy.scaler.state_dict()
             found["scaler"] = {key: _number(value) for key, value in state.items()}
-        found["ranks"] = {str(strategy.comm.rank): self._of_this_rank(kept, progress)}
         return found
 
-    def _of_this_rank(self, kept: Kept, progress: Progress) -> Tensors:
-        states = random_states(self.devices)
+    def of_this_rank(self, progress: Progress) -> Tensors:
+        """What no other rank has."""
+        kept, states = self.strategy.kept(), random_states(self.devices)
         self._draws |= not equal_states(self._before, states)
         sums = {
             **{name: getattr(progress, name) for name in _SUMS},
@@ -150,11 +185,15 @@ class Checkpoints:
 
     def _load_mine(self, path: Path, kept: Kept, progress: Progress) -> None:
         """Take what this rank alone had."""
-        rank = str(self.strategy.comm.rank)
-        mine = read_tensors(path, [f"ranks.{rank}"])["ranks"][rank]
+        mine = _read(path, ("ranks",), [self._rank]).get(self._rank)
+        whose = "0" if self.is_alone else self._rank
+        own = _read(path, ("ranks", whose), ["own"]).get("own", {})
+        self.strategy.continued(own)
+        # A worker that was lost, and that nobody waited for, is not in the checkpoint.
+        if mine is None:
+            return
         copy_into(kept.buffers, mine.get("buffers", {}))
         kept.load_rates(mine.get("rates"))
-        self.strategy.continued(mine.get("own", {}))
         self._add(progress, mine["progress"])
         sent = mine["progress"].get("sent")
         progress.sent = None if sent is None else tuple(sent.tolist())
@@ -175,6 +214,69 @@ class Checkpoints:
         progress.seconds = max(progress.seconds, part["seconds"].item())
         progress.spent_s = {kind: s.item() for kind, s in part.get("spent_s", {}).items()}
         self._draws |= bool(part["draws"])
+
+
+class ServerSaves:
+    """Checkpoints of a technique whose workers do not wait for each other, see ``base.Saves``.
+
+    Args:
+        checkpoints: of this rank.
+        progress: how far the run is, to be kept up to date.
+        measure: adds the epochs that have ended to ``progress``.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, progress: Progress, measure: Callable[[], object]
+    ):
+        self.checkpoints, self.progress, self.measure = checkpoints, progress, measure
+        self.strategy = checkpoints.strategy
+        workers, steps = len(self.strategy.workers), checkpoints.steps
+        self._of_a_step, self._of_an_epoch = workers, workers * steps
+        self._every = workers * (checkpoints.config.checkpoint_every or steps)
+        self._saved = progress.epoch * self._of_an_epoch + progress.step * workers
+
+    def are_due(self, shares: int) -> bool:
+        return shares // self._every > self._saved // self._every
+
+    @contextmanager
+    def of_worker(self) -> Iterator[Tensor]:
+        with self._not_counted():
+            data = io.BytesIO()
+            torch.save(_on_host(self.checkpoints.of_this_rank(self.progress)), data)
+            yield torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+
+    def save(self, shares: int, of_workers: Mapping[int, Tensor]) -> None:
+        with self._not_counted():
+            known = len(self.progress.rows)
+            self.measure()
+            best = len(self.progress.rows) > known and is_best(self.progress.rows)
+            epoch, rest = divmod(shares, self._of_an_epoch)
+            self.progress.epoch, self.progress.step = epoch, rest // self._of_a_step
+            ranks = {
+                str(rank): torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True)
+                for rank, part in of_workers.items()
+            }
+            self.checkpoints.save(self.progress, best, ranks)
+            self._saved = shares
+
+    @contextmanager
+    def _not_counted(self) -> Iterator[None]:
+        self.progress.stop_clock(self.strategy)
+        yield
+        self.progress.start_clock(self.strategy)
+
+
+class _Alone:
+    """As a Comm, the only rank."""
+
+    rank, world_size = 0, 1
+
+
+def _on_host(tensors: Tensors) -> Tensors:
+    return {
+        name: _on_host(part) if isinstance(part, dict) else part.detach().cpu()
+        for name, part in tensors.items()
+    }
 
 
 def _number(value: float) -> Tensor:

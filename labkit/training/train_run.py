@@ -1,5 +1,6 @@
 """Start a training run: check the settings, start the ranks, gather the result."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,12 @@ from labkit.config import RunConfig, parse_link
 from labkit.devices import hardware, versions
 from labkit.runtime.launch import RunResult, run
 from labkit.runtime.pickling import UnpicklableError
+from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
 from labkit.training.data import samples_for
+from labkit.training.logs import check_log_dir
 from labkit.training.loop import RankReport, fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
@@ -92,7 +95,7 @@ def train_run(
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
     settings |= {"transport": config.transport, "timeout_s": timeout_s}
-    work = fit, config, strategy, verbose, own, start.path
+    work = fit, _with_logs(config), strategy, verbose, own, start.path
     try:
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     except UnpicklableError as error:
@@ -127,6 +130,15 @@ def _gather(
         notes=notes,
         peak_memory=[report and report.peak_memory for report in result.values],
     )
+
+
+def _with_logs(config: RunConfig) -> RunConfig:
+    """The config for the ranks: with the whole path of its log folder, which is ready for them."""
+    if config.log_dir is None:
+        return config
+    rank = int(os.environ["RANK"]) if under_torchrun() else None
+    check_log_dir(config.log_dir, config.resume, rank)
+    return replace(config, log_dir=os.path.abspath(config.log_dir))
 
 
 def _with_phases(first: RankReport, result: RunResult, strategy: Strategy) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -20,7 +20,8 @@ class Part(FileSystemWriter):
     def __init__(self, path: Path, pace: Pace):
         # Copied ahead are only tensors on a GPU, and these are in host memory already.
         super().__init__(path, per_thread_copy_ahead=0)
-        self.fs = self.hashed = HashedFiles(pace)
+        self.hashed = HashedFiles(pace)
+        self.fs: FileSystem = self.hashed
 
     def storage_meta(self) -> StorageMeta:
         # Without the path, which is that of the hidden folder.

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,9 @@ class CheckpointWriter:
         folder: where the checkpoints are; it is made if there is none.
         keep: how many of the newest checkpoints stay, beside the best.
 
+    Attributes:
+        last_s: how long the thread wrote at the last checkpoint, with its rests, in seconds.
+
     Raises:
         OutputError: on all ranks: the folder cannot be made or written to, or another run writes
             there.
@@ -77,6 +81,7 @@ class CheckpointWriter:
         self._known: list[str] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.last_s = 0.0
         self._unfinished: Path | None = None
         # Names in the folder: of what this run has written, and of what it knows to be whole.
         self._written: set[str] = set()
@@ -169,6 +174,7 @@ class CheckpointWriter:
 
     def _write(self, job: _Job, plan: Plan) -> None:
         """The thread: write this rank's part; on rank 0 also complete the checkpoint."""
+        begun_s = time.monotonic()
         try:
             self._pace.begin()
             self._copies.wait()
@@ -177,6 +183,7 @@ class CheckpointWriter:
         except BaseException as error:
             self._error = error
             self._remove_unfinished()
+        self.last_s = time.monotonic() - begun_s
 
     def _remove_unfinished(self) -> None:
         if self._rank == 0 and self._unfinished is not None:
@@ -240,6 +247,11 @@ class CheckpointWriter:
             there = "" if free is None else f", and {format_bytes(free)} are free there"
             text += f". It needs about {format_bytes(_needed_bytes(plan))}{there}"
         return text + ". The checkpoints before it are as they were"
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written, or waits for the other ranks' parts."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait until the checkpoint is whole, and as fast as possible.
