@@ -82,6 +82,10 @@ def _check_devices(name: str, value: Any) -> None:
     parse_devices(value)
 
 
+def _check_augment(name: str, value: Any) -> None:
+    parse_augment(value)
+
+
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -149,7 +153,7 @@ class RunConfig:
         None,
         "A,A",
         "change training images at random: crop (move by up to 4 pixels), flip (left to right)",
-        lambda _, value: parse_augment(value),
+        _check_augment,
     )
     resize: int | None = _integer(
         None, "PIXELS", "scale images to this height and width, such as 224", most=_MOST_PIXELS

@@ -8,9 +8,13 @@ from torch.utils.data import Subset
 from labkit.config import RunConfig, parse_augment
 from labkit.training.own import Own, made
 from labkit.units import format_count
-from labkit.workload.datasets import load_dataset, open_dataset
+from labkit.workload.datasets import StoredData, load_dataset, open_dataset
 from labkit.workload.images import Transform
 from labkit.workload.samples import Samples, TensorSamples, parts_of
+
+# Of a data set that is put into floating point as a whole: up to 16 MB. To do it for each batch
+# takes 12 us per batch of digits.
+_MOST_FLOATS = 4 * 2**20
 
 
 def samples_for(
@@ -33,15 +37,20 @@ def samples_for(
     size, transform = config.train_size, _transform(config)
     if config.dataset == "fake":
         data = load_dataset("fake", train_size=size, dtype=dtype)
-        test = TensorSamples(data.test_inputs, data.test_targets, None, _or_none(transform))
-        return TensorSamples(
-            data.train_inputs, data.train_targets, data.num_classes, _or_none(transform)
-        ), test
-    stored = open_dataset(config.dataset, train_size=size, download=download)
-    transform = replace(transform, standard=stored.standard)
-    classes = stored.num_classes
-    train = TensorSamples(stored.train_images, stored.train_targets, classes, transform)
-    return train, TensorSamples(stored.test_images, stored.test_targets, classes, transform)
+    else:
+        stored = open_dataset(config.dataset, train_size=size, download=download)
+        if transform.changes or stored.train_images.numel() > _MOST_FLOATS:
+            return _stored_samples(stored, replace(transform, standard=stored.standard))
+        data = stored.in_floats(dtype)
+    made = transform if transform.changes else None
+    train = TensorSamples(data.train_inputs, data.train_targets, data.num_classes, made)
+    return train, TensorSamples(data.test_inputs, data.test_targets, data.num_classes, made)
+
+
+def _stored_samples(data: StoredData, transform: Transform) -> tuple[Samples, Samples]:
+    train = TensorSamples(data.train_images, data.train_targets, data.num_classes, transform)
+    test = TensorSamples(data.test_images, data.test_targets, data.num_classes, transform)
+    return train, test
 
 
 def _transform(config: RunConfig) -> Transform:
@@ -55,27 +64,24 @@ def _transform(config: RunConfig) -> Transform:
     )
 
 
-def _or_none(transform: Transform) -> Transform | None:
-    """None for a transform that does nothing."""
-    return None if transform == Transform(transform.dtype, seed=transform.seed) else transform
-
-
 def _own_samples(config: RunConfig, own: Own) -> tuple[Samples, Samples | None]:
-    dtype, transform = getattr(torch, config.dtype), _or_none(_transform(config))
-    train, test = parts_of(made(own.dataset, "dataset", config.seed), dtype, config.seed)
+    transform = _transform(config)
+    dataset = made(own.dataset, "dataset", config.seed)
+    train, test = parts_of(dataset, transform.dtype, config.seed)
     if config.train_size is not None:
-        train = _first(train, config)
-    test = test and replace(test, transform=transform)
-    return replace(train, transform=transform), test
-
-
-def _first(train: Samples, config: RunConfig) -> Samples:
-    if config.train_size > len(train):
-        raise ValueError(
-            f"train_size {config.train_size}: {config.dataset} has "
-            f"{format_count(len(train), 'training sample')}"
+        train = _first(train, config.train_size, config.dataset)
+    if transform.changes:
+        train, test = (
+            replace(train, transform=transform),
+            test and replace(test, transform=transform),
         )
+    return train, test
+
+
+def _first(train: Samples, size: int, name: str) -> Samples:
+    if size > len(train):
+        has = format_count(len(train), "training sample")
+        raise ValueError(f"train_size {size}: {name} has {has}")
     if isinstance(train, TensorSamples):
-        kept = slice(config.train_size)
-        return TensorSamples(train.inputs[kept], train.targets[kept])
-    return replace(train, dataset=Subset(train.dataset, range(config.train_size)))
+        return replace(train, inputs=train.inputs[:size], targets=train.targets[:size])
+    return replace(train, dataset=Subset(train.dataset, range(size)))

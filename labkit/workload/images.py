@@ -7,6 +7,7 @@ in memory as bytes, and only a batch of it is ever in floating point.
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -64,6 +65,11 @@ class Transform:
     resize: int | None = None
     seed: int = 0
 
+    @property
+    def changes(self) -> bool:
+        """Whether it augments or resizes."""
+        return self.crop or self.flip or self.resize is not None
+
     def __call__(self, images: Tensor, numbers: Tensor, epoch: int | None) -> Tensor:
         """The inputs [n, C, H', W'] made of stored images [n, C, H, W].
 
@@ -75,7 +81,7 @@ class Transform:
         Raises:
             ValueError: samples that are not images.
         """
-        if images.dim() != 4 and (self.crop or self.flip or self.resize):
+        if images.dim() != 4 and self.changes:
             raise ValueError(
                 "augment and resize are for images [channels, height, width], and the inputs of "
                 f"dataset have shape {list(images.shape[1:])}: leave them out"
@@ -86,7 +92,7 @@ class Transform:
             images = resized(images, self.resize, self.dtype)
         return self.standard(images, self.dtype) if self.standard else images
 
-    def _augmented(self, images: Tensor, keys: Tensor) -> Tensor:
+    def _augmented(self, images: Tensor, keys: np.ndarray) -> Tensor:
         if self.crop:
             images = shifted(images, keys)
         if self.flip:
@@ -100,7 +106,7 @@ def _by_channel(values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype).view(1, -1, 1, 1)
 
 
-def shifted(images: Tensor, keys: Tensor) -> Tensor:
+def shifted(images: Tensor, keys: np.ndarray) -> Tensor:
     """Each image [n, C, H, W] moved by some pixels, with zeros where nothing was."""
     height, width = images.shape[-2:]
     pad = SMALL_CROP_PIXELS if min(height, width) < _SMALL_PIXELS else CROP_PIXELS

@@ -15,7 +15,6 @@ from labkit.workload.random_numbers import read_seeded, sample_keys
 
 # Inputs [n, ...] and targets [n, ...].
 Pair = tuple[Tensor, Tensor]
-_MOST_SEED = 2**62 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +113,7 @@ class DatasetSamples:
         """
         # An empty batch has the shape of a sample, too.
         some = numbers if len(numbers) else torch.zeros(1, dtype=torch.int64)
-        seeds = sample_keys(self.seed, -1 if epoch is None else epoch, some) & _MOST_SEED
+        seeds = sample_keys(self.seed, -1 if epoch is None else epoch, some) >> 2
         items = read_seeded(self._items, some.tolist(), seeds.tolist())
         inputs, targets = (as_dtype(part[: len(numbers)], self.dtype) for part in _stacked(items))
         return self.transform(inputs, numbers, epoch) if self.transform else inputs, targets
@@ -169,11 +168,11 @@ class _Batches(Dataset):
     def __init__(self, samples: "Samples"):
         self.samples = samples
 
-    def __getitem__(self, request: tuple[Tensor, int | None]) -> Pair:
-        return self.samples.read(*request)
+    def __getitem__(self, index: tuple[Tensor, int | None]) -> Pair:
+        return self.samples.read(*index)
 
 
-def _unchanged(batch: Pair) -> Pair:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
