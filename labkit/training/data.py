@@ -1,6 +1,8 @@
 """The samples of a run: one of labkit's data sets, or the learner's own."""
 
+import os
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils.data import Subset
@@ -9,8 +11,9 @@ from labkit.config import RunConfig, parse_augment
 from labkit.training.own import Own, made
 from labkit.units import format_count
 from labkit.workload.datasets import StoredData, load_dataset, open_dataset
+from labkit.workload.folders import IMAGENET, is_folder, open_folder
 from labkit.workload.images import Transform
-from labkit.workload.samples import Samples, TensorSamples, parts_of
+from labkit.workload.samples import DatasetSamples, Samples, TensorSamples, parts_of
 
 # Of a data set that is put into floating point as a whole: up to 16 MB. To do it for each batch
 # takes 12 us per batch of digits.
@@ -35,6 +38,8 @@ def samples_for(
         return _own_samples(config, own)
     dtype = getattr(torch, config.dtype)
     size, transform = config.train_size, _transform(config)
+    if is_folder(config.dataset):
+        return _folder_samples(config, transform)
     if config.dataset == "fake":
         data = load_dataset("fake", train_size=size, dtype=dtype)
     else:
@@ -47,10 +52,32 @@ def samples_for(
     return train, TensorSamples(data.test_inputs, data.test_targets, data.num_classes, made)
 
 
+def with_full_paths(config: RunConfig) -> RunConfig:
+    """The same settings for ranks, which may have been started in another folder."""
+    paths = {"weights": config.weights} if config.weights is not None else {}
+    if is_folder(config.dataset):
+        paths["dataset"] = config.dataset
+    full: dict[str, Any] = {
+        name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()
+    }
+    return replace(config, **full)
+
+
 def _stored_samples(data: StoredData, transform: Transform) -> tuple[Samples, Samples]:
     train = TensorSamples(data.train_images, data.train_targets, data.num_classes, transform)
     test = TensorSamples(data.test_images, data.test_targets, data.num_classes, transform)
     return train, test
+
+
+def _folder_samples(config: RunConfig, transform: Transform) -> tuple[Samples, Samples | None]:
+    images, held_out = open_folder(
+        config.dataset, train_size=config.train_size, resize=config.resize, crop=transform.crop
+    )
+    # Images are resized one by one, and then a random part takes the place of a shift.
+    crop = transform.crop and config.resize is None
+    transform = replace(transform, standard=IMAGENET, crop=crop, resize=None)
+    train = DatasetSamples(images, transform.dtype, transform, config.seed)
+    return train, None if held_out is None else replace(train, dataset=held_out)
 
 
 def _transform(config: RunConfig) -> Transform:

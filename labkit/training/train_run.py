@@ -11,7 +11,7 @@ from labkit.runtime.pickling import UnpicklableError
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.data import samples_for
+from labkit.training.data import samples_for, with_full_paths
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
@@ -88,7 +88,7 @@ def train_run(
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
     settings |= {"transport": config.transport, "timeout_s": timeout_s}
-    work = fit, config, strategy, verbose, own
+    work = fit, with_full_paths(config), strategy, verbose, own
     try:
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     except UnpicklableError as error:

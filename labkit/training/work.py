@@ -18,6 +18,7 @@ from labkit.training.data import samples_for
 from labkit.training.own import Own, made
 from labkit.units import check_choice
 from labkit.workload.datasets import DATASETS
+from labkit.workload.folders import is_folder
 from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cross_entropy
 from labkit.workload.models import MODELS, build_model
 from labkit.workload.samples import Samples, first_samples, num_classes
@@ -77,7 +78,7 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
         loss=sum_cross_entropy if direct else SumOfMean(mean),
         mean_loss=mean,
         make_optimizer=partial(_optimizer, config, own.optimizer),
-        is_plain=is_common and own.dataset is None,
+        is_plain=is_common and own.dataset is None and not is_folder(config.dataset),
     )
 
 
@@ -86,6 +87,8 @@ def check_names(config: RunConfig, own: Own) -> None:
     known = {"model": MODELS, "data set": DATASETS, "loss": LOSSES}
     for what, names in known.items():
         name = what.replace(" ", "")
+        if name == "dataset" and is_folder(config.dataset):
+            continue
         if getattr(own, name) is None:
             check_choice(what, getattr(config, name), names)
     if own.optimizer is None:

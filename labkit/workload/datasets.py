@@ -48,7 +48,7 @@ _TORCHVISION = {
     "mnist": ("MNIST", "MNIST"),
     "fashion_mnist": ("FashionMNIST", "FashionMNIST"),
 }
-DATASETS = ("digits", "digits_augmented", *_TORCHVISION, "fake")
+DATASETS = ("digits", *_TORCHVISION, "fake", "digits_augmented")
 _STANDARDS = {
     "digits": Standard(16, (0.3054,), (0.3761,)),
     "mnist": Standard(255, (0.1307,), (0.3081,)),

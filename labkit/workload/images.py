@@ -6,6 +6,7 @@ in memory as bytes, and only a batch of it is ever in floating point.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,6 +93,17 @@ class Transform:
             images = resized(images, self.resize, self.dtype)
         return self.standard(images, self.dtype) if self.standard else images
 
+    def one_size(self, items: list[Any]) -> list[Any]:
+        """Samples (image [C, H, W], target), resized one by one if their sizes differ."""
+        shapes = {tuple(item[0].shape) for item in items if _is_image(item)}
+        if len(shapes) < 2 or self.resize is None or not all(map(_is_image, items)):
+            return items
+        images = (torch.as_tensor(item[0])[None] for item in items)
+        return [
+            (resized(image, self.resize, self.dtype)[0], item[1])
+            for image, item in zip(images, items)
+        ]
+
     def _augmented(self, images: Tensor, keys: np.ndarray) -> Tensor:
         if self.crop:
             images = shifted(images, keys)
@@ -99,6 +111,10 @@ class Transform:
             chosen = draw(keys, _FLIP, 2).bool().view(-1, 1, 1, 1)
             images = torch.where(chosen, images.flip(-1), images)
         return images
+
+
+def _is_image(item: Any) -> bool:
+    return isinstance(item, (tuple, list)) and len(item) == 2 and getattr(item[0], "ndim", 0) == 3
 
 
 @functools.cache

@@ -96,14 +96,15 @@ def _homes(folder: Path) -> Iterator[Path]:
 
 def _write(path: Path, key: dict[str, Any], tensors: Tensors) -> None:
     """Raises OSError; several processes may write at once, and the last one's file stays."""
-    digest, parts, shapes = hashlib.sha256(), [], {}
+    digest, shapes = hashlib.sha256(), {}
+    parts: list[Any] = []
     for name, tensor in tensors.items():
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         padding = bytes(-data.nbytes % _ALIGNED_BYTES)
         shapes[name] = [str(tensor.dtype), list(tensor.shape)]
-        for part in (data, padding):
-            digest.update(part)
-            parts.append(part)
+        parts += [data, padding]
+    for part in parts:
+        digest.update(part)
     head = json.dumps({"key": key, "shapes": shapes, "sha256": digest.hexdigest()}).encode()
     pages = math.ceil((len(head) + 1) / _HEAD_BYTES)
     write_private(path, [head.ljust(pages * _HEAD_BYTES - 1) + b"\n", *parts])

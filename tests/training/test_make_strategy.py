@@ -8,7 +8,7 @@ from labkit.training.make_strategy import make_strategy
 REFUSED = {
     "strategy=magic": "unknown strategy 'magic': choose one of single, ",
     "model=gpt": "unknown model 'gpt': choose one of small_cnn",
-    "dataset=imagenet": "unknown data set 'imagenet': choose one of digits, digits_augmented, cifar10",
+    "dataset=imagenet": "unknown data set 'imagenet': choose one of digits, cifar10",
     "device=tpu": "unknown device 'tpu'",
     "world_size=2": "single trains on one rank, got world_size 2",
     # Options of other techniques.
