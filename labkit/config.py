@@ -88,6 +88,10 @@ def _check_lr_schedule(name: str, value: Any) -> None:
     parse_lr_schedule(value)
 
 
+def _check_augment(name: str, value: Any) -> None:
+    parse_augment(value)
+
+
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -158,7 +162,7 @@ class RunConfig:
         None,
         "A,A",
         "change training images at random: crop (move by up to 4 pixels), flip (left to right)",
-        lambda _, value: parse_augment(value),
+        _check_augment,
     )
     resize: int | None = _integer(
         None, "PIXELS", "scale images to this height and width, such as 224", most=_MOST_PIXELS

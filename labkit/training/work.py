@@ -18,6 +18,7 @@ from labkit.training.optimizer import OPTIMIZERS
 from labkit.training.own import Own, made
 from labkit.units import check_choice
 from labkit.workload.datasets import DATASETS
+from labkit.workload.folders import is_folder
 from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cross_entropy
 from labkit.workload.models import MODELS, build_model
 from labkit.workload.samples import Samples, first_samples, num_classes
@@ -74,6 +75,8 @@ def check_names(config: RunConfig, own: Own) -> None:
     known = {"model": MODELS, "data set": DATASETS, "loss": LOSSES}
     for what, names in known.items():
         name = what.replace(" ", "")
+        if name == "dataset" and is_folder(config.dataset):
+            continue
         if getattr(own, name) is None:
             check_choice(what, getattr(config, name), names)
     if own.optimizer is None:
