@@ -145,17 +145,17 @@ class Case:
     @contextlib.contextmanager
     def row(self, row: Row, note: Callable[[str, object], None]) -> Iterator[None]:
         """Around a row's cases: nothing is left, the next run works, the seconds are noted."""
-        before, in_shm, threads = leftovers(), _shm(), set(threading.enumerate())
-        descriptors = open_descriptors()
+        before, in_shm, threads = leftovers(), _shm(), _threads()
+        pipes = _pipes()
         started_s = time.monotonic()
         yield
         took_s = time.monotonic() - started_s
         self.patch.undo()
         assert wait_until(lambda: not running_ranks(), 2), f"ranks left: {running_ranks()}"
-        assert leftovers() <= before, "something was left"
-        assert wait_until(lambda: set(threading.enumerate()) <= threads, 10), "threads were left"
+        assert leftovers() <= before, f"left: {leftovers() - before}"
+        assert wait_until(lambda: not _threads() - threads, 10), _threads() - threads
         assert wait_until(lambda: not _unused(_shm() - in_shm), 2), _unused(_shm() - in_shm)
-        assert wait_until(lambda: open_descriptors() <= descriptors + 2, 2), "open files were left"
+        assert wait_until(lambda: _pipes() <= pipes, 2), "pipes, sockets or memory were left"
         assert not [p for p in self.folder.rglob("*") if p.suffix == ".part"], "half a file"
         assert run(lambda comm: comm.rank, world_size=2).values == [0, 1]
         assert "Traceback" not in self.capsys.readouterr().err
@@ -172,6 +172,16 @@ def check_words(text: str, words: Sequence[str]) -> None:
 
 def _shm() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _threads() -> set[threading.Thread]:
+    """The threads of this process, but for the one that tqdm keeps."""
+    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+
+
+def _pipes() -> int:
+    """How many pipes, sockets and memory files are open, once garbage is collected."""
+    return sum(map(open_descriptors, ("pipe:", "socket:", "memfd:")))
 
 
 def _unused(names: set[str]) -> set[str]:
@@ -243,6 +253,7 @@ class Kernel:
     def _popen(self, command: list) -> subprocess.Popen:
         hidden = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        here = str(self.folder)
         paths = os.pathsep.join(map(str, (ROOT / "tests" / "pretended", ROOT)))
         return subprocess.Popen(
             command,
@@ -251,7 +262,7 @@ class Kernel:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env=environment | {"LABKIT_PRETEND_GPUS": "1", "PYTHONPATH": paths},
+            env=environment | {"LABKIT_PRETEND_GPUS": "1", "PYTHONPATH": paths, "TMPDIR": here},
         )
 
     def line(self) -> str:
