@@ -300,6 +300,9 @@ class RunConfig:
                 f"backend {self.backend!r} is for PyTorch's counterpart: choose builtin as well, "
                 "or transport for our own implementation"
             )
+        if self.checkpoint_dir is None and (self.resume or self.checkpoint_every is not None):
+            option = "resume" if self.resume else f"checkpoint_every {self.checkpoint_every}"
+            raise ValueError(f"{option} needs checkpoint_dir, the folder of the run's checkpoints")
         if self.link is not None and self.devices is not None and self.strategy in ONE_PROCESS:
             raise ValueError(
                 f"link {self.link!r}: with devices one process moves the tensors, and no messages "

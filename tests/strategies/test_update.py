@@ -14,10 +14,7 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies
-from labkit.costs.traffic import async_parameter_server_cost, model_parallel_cost, norms_cost
 from labkit.strategies.base import OwnPaceStrategy
-from labkit.strategies.flat_parameters import pieces_by_slice
-from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.backend.queues import sent as sent_on_our_backend
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.update import Update
 
@@ -65,6 +66,19 @@ class TorchDDP(Strategy):
         with self.comm.span("update"):
             self.update()
         return loss
+
+    def kept(self) -> Kept:
+        kept = super().kept()
+        if self.comm.rank:
+            # DDP gives all ranks those of rank 0 before they are used.
+            kept.buffers = {}
+        return kept
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        # After its first backward DDP assigns the gradients to other buckets, in whose order it
+        # adds up from then on.
+        self.gradients.add(inputs, targets, batch_size, even_if_empty=True)
+        self.optimizer.zero_grad()
 
     def end_epoch(self) -> None:
         # DDP broadcasts buffers in the next forward pass, but no pass follows the last step.
