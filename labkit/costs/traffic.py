@@ -190,7 +190,7 @@ def async_parameter_server_cost(
 ) -> Cost:
     """What the server or the workers send for ``pushes`` asynchronous pushes, and their pulls.
 
-    A push is a gradient, and a short message with 2 numbers and the model's buffers; the answer is
+    A push is a gradient, and a short message with 3 numbers and the model's buffers; the answer is
     the parameters, and a short message with 1 number and the buffers. A run of E epochs of b
     batches on W workers takes E b W pushes, and W - 1 more that arrive after its end.
 
@@ -202,7 +202,7 @@ def async_parameter_server_cost(
         serves: True for what the server sends, False for what the workers send.
         fp16: whether the short messages have the scale of the loss as well.
     """
-    short = (1 if serves else 2) + fp16 + num_buffers
+    short = (1 if serves else 3) + fp16 + num_buffers
     return Cost(4 * pushes, 2 * pushes, pushes * (num_elements + short) * element_bytes)
 
 

@@ -37,9 +37,9 @@ _SERVER = 0
 class AsyncParameterServer(OwnPaceStrategy):
     """Data parallelism in which every worker runs at its own pace.
 
-    A push takes two messages (loss, samples and buffers, [2 + B]; gradient, [N]), and so does a
-    pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A gradient that the bound
-    holds back stays with its worker until its turn.
+    A push takes two messages (loss, right predictions, samples and buffers, [3 + B]; gradient,
+    [N]), and so does a pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A
+    gradient that the bound holds back stays with its worker until its turn.
 
     With amp ``fp16`` the server decides on the scale of the loss: a push and a pull have it as one
     number more. A gradient that has overflowed makes no update, and the scale is halved unless it
@@ -95,13 +95,14 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
         self.scaler = self.gradients.scaler
         self.parameters, self.gradient = lay_end_to_end(self.model)
-        self.report = self._with_buffers(0, 0, *self._scale())
+        self.report = self._with_buffers(0, 0, 0, *self._scale())
         self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
         self.updates = self.tracker.updates
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
-        self.samples = 0  # of this epoch so far
+        # Of this epoch so far: how many, and how many of them were predicted right.
+        self.samples, self.right = 0, self.report.new_zeros((), dtype=torch.double)
         if comm.rank == _SERVER:
             # SGD works element by element, so one flat parameter gives the same updates.
             flat = nn.Parameter(self.parameters)
@@ -119,8 +120,9 @@ class AsyncParameterServer(OwnPaceStrategy):
         if self.comm.rank == _SERVER:
             for passed_s, loss in self.serve(steps * (self.comm.world_size - 1), epochs):
                 # Shares differ in size, and any workers' shares fill an epoch: count the samples.
+                self.accuracy = self.right / self.samples
                 yield passed_s, loss / self.samples
-                self.samples = 0
+                self.samples, self.right = 0, torch.zeros_like(self.right)
         else:
             self.work(batches)
 
@@ -132,12 +134,13 @@ class AsyncParameterServer(OwnPaceStrategy):
             self.gradient.zero_()
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("push"):
-                told = loss, len(targets), *self._scale()
+                samples = len(targets)
+                told = loss, self.right_of(samples), samples, *self._scale()
                 self.comm.send(self._with_buffers(*told), _SERVER)
                 self.comm.send(self.gradient, _SERVER)
             with self.comm.span("pull"):
                 self.comm.recv(self.parameters, _SERVER)
-                answer = self.comm.recv(self.report[1:], _SERVER)
+                answer = self.comm.recv(self.report[2:], _SERVER)
             load_flat_buffers(self.model, answer[1 + len(self._scale()) :])
             if self.scaler.is_enabled():
                 self.scaler.set_scale(answer[1].item())
@@ -188,10 +191,12 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     def update(self, worker: int) -> Tensor:
         """Apply the gradient that was received; returns the share's sum of losses."""
-        loss, num_samples = self.reports[worker][0], int(self.reports[worker][1])
+        loss, right, samples = self.reports[worker][:3]
+        num_samples = int(samples)
         self.samples += num_samples
+        self.right += right
         if num_samples:
-            more, scaled = self.reports[worker][2:], len(self._scale())
+            more, scaled = self.reports[worker][3:], len(self._scale())
             with self.comm.span("update"):
                 is_made = self.apply(more[0].item() if scaled else None)
             load_flat_buffers(self.model, more[scaled:])

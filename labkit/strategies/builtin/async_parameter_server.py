@@ -27,8 +27,8 @@ class OwnPaceServer:
         settings: of the ``Update``.
 
     Attributes:
-        ends: for each epoch that has ended: when, the mean loss of its samples, and the values
-            and buffers at its end.
+        ends: for each epoch that has ended: when, the mean loss of its samples, the values and
+            buffers at its end, and the part of its samples that was predicted right.
         updates: [worker, staleness] of every update.
     """
 
@@ -44,10 +44,13 @@ class OwnPaceServer:
         self.values, self.buffers = values, buffers
         self.update = Update(optimizer, [values], **settings)
         self.shares, self.epochs = shares, epochs
-        self.ends: queue.SimpleQueue[tuple[float, Tensor, Tensor, Tensor]] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[tuple[float, Tensor, Tensor, Tensor, float]] = (
+            queue.SimpleQueue()
+        )
         self.updates: list[list[int]] = []
         self._lock = threading.Lock()
-        self._done, self._samples, self._loss = 0, 0, torch.zeros((), dtype=torch.float64)
+        self._done, self._samples, self._right = 0, 0, 0.0
+        self._loss = torch.zeros((), dtype=torch.float64)
 
     def push_and_pull(
         self,
@@ -58,6 +61,7 @@ class OwnPaceServer:
         samples: int,
         buffers: Tensor,
         scale: float | None = None,
+        right: float = float("nan"),
     ) -> tuple[Tensor, Tensor, int, bool, dict[str, Any]]:
         """Apply a gradient, and return the latest parameters.
 
@@ -69,6 +73,7 @@ class OwnPaceServer:
             samples: the size of the share.
             buffers: [B], of the worker's replica.
             scale: of the loss, which the worker used.
+            right: how many samples of the share it predicted right; NaN if that is not counted.
 
         Returns:
             The latest values [N], buffers [B] and version, whether to continue, and the state of
@@ -79,6 +84,7 @@ class OwnPaceServer:
                 self._done += 1
                 self._loss += loss
                 self._samples += samples
+                self._right += right
                 if samples:
                     self.values.grad, self.buffers = gradient, buffers
                     if self.update(scale):
@@ -92,8 +98,9 @@ class OwnPaceServer:
 
     def _end_epoch(self) -> None:
         values = self.values.detach().clone()
-        self.ends.put((time.perf_counter(), self._loss / self._samples, values, self.buffers))
-        self._samples = 0
+        loss, accuracy = self._loss / self._samples, self._right / self._samples
+        self.ends.put((time.perf_counter(), loss, values, self.buffers, accuracy))
+        self._samples, self._right = 0, 0.0
         self._loss.zero_()
 
 
@@ -134,9 +141,11 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
             loss = self.local.add(inputs, targets, divisor=batch_size)
             with self.comm.span("communicate"):
                 buffers = flat_buffers(self.model).cpu()
+                samples = len(targets)
                 values, buffers, version, go_on, scaler = call_server(
                     *(_push_and_pull_now, self.comm.rank, version, self.gradient.cpu()),
-                    *(loss.cpu(), len(targets), buffers, self.scaler.get_scale()),
+                    *(loss.cpu(), samples, buffers, self.scaler.get_scale()),
+                    float(self.right_of(samples)),
                 )
                 self._load(values, buffers)
                 self.scaler.load_state_dict(scaler)
@@ -156,7 +165,7 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
         start_s = time.perf_counter()
         for _ in range(epochs):
             with self.comm.span("wait"):
-                end_s, loss, values, buffers = _server.ends.get()
+                end_s, loss, values, buffers, self.accuracy = _server.ends.get()
             self._load(values, buffers)
             yield end_s - start_s, loss
         self.updates = _server.updates
