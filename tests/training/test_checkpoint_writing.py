@@ -365,14 +365,16 @@ def alarms_interrupt():
 TOUCHING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.listdir"}
 
 
-def killed_while_it_writes(folder, begin):
-    """Fork a process that writes checkpoints until it is killed; returns how it ended."""
+def begin_writing(folder, first=1, begin=lambda: None, written=-1):
+    """Fork a process that writes checkpoints until it is killed, a byte to a pipe after each."""
     child = os.fork()
     if not child:
         try:
             begin()
-            for step in range(1, 10_000):
+            for step in range(first, first + 10_000):
                 write(folder, step, keep=1, best=[step] if step % 2 else [])
+                if written >= 0:
+                    os.write(written, b"x")
         except BaseException:
             traceback.print_exc()
         finally:
@@ -418,20 +420,20 @@ def test_killed_at_every_touch_of_a_file(tmp_path):
 
             sys.addaudithook(hook)
 
-        child = killed_while_it_writes(folder, begin)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGKILL
+        child = begin_writing(folder, begin=begin)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         reached = max(reached, assert_recovers(folder, after=0))
     assert reached >= 3
 
 
 def test_killed_at_any_moment(tmp_path):
     draw = random.Random(1)
+    read, written = os.pipe()
     step = 0
     for _ in range(15):
-        child = killed_while_it_writes(tmp_path, lambda: None)
-        time.sleep(draw.uniform(0.001, 0.05))
+        child = begin_writing(tmp_path, step + 1, written=written)
+        os.read(read, 1)
+        time.sleep(draw.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        step = assert_recovers(tmp_path)
-    assert step > 0
+        step = assert_recovers(tmp_path, after=step + 1)

@@ -111,7 +111,7 @@ class Lock:
 
     def release(self) -> None:
         """Give the lock back."""
-        if getattr(self, "_descriptor", None) is not None:
+        if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.close()
