@@ -428,12 +428,14 @@ def test_killed_at_every_touch_of_a_file(tmp_path):
 
 def test_killed_at_any_moment(tmp_path):
     draw = random.Random(1)
-    read, written = os.pipe()
     step = 0
     for _ in range(15):
+        read, written = os.pipe()
         child = begin_writing(tmp_path, step + 1, written=written)
         os.read(read, 1)
         time.sleep(draw.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         step = assert_recovers(tmp_path, after=step + 1)
+        os.close(read)
+        os.close(written)
