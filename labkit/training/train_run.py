@@ -11,7 +11,7 @@ from labkit.runtime.pickling import UnpicklableError
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.data import samples_for, with_full_paths
+from labkit.training.data import check_samples, with_full_paths
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
@@ -78,8 +78,7 @@ def train_run(
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     own = resolved(config, own)
     strategy = make_strategy(config, own=own, download=download)
-    if own.dataset is None:
-        samples_for(config, own, download)
+    check_samples(config, own, download)
     notes = check_work(config, own, strategy)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:

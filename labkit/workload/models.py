@@ -33,8 +33,8 @@ VGG16_CHANNELS = (
 )
 
 _RESNET_BLOCKS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}
-# Of smaller images nothing would be left: each layer with stride 2, and those without padding.
-INCEPTION_PIXELS = 75
+# Of smaller images nothing would be left.
+_LEAST_PIXELS = {"small_cnn": 2, "inception_v3": 75}
 INCEPTION_LAYERS = (
     *("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "maxpool1", "Conv2d_3b_1x1"),
     *("Conv2d_4a_3x3", "maxpool2", "Mixed_5b", "Mixed_5c", "Mixed_5d", "Mixed_6a", "Mixed_6b"),
@@ -64,6 +64,7 @@ def build_model(
     check_choice("model", name, MODELS)
     if len(input_shape) != 3 or min(input_shape) < 1:
         raise ValueError(f"input_shape is (channels, height, width), got {tuple(input_shape)}")
+    check_pixels(name, input_shape)
     if num_classes < 1:
         raise ValueError(f"num_classes is at least 1, got {num_classes}")
     # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
@@ -76,6 +77,16 @@ def build_model(
         if isinstance(module, nn.ReLU | nn.ReLU6):
             module.inplace = False
     return model.to(dtype)
+
+
+def check_pixels(name: str, input_shape: tuple[int, ...]) -> None:
+    """Raise ValueError for images [C, H, W] that model ``name`` would shrink to nothing."""
+    least = _LEAST_PIXELS.get(name, 1)
+    if min(input_shape[-2:]) < least:
+        raise ValueError(
+            f"{name} takes images of {least}x{least} pixels or more, got {tuple(input_shape)}: "
+            f"scale them with resize, such as resize={max(least, 4)}, or choose another model"
+        )
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -95,8 +106,6 @@ def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[n
     reduces larger images to about 4x4; digits are 4x4 after the first.
     """
     channels, height, width = input_shape
-    if min(height, width) < 2:
-        raise ValueError(f"small_cnn takes images of 2x2 pixels or more, got {input_shape}")
     yield from (_conv3x3(channels, 32, min(height, width)), nn.SiLU(), nn.AvgPool2d(2))
     height, width = height // 2, width // 2
     yield from (_conv3x3(32, 64, min(height, width)), nn.SiLU())
@@ -147,12 +156,7 @@ def inception_v3(input_shape: tuple[int, int, int], num_classes: int) -> Iterabl
     below 75x75 its last maps would have none. A rank with a single sample needs 107x107, because
     BatchNorm needs several values per channel.
     """
-    channels, height, width = input_shape
-    if min(height, width) < INCEPTION_PIXELS:
-        raise ValueError(
-            f"inception_v3 takes images of {INCEPTION_PIXELS}x{INCEPTION_PIXELS} pixels or more, "
-            f"got {height}x{width}: scale them with resize, such as 299, or use resnet50"
-        )
+    channels = input_shape[0]
     make = import_torchvision().models.inception_v3
     model = make(num_classes=num_classes, aux_logits=False, init_weights=True)
     if channels != 3:

@@ -18,6 +18,8 @@ State = dict[str, Tensor]
 
 # Under these names a checkpoint of a training script has the parameters.
 _INSIDE = ("model", "state_dict", "model_state_dict")
+# Of torchvision's models, what labkit's leave out.
+_WITHOUT = {"inception_v3": "AuxLogits.", "vgg16": "classifier."}
 # How many differences an error names.
 _NAMED = 3
 
@@ -74,10 +76,7 @@ def read_weights(path: str | Path) -> State:
         raise ValueError(f"weights: there is no file {path}") from None
     # Damaged files raise errors of many kinds, those of zip and pickle among them.
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(
-            f"weights: {path} cannot be read as safetensors or as a file of torch.save: {reason}"
-        ) from None
+        raise ValueError(f"weights: {path} cannot be read: {_why_unreadable(error)}") from None
     for key in _INSIDE:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -90,6 +89,18 @@ def read_weights(path: str | Path) -> State:
                 "save model.state_dict()"
             )
     return dict(found)
+
+
+def _why_unreadable(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if "weights only" in str(error).lower():
+        return (
+            "it holds objects other than tensors, which could run code, or it is damaged: save "
+            "model.state_dict()"
+        )
+    reason = str(error).split(". ")[0].strip() or type(error).__name__
+    return f"it is damaged, or neither safetensors nor a file of torch.save ({reason})"
 
 
 def _read_safetensors(path: str | Path) -> Any:
@@ -110,7 +121,7 @@ def _without_prefix(state: State, wanted: State) -> State:
 
 
 def _renamed(given: State, model: nn.Module, name: str) -> State:
-    """``given`` with the names of ``model``; what belongs to no layer of it is left out."""
+    """``given`` with the names of ``model``, as far as it has its layers."""
     ours = [key for key, layer in model.named_children() if layer.state_dict()]
     theirs: list[str] = torchvision_layers(name)
     if all(re.match(r"[0-9]+\.", key) for key in given):
@@ -120,11 +131,16 @@ def _renamed(given: State, model: nn.Module, name: str) -> State:
         return given
     if len(ours) != len(theirs):
         return given
+    mine = dict(zip(theirs, ours))
+    longest_first = sorted(filter(None, theirs), key=len, reverse=True)
     renamed = {}
-    for mine, other in zip(ours, theirs):
-        for key, value in given.items():
-            if key.startswith(f"{other}."):
-                renamed[f"{mine}.{key.removeprefix(f'{other}.')}"] = value
+    for key, value in given.items():
+        layer = next((layer for layer in longest_first if key.startswith(f"{layer}.")), None)
+        if layer is not None:
+            key = mine[layer] + key.removeprefix(layer)
+        elif key.startswith(_WITHOUT.get(name, "none of them")):
+            continue
+        renamed[key] = value
     return renamed
 
 
@@ -171,7 +187,7 @@ def _told(path: str | Path, left: dict[str, list[str]], wanted: State) -> str:
     if not left:
         return ""
     parts = [
-        f"the {what} layer ({', '.join(f'{key} {list(wanted[key].shape)}' for key in keys)})"
+        f"the {what} layer ({keys[0]} {list(wanted[keys[0]].shape)})"
         for what, keys in left.items()
     ]
-    return f"{' and '.join(parts)} not in {Path(path).name} in this shape: as initialised"
+    return f"{' and '.join(parts)} not in this shape in {Path(path).name}: as initialised"
