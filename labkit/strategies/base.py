@@ -6,12 +6,13 @@ the defaults. There is one object per rank.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.mixed_precision import LossScaler
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
@@ -41,6 +42,8 @@ class Strategy:
         loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it. Called
             once for each sample that is trained on.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
+        instead: by option that makes no sense here, why, and what to use instead.
+        scaler: of the loss, on every rank; enabled with amp ``fp16``; set by ``setup``.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -52,6 +55,8 @@ class Strategy:
     optimizes = "model"
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
+    instead: ClassVar[dict[str, str]] = {}
+    scaler: LossScaler
     devices: Sequence[torch.device] = ()
     comm: Comm
     model: nn.Module
@@ -92,6 +97,10 @@ class Strategy:
         if self.comm.rank not in self.workers:
             return 0, 0
         return self.workers.index(self.comm.rank), len(self.workers)
+
+    def updates_of(self, samples: int, world_size: int) -> int:
+        """How many updates the technique makes of a global batch of ``samples``."""
+        return 1
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
@@ -170,6 +179,10 @@ class OwnPaceStrategy(Strategy):
     @property
     def workers(self) -> range:
         return range(1, self.comm.world_size)
+
+    def updates_of(self, samples: int, world_size: int) -> int:
+        # One for each worker's share, unless it is empty.
+        return min(samples, world_size - 1)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the workers together have processed as many shares as all epochs have.

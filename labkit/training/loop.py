@@ -21,6 +21,7 @@ from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
 from labkit.training.evaluation import Row, evaluated, row_of, spent_since, summed_row, told
 from labkit.training.logs import RunLogs, run_logs
+from labkit.training.optimizer import optimizer_maker
 from labkit.training.own import NOTHING, Own
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
@@ -81,8 +82,9 @@ def _fit(
     work = work_of(config, own)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
     memory = comm.session.memory_of_part(own.num_bytes)
+    make_optimizer = optimizer_maker(config, own.optimizer, strategy, len(work.train))
     # The model gets no name here: a strategy may keep only a part of it, and the rest is freed.
-    strategy.setup(comm, start_equal(comm, work.make_model(), own), work.make_optimizer)
+    strategy.setup(comm, start_equal(comm, work.make_model(), own), make_optimizer)
     started_s = None
     if isinstance(strategy, OwnPaceStrategy):
         started_s = time.perf_counter() - comm.session.recorder.origin

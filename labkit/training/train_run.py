@@ -13,7 +13,7 @@ from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.data import samples_for
+from labkit.training.data import samples_for, with_full_paths
 from labkit.training.logs import check_log_dir
 from labkit.training.loop import RankReport, fit
 from labkit.training.make_strategy import make_strategy
@@ -91,7 +91,7 @@ def train_run(
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
     settings |= {"transport": config.transport, "timeout_s": timeout_s}
-    work = fit, _with_logs(config), strategy, verbose, own
+    work = fit, with_full_paths(_with_logs(config)), strategy, verbose, own
     try:
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     except UnpicklableError as error:
@@ -105,6 +105,8 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, told: str)
     first, is_counted = reports[0], reports[0].bytes_sent is not None
     # Threads compute at the same time, so only the main thread's seconds add up to the run's.
     notes = first.notes | ({"lost_ranks": result.lost} if result.lost else {})
+    if config.scale_lr is not None:
+        notes["used_lr"] = config.used_lr
     if told:
         notes["note"] = ". ".join(filter(None, (notes.get("note"), told)))
     seconds = result.trace.seconds_by_kind(lane=0 if strategy.in_one_process else None)
