@@ -17,6 +17,7 @@ from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.update import Update
 
 
 class RingAllReduce(Strategy):
@@ -57,6 +58,10 @@ class RingAllReduce(Strategy):
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
         self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.trained, clip_norm=self.clip_norm, scaler=self.scaler
+        )
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 
@@ -65,7 +70,8 @@ class RingAllReduce(Strategy):
         # A rank without a sample still takes part in the ring.
         loss = self.gradients.add(inputs, targets)
         self.average_gradients(batch_size)
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss
 
     @torch.no_grad()

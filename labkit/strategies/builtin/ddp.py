@@ -10,6 +10,7 @@ from labkit.backend.queues import sent as sent_on_our_backend
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.update import Update
 
 
 class TorchDDP(Strategy):
@@ -52,12 +53,17 @@ class TorchDDP(Strategy):
         )
         self.gradients = LocalGradients(comm, self.replica, loss=self.loss, **self.settings)
         self.optimizer = make_optimizer(self.replica.parameters())
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.model.parameters(), clip_norm=self.clip_norm, scaler=self.scaler
+        )
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         divisor, no_sync = batch_size / self.comm.world_size, self.replica.no_sync
         loss = self.gradients.add(inputs, targets, divisor, no_sync, even_if_empty=True)
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss
 
     def end_epoch(self) -> None:

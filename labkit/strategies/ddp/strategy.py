@@ -13,6 +13,7 @@ from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.update import Update
 
 
 class DDP(Strategy):
@@ -43,6 +44,10 @@ class DDP(Strategy):
         self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, op="sum")
         self.optimizer = make_optimizer(self.replica.trained)
         self.gradients = LocalGradients(comm, self.replica, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.replica.trained, clip_norm=self.clip_norm, scaler=self.scaler
+        )
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -50,7 +55,8 @@ class DDP(Strategy):
         loss = self.gradients.add(inputs, targets, divisor=batch_size, no_sync=no_sync)
         if not len(targets):
             self.replica.without_samples()
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss
 
     def end_epoch(self) -> None:
