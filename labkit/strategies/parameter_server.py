@@ -142,9 +142,11 @@ class ParameterServer(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
             self.gradient.zero_()
-        loss = self.local.add(inputs, targets)
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
+        loss = self.local.add(inputs, targets, divisor)
         if self.serves:
-            self.serve(batch_size)
+            self.serve(batch_size // divisor)
         else:
             self.push()
             if self.scaler.is_enabled():

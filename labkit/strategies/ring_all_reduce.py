@@ -70,9 +70,11 @@ class RingAllReduce(Strategy):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
         # A rank without a sample still takes part in the ring.
-        loss = self.gradients.add(inputs, targets)
-        self.average_gradients(batch_size)
+        loss = self.gradients.add(inputs, targets, divisor)
+        self.average_gradients(batch_size // divisor)
         with self.comm.span("update"):
             self.update()
         return loss

@@ -111,8 +111,11 @@ def spent_since(before_s: Seconds, strategy: Strategy) -> Seconds:
 
     Of a technique in one process, whose threads compute at the same time, the main thread's alone.
     """
-    one = strategy.in_one_process
-    now_s = strategy.comm.session.seconds_by_kind(main_lane_only=one)
+    session = strategy.comm.session
+    assert session.sums is not None, "the run has started"
+    # On a GPU it waits for the spans' ends: the host has waited for them already.
+    session.recorder.settle()
+    now_s = session.sums.so_far(main_lane_only=strategy.in_one_process)
     spent_s = {kind: seconds - before_s.get(kind, 0.0) for kind, seconds in now_s.items()}
     return {kind: seconds for kind, seconds in spent_s.items() if seconds > 0}
 

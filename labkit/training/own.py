@@ -18,6 +18,7 @@ from torch import nn
 
 from labkit.config import RunConfig
 from labkit.runtime.pickling import find_unpicklable
+from labkit.workload.folders import is_folder
 from labkit.workload.random_numbers import seeded
 
 
@@ -69,6 +70,8 @@ def resolved(config: RunConfig, own: Own) -> Own:
         ValueError: the module or the name in it does not exist.
     """
     paths = {name: getattr(config, name) for name in PARTS if getattr(own, name) is None}
+    if is_folder(config.dataset):
+        paths.pop("dataset", None)
     found = {name: _imported(name, path) for name, path in paths.items() if ":" in path}
     model = found.get("model", own.model)
     if isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters()):

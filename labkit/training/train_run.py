@@ -14,7 +14,7 @@ from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.data import samples_for
+from labkit.training.data import check_samples, with_full_paths
 from labkit.training.logs import check_log_dir
 from labkit.training.loop import RankReport, fit
 from labkit.training.make_strategy import make_strategy
@@ -83,8 +83,7 @@ def train_run(
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     own = resolved(config, own)
     strategy = make_strategy(config, own=own, download=download)
-    if own.dataset is None:
-        samples_for(config, own, download)
+    check_samples(config, own, download)
     notes = check_work(config, own, strategy)
     start = find_start(config, own, strategy)
     tell(start)
@@ -95,7 +94,7 @@ def train_run(
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
     settings |= {"transport": config.transport, "timeout_s": timeout_s}
-    work = fit, _with_logs(config), strategy, verbose, own, start.path
+    work = fit, with_full_paths(_with_logs(config)), strategy, verbose, own, start.path
     try:
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     except UnpicklableError as error:

@@ -7,6 +7,7 @@ import pickle
 import struct
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from labkit.units import check_choice, spelled
 from labkit.workload.images import Standard, shifted
 from labkit.workload.models import import_torchvision
 from labkit.workload.random_numbers import sample_keys
+from labkit.workload.shared_file import shared
 
 REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
 
 # Images [N, C, H, W] uint8 and targets [N] of the training or the held-out part.
 _Part = tuple[Tensor, Tensor]
 
+_PARTS = ("train_images", "train_targets", "test_images", "test_targets")
 # Of digits_augmented: as many as CIFAR has.
 AUGMENTED_SIZE = 50_000
 # How far a pixel of a copy may be brighter or darker, of 16.
@@ -45,7 +48,7 @@ _TORCHVISION = {
     "mnist": ("MNIST", "MNIST"),
     "fashion_mnist": ("FashionMNIST", "FashionMNIST"),
 }
-DATASETS = ("digits", "digits_augmented", *_TORCHVISION, "fake")
+DATASETS = ("digits", *_TORCHVISION, "fake", "digits_augmented")
 _STANDARDS = {
     "digits": Standard(16, (0.3054,), (0.3761,)),
     "mnist": Standard(255, (0.1307,), (0.3081,)),
@@ -101,6 +104,12 @@ class StoredData:
     num_classes: int
     standard: Standard
 
+    def in_floats(self, dtype: torch.dtype) -> Data:
+        """All of it as a model's inputs."""
+        train = self.standard(self.train_images, dtype), self.train_targets
+        test = self.standard(self.test_images, dtype), self.test_targets
+        return Data(self.name, *train, *test, self.num_classes)
+
 
 @spelled
 def load_dataset(
@@ -133,11 +142,8 @@ def load_dataset(
     if name == "fake":
         _check_size(train_size)
         return fake_data(train_size=train_size or 2048, dtype=dtype)
-    data = open_dataset(name, root=root, download=download, train_size=train_size)
-    inputs = (data.standard(images, dtype) for images in (data.train_images, data.test_images))
-    train_inputs, test_inputs = inputs
-    targets = data.train_targets, data.test_targets
-    return Data(name, train_inputs, targets[0], test_inputs, targets[1], data.num_classes)
+    stored = open_dataset(name, root=root, download=download, train_size=train_size)
+    return stored.in_floats(dtype)
 
 
 def open_dataset(
@@ -245,7 +251,14 @@ def _read_torchvision(name: str, root: Path, download: bool) -> tuple[_Part, _Pa
                 "LABKIT_DATA names another folder; digits and fake need no download"
             )
         _fetch(name, folder)
-    return _read_part(name, folder, train=True), _read_part(name, folder, train=False)
+    found = shared(folder, name, partial(_read_parts, name, folder))
+    parts = [found[key] for key in _PARTS]
+    return (parts[0], parts[1]), (parts[2], parts[3])
+
+
+def _read_parts(name: str, folder: Path) -> dict[str, Tensor]:
+    train, test = (_read_part(name, folder, train=is_train) for is_train in (True, False))
+    return dict(zip(_PARTS, (*train, *test)))
 
 
 def _fetch(name: str, folder: Path) -> None:

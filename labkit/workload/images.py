@@ -6,7 +6,9 @@ in memory as bytes, and only a batch of it is ever in floating point.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -64,6 +66,11 @@ class Transform:
     resize: int | None = None
     seed: int = 0
 
+    @property
+    def changes(self) -> bool:
+        """Whether it augments or resizes."""
+        return self.crop or self.flip or self.resize is not None
+
     def __call__(self, images: Tensor, numbers: Tensor, epoch: int | None) -> Tensor:
         """The inputs [n, C, H', W'] made of stored images [n, C, H, W].
 
@@ -75,7 +82,7 @@ class Transform:
         Raises:
             ValueError: samples that are not images.
         """
-        if images.dim() != 4 and (self.crop or self.flip or self.resize):
+        if images.dim() != 4 and self.changes:
             raise ValueError(
                 "augment and resize are for images [channels, height, width], and the inputs of "
                 f"dataset have shape {list(images.shape[1:])}: leave them out"
@@ -86,7 +93,18 @@ class Transform:
             images = resized(images, self.resize, self.dtype)
         return self.standard(images, self.dtype) if self.standard else images
 
-    def _augmented(self, images: Tensor, keys: Tensor) -> Tensor:
+    def one_size(self, items: list[Any]) -> list[Any]:
+        """Samples (image [C, H, W], target), resized one by one if their sizes differ."""
+        shapes = {tuple(item[0].shape) for item in items if _is_image(item)}
+        if len(shapes) < 2 or self.resize is None or not all(map(_is_image, items)):
+            return items
+        images = (torch.as_tensor(item[0])[None] for item in items)
+        return [
+            (resized(image, self.resize, self.dtype)[0], item[1])
+            for image, item in zip(images, items)
+        ]
+
+    def _augmented(self, images: Tensor, keys: np.ndarray) -> Tensor:
         if self.crop:
             images = shifted(images, keys)
         if self.flip:
@@ -95,12 +113,16 @@ class Transform:
         return images
 
 
+def _is_image(item: Any) -> bool:
+    return isinstance(item, (tuple, list)) and len(item) == 2 and getattr(item[0], "ndim", 0) == 3
+
+
 @functools.cache
 def _by_channel(values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype).view(1, -1, 1, 1)
 
 
-def shifted(images: Tensor, keys: Tensor) -> Tensor:
+def shifted(images: Tensor, keys: np.ndarray) -> Tensor:
     """Each image [n, C, H, W] moved by some pixels, with zeros where nothing was."""
     height, width = images.shape[-2:]
     pad = SMALL_CROP_PIXELS if min(height, width) < _SMALL_PIXELS else CROP_PIXELS

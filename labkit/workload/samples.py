@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from labkit.units import format_count
 from labkit.workload.images import Transform
@@ -15,7 +22,6 @@ from labkit.workload.random_numbers import read_seeded, sample_keys
 
 # Inputs [n, ...] and targets [n, ...].
 Pair = tuple[Tensor, Tensor]
-_MOST_SEED = 2**62 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +120,10 @@ class DatasetSamples:
         """
         # An empty batch has the shape of a sample, too.
         some = numbers if len(numbers) else torch.zeros(1, dtype=torch.int64)
-        seeds = sample_keys(self.seed, -1 if epoch is None else epoch, some) & _MOST_SEED
+        seeds = sample_keys(self.seed, -1 if epoch is None else epoch, some) >> 2
         items = read_seeded(self._items, some.tolist(), seeds.tolist())
+        if self.transform and self.transform.resize:
+            items = self.transform.one_size(items)
         inputs, targets = (as_dtype(part[: len(numbers)], self.dtype) for part in _stacked(items))
         return self.transform(inputs, numbers, epoch) if self.transform else inputs, targets
 
@@ -169,11 +177,11 @@ class _Batches(Dataset):
     def __init__(self, samples: "Samples"):
         self.samples = samples
 
-    def __getitem__(self, request: tuple[Tensor, int | None]) -> Pair:
-        return self.samples.read(*request)
+    def __getitem__(self, index: tuple[Tensor, int | None]) -> Pair:
+        return self.samples.read(*index)
 
 
-def _unchanged(batch: Pair) -> Pair:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -246,8 +254,8 @@ def num_classes(samples: Samples) -> int:
         if samples.classes is not None:
             return samples.classes
         targets = samples.targets
-    elif hasattr(samples.dataset, "classes"):
-        return len(samples.dataset.classes)
+    elif hasattr(_whole(samples.dataset), "classes"):
+        return len(_whole(samples.dataset).classes)
     else:
         targets = torch.as_tensor([samples.dataset[index][1] for index in range(len(samples))])
     if not is_integer(targets) or targets.dim() != 1:
@@ -256,6 +264,13 @@ def num_classes(samples: Samples) -> int:
             "each, and labkit's models predict classes: give your own model, too"
         )
     return int(targets.max()) + 1
+
+
+def _whole(dataset: Any) -> Any:
+    """The Dataset of which this is a part."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def is_integer(tensor: Tensor) -> bool:
@@ -325,6 +340,6 @@ def _why_not_stacked(items: Sequence[Any], error: Exception) -> str:
             shapes = " and ".join(str(list(shape)) for shape in sorted(found)[:2])
             return (
                 f"the {name} of dataset differ in shape, as {shapes}, and a batch is one tensor: "
-                "crop or pad them to one shape in the Dataset"
+                "crop or pad them to one shape in the Dataset, or scale them with resize"
             )
     return f"the samples of dataset cannot be put into one batch ({error})"
