@@ -325,7 +325,7 @@ def test_a_run_whose_rank_is_killed_goes_on_to_the_bit():
 
 
 TORCHRUN = """
-    import os, signal, sys
+    import os, signal, time
     from pathlib import Path
     from torch.nn import functional
     from labkit import train_with
@@ -335,7 +335,9 @@ TORCHRUN = """
 
         def __call__(self, outputs, targets):
             self.calls += 1
-            if os.environ.get("RANK") == "1" and self.calls == 12 and not self.flag.exists():
+            if os.environ.get("RANK") == "1" and self.calls == 11 and not self.flag.exists():
+                while not list(Path({folder!r}).glob("step-*")):
+                    time.sleep(0.01)
                 self.flag.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             return functional.cross_entropy(outputs, targets)
@@ -353,9 +355,11 @@ def test_ranks_that_torchrun_starts_again_go_on_to_the_bit(tmp_path):
     script.write_text(textwrap.dedent(TORCHRUN).format(settings=settings, **paths))
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", str(script)]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words], capture_output=True, text=True
-    )
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "continues from step-" in done.stderr
     assert (tmp_path / "flag").exists()
     due = train_with("ddp", world_size=2, loss=nn.CrossEntropyLoss(), **SMALL, model="mlp")
     found = load_file(tmp_path / "end")
