@@ -6,13 +6,15 @@ the defaults. There is one object per rank.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms
 from labkit.workload.losses import Loss, sum_cross_entropy
+from labkit.workload.sampling import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
@@ -28,8 +30,10 @@ class Strategy:
     options that do not go together, and ``setup`` does everything else.
 
     Where ranks divide the samples of a batch, frozen parameters are not communicated, and a
-    missing gradient counts as zero. With dropout no run equals that of one device, because each
-    rank draws its own random numbers.
+    missing gradient counts as zero. Such a run equals that of one device if no layer combines
+    samples and none draws random numbers: with dropout each rank draws its own, and BatchNorm
+    normalises each share by itself, unless ``sync_batch_norm`` gives it the global batch's
+    statistics.
 
     Attributes:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
@@ -38,8 +42,13 @@ class Strategy:
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
+        sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
+        synchronised_by: whose layers do that, ``labkit`` or ``torch``.
+        global_batch: what the ranks tell each other about a batch then; set by ``setup``; None if
+            they need not.
         loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
+        instead: by option that makes no sense here, why, and what to use instead.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -49,8 +58,12 @@ class Strategy:
     survives_lost_workers = False
     through_comm = True
     optimizes = "model"
+    sync_batch_norm = False
+    synchronised_by = "labkit"
+    global_batch: GlobalBatch | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
+    instead: ClassVar[dict[str, str]] = {}
     devices: Sequence[torch.device] = ()
     comm: Comm
     model: nn.Module
@@ -92,6 +105,18 @@ class Strategy:
             return 0, 0
         return self.workers.index(self.comm.rank), len(self.workers)
 
+    def part_of(self, batch: Tensor) -> Tensor:
+        """This rank's samples of a global batch, [n] of [B]: what ``step`` gets."""
+        if self.global_batch is None:
+            return share(batch, *self.share())
+        return torch.cat(self.global_batch.parts(batch))
+
+    def common_sizes(self, batch_size: int) -> list[int] | None:
+        """The sizes of this rank's micro-batches, as many as all ranks have; None for any."""
+        if self.global_batch is None:
+            return None
+        return [len(part) for part in self.global_batch.parts(torch.arange(batch_size))]
+
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
@@ -122,7 +147,10 @@ class Strategy:
 
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
-        return {}
+        if not self.sync_batch_norm or len(self.workers) < 2:
+            return {}
+        layers = len(batch_norms(self.model))
+        return {"sync_batch_norm": {"by": self.synchronised_by, "layers": layers}}
 
     def sent(self) -> tuple[int, int] | None:
         """Messages and bytes that this rank has sent so far; None if they are not counted."""
@@ -142,6 +170,10 @@ class OwnPaceStrategy(Strategy):
         lost: {rank: why} for the workers that died; set by ``setup``.
     """
 
+    instead: ClassVar[dict[str, str]] = {
+        "sync_batch_norm": "its workers wait for nobody, so there is no common batch whose "
+        "statistics they could share; use parameter_server, ddp or ring_all_reduce"
+    }
     updates: Sequence[Sequence[int]]
     lost: dict[int, str]
 

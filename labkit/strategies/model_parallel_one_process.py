@@ -20,7 +20,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import fill_missing
-from labkit.strategies.stage import on_several
+from labkit.strategies.stage import StagedModel, on_several
 from labkit.trace import Timer
 from labkit.workload.chain import layers_of
 from labkit.workload.samples import on_device
@@ -54,6 +54,7 @@ class ModelParallelOneProcess(Strategy):
 
     in_one_process = True
     through_comm = False
+    instead: ClassVar[dict[str, str]] = StagedModel.instead
 
     def __init__(self, split_points: Sequence[int] = (), devices: Sequence[str] = ("cpu",)):
         twice = [name for name, count in Counter(devices).items() if count > 1]

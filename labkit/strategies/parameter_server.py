@@ -25,6 +25,7 @@ from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
+from labkit.strategies.sync_batch_norm import convert
 
 
 @torch.no_grad()
@@ -55,6 +56,8 @@ class ParameterServer(Strategy):
     Args:
         servers: K, below the world size (1 if the world size is 1).
         accumulate, straggler: see ``LocalGradients``.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch, which the
+            workers tell each other; servers take no part.
 
     Raises:
         ValueError: the straggler would be a server; in ``setup``, no rank is left to work.
@@ -63,17 +66,26 @@ class ParameterServer(Strategy):
     optimizes = "elements"
 
     def __init__(
-        self, servers: int = 1, accumulate: int = 1, straggler: tuple[int, float] | None = None
+        self,
+        servers: int = 1,
+        accumulate: int = 1,
+        straggler: tuple[int, float] | None = None,
+        sync_batch_norm: bool = False,
     ):
         check_straggler(straggler, servers)
-        self.servers = servers
+        self.servers, self.sync_batch_norm = servers, sync_batch_norm
         self.settings = {"accumulate": accumulate, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_servers(self.servers, comm.world_size)
         self.comm = comm
         self.model = model.to(comm.device).train()
-        self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        if self.sync_batch_norm and comm.rank in self.workers:
+            count = self.settings["accumulate"]
+            self.global_batch = convert(self.model, comm, self.workers, count)
+        self.local = LocalGradients(
+            comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
+        )
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         self._take_role()
@@ -102,7 +114,7 @@ class ParameterServer(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
             self.gradient.zero_()
-        loss = self.local.add(inputs, targets)
+        loss = self.local.add(inputs, targets, sizes=self.common_sizes(batch_size))
         if self.serves:
             self.serve(batch_size)
         else:
@@ -139,7 +151,7 @@ class ParameterServer(Strategy):
                 self.comm.send(self.slice, worker)
 
     def end_epoch(self) -> None:
-        average_buffers(self.comm, self.model, self.workers)
+        average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)
 
     def full_state(self) -> dict[str, Tensor]:
         # Workers have all slices already; each of several servers has only its own.

@@ -17,6 +17,7 @@ from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.sync_batch_norm import convert
 
 
 class RingAllReduce(Strategy):
@@ -24,10 +25,11 @@ class RingAllReduce(Strategy):
 
     Batch statistics (BatchNorm): each rank normalises with the statistics of its own share, as in
     DDP. At the end of an epoch the running averages are averaged over the ranks, and the counters
-    are taken from rank 0, so that replicas agree.
+    are taken from rank 0, so that replicas agree. With ``sync_batch_norm`` they are equal anyway.
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
         compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.collectives.compressed``: replicas
             still agree, but the run no longer equals that of one device.
 
@@ -41,6 +43,7 @@ class RingAllReduce(Strategy):
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
         compress: str | None = None,
+        sync_batch_norm: bool = False,
     ):
         if compress == "topk" and amp == "fp16":
             raise ValueError(
@@ -49,21 +52,27 @@ class RingAllReduce(Strategy):
             )
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
         self.all_reduce = all_reduce_of(compress)
+        self.sync_batch_norm = sync_batch_norm
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         self.model = model.to(comm.device).train()
+        if self.sync_batch_norm:
+            count = self.settings["accumulate"]
+            self.global_batch = convert(self.model, comm, self.workers, count)
         # parameters() lists a tied parameter once.
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
-        self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.gradients = LocalGradients(
+            comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
+        )
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         # A rank without a sample still takes part in the ring.
-        loss = self.gradients.add(inputs, targets)
+        loss = self.gradients.add(inputs, targets, sizes=self.common_sizes(batch_size))
         self.average_gradients(batch_size)
         self.gradients.update(self.optimizer)
         return loss
@@ -85,4 +94,4 @@ class RingAllReduce(Strategy):
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
     def end_epoch(self) -> None:
-        average_buffers(self.comm, self.model, self.workers)
+        average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)

@@ -13,7 +13,7 @@ Symbols: P ranks and stages, n samples in a micro-batch.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -341,6 +341,10 @@ class StagedModel(Strategy):
     """
 
     optimizes = "layers"
+    instead: ClassVar[dict[str, str]] = {
+        "sync_batch_norm": "each layer is on one rank, and sees the whole (micro-)batch already; "
+        "leave it out"
+    }
 
     def __init__(self, split_points: Sequence[int] = ()):
         self.split_points = as_split_points(split_points)

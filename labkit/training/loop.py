@@ -24,7 +24,7 @@ from labkit.training.own import NOTHING, Own
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
 from labkit.workload.samples import on_device
-from labkit.workload.sampling import batch_slices, epoch_order, share
+from labkit.workload.sampling import batch_slices, epoch_order
 
 # Messages and bytes; None if they are not counted.
 Sent = tuple[int, int] | None
@@ -169,7 +169,7 @@ def _shares(
 ) -> Iterator[Batch]:
     """This rank's samples of each global batch, on its device, and the size of that batch."""
     comm = strategy.comm
-    mine = [share(batch, *strategy.share()) for batch in batches]
+    mine = [strategy.part_of(batch) for batch in batches]
     loaded = work.train.batches(mine, config.num_workers, pinned=strategy.uses_gpu)
     for batch in batches:
         with comm.span("data"):
