@@ -11,9 +11,10 @@ import secrets
 import stat
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from labkit.errors import OutputError
 
@@ -121,6 +122,26 @@ def write_each(*writes: Callable[[], object]) -> None:
             failures.append(str(error))
     if failures:
         raise OutputError("; ".join(failures))
+
+
+def write_private(path: str | Path, parts: Iterable[Any]) -> None:
+    """Replace ``path`` itself, even if it is a link, by a file that only this user can use.
+
+    Args:
+        path: in a folder that exists, which others may be able to write to.
+        parts: bytes, or objects with a buffer, one after another.
+
+    Raises:
+        OSError: the writing failed.
+    """
+    beside = Path(path).with_name(f".labkit-{secrets.token_hex(8)}.part")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(beside, flags, 0o600), "wb") as file:
+            file.writelines(parts)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _find(path: str | Path) -> os.stat_result | None:

@@ -29,6 +29,7 @@ from labkit.runtime.forkserver import end_stopped_server, server_fault
 from labkit.runtime.messages import Inbox, Report, Shown, let_go, trace_of
 from labkit.runtime.output import Output
 from labkit.runtime.preload import warm_up
+from labkit.runtime.shortages import result_too_large
 from labkit.runtime.start_ranks import Ranks
 from labkit.runtime.watch import Nothing, Watcher, watcher
 from labkit.runtime.worker import Job, run_rank
@@ -161,6 +162,9 @@ class Supervisor:
                     self._output.take(message)
                 else:
                     self._seen.reports[rank] = message
+        except MemoryError:
+            told = result_too_large(inbox.expected_bytes)
+            raise WorkerError(f"rank {rank}: {told}", rank=rank) from None
         except EOFError:
             del self._inboxes[control]
             control.close()

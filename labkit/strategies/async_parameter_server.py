@@ -7,7 +7,8 @@ continues with its share of the next batch. A slow worker does not delay the oth
 are stale; the staleness is counted and can be bounded: ``labkit.schedules.staleness``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch. So W pushes,
-one per worker, together move the parameters about as far as one synchronous step.
+one per worker, together move the parameters about as far as one synchronous step. Clipping
+limits each of them to a W-th of ``clip_norm``, so that W pushes together stay within it.
 
 Symbols: W workers, N trainable parameters, B numbers in the model's buffers.
 Sources: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 (Downpour SGD);
@@ -28,6 +29,7 @@ from labkit.schedules.staleness import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
 from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
+from labkit.strategies.update import Update
 
 _SERVER = 0
 
@@ -35,9 +37,13 @@ _SERVER = 0
 class AsyncParameterServer(OwnPaceStrategy):
     """Data parallelism in which every worker runs at its own pace.
 
-    A push takes two messages (loss, samples and buffers, [2 + B]; gradient, [N]), and so does a
-    pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A gradient that the bound
-    holds back stays with its worker until its turn.
+    A push takes two messages (loss, right predictions, samples and buffers, [3 + B]; gradient,
+    [N]), and so does a pull (parameters, [N]; whether to continue, and buffers, [1 + B]). A
+    gradient that the bound holds back stays with its worker until its turn.
+
+    With amp ``fp16`` the server decides on the scale of the loss: a push and a pull have it as one
+    number more. A gradient that has overflowed makes no update, and the scale is halved unless it
+    has changed since the worker pulled it.
 
     An epoch ends when the server has received as many shares as the epoch has, from any workers: a
     fast worker may be working on its shares of the next epoch by then. An empty share counts, but
@@ -51,7 +57,7 @@ class AsyncParameterServer(OwnPaceStrategy):
     the run fails. (``torchrun`` ends the run whenever a rank dies.)
 
     Args:
-        accumulate, straggler: see ``LocalGradients``.
+        accumulate, amp, straggler: see ``LocalGradients``.
         max_staleness: the most updates by other workers that a gradient may miss, W - 1 or more;
             None for no limit.
 
@@ -65,11 +71,12 @@ class AsyncParameterServer(OwnPaceStrategy):
     def __init__(
         self,
         accumulate: int = 1,
+        amp: str | None = None,
         straggler: tuple[int, float] | None = None,
         max_staleness: int | None = None,
     ):
         check_straggler(straggler)
-        self.settings = {"accumulate": accumulate, "straggler": straggler}
+        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
         self.max_staleness = max_staleness
 
     def check_ranks(self, world_size: int) -> None:
@@ -86,26 +93,36 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.comm = comm
         self.model = model.to(comm.device).train()
         self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
         self.parameters, self.gradient = lay_end_to_end(self.model)
-        self.report = self._with_buffers(0, 0)
+        self.report = self._with_buffers(0, 0, 0, *self._scale())
         self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
         self.updates = self.tracker.updates
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
-        self.samples = 0  # of this epoch so far
+        # Of this epoch so far: how many, and how many of them were predicted right.
+        self.samples, self.right = 0, self.report.new_zeros((), dtype=torch.double)
         if comm.rank == _SERVER:
             # SGD works element by element, so one flat parameter gives the same updates.
             flat = nn.Parameter(self.parameters)
             flat.grad = self.gradient
             self.optimizer = make_optimizer([flat])
+            self.apply = Update(
+                self.optimizer,
+                [flat],
+                clip_norm=self.clip_norm and self.clip_norm / len(self.workers),
+                scaler=self.scaler,
+                sizes=[p.numel() for p in self.model.parameters() if p.requires_grad],
+            )
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == _SERVER:
             for passed_s, loss in self.serve(steps * (self.comm.world_size - 1), epochs):
                 # Shares differ in size, and any workers' shares fill an epoch: count the samples.
+                self.accuracy = self.right / self.samples
                 yield passed_s, loss / self.samples
-                self.samples = 0
+                self.samples, self.right = 0, torch.zeros_like(self.right)
         else:
             self.work(batches)
 
@@ -117,12 +134,16 @@ class AsyncParameterServer(OwnPaceStrategy):
             self.gradient.zero_()
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("push"):
-                self.comm.send(self._with_buffers(loss, len(targets)), _SERVER)
+                samples = len(targets)
+                told = loss, self.right_of(samples), samples, *self._scale()
+                self.comm.send(self._with_buffers(*told), _SERVER)
                 self.comm.send(self.gradient, _SERVER)
             with self.comm.span("pull"):
                 self.comm.recv(self.parameters, _SERVER)
-                answer = self.comm.recv(self.report[1:], _SERVER)
-            load_flat_buffers(self.model, answer[1:])
+                answer = self.comm.recv(self.report[2:], _SERVER)
+            load_flat_buffers(self.model, answer[1 + len(self._scale()) :])
+            if self.scaler.is_enabled():
+                self.scaler.set_scale(answer[1].item())
             go_on, done = bool(answer[0]), done + 1
             loss = loss / max(1, len(targets))
             self.comm.progress(done, samples=len(targets), loss=loss)
@@ -170,20 +191,24 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     def update(self, worker: int) -> Tensor:
         """Apply the gradient that was received; returns the share's sum of losses."""
-        loss, num_samples = self.reports[worker][0], int(self.reports[worker][1])
+        loss, right, samples = self.reports[worker][:3]
+        num_samples = int(samples)
         self.samples += num_samples
+        self.right += right
         if num_samples:
+            more, scaled = self.reports[worker][3:], len(self._scale())
             with self.comm.span("update"):
-                self.optimizer.step()
-            load_flat_buffers(self.model, self.reports[worker][2:])
-            self.tracker.apply(worker)
+                is_made = self.apply(more[0].item() if scaled else None)
+            load_flat_buffers(self.model, more[scaled:])
+            if is_made:
+                self.tracker.apply(worker)
         return loss
 
     def answer(self, worker: int, go_on: bool) -> None:
         """Send ``worker`` the parameters that it pulls; if not ``go_on``, for the last time."""
         with self.comm.span("pull"):
             self.comm.send(self.parameters, worker)
-            self.comm.send(self._with_buffers(go_on), worker)
+            self.comm.send(self._with_buffers(go_on, *self._scale()), worker)
         self.tracker.pull(worker) if go_on else self.tracker.drop(worker)
 
     def dismiss(self) -> None:
@@ -211,6 +236,10 @@ class AsyncParameterServer(OwnPaceStrategy):
                 f"rank {error.rank} is lost after {self.tracker.version} updates, going on with "
                 f"workers {sorted(self.tracker.pulled)}: {error}"
             )
+
+    def _scale(self) -> list[float]:
+        """What a short message says of the scale of the loss: nothing, unless there is one."""
+        return [self.scaler.get_scale()] if self.scaler.is_enabled() else []
 
     @torch.no_grad()
     def _with_buffers(self, *numbers: float | Tensor) -> Tensor:

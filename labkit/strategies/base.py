@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms
-from labkit.workload.losses import Loss, sum_cross_entropy
+from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.sampling import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
@@ -46,9 +47,11 @@ class Strategy:
         synchronised_by: whose layers do that, ``labkit`` or ``torch``.
         global_batch: what the ranks tell each other about a batch then; set by ``setup``; None if
             they need not.
-        loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it.
+        loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it. Called
+            once for each sample that is trained on.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
         instead: by option that makes no sense here, why, and what to use instead.
+        scaler: of the loss, on every rank; enabled with amp ``fp16``; set by ``setup``.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -64,6 +67,7 @@ class Strategy:
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
     instead: ClassVar[dict[str, str]] = {}
+    scaler: LossScaler
     devices: Sequence[torch.device] = ()
     comm: Comm
     model: nn.Module
@@ -117,6 +121,10 @@ class Strategy:
             return None
         return [len(part) for part in self.global_batch.parts(torch.arange(batch_size))]
 
+    def updates_of(self, samples: int, world_size: int) -> int:
+        """How many updates the technique makes of a global batch of ``samples``."""
+        return 1
+
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
@@ -125,6 +133,17 @@ class Strategy:
         global batch.
         """
         raise NotImplementedError
+
+    def counted(self) -> Tensor:
+        """Right predictions of this rank since the last call and of how many, float64 [2].
+
+        Zeros if the loss does not count them, or the predictions are not of classes.
+        """
+        counts = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        if isinstance(self.loss, CountedLoss):
+            right, counts[1] = self.loss.take()
+            counts[0] = right
+        return counts
 
     def end_epoch(self) -> None:
         """Make equal on all ranks what differs after the steps, such as batch statistics."""
@@ -167,14 +186,17 @@ class OwnPaceStrategy(Strategy):
 
     Attributes:
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
+        accuracy: on the server, the part of the latest epoch's samples that was predicted right
+            when their gradients were computed; NaN if that is not counted.
         lost: {rank: why} for the workers that died; set by ``setup``.
     """
 
-    instead: ClassVar[dict[str, str]] = {
+    instead: ClassVar = {
         "sync_batch_norm": "its workers wait for nobody, so there is no common batch whose "
         "statistics they could share; use parameter_server, ddp or ring_all_reduce"
     }
     updates: Sequence[Sequence[int]]
+    accuracy: Tensor | float = float("nan")
     lost: dict[int, str]
 
     def check_ranks(self, world_size: int) -> None:
@@ -187,6 +209,10 @@ class OwnPaceStrategy(Strategy):
     @property
     def workers(self) -> range:
         return range(1, self.comm.world_size)
+
+    def updates_of(self, samples: int, world_size: int) -> int:
+        # One for each worker's share, unless it is empty.
+        return min(samples, world_size - 1)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the workers together have processed as many shares as all epochs have.
@@ -202,6 +228,11 @@ class OwnPaceStrategy(Strategy):
             ``full_state`` before it continues. On the workers, nothing.
         """
         raise NotImplementedError
+
+    def right_of(self, samples: int) -> Tensor | float:
+        """Right predictions of this rank's latest share, of ``samples``; NaN if not counted."""
+        right, judged = self.loss.take() if isinstance(self.loss, CountedLoss) else (0, 0)
+        return right if judged == samples else float("nan")
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Let ``predict`` use these parameters and buffers from now on."""

@@ -18,6 +18,7 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.sync_batch_norm import convert
+from labkit.strategies.update import Update
 
 
 class RingAllReduce(Strategy):
@@ -66,6 +67,10 @@ class RingAllReduce(Strategy):
         self.gradients = LocalGradients(
             comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
         )
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.trained, clip_norm=self.clip_norm, scaler=self.scaler
+        )
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 
@@ -74,7 +79,8 @@ class RingAllReduce(Strategy):
         # A rank without a sample still takes part in the ring.
         loss = self.gradients.add(inputs, targets, sizes=self.common_sizes(batch_size))
         self.average_gradients(batch_size)
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss
 
     @torch.no_grad()

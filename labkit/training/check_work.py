@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from labkit.config import STAGED, RunConfig
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.training.own import Own, seeded
+from labkit.training.optimizer import optimizer_maker
+from labkit.training.own import Own
 from labkit.training.work import Work, work_of
 from labkit.units import format_count
+from labkit.workload.datasets import DATASETS
 from labkit.workload.losses import sum_cross_entropy
+from labkit.workload.random_numbers import seeded
 from labkit.workload.samples import TensorSamples, first_samples, is_integer
 
 # Two parameters -> those of one optimizer.
@@ -36,7 +39,8 @@ def check_work(config: RunConfig, own: Own, strategy: Strategy) -> str:
     Raises:
         ValueError: own parts that do not go together; the message says what to change.
     """
-    if own.is_empty and (config.loss, config.optimizer) == ("cross_entropy", "sgd"):
+    is_usual = (config.loss, config.optimizer) == ("cross_entropy", "sgd")
+    if own.is_empty and is_usual and config.dataset in DATASETS:
         return ""
     work = work_of(config, own)
     if len(work.train) < config.world_size and config.strategy not in STAGED:
@@ -49,6 +53,11 @@ def check_work(config: RunConfig, own: Own, strategy: Strategy) -> str:
     _check_loss(work, outputs, samples[1])
     if own.optimizer is not None:
         check_optimizer(own.optimizer, strategy.optimizes, config.strategy)
+    if own.optimizer is not None and config.changes_lr:
+        make = optimizer_maker(config, own.optimizer, strategy, len(work.train))
+        check_optimizer(make, strategy.optimizes, config.strategy)
+    if work.test is None and own.dataset is None:
+        return "no held-out samples: put some into a folder val beside a folder train"
     if work.test is None:
         return "no held-out samples: give dataset=(train, test) to test on what was not trained on"
     _outputs(work, first_samples(work.test, 1)[0], config.seed, "held-out ")

@@ -4,23 +4,22 @@ In a ``RunConfig`` each has a name: an import path, as in ``my_module:make_model
 show, as in ``MyNet (own)``.
 """
 
-import contextlib
 import copy
 import difflib
 import importlib
 import inspect
 import os
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from labkit.config import RunConfig
 from labkit.runtime.pickling import find_unpicklable
+from labkit.workload.folders import is_folder
+from labkit.workload.random_numbers import seeded
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +70,8 @@ def resolved(config: RunConfig, own: Own) -> Own:
         ValueError: the module or the name in it does not exist.
     """
     paths = {name: getattr(config, name) for name in PARTS if getattr(own, name) is None}
+    if is_folder(config.dataset):
+        paths.pop("dataset", None)
     found = {name: _imported(name, path) for name, path in paths.items() if ":" in path}
     model = found.get("model", own.model)
     if isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters()):
@@ -124,25 +125,6 @@ def _check_needs_nothing(function: Callable[..., Any], name: str) -> None:
             f"{name} {shown} cannot be called without arguments ({error}): give a function that "
             f"needs none, as in lambda: {shown}(...)"
         ) from None
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of torch, ``random`` and NumPy from ``seed``; the states come back after."""
-    numpy = sys.modules.get("numpy")
-    before, arrays_before = random.getstate(), numpy and numpy.random.get_state()
-    # The CPU generator alone: torch.manual_seed would initialise CUDA.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if numpy:
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            if numpy:
-                numpy.random.set_state(arrays_before)
 
 
 def _is_setting(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""What a run trains, from its config and the learner's own parts: model, data, loss, update."""
+"""What a run trains, from its config and the learner's own parts: model, data, loss."""
 
 import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import parent_process
 from typing import Any
@@ -13,25 +13,15 @@ from torch import nn
 from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.config import RunConfig
-from labkit.strategies.base import MakeOptimizer
+from labkit.training.data import samples_for
+from labkit.training.optimizer import OPTIMIZERS
 from labkit.training.own import Own, made
-from labkit.units import check_choice, format_count
-from labkit.workload.datasets import DATASETS, load_dataset
+from labkit.units import check_choice
+from labkit.workload.datasets import DATASETS
+from labkit.workload.folders import is_folder
 from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cross_entropy
 from labkit.workload.models import MODELS, build_model
-from labkit.workload.samples import (
-    Samples,
-    TensorSamples,
-    first_samples,
-    num_classes,
-    parts_of,
-)
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
+from labkit.workload.samples import Samples, first_samples, num_classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +34,6 @@ class Work:
         make_model: makes the model, on the CPU.
         loss: (outputs, targets) -> the sum over the samples.
         mean_loss: the mean over them, as it was given.
-        make_optimizer: makes an optimizer of a list of parameters.
-        is_plain: whether data and loss are labkit's own, so that accuracy is all to report.
     """
 
     train: Samples
@@ -53,8 +41,6 @@ class Work:
     make_model: Callable[[], nn.Module] = field(repr=False)
     loss: Loss = field(repr=False)
     mean_loss: Loss = field(repr=False)
-    make_optimizer: MakeOptimizer = field(repr=False)
-    is_plain: bool = True
 
 
 def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
@@ -70,7 +56,7 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
         FileNotFoundError: the data set is absent.
     """
     check_names(config, own)
-    train, test = _samples(config, own, download)
+    train, test = samples_for(config, own, download)
     mean = _mean_loss(config, own)
     # The same arithmetic for one target per sample, in one step.
     is_common = config.loss == "cross_entropy" and own.loss is None
@@ -81,8 +67,6 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
         make_model=partial(_model, config, own, train),
         loss=sum_cross_entropy if direct else SumOfMean(mean),
         mean_loss=mean,
-        make_optimizer=partial(_optimizer, config, own.optimizer),
-        is_plain=is_common and own.dataset is None,
     )
 
 
@@ -91,10 +75,12 @@ def check_names(config: RunConfig, own: Own) -> None:
     known = {"model": MODELS, "data set": DATASETS, "loss": LOSSES}
     for what, names in known.items():
         name = what.replace(" ", "")
+        if name == "dataset" and is_folder(config.dataset):
+            continue
         if getattr(own, name) is None:
             check_choice(what, getattr(config, name), names)
     if own.optimizer is None:
-        check_choice("optimizer", config.optimizer, tuple(_OPTIMIZERS))
+        check_choice("optimizer", config.optimizer, tuple(OPTIMIZERS))
 
 
 def start_equal(comm: Comm, model: nn.Module, own: Own) -> nn.Module:
@@ -109,29 +95,6 @@ def start_equal(comm: Comm, model: nn.Module, own: Own) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         broadcast(comm, tensor.data)
     return model
-
-
-def _samples(config: RunConfig, own: Own, download: bool) -> tuple[Samples, Samples | None]:
-    dtype = getattr(torch, config.dtype)
-    if own.dataset is None:
-        data = load_dataset(
-            config.dataset, train_size=config.train_size, dtype=dtype, download=download
-        )
-        test = TensorSamples(data.test_inputs, data.test_targets)
-        return TensorSamples(data.train_inputs, data.train_targets, data.num_classes), test
-    train, test = parts_of(made(own.dataset, "dataset", config.seed), dtype)
-    if config.train_size is None:
-        return train, test
-    if config.train_size > len(train):
-        raise ValueError(
-            f"train_size {config.train_size}: {config.dataset} has "
-            f"{format_count(len(train), 'training sample')}"
-        )
-    if isinstance(train, TensorSamples):
-        kept = slice(config.train_size)
-        return TensorSamples(train.inputs[kept], train.targets[kept]), test
-    first = torch.utils.data.Subset(train.dataset, range(config.train_size))
-    return replace(train, dataset=first), test
 
 
 def _model(config: RunConfig, own: Own, train: Samples) -> nn.Module:
@@ -226,13 +189,3 @@ def _mean_loss(config: RunConfig, own: Own) -> Loss:
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has parameters of its own to train: make them the model's")
     return loss
-
-
-def _optimizer(
-    config: RunConfig, own: Any, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    if own is not None:
-        return own(list(parameters))
-    rates = {name: getattr(config, name) for name in ("lr", "momentum", "weight_decay")}
-    given = {name: float(rate) for name, rate in rates.items() if rate is not None}
-    return _OPTIMIZERS[config.optimizer](parameters, **given)

@@ -1,7 +1,4 @@
-"""Data sets as tensors in memory.
-
-No DataLoader: the sets are small, and its worker processes would disturb the measurements.
-"""
+"""Data sets, as the bytes they are stored in, and as tensors in floating point."""
 
 import hashlib
 import math
@@ -10,6 +7,7 @@ import pickle
 import struct
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,21 @@ import torch
 from torch import Tensor
 
 from labkit.units import check_choice, spelled
+from labkit.workload.images import Standard, shifted
 from labkit.workload.models import import_torchvision
+from labkit.workload.random_numbers import sample_keys
+from labkit.workload.shared_file import shared
 
 REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
 
 # Images [N, C, H, W] uint8 and targets [N] of the training or the held-out part.
 _Part = tuple[Tensor, Tensor]
+
+_PARTS = ("train_images", "train_targets", "test_images", "test_targets")
+# Of digits_augmented: as many as CIFAR has.
+AUGMENTED_SIZE = 50_000
+# How far a pixel of a copy may be brighter or darker, of 16.
+_NOISE = 1
 
 # File, size in bytes, SHA-256; data/make_digits.py wrote them, data/README.md lists them.
 _DIGITS_FILES = """\
@@ -41,16 +48,15 @@ _TORCHVISION = {
     "mnist": ("MNIST", "MNIST"),
     "fashion_mnist": ("FashionMNIST", "FashionMNIST"),
 }
-DATASETS = ("digits", *_TORCHVISION, "fake")
-# Classes, the largest possible pixel value, and by channel the mean and standard deviation of the
-# training part, pixels scaled to 0 .. 1.
-_STATISTICS = {
-    "digits": (10, 16, (0.3054,), (0.3761,)),
-    "mnist": (10, 255, (0.1307,), (0.3081,)),
-    "fashion_mnist": (10, 255, (0.2860,), (0.3530,)),
-    "cifar10": (10, 255, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": (100, 255, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+DATASETS = ("digits", *_TORCHVISION, "fake", "digits_augmented")
+_STANDARDS = {
+    "digits": Standard(16, (0.3054,), (0.3761,)),
+    "mnist": Standard(255, (0.1307,), (0.3081,)),
+    "fashion_mnist": Standard(255, (0.2860,), (0.3530,)),
+    "cifar10": Standard(255, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": Standard(255, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
+_STANDARDS["digits_augmented"] = _STANDARDS["digits"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +84,33 @@ class Data:
         return channels, height, width
 
 
+@dataclass(frozen=True, eq=False)
+class StoredData:
+    """A data set as bytes, on the CPU; they must not be written to.
+
+    Attributes:
+        train_images: [N, C, H, W] uint8.
+        train_targets: [N] int64, 0 .. num_classes - 1.
+        test_images: [M, C, H, W] uint8, never trained on.
+        test_targets: [M] int64.
+        standard: turns images into inputs.
+    """
+
+    name: str
+    train_images: Tensor
+    train_targets: Tensor
+    test_images: Tensor
+    test_targets: Tensor
+    num_classes: int
+    standard: Standard
+
+    def in_floats(self, dtype: torch.dtype) -> Data:
+        """All of it as a model's inputs."""
+        train = self.standard(self.train_images, dtype), self.train_targets
+        test = self.standard(self.test_images, dtype), self.test_targets
+        return Data(self.name, *train, *test, self.num_classes)
+
+
 @spelled
 def load_dataset(
     name: str,
@@ -96,7 +129,8 @@ def load_dataset(
         download: fetch a torchvision set that is missing. Of several processes, let one download
             it first.
         train_size: keep only the first ``train_size`` training samples; None keeps all. ``fake``
-            generates this many.
+            generates this many. ``digits_augmented`` has up to 50,000: the digits, and copies of
+            them that are shifted by up to one pixel, with noise.
         dtype: of the inputs.
 
     Raises:
@@ -105,16 +139,39 @@ def load_dataset(
         ConnectionError: the download failed.
     """
     check_choice("data set", name, DATASETS)
+    if name == "fake":
+        _check_size(train_size)
+        return fake_data(train_size=train_size or 2048, dtype=dtype)
+    stored = open_dataset(name, root=root, download=download, train_size=train_size)
+    return stored.in_floats(dtype)
+
+
+def open_dataset(
+    name: str,
+    *,
+    root: str | Path | None = None,
+    download: bool = False,
+    train_size: int | None = None,
+) -> StoredData:
+    """As ``load_dataset``, as bytes, and for all names but ``fake``, which is made of floats."""
+    _check_size(train_size)
+    if name in _TORCHVISION:
+        root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
+        train, test = _read_torchvision(name, Path(root), download)
+    else:
+        train, test = _read_digits(Path(root or REPOSITORY_DATA / "digits"))
+    if name == "digits_augmented":
+        train = _multiplied(train, min(train_size or AUGMENTED_SIZE, AUGMENTED_SIZE))
+    num_train = AUGMENTED_SIZE if name == "digits_augmented" else len(train[1])
+    if train_size is not None and train_size > num_train:
+        raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")
+    parts = train[0][:train_size], train[1][:train_size], *test
+    return StoredData(name, *parts, 100 if name == "cifar100" else 10, _STANDARDS[name])
+
+
+def _check_size(train_size: int | None) -> None:
     if train_size is not None and train_size < 1:
         raise ValueError(f"train_size is at least 1, got {train_size}")
-    if name == "fake":
-        return fake_data(train_size=train_size or 2048, dtype=dtype)
-    if name == "digits":
-        parts = _read_digits(Path(root or REPOSITORY_DATA / "digits"))
-    else:
-        root = root or os.environ.get("LABKIT_DATA") or REPOSITORY_DATA / "downloads"
-        parts = _read_torchvision(name, Path(root), download)
-    return _as_data(name, *parts, train_size, dtype)
 
 
 def fake_data(
@@ -146,7 +203,24 @@ def _read_digits(folder: Path) -> tuple[_Part, _Part]:
     train_images, train_targets, test_images, test_targets = (
         _read_idx(folder, *line.split()) for line in _DIGITS_FILES.splitlines()
     )
-    return (train_images.unsqueeze(1), train_targets), (test_images.unsqueeze(1), test_targets)
+    train = train_images.unsqueeze(1), train_targets.long()
+    return train, (test_images.unsqueeze(1), test_targets.long())
+
+
+def _multiplied(part: _Part, size: int) -> _Part:
+    """The first ``size`` of: the digits, then one changed copy of all of them after another.
+
+    Each copy has its own random numbers, so that a sample is the same whatever the size is.
+    """
+    images, targets = part
+    copies = [images]
+    for number in range(1, math.ceil(size / len(images))):
+        generator = torch.Generator().manual_seed(number)
+        noise = torch.randint(-_NOISE, _NOISE + 1, images.shape, generator=generator)
+        keys = sample_keys(0, number, torch.arange(len(images)))
+        moved = shifted(images, keys)
+        copies.append((moved + noise).clamp_(0, _STANDARDS["digits"].white).to(torch.uint8))
+    return torch.cat(copies)[:size], targets.repeat(len(copies))[:size]
 
 
 def _read_idx(folder: Path, name: str, size_bytes: str, sha256: str) -> Tensor:
@@ -177,7 +251,14 @@ def _read_torchvision(name: str, root: Path, download: bool) -> tuple[_Part, _Pa
                 "LABKIT_DATA names another folder; digits and fake need no download"
             )
         _fetch(name, folder)
-    return _read_part(name, folder, train=True), _read_part(name, folder, train=False)
+    found = shared(folder, name, partial(_read_parts, name, folder))
+    parts = [found[key] for key in _PARTS]
+    return (parts[0], parts[1]), (parts[2], parts[3])
+
+
+def _read_parts(name: str, folder: Path) -> dict[str, Tensor]:
+    train, test = (_read_part(name, folder, train=is_train) for is_train in (True, False))
+    return dict(zip(_PARTS, (*train, *test)))
 
 
 def _fetch(name: str, folder: Path) -> None:
@@ -217,24 +298,4 @@ def _read_part(name: str, folder: Path, *, train: bool) -> _Part:
         ) from error
     images, targets = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets)
     channels_first = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
-    return channels_first, targets
-
-
-def _as_data(
-    name: str, train: _Part, test: _Part, train_size: int | None, dtype: torch.dtype
-) -> Data:
-    """Cut to ``train_size`` and standardise."""
-    num_train = len(train[1])
-    if train_size is not None and train_size > num_train:
-        raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")
-    num_classes, white, *by_channel = _STATISTICS[name]
-    mean, deviation = (torch.tensor(v, dtype=dtype).view(1, -1, 1, 1) for v in by_channel)
-    train_inputs, test_inputs = (
-        images.to(dtype, memory_format=torch.contiguous_format)
-        .div_(white)
-        .sub_(mean)
-        .div_(deviation)
-        for images in (train[0][:train_size], test[0])
-    )
-    train_targets, test_targets = train[1][:train_size].long(), test[1].long()
-    return Data(name, train_inputs, train_targets, test_inputs, test_targets, num_classes)
+    return channels_first.contiguous(), targets.long()

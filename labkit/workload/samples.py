@@ -2,14 +2,23 @@
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from labkit.units import format_count
+from labkit.workload.images import Transform
+from labkit.workload.random_numbers import read_seeded, sample_keys
 
 # Inputs [n, ...] and targets [n, ...].
 Pair = tuple[Tensor, Tensor]
@@ -20,75 +29,173 @@ class TensorSamples:
     """Samples that are in memory.
 
     Attributes:
-        inputs, targets: [N, ...] each.
+        inputs, targets: [N, ...] each; inputs as ``transform`` takes them.
         classes: how many there are, if that is known.
+        transform: makes a batch of inputs; None to use them as they are.
     """
 
     inputs: Tensor
     targets: Tensor
     classes: int | None = None
+    transform: Transform | None = None
+    _readers: "_Readers" = field(default_factory=lambda: _Readers(), repr=False)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def batches(
-        self, numbers: Iterable[Tensor], num_workers: int = 0, *, pinned: bool = False
+        self,
+        numbers: Iterable[Tensor],
+        num_workers: int = 0,
+        *,
+        pinned: bool = False,
+        epoch: int | None = None,
     ) -> Iterator[Pair]:
         """The samples of each of some batches of ``numbers``, [n] each.
 
         Args:
             numbers: the samples of each batch.
-            num_workers: for a Dataset.
+            num_workers: processes that make batches ahead; 0 makes them when they are needed.
             pinned: put batches into page-locked memory, from which a GPU copies without a wait.
+            epoch: counted from 0, on which augmentation depends; None for none of it.
         """
+        if num_workers:
+            return self._readers.batches(self, numbers, num_workers, pinned, epoch)
+        if self.transform:
+            made = (self.read(batch, epoch) for batch in numbers)
+            return map(_pinned, made) if pinned else made
         pick = _picked_into_pinned if pinned else operator.getitem
         return ((pick(self.inputs, batch), pick(self.targets, batch)) for batch in numbers)
+
+    def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
+        """The samples of one batch."""
+        inputs = self.inputs[numbers]
+        if self.transform:
+            inputs = self.transform(inputs, numbers, epoch)
+        return inputs, self.targets[numbers]
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetSamples:
     """Samples of a map-style Dataset, read when they are needed, in the default collation.
 
+    Random numbers that the Dataset draws for a sample, from the global generators of torch,
+    ``random`` and NumPy, depend on seed, epoch and the sample's number alone.
+
     Attributes:
         dataset: of items (input, target).
         dtype: of inputs and targets that are floats; integers stay as they are.
+        transform: makes a batch of inputs from those of the Dataset; None leaves them.
+        seed: of the random numbers.
     """
 
     dataset: Dataset
     dtype: torch.dtype
+    transform: Transform | None = None
+    seed: int = 0
+    _readers: "_Readers" = field(default_factory=lambda: _Readers(), repr=False)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def batches(
-        self, numbers: Iterable[Tensor], num_workers: int = 0, *, pinned: bool = False
+        self,
+        numbers: Iterable[Tensor],
+        num_workers: int = 0,
+        *,
+        pinned: bool = False,
+        epoch: int | None = None,
     ) -> Iterator[Pair]:
-        """As ``TensorSamples.batches``, read ahead by ``num_workers`` processes."""
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=[batch.tolist() for batch in numbers],
-            num_workers=num_workers,
-            collate_fn=self.collate,
-            pin_memory=pinned,
-        )
-        return iter(loader)
+        """As ``TensorSamples.batches``."""
+        if num_workers:
+            return self._readers.batches(self, numbers, num_workers, pinned, epoch)
+        made = (self.read(batch, epoch) for batch in numbers)
+        return map(_pinned, made) if pinned else made
 
-    def collate(self, items: Sequence[Any]) -> Pair:
-        """Samples as one batch; none of them as an empty one.
+    def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
+        """The samples of one batch; none of them as an empty one.
 
         Raises:
             ValueError: samples that are not pairs, or differ in shape.
         """
-        inputs, targets = _stacked(items or [self.dataset[0]])
-        count = len(items)
-        return as_dtype(inputs[:count], self.dtype), as_dtype(targets[:count], self.dtype)
+        # An empty batch has the shape of a sample, too.
+        some = numbers if len(numbers) else torch.zeros(1, dtype=torch.int64)
+        seeds = sample_keys(self.seed, -1 if epoch is None else epoch, some) >> 2
+        items = read_seeded(self._items, some.tolist(), seeds.tolist())
+        if self.transform and self.transform.resize:
+            items = self.transform.one_size(items)
+        inputs, targets = (as_dtype(part[: len(numbers)], self.dtype) for part in _stacked(items))
+        return self.transform(inputs, numbers, epoch) if self.transform else inputs, targets
+
+    def _items(self, numbers: Sequence[int]) -> list[Any]:
+        # A Dataset may read several samples faster together; PyTorch's DataLoader asks so, too.
+        if getattr(self.dataset, "__getitems__", None):
+            return list(self.dataset.__getitems__(list(numbers)))  # type: ignore[attr-defined]
+        return [self.dataset[number] for number in numbers]
+
+
+class _Readers:
+    """Processes that make batches ahead. They stay from one epoch to the next.
+
+    To start them takes as long as some steps.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[Tensor, int | None]] = []
+        self.loader: DataLoader | None = None
+
+    def batches(
+        self,
+        samples: "Samples",
+        numbers: Iterable[Tensor],
+        num_workers: int,
+        pinned: bool,
+        epoch: int | None,
+    ) -> Iterator[Pair]:
+        # In place: the loader's sampler is this list.
+        self.requests[:] = [(batch, epoch) for batch in numbers]
+        if self.loader is None:
+            self.loader = DataLoader(
+                # A copy that does not know these processes: without a cycle of references, they
+                # end with the samples.
+                _Batches(replace(samples, _readers=_Readers())),
+                batch_size=None,
+                sampler=self.requests,
+                num_workers=num_workers,
+                collate_fn=_unchanged,
+                pin_memory=pinned,
+                persistent_workers=True,
+                # Without one of its own it would take a number from the global generator.
+                generator=torch.Generator(),
+            )
+        return iter(self.loader)
+
+
+class _Batches(Dataset):
+    """Batches by their numbers, as a DataLoader reads them."""
+
+    def __init__(self, samples: "Samples"):
+        self.samples = samples
+
+    def __getitem__(self, index: tuple[Tensor, int | None]) -> Pair:
+        return self.samples.read(*index)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _pinned(batch: Pair) -> Pair:
+    return batch[0].pin_memory(), batch[1].pin_memory()
 
 
 Samples = TensorSamples | DatasetSamples
 
 
-def samples_of(part: Any, dtype: torch.dtype, name: str = "dataset") -> Samples:
+def samples_of(part: Any, dtype: torch.dtype, name: str = "dataset", seed: int = 0) -> Samples:
     """A learner's own samples: tensors (x, y), a TensorDataset, or a map-style Dataset.
+
+    ``dtype`` is of floats, and ``seed`` of the random numbers that a Dataset draws.
 
     Raises:
         ValueError: anything else, no samples, or not as many targets as inputs.
@@ -111,24 +218,25 @@ def samples_of(part: Any, dtype: torch.dtype, name: str = "dataset") -> Samples:
         )
     if not len(part):
         raise ValueError(f"{name} has no samples: nothing to train on or to test with")
-    return DatasetSamples(part, dtype)
+    return DatasetSamples(part, dtype, seed=seed)
 
 
-def parts_of(dataset: Any, dtype: torch.dtype) -> tuple[Samples, Samples | None]:
+def parts_of(dataset: Any, dtype: torch.dtype, seed: int = 0) -> tuple[Samples, Samples | None]:
     """A learner's own data: samples to train on, and held-out ones if there are any.
 
     Args:
         dataset: samples as ``samples_of`` takes them, or a pair of them.
         dtype: of floats.
+        seed: of the random numbers that a Dataset draws.
 
     Raises:
         ValueError: as ``samples_of``.
     """
     if isinstance(dataset, (tuple, list)) and len(dataset) == 2 and not _are_arrays(dataset):
         train, test = dataset
-        train = samples_of(train, dtype, "dataset's first part")
-        return train, samples_of(test, dtype, "dataset's second part")
-    return samples_of(dataset, dtype), None
+        train = samples_of(train, dtype, "dataset's first part", seed)
+        return train, samples_of(test, dtype, "dataset's second part", seed)
+    return samples_of(dataset, dtype, seed=seed), None
 
 
 def first_samples(samples: Samples, count: int) -> Pair:
@@ -146,8 +254,8 @@ def num_classes(samples: Samples) -> int:
         if samples.classes is not None:
             return samples.classes
         targets = samples.targets
-    elif hasattr(samples.dataset, "classes"):
-        return len(samples.dataset.classes)
+    elif hasattr(_whole(samples.dataset), "classes"):
+        return len(_whole(samples.dataset).classes)
     else:
         targets = torch.as_tensor([samples.dataset[index][1] for index in range(len(samples))])
     if not is_integer(targets) or targets.dim() != 1:
@@ -156,6 +264,13 @@ def num_classes(samples: Samples) -> int:
             "each, and labkit's models predict classes: give your own model, too"
         )
     return int(targets.max()) + 1
+
+
+def _whole(dataset: Any) -> Any:
+    """The Dataset of which this is a part."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def is_integer(tensor: Tensor) -> bool:
@@ -225,6 +340,6 @@ def _why_not_stacked(items: Sequence[Any], error: Exception) -> str:
             shapes = " and ".join(str(list(shape)) for shape in sorted(found)[:2])
             return (
                 f"the {name} of dataset differ in shape, as {shapes}, and a batch is one tensor: "
-                "crop or pad them to one shape in the Dataset"
+                "crop or pad them to one shape in the Dataset, or scale them with resize"
             )
     return f"the samples of dataset cannot be put into one batch ({error})"

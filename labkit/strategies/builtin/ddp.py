@@ -11,6 +11,7 @@ from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
+from labkit.strategies.update import Update
 
 _REPLACED_BY_TORCH = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
 
@@ -63,6 +64,10 @@ class TorchDDP(Strategy):
             comm, self.replica, loss=self.loss, global_batch=ours, **self.settings
         )
         self.optimizer = make_optimizer(self.replica.parameters())
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.model.parameters(), clip_norm=self.clip_norm, scaler=self.scaler
+        )
 
     def _synchronised(self) -> GlobalBatch | None:
         """Convert the model's BatchNorm layers; returns the batch of labkit's own, if any."""
@@ -86,7 +91,8 @@ class TorchDDP(Strategy):
             even_if_empty=True,
             sizes=self.common_sizes(batch_size),
         )
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss
 
     def end_epoch(self) -> None:

@@ -9,12 +9,14 @@ Source: PyTorch, "Implementing batch RPC processing using asynchronous execution
 """
 
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.strategies.builtin.rpc import ServedByRpc, async_execution, call_server
 from labkit.strategies.flat_parameters import average_buffers
+from labkit.strategies.update import Update
 
 
 class BatchServer:
@@ -24,13 +26,21 @@ class BatchServer:
         values: [N], updated in place.
         optimizer: the optimizer of ``values``.
         workers: the number of workers, which is the number of gradients per update.
+        settings: of the ``Update``.
 
     Attributes:
         updates: released once per update.
     """
 
-    def __init__(self, values: nn.Parameter, optimizer: torch.optim.Optimizer, workers: int):
-        self.values, self.optimizer, self.workers = values, optimizer, workers
+    def __init__(
+        self,
+        values: nn.Parameter,
+        optimizer: torch.optim.Optimizer,
+        workers: int,
+        **settings: Any,
+    ):
+        self.values, self.workers = values, workers
+        self.update = Update(optimizer, [values], **settings)
         self.updates = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._begin()
@@ -49,7 +59,7 @@ class BatchServer:
             # In the order of the workers, not of their calls: a run can be repeated to the bit.
             first, *others = (self._pushed[worker] for worker in sorted(self._pushed))
             self.values.grad = sum(others, start=first)
-            self.optimizer.step()
+            self.update()
             self._begin()
         # The values change only after every worker has pushed again, so no copy is needed.
         updated.set_result(self.values.detach())
@@ -66,6 +76,10 @@ def _push_and_pull(worker: int, gradient: Tensor) -> "torch.futures.Future[Tenso
     return _server.push_and_pull(worker, gradient)
 
 
+def _scaler_state() -> dict[str, Any]:
+    return _server.update.scaler.state_dict()
+
+
 class RpcParameterServer(ServedByRpc):
     """``ParameterServer`` with one server, on ``torch.distributed.rpc``.
 
@@ -74,7 +88,7 @@ class RpcParameterServer(ServedByRpc):
     unless it is the only rank.
 
     Args:
-        accumulate, straggler: see ``LocalGradients``.
+        accumulate, amp, straggler: see ``LocalGradients``.
         sync_batch_norm: BatchNorm normalises with the statistics of the global batch, which the
             workers tell each other through ``Comm``: PyTorch's RPC has nothing for it.
     """
@@ -84,17 +98,20 @@ class RpcParameterServer(ServedByRpc):
     def __init__(
         self,
         accumulate: int = 1,
+        amp: str | None = None,
         straggler: tuple[int, float] | None = None,
         sync_batch_norm: bool = False,
     ):
-        super().__init__(accumulate, straggler)
+        super().__init__(accumulate, amp, straggler)
         self.sync_batch_norm = sync_batch_norm
 
     def prepare(self) -> None:
         global _server
         if self.comm.rank == 0:
             served = nn.Parameter(self.values.cpu())
-            _server = BatchServer(served, self.make_optimizer([served]), len(self.workers))
+            self.optimizer = self.make_optimizer([served])
+            workers, settings = len(self.workers), self.settings_of_update()
+            _server = BatchServer(served, self.optimizer, workers, **settings)
 
     @property
     def workers(self) -> range:
@@ -108,6 +125,9 @@ class RpcParameterServer(ServedByRpc):
             with self.comm.span("communicate"):
                 arguments = self.comm.rank, self.gradient.cpu()
                 self.values.copy_(call_server(_push_and_pull, *arguments))
+                if self.scaler.is_enabled():
+                    # It changes only after every worker has pushed again.
+                    self.scaler.load_state_dict(call_server(_scaler_state))
         else:
             # RPC's threads serve; this thread only waits for each update.
             with self.comm.span("wait"):

@@ -14,6 +14,7 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.sync_batch_norm import convert
+from labkit.strategies.update import Update
 
 
 class DDP(Strategy):
@@ -51,6 +52,10 @@ class DDP(Strategy):
         self.gradients = LocalGradients(
             comm, self.replica, loss=self.loss, global_batch=self.global_batch, **self.settings
         )
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.replica.trained, clip_norm=self.clip_norm, scaler=self.scaler
+        )
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -59,7 +64,8 @@ class DDP(Strategy):
         loss = self.gradients.add(inputs, targets, batch_size, no_sync, sizes=sizes)
         if not len(targets) and sizes is None:
             self.replica.without_samples()
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss
 
     def end_epoch(self) -> None:

@@ -1,0 +1,110 @@
+"""Random numbers that depend on seed, epoch and sample alone, and not on what was drawn before.
+
+So a sample is changed in the same way on whichever rank or worker process reads it, in whatever
+order, and also after a run was resumed.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+# By NumPy, since torch has no unsigned 64-bit arithmetic.
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)))
+
+# A generator for NumPy while samples are read; to make one takes longer than to read a batch.
+_for_numpy = np.random.MT19937(0)
+
+
+def sample_keys(seed: int, epoch: int, numbers: Tensor) -> np.ndarray:
+    """A random number for each sample in an epoch: [n] uint64.
+
+    Args:
+        seed: of the run.
+        epoch: counted from 0.
+        numbers: [n] int64, of the samples in their data set.
+    """
+    of_run = _mixed(np.array([seed * _GOLDEN % 2**64], dtype=np.uint64))
+    of_epoch = _mixed(of_run + _nth(epoch))
+    return _mixed(of_epoch + (numbers.numpy().astype(np.uint64) + 1) * np.uint64(_GOLDEN))
+
+
+def draw(keys: np.ndarray, which: int, below: int) -> Tensor:
+    """Random number ``which`` of each sample: [n] int64, 0 .. below - 1."""
+    # Of 32 bits a remainder is as good as uniform for the few pixels that it is used for.
+    return torch.from_numpy((_mixed(keys + _nth(which)) >> 32).astype(np.int64) % below)
+
+
+def _nth(number: int) -> np.uint64:
+    return np.uint64((number + 1) * _GOLDEN % 2**64)
+
+
+def _mixed(value: np.ndarray) -> np.ndarray:
+    for bits, factor in _FACTORS:
+        value = (value ^ (value >> bits)) * factor
+    return value ^ (value >> 31)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, numpys: Any = None) -> Iterator[None]:
+    """Random numbers of torch, ``random`` and NumPy from ``seed``; the states come back after.
+
+    Args:
+        seed: 0 or more.
+        numpys: a generator for NumPy to use meanwhile; by default a new one.
+    """
+    before = random.getstate()
+    # The CPU generator alone: torch.manual_seed would initialise CUDA.
+    with torch.random.fork_rng(devices=[]):
+        # Reading the state of a generator takes far longer than using another one.
+        numpys_before = np.random.get_bit_generator()
+        np.random.set_bit_generator(numpys or np.random.MT19937(0))
+        try:
+            _seed_all(seed)
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_bit_generator(numpys_before)
+
+
+def read_seeded(
+    read: Callable[[Sequence[int]], list[Any]], numbers: Sequence[int], seeds: Sequence[int]
+) -> list[Any]:
+    """Samples of a learner's own Dataset, which may draw random numbers for each of them.
+
+    Each sample is read with the random numbers of torch, ``random`` and NumPy that belong to it.
+    All are read at once first, since most Datasets draw nothing, and seeding takes longer than
+    reading from memory.
+
+    Args:
+        read: numbers of samples -> these samples.
+        numbers: of the samples.
+        seeds: of each of them.
+    """
+    with seeded(0, _for_numpy):
+        expected = _next_draws()
+        _seed_all(0)
+        items = read(numbers)
+        if _next_draws() == expected:
+            return items
+        items = []
+        for number, seed in zip(numbers, seeds):
+            _seed_all(seed)
+            items += read([number])
+        return items
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _next_draws() -> tuple[float, ...]:
+    return random.random(), torch.rand(()).item(), np.random.random_sample()
