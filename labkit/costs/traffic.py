@@ -297,6 +297,26 @@ def ddp_update_cost(
     return sum([*rings, *(broadcast_cost(n, 1, world_size, rank) for n in buffer_bytes)], NOTHING)
 
 
+def sync_batch_norm_cost(
+    channels: Iterable[int], world_size: int, rank: int = 0, micro_batches: int = 1
+) -> Cost:
+    """BatchNorm with the statistics of the global batch, in one forward and backward pass.
+
+    Two rounds of share-only for each layer of C channels: of 2 C + 1 numbers forward (means, sums
+    of squared deviations, the count), of 2 C backward, each of 8 bytes. Without the backward ones
+    where a layer's input needs no gradient, because nothing before it is trained.
+
+    Args:
+        channels: C by layer; a layer that runs twice in a forward counts twice.
+        world_size: P, the ranks that divide a batch; of a parameter server, the workers.
+        rank: among these.
+        micro_batches: of one step.
+    """
+    rows = [numbers for layer in channels for numbers in (2 * layer + 1, 2 * layer)]
+    rounds = (all_gather_cost(row, 8, world_size, rank) for row in rows * micro_batches)
+    return sum(rounds, NOTHING)
+
+
 def model_parallel_cost(
     cut_bytes_per_sample: Sequence[int],
     batch_size: int,

@@ -26,6 +26,7 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end, pieces_by_slice
 from labkit.strategies.kept import KeptElements
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
+from labkit.strategies.sync_batch_norm import convert
 from labkit.strategies.update import Parts, Update
 
 
@@ -61,6 +62,8 @@ class ParameterServer(Strategy):
     Args:
         servers: K, below the world size (1 if the world size is 1).
         accumulate, amp, straggler: see ``LocalGradients``.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch, which the
+            workers tell each other; servers take no part.
 
     Raises:
         ValueError: the straggler would be a server; in ``setup``, no rank is left to work.
@@ -74,16 +77,22 @@ class ParameterServer(Strategy):
         accumulate: int = 1,
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
+        sync_batch_norm: bool = False,
     ):
         check_straggler(straggler, servers)
-        self.servers = servers
+        self.servers, self.sync_batch_norm = servers, sync_batch_norm
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_servers(self.servers, comm.world_size)
         self.comm = comm
         self.model = model.to(comm.device).train()
-        self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        if self.sync_batch_norm and comm.rank in self.workers:
+            count = self.settings["accumulate"]
+            self.global_batch = convert(self.model, comm, self.workers, count)
+        self.local = LocalGradients(
+            comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
+        )
         self.scaler = self.local.scaler
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
@@ -144,7 +153,8 @@ class ParameterServer(Strategy):
             self.gradient.zero_()
         # In fp16 a sum over the batch would overflow sooner than the mean.
         divisor = batch_size if self.scaler.is_enabled() else 1
-        loss = self.local.add(inputs, targets, divisor)
+        sizes = self.common_sizes(batch_size)
+        loss = self.local.add(inputs, targets, divisor, sizes=sizes)
         if self.serves:
             self.serve(batch_size // divisor)
         else:
@@ -187,7 +197,7 @@ class ParameterServer(Strategy):
         return KeptElements(super().kept(), self.comm, self.slices)
 
     def end_epoch(self) -> None:
-        average_buffers(self.comm, self.model, self.workers)
+        average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)
 
     def full_state(self) -> dict[str, Tensor]:
         # Workers have all slices already; each of several servers has only its own.

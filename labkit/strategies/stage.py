@@ -14,7 +14,7 @@ Symbols: P ranks and stages, n samples in a micro-batch.
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -413,6 +413,10 @@ class StagedModel(Strategy):
     """
 
     optimizes = "layers"
+    instead: ClassVar = {
+        "sync_batch_norm": "each layer is on one rank, and sees the whole (micro-)batch already; "
+        "leave it out"
+    }
 
     def __init__(self, split_points: Sequence[int] = (), amp: str | None = None):
         self.split_points, self.amp = as_split_points(split_points), amp
