@@ -95,23 +95,16 @@ class Stage:
         self.names, self.meta_model = names, meta_copy(model)
         self.outside = _outside(model, names, layers)
         self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
-        trained = [p for p in self.module.parameters() if p.requires_grad]
+        in_layers = [p for p in self.module.parameters() if p.requires_grad]
         # Without gradients, all stages make the same updates of them.
         unused = {id(v): v for v in self.outside.values() if isinstance(v, nn.Parameter)}
         for parameter in unused.values():
             parameter.data = parameter.data.to(comm.device)
-        in_layers, self.trained = (
-            trained,
-            trained + [p for p in unused.values() if p.requires_grad],
-        )
+        self.trained = in_layers + [p for p in unused.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
-        self._update = Update(
-            self.optimizer,
-            self.trained,
-            clip_norm=clip_norm,
-            scaler=self.precision.scaler,
-            parts=self._parts(model, in_layers) if self.count > 1 else None,
-        )
+        parts, scaler = self._parts(model, in_layers), self.precision.scaler
+        settings = {"clip_norm": clip_norm, "scaler": scaler, "parts": parts}
+        self._update = Update(self.optimizer, self.trained, **settings)
         mine = [*self.module.parameters(), *unused.values()]
         self.parameters = {name_of[id(p)]: p for p in mine}
         self.held_bytes = 0
@@ -120,11 +113,13 @@ class Stage:
         # With amp, the dtypes of what comes in and what goes out, as soon as they are known.
         self._dtypes: dict[str, torch.dtype] = {}
 
-    def _parts(self, model: nn.Module, in_layers: list[nn.Parameter]) -> Parts:
+    def _parts(self, model: nn.Module, in_layers: list[nn.Parameter]) -> Parts | None:
         """Where the norms of this stage's gradients are among those of the whole model.
 
         A tied parameter counts on its first stage, and one that no layer uses has no gradient.
         """
+        if self.count == 1:
+            return None
         all_trained = [p for p in model.parameters() if p.requires_grad]
         place_of = {id(p): place for place, p in enumerate(all_trained)}
         elsewhere = {id(p) for p, stages in self.tied if self.index != stages[0]}
