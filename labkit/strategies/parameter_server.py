@@ -97,16 +97,15 @@ class ParameterServer(Strategy):
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         self._take_role()
-        optimizer, parameters = None, []
+        parameters = []
         if self.serves:
             start, end = self.slices[comm.rank]
             # SGD works element by element, so a slice gives the same updates as its parameters.
             self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
-            parameter = nn.Parameter(self.slice)
-            parameter.grad = self.slice_gradient
-            self.optimizer = optimizer = make_optimizer([parameter])
-            parameters = [parameter]
-        self._prepare_update(optimizer, parameters)
+            parameters = [nn.Parameter(self.slice)]
+            parameters[0].grad = self.slice_gradient
+            self.optimizer = make_optimizer(parameters)
+        self.update = self._update_of(parameters)
 
     @property
     def workers(self) -> range:
@@ -122,9 +121,7 @@ class ParameterServer(Strategy):
         else:
             self.peers = worker_turns(rank - servers, servers, workers)
 
-    def _prepare_update(
-        self, optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]
-    ) -> None:
+    def _update_of(self, parameters: list[nn.Parameter]) -> Update:
         """On a server the update of its slice; on a worker, what it learns of the updates."""
         sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
         by_server = pieces_by_slice(sizes, self.slices)
@@ -132,15 +129,10 @@ class ParameterServer(Strategy):
         before = sum(map(len, by_server[: self.comm.rank]))
         # Workers have to know only whether gradients have overflowed.
         ranks = range(self.comm.world_size if self.scaler.is_enabled() else self.servers)
-        parts = Parts(
-            self.comm,
-            ranks,
-            range(before, before + len(mine)),
-            sum(map(len, by_server)),
-            self.parameters.dtype,
-        )
-        self.update = Update(
-            optimizer,
+        places, count = range(before, before + len(mine)), sum(map(len, by_server))
+        parts = Parts(self.comm, ranks, places, count, self.parameters.dtype)
+        return Update(
+            self.optimizer,
             parameters,
             clip_norm=self.clip_norm,
             scaler=self.scaler,
