@@ -68,14 +68,15 @@ class RingAllReduce(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         # A rank without a sample still takes part in the ring.
-        loss = self.gradients.add(inputs, targets)
-        self.average_gradients(batch_size)
+        divisor = self.gradients.divisor_before_sum(batch_size)
+        loss = self.gradients.add(inputs, targets, divisor)
+        self.average_gradients(batch_size // divisor)
         with self.comm.span("update"):
             self.update()
         return loss
 
     @torch.no_grad()
-    def average_gradients(self, batch_size: int) -> None:
+    def average_gradients(self, divisor: int) -> None:
         """Replace each rank's gradient sums by the mean over the global batch."""
         with self.comm.span("update"):
             for piece, parameter in zip(self.slices, self.trained):
@@ -85,7 +86,7 @@ class RingAllReduce(Strategy):
                     piece.copy_(parameter.grad.flatten())
         self.all_reduce(self.comm, self.flat)
         with self.comm.span("update"):
-            self.flat /= batch_size
+            self.flat /= divisor
             for piece, parameter in zip(self.slices, self.trained):
                 # Gradients of several dtypes were summed in the widest of these dtypes.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -60,8 +61,14 @@ class TorchDDP(Strategy):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        divisor, no_sync = batch_size / self.comm.world_size, self.replica.no_sync
+        count, no_sync = self.comm.world_size, self.replica.no_sync
+        # In fp16 a loss P times as large would overflow where that of one device does not.
+        first = count if self.scaler.is_enabled() else 1
+        divisor = batch_size * first / count
         loss = self.gradients.add(inputs, targets, divisor, no_sync, even_if_empty=True)
+        if first > 1:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, first)
         with self.comm.span("update"):
             self.update()
         return loss
