@@ -74,14 +74,6 @@ class LocalGradients:
         self._paces: deque[float] = deque(maxlen=9)
         self._is_initialised = False
 
-    def divisor_before_sum(self, batch_size: int) -> int:
-        """The ``divisor`` for ``add`` where the summed gradients are divided: 1, except for fp16.
-
-        In fp16 the gradient of a sum over samples overflows where that of the mean does not, and
-        the ranks would skip updates that one device makes.
-        """
-        return batch_size if self.scaler.is_enabled() else 1
-
     def add(
         self,
         inputs: Tensor,

@@ -141,7 +141,8 @@ class ParameterServer(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
             self.gradient.zero_()
-        divisor = self.local.divisor_before_sum(batch_size)
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
         loss = self.local.add(inputs, targets, divisor)
         if self.serves:
             self.serve(batch_size // divisor)
@@ -168,14 +169,14 @@ class ParameterServer(Strategy):
                 self.comm.recv(self.parameters[start:end], server)
 
     @torch.no_grad()
-    def serve(self, divisor: int) -> None:
+    def serve(self, batch_size: int) -> None:
         """On a server: sum what all workers push, update the slice, send it to all workers."""
         with self.comm.span("push"):
             for turn, worker in enumerate(self.peers):
                 receive = self.comm.recv_add if turn else self.comm.recv
                 receive(self.slice_gradient, worker)
         with self.comm.span("update"):
-            self.slice_gradient /= divisor
+            self.slice_gradient /= batch_size
             self.update()
         with self.comm.span("pull"):
             for worker in self.peers:

@@ -67,8 +67,9 @@ class RingAllReduce(Strategy):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
         # A rank without a sample still takes part in the ring.
-        divisor = self.gradients.divisor_before_sum(batch_size)
         loss = self.gradients.add(inputs, targets, divisor)
         self.average_gradients(batch_size // divisor)
         with self.comm.span("update"):
@@ -76,7 +77,7 @@ class RingAllReduce(Strategy):
         return loss
 
     @torch.no_grad()
-    def average_gradients(self, divisor: int) -> None:
+    def average_gradients(self, batch_size: int) -> None:
         """Replace each rank's gradient sums by the mean over the global batch."""
         with self.comm.span("update"):
             for piece, parameter in zip(self.slices, self.trained):
@@ -86,7 +87,7 @@ class RingAllReduce(Strategy):
                     piece.copy_(parameter.grad.flatten())
         self.all_reduce(self.comm, self.flat)
         with self.comm.span("update"):
-            self.flat /= divisor
+            self.flat /= batch_size
             for piece, parameter in zip(self.slices, self.trained):
                 # Gradients of several dtypes were summed in the widest of these dtypes.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)

@@ -18,7 +18,8 @@ class TorchDDP(Strategy):
     """``torch.nn.parallel.DistributedDataParallel``, the counterpart of ring all-reduce and DDP.
 
     DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
-    rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
+    rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples. In
+    fp16 its gradients are so P times as large as on one device, and may overflow at other scales.
     Batch statistics (BatchNorm): each rank normalises with the statistics of its own share, and
     all ranks get rank 0's running averages before every forward pass, here also at the end of an
     epoch.
