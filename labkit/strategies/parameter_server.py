@@ -24,6 +24,7 @@ from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end, pieces_by_slice
+from labkit.strategies.kept import KeptElements
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
 from labkit.strategies.update import Parts, Update
 
@@ -181,6 +182,9 @@ class ParameterServer(Strategy):
         with self.comm.span("pull"):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
+
+    def kept(self) -> KeptElements:
+        return KeptElements(super().kept(), self.comm, self.slices)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)

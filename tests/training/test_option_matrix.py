@@ -8,8 +8,10 @@ refused and not in the tables ``TAKEN_BY`` and ``APART``, or is taken and in one
 
 import itertools
 import os
+import tempfile
 from collections import defaultdict
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +60,8 @@ TRIED = {
     "clip_norm": (0.05,),
     "augment": ("crop,flip",),
     "resize": (6,),
+    "weights": ("{weights}",),
+    "freeze": ("features",),
     "accumulate": (2,),
     "amp": ("bf16", "fp16"),
     "compress": ("bf16", "topk"),
@@ -75,7 +79,7 @@ UNTRIED = {
     "a number with one meaning in all": "lr momentum seed",
     "how it runs, and not what": "transport link num_workers tf32",
     "files of a run": "checkpoint_dir checkpoint_every checkpoint_keep resume log_dir",
-    "coming": "weights freeze sync_batch_norm",
+    "coming": "sync_batch_norm",
 }
 
 
@@ -120,6 +124,8 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 OWN = Own(model=net, dataset=images)
+# A file of other parameters than those of ``net``.
+WEIGHTS = Path(tempfile.gettempdir(), f"weights of process {os.getpid()}.pt")
 EACH = [{name: value} for name, values in TRIED.items() for value in values]
 # Together with each technique they try each of their options.
 RATES = [
@@ -157,8 +163,9 @@ def settings_of(technique, options) -> dict:
     (name, builtin), dtype = technique, {"dtype": "float32"} if "amp" in options else {}
     found = BASE | TECHNIQUES[technique] | options | dtype
     found |= {"strategy": name.partition(" ")[0], "builtin": builtin}
-    last = found.get("world_size", 1) - 1
-    return {k: v.format(last=last) if k == "straggler" else v for k, v in found.items()}
+    names = {"last": found.get("world_size", 1) - 1, "weights": WEIGHTS}
+    texts = {name: found[name].format(**names) for name in ("straggler", "weights") & found.keys()}
+    return found | texts
 
 
 def alone(options) -> tuple:
@@ -191,7 +198,14 @@ def fit_each(comm, jobs):
 
 
 @pytest.fixture(scope="module")
-def trained():
+def weights():
+    torch.save({name: value + 0.1 for name, value in net().state_dict().items()}, WEIGHTS)
+    yield
+    WEIGHTS.unlink()
+
+
+@pytest.fixture(scope="module")
+def trained(weights):
     """By technique and options: the words of a refusal, or (state, checksum) by rank."""
     singles = [(("single", False), dict(alone(options))) for _, options in CASES]
     found, jobs = {}, defaultdict(dict)
