@@ -1,9 +1,10 @@
 """Every option with every technique: the run equals one device, or it is refused by name.
 
-Each option of ``TRIED`` is tried with each technique, and every third pair of options with one of
-them, in rotation; with ``LABKIT_FULL_MATRIX=1`` every pair with all of them. These fail a test: a
-field of ``RunConfig`` that is neither in ``TRIED`` nor in ``UNTRIED``, and a combination that is
-refused and not in the tables ``TAKEN_BY`` and ``APART``, or is taken and in one of them.
+Each technique is tried with each option of ``TRIED``, and with three pairs of an optimizer and a
+schedule, in rotation; every fifth pair of options is tried with one technique. With
+``LABKIT_FULL_MATRIX=1`` each technique is tried with all pairs. These fail a test: a field of
+``RunConfig`` that is neither in ``TRIED`` nor in ``UNTRIED``, and a combination that is refused
+and not in the tables ``TAKEN_BY`` and ``APART``, or is taken and in one of them.
 """
 
 import itertools
@@ -127,7 +128,7 @@ OWN = Own(model=net, dataset=images)
 # A file of other parameters than those of ``net``.
 WEIGHTS = Path(tempfile.gettempdir(), f"weights of process {os.getpid()}.pt")
 EACH = [{name: value} for name, values in TRIED.items() for value in values]
-# Together with each technique they try each of their options.
+# Each optimizer with each schedule.
 RATES = [
     {"optimizer": optimizer, "lr_schedule": schedule, "warmup_epochs": warmup, "weight_decay": 0.1}
     for optimizer in ("sgd", "adam", "adamw")
@@ -144,13 +145,16 @@ def is_taken(technique, options) -> bool:
 
 def cases():
     """(technique, options) of the walk."""
-    singles = [{}, *RATES, *(one for one in EACH if one.keys().isdisjoint(RATES[0]))]
-    yield from itertools.product(TECHNIQUES, singles)
-    yield from ((("single", False), one) for one in EACH if not one.keys().isdisjoint(RATES[0]))
+    others = [{}, *(one for one in EACH if one.keys().isdisjoint(RATES[0]))]
+    yield from ((("single", False), one) for one in EACH)
     if os.environ.get("LABKIT_FULL_MATRIX"):
-        yield from itertools.product(TECHNIQUES, PAIRS)
+        yield from itertools.product(TECHNIQUES, [*others, *RATES, *PAIRS])
         return
-    for number, pair in enumerate(PAIRS[::3]):
+    for turn, technique in enumerate(TECHNIQUES):
+        # Three optimizers with three schedules; the next technique has the next three pairs.
+        rates = (RATES[3 * row + (row + turn) % 3] for row in range(3))
+        yield from ((technique, options) for options in (*others, *rates))
+    for number, pair in enumerate(PAIRS[::5]):
         able = [technique for technique in TECHNIQUES if is_taken(technique, pair)]
         some = able or list(TECHNIQUES)
         yield some[number % len(some)], pair
@@ -221,7 +225,7 @@ def trained(weights):
         jobs[1 if strategy.in_one_process else config.world_size][key] = job
     torch.set_num_threads(threads)
     for ranks, some in jobs.items():
-        values = run(fit_each, some, world_size=ranks).values
+        values = run(fit_each, some, world_size=ranks, timeout_s=600).values
         found |= {key: [reports[key] for reports in values] for key in some}
     return found
 
