@@ -370,6 +370,8 @@ def overflowing(comm, make_strategy, model, batches, rank, layer):
         strategy.step(inputs[mine], targets[mine], len(targets))
         scaler = strategy.scaler.state_dict()
         found.append((checksum(strategy.full_state()), scaler["scale"], scaler["_growth_tracker"]))
+        # A server on RPC's threads would go on with the next step of the workers meanwhile.
+        comm.barrier()
     strategy.close()
     return found
 
