@@ -24,6 +24,7 @@ from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end, pieces_by_slice
+from labkit.strategies.kept import KeptElements
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
 from labkit.strategies.update import Parts, Update
 
@@ -141,9 +142,11 @@ class ParameterServer(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
             self.gradient.zero_()
-        loss = self.local.add(inputs, targets)
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
+        loss = self.local.add(inputs, targets, divisor)
         if self.serves:
-            self.serve(batch_size)
+            self.serve(batch_size // divisor)
         else:
             self.push()
             if self.scaler.is_enabled():
@@ -179,6 +182,9 @@ class ParameterServer(Strategy):
         with self.comm.span("pull"):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
+
+    def kept(self) -> KeptElements:
+        return KeptElements(super().kept(), self.comm, self.slices)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)

@@ -24,6 +24,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
 from labkit.schedules.split_points import as_split_points, check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.kept import Kept
 from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.update import Parts, Update, sum_over
 from labkit.units import format_count
@@ -84,6 +85,7 @@ class Stage:
         self.index, self.count = comm.rank, comm.world_size
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         names, layers = zip(*named_layers(model))
+        name_of = {id(p): name for name, p in model.named_parameters()}
         points = check_split_points(split_points, len(layers), self.count)
         self.bounds = stage_bounds(points, len(layers))
         stages = [nn.ModuleList(layers[start:end]) for start, end in self.bounds]
@@ -110,6 +112,8 @@ class Stage:
             scaler=self.precision.scaler,
             parts=self._parts(model, in_layers) if self.count > 1 else None,
         )
+        mine = [*self.module.parameters(), *unused.values()]
+        self.parameters = {name_of[id(p)]: p for p in mine}
         self.held_bytes = 0
         self._measures = True
         self._shapes: dict[tuple[Any, ...], list[Any]] = {}
@@ -241,6 +245,24 @@ class Stage:
         # In the model's own order, and with what no layer uses.
         state |= {key: value.detach().cpu().clone() for key, value in self.outside.items()}
         return {key: state[key] for key in self.meta_model.state_dict()}
+
+    def kept(self) -> Kept:
+        """This stage's part of the model, and what no layer uses, which is equal on all stages."""
+        # Several layers may have an empty name: their parameters have their full names.
+        named = list(zip(self.names[slice(*self.bounds[self.index])], self.module))
+        state = {
+            state_key(name, key): value.detach()
+            for name, layer in named
+            for key, value in layer.state_dict().items()
+        }
+        outside = {key: value.detach() for key, value in self.outside.items()}
+        kept = Kept(state | outside, self.parameters, self.optimizer)
+        kept.buffers = {
+            state_key(name, key): buffer
+            for name, layer in named
+            for key, buffer in layer.named_buffers()
+        }
+        return kept
 
     @contextmanager
     def _measured(self, micro_batch: int) -> Iterator[None]:
@@ -408,6 +430,7 @@ class StagedModel(Strategy):
         settings = {"loss": self.loss, "amp": self.amp, "clip_norm": self.clip_norm}
         self.stage = Stage(comm, model, self.split_points, make_optimizer, **settings)
         self.scaler = self.stage.precision.scaler
+        self.optimizer = self.stage.optimizer
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
@@ -418,6 +441,9 @@ class StagedModel(Strategy):
 
     def full_state(self) -> dict[str, Tensor]:
         return self.stage.full_state()
+
+    def kept(self) -> Kept:
+        return self.stage.kept()
 
     def notes(self) -> dict[str, Any]:
         """The split points, and by stage the most bytes of activations held at one time."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,6 +130,18 @@ def told(epoch: int, epochs: int, row: Row) -> str:
     elif not math.isnan(row.get("test_loss", math.nan)):
         found.append(f"held-out loss {row['test_loss']:.4f}")
     return ", ".join([*found, f"{row['seconds']:.2f} s"])
+
+
+def is_best(rows: Sequence[Row]) -> bool:
+    """Whether the last of these epochs is the best: by held-out accuracy, or else by its loss.
+
+    Without held-out samples, by the training loss. Of equal epochs the first is the best.
+    """
+    for name, sign in (("test_accuracy", 1), ("test_loss", -1), ("loss", -1)):
+        found = [sign * row.get(name, math.nan) for row in rows]
+        if not math.isnan(found[-1]):
+            return all(math.isnan(other) or other < found[-1] for other in found[:-1])
+    return False
 
 
 def _part(total: float, count: float) -> float:

@@ -55,8 +55,9 @@ TRIED = {
     "lr_schedule": ("step:1:0.3", "cosine"),
     "warmup_epochs": (0.5,),
     "scale_lr": (3,),
+    "clip_norm": (0.5,),
     "accumulate": (2,),
-    "amp": ("bf16",),
+    "amp": ("bf16", "fp16"),
     "compress": ("bf16", "topk"),
     "bucket_mb": (0.0,),
     "servers": (2,),
@@ -72,7 +73,7 @@ UNTRIED = {
     "a number with one meaning in all": "lr momentum seed",
     "how it runs, and not what": "transport link num_workers tf32",
     "files of a run": "checkpoint_dir checkpoint_every checkpoint_keep resume log_dir",
-    "coming": "clip_norm augment resize weights freeze sync_batch_norm",
+    "coming": "augment resize weights freeze sync_batch_norm",
 }
 
 
@@ -88,8 +89,7 @@ REPLICAS = both("ddp", "ring_all_reduce")
 SERVED = both("parameter_server", "async_parameter_server")
 # Options of some techniques; all others are for all of them.
 TAKEN_BY = {
-    "accumulate": both("single") | REPLICAS | SERVED,
-    "amp": both("single") | REPLICAS,
+    "accumulate": TECHNIQUES.keys() - both("pipeline") - {("model_parallel", True)},
     "straggler": REPLICAS | SERVED,
     "bucket_mb": both("ddp"),
     "compress": ours("ring_all_reduce"),

@@ -85,8 +85,9 @@ class Lock:
         # Never a link, which another user could have put there; nor may others open it, who
         # could keep the lock.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        self._descriptor: int | None = None
         try:
-            self._descriptor: int | None = os.open(self.path, flags, 0o600)
+            self._descriptor = os.open(self.path, flags, 0o600)
             _held.add(self)
             self.works = self._take()
         except OSError as error:
@@ -105,10 +106,19 @@ class Lock:
             return False
         return True
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self) -> None:
         """Give the lock back."""
-        descriptor = getattr(self, "_descriptor", None)
-        self._descriptor = None
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.close()
+
+    def close(self) -> None:
+        """Close its file in this process; a parent that has forked this process keeps the lock."""
+        descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
@@ -116,14 +126,14 @@ class Lock:
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-def _release_all() -> None:
+def _close_all() -> None:
     for lock in list(_held):
-        lock.release()
+        lock.close()
 
 
 # A lock lasts as long as any process has its file open: a DataLoader's worker, a fork of its
 # rank, may outlive the rank for seconds.
-os.register_at_fork(after_in_child=_release_all)
+os.register_at_fork(after_in_child=_close_all)
 
 
 def _lock_error(folder: Path, path: Path, error: OSError) -> OutputError:
@@ -141,13 +151,6 @@ def hidden(folder: Path) -> Path:
     Nobody can predict it: in a shared folder another user could have put a link there.
     """
     return folder / f".labkit-{secrets.token_hex(8)}.part"
-
-
-def make_unfinished(folder: Path) -> Path:
-    """Make a hidden folder for a checkpoint that is being written; OSError if it cannot."""
-    path = hidden(folder)
-    path.mkdir()
-    return path
 
 
 def remove_unfinished(folder: str | Path) -> None:
@@ -195,8 +198,8 @@ def remove(path: Path) -> bool:
         if not _UNFINISHED.fullmatch(path.name):
             # Under its new name it no longer counts as a checkpoint, even if this is cut short.
             path = path.rename(hidden(path.parent))
-        for entry in list(os.scandir(path)):
-            os.unlink(entry.path)
+        for file in list(path.iterdir()):
+            file.unlink()
         path.rmdir()
     except OSError:
         return False
@@ -206,8 +209,8 @@ def remove(path: Path) -> bool:
 def holds_only_ours(path: Path) -> bool:
     """Whether all in this folder are plain files with the names of a checkpoint's files."""
     return all(
-        _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-        for entry in os.scandir(path)
+        _OURS.fullmatch(file.name) and stat.S_ISREG(file.lstat().st_mode)
+        for file in list(path.iterdir())
     )
 
 

@@ -46,8 +46,8 @@ def _collect(
             _collect(value, path, found)
         elif not isinstance(value, Tensor):
             raise ValueError(
-                f"a checkpoint holds tensors: {name} is a {type(value).__name__}, which belongs "
-                "to its facts"
+                f"a checkpoint holds tensors: {name} is of type {type(value).__name__}, which "
+                "belongs to its facts"
             )
         elif value.layout != torch.strided or value.is_quantized or value.is_meta:
             raise ValueError(f"a checkpoint holds dense tensors: {name} is not one")
