@@ -25,7 +25,7 @@ from labkit.training.logs import RunLogs, run_logs
 from labkit.training.optimizer import optimizer_maker
 from labkit.training.own import NOTHING, Own
 from labkit.training.progress import Progress
-from labkit.training.resume import facts_of
+from labkit.training.resume import agreed, facts_of
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
 from labkit.workload.losses import CountedLoss
@@ -121,7 +121,7 @@ def _fit(
     del model
     with Checkpoints(config, strategy, facts) as checkpoints:
         run = _Run(config, work, strategy, checkpoints, memory, logs, verbose)
-        progress = checkpoints.load(start, partial(_rehearse, run))
+        progress = checkpoints.load(agreed(comm, config, start), partial(_rehearse, run))
         started_s = None
         if isinstance(strategy, OwnPaceStrategy):
             started_s = time.perf_counter() - comm.session.recorder.origin
