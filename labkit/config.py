@@ -9,6 +9,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from labkit import units
+from labkit.schedules.learning_rate import parse_lr_schedule
 from labkit.schedules.pipeline import PIPELINES
 from labkit.schedules.split_points import check_devices
 from labkit.units import format_count
@@ -82,6 +83,11 @@ def _check_devices(name: str, value: Any) -> None:
     parse_devices(value)
 
 
+def _check_lr_schedule(name: str, value: Any) -> None:
+    _check_text(name, value)
+    parse_lr_schedule(value)
+
+
 def _check_augment(name: str, value: Any) -> None:
     parse_augment(value)
 
@@ -130,14 +136,17 @@ class RunConfig:
     # With a momentum of 1 the weight of past gradients would never decrease.
     momentum: float | None = _number(None, "X", "momentum of sgd (0.9)", most=0.999999)
     weight_decay: float | None = _number(None, "X", "of the optimizer (0; adamw 0.01)", most=1e6)
-    lr_schedule: str = _text(
-        "constant", "S", "of the learning rate: constant, cosine, or step:EPOCHS:FACTOR"
+    lr_schedule: str = _setting(
+        "constant",
+        "S",
+        "after the warm-up: constant, cosine to 0 at the end, or step:EPOCHS:FACTOR",
+        _check_lr_schedule,
     )
     warmup_epochs: float = _number(
-        0.0, "E", "epochs in which the learning rate rises to lr", most=units.MOST
+        0.0, "E", "first epochs (2 or 0.5), in which the learning rate rises", most=units.MOST
     )
     scale_lr: int | None = _integer(
-        None, "B", "lr is for batches of B samples: scale it with the global batch"
+        None, "B", "lr is for batches of B samples: use lr * batch_size / B, with a warm-up"
     )
     clip_norm: float | None = _setting(
         None,
@@ -250,6 +259,39 @@ class RunConfig:
                 )
         if self.lr is not None:
             units.check_above_zero("lr", self.lr, _MOST_LR[self.dtype])
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.warmup_epochs > self.epochs:
+            raise ValueError(
+                f"warmup_epochs {self.warmup_epochs} of {format_count(self.epochs, 'epoch')}: the "
+                "learning rate would never reach lr. Use fewer, or train for more epochs"
+            )
+        if self.scale_lr is not None and self.used_lr is None:
+            raise ValueError(
+                f"scale_lr {self.scale_lr} is for the lr of sgd, adam and adamw: optimizer "
+                f"{self.optimizer} sets its own rate, so scale it in your function"
+            )
+        if self.used_lr is not None:
+            scaled = f"lr {self.lr} scaled to batches of {self.batch_size}"
+            units.check_above_zero(scaled, self.used_lr, _MOST_LR[self.dtype])
+
+    @property
+    def changes_lr(self) -> bool:
+        """Whether the learning rate changes from update to update."""
+        return self.lr_schedule != "constant" or self.warmup_epochs > 0
+
+    @property
+    def used_lr(self) -> float | None:
+        """The rate that the schedule's factors multiply: ``lr``, scaled if ``scale_lr`` is given.
+
+        A batch that is k times as large gets k times the rate, so that an epoch of 1/k as many
+        updates moves the parameters about as far (Goyal et al. 2017, section 2.1). None for an
+        optimizer of the learner's own, which sets its rate.
+        """
+        if self.lr is None or self.scale_lr is None:
+            return self.lr
+        return self.lr * self.batch_size / self.scale_lr
 
     def _check_together(self) -> None:
         if self.tf32 and self.dtype != "float32":
@@ -266,6 +308,9 @@ class RunConfig:
                 f"backend {self.backend!r} is for PyTorch's counterpart: choose builtin as well, "
                 "or transport for our own implementation"
             )
+        if self.checkpoint_dir is None and (self.resume or self.checkpoint_every is not None):
+            option = "resume" if self.resume else f"checkpoint_every {self.checkpoint_every}"
+            raise ValueError(f"{option} needs checkpoint_dir, the folder of the run's checkpoints")
         if self.link is not None and self.devices is not None and self.strategy in ONE_PROCESS:
             raise ValueError(
                 f"link {self.link!r}: with devices one process moves the tensors, and no messages "

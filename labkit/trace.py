@@ -12,7 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,6 +102,14 @@ class Trace:
             and (kind is None or span.kind == kind)
             and (lane is None or span.lane == lane)
         ]
+
+    def between(self, start_s: float, end_s: float) -> "Trace":
+        """The parts of the spans that lie between two moments."""
+        inside = [s for s in self.spans if s.start_s < end_s and s.end_s > start_s]
+        cut = (
+            replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in inside
+        )
+        return Trace(tuple(cut), self.devices)
 
     def seconds_by_kind(
         self, rank: int | None = None, lane: int | None = None
@@ -502,12 +510,16 @@ class Recorder:
         region.resumed = end if same else region.timer.mark()
         return "communicate" if region.kind in LOCAL_KINDS else region.kind
 
+    def settle(self) -> None:
+        """Let the listener hear of all spans so far; on a GPU it waits for their ends."""
+        self._settle(wait=True)
+
     def spans(self) -> list[Span]:
         """The spans so far, in seconds since the origin; on a GPU it waits for their ends.
 
         Spans of length zero are left out, except for messages and empty regions.
         """
-        self._settle(wait=True)
+        self.settle()
         return [
             Span(self.rank, kind, start_s, end_s, num_bytes, peer, lane, meets)
             for start_s, end_s, (kind, num_bytes, peer, lane, meets, is_empty) in self._past

@@ -11,6 +11,7 @@ import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+import fault_seconds
 import kernel_ports
 import pytest
 import slowest
@@ -22,6 +23,7 @@ _TESTS = itertools.count()
 
 def pytest_addoption(parser):
     parser.addoption("--record-slowest", type=Path, metavar="FILE", help="see tests/slowest.py")
+    parser.addoption("--record-faults", type=Path, metavar="FILE", help="see make faults")
     parser.addoption(
         "--screenshots", action="store_true", help="save the pages in build/screenshots"
     )
@@ -76,6 +78,11 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     was_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if rows := fault_seconds.noted(terminalreporter.getreports("passed")):
+        for line in fault_seconds.summary(rows, config.get_verbosity() > 0):
+            terminalreporter.write_line(line)
+        if path := config.getoption("--record-faults"):
+            fault_seconds.record(path, rows)
     if (path := config.getoption("--record-slowest")) and was_whole:
         reports = [one for kind in terminalreporter.stats.values() for one in kind]
         slowest.record(path, [one for one in reports if hasattr(one, "duration")], STARTED_S)

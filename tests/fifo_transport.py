@@ -162,12 +162,21 @@ def call_over_stream(fn, comm, *args):
         return fn(comm, *args)
 
 
-@pytest.fixture
-def over_streams(monkeypatch):
-    """The ranks of all runs of a test talk over a FifoTransport."""
+@contextlib.contextmanager
+def streamed(patch):
+    """In this block, the ranks of all runs talk over a FifoTransport."""
     really_dump = launch.dump_call
 
     def dump(fn, args):
         return really_dump(functools.partial(call_over_stream, fn), args)
 
-    monkeypatch.setattr(launch, "dump_call", dump)
+    with patch.context() as inner:
+        inner.setattr(launch, "dump_call", dump)
+        yield
+
+
+@pytest.fixture
+def over_streams(monkeypatch):
+    """The ranks of all runs of a test talk over a FifoTransport."""
+    with streamed(monkeypatch):
+        yield

@@ -65,10 +65,7 @@ class Answers(NamedTuple):
         ``LABKIT_EVERY_SIZE=1`` tries each answer on all (twice the time).
         """
         sizes = self.sizes or (None,)
-        if os.environ.get("LABKIT_EVERY_SIZE") == "1" or len(self.right) < len(sizes):
-            return sizes
-        turn = self.right.index(fn) % len(sizes)
-        return sizes[turn : turn + 1]
+        return sizes if len(self.right) < len(sizes) else in_turn(sizes, self.right.index(fn))
 
     def gradings(self) -> tuple[dict, dict]:
         """What to grade, by (right answer, world size), by wrong answer, and ``a_stub``.
@@ -83,6 +80,14 @@ class Answers(NamedTuple):
         ending = {fn for fn, *ids in self.wrong if ENDS_ITS_RUN & {*ids}}
         alone = {fn: wrong.pop(fn) for fn in ending} | {a_stub: partial(self.grade, a_stub)}
         return shared | wrong, alone
+
+
+def in_turn(sizes: tuple, number: int) -> tuple:
+    """The world sizes of answer ``number``: one of ``sizes``, or all with LABKIT_EVERY_SIZE=1."""
+    if os.environ.get("LABKIT_EVERY_SIZE") == "1":
+        return sizes
+    turn = number % len(sizes)
+    return sizes[turn : turn + 1]
 
 
 def a_stub(*args):

@@ -29,6 +29,16 @@ def test_defaults_stand_and_are_frozen():
         ({"lr": "0.1"}, "lr must be a number above 0, got '0.1'"),
         ({"momentum": float("nan")}, "momentum must be a number from 0 up, got nan"),
         ({"momentum": 1}, "momentum must be"),
+        ({"weight_decay": -0.1}, "weight_decay must be a number from 0 up, got -0.1"),
+        ({"optimizer": "adam", "momentum": 0.1}, "optimizer adam takes no momentum here"),
+        ({"optimizer": "m:f", "weight_decay": 0.1}, "optimizer m:f takes no weight_decay here"),
+        ({"optimizer": "m:f", "scale_lr": 8}, "scale_lr 8 is for the lr of .*scale it in your"),
+        ({"scale_lr": 0}, "scale_lr must be an integer from 1 up, got 0"),
+        ({"scale_lr": 1, "lr": 3e38}, r"lr 3e\+38 scaled to batches of 64 must be at most"),
+        ({"lr_schedule": 3}, "lr_schedule must be a string, got 3"),
+        ({"lr_schedule": "step:3"}, "lr_schedule must be constant, cosine, or step:EPOCHS:FACTOR"),
+        ({"warmup_epochs": -1}, "warmup_epochs must be a number from 0 up, got -1"),
+        ({"warmup_epochs": 1.5}, "warmup_epochs 1.5 of 1 epoch: .* would never reach lr"),
         ({"dtype": "int8"}, "unknown dtype 'int8': choose one of float32, float64"),
         ({"accumulate": 0}, "accumulate must be an integer from 1 up, got 0"),
         ({"servers": True}, "servers must be an integer from 1 up, got True"),
@@ -53,6 +63,27 @@ def test_defaults_stand_and_are_frozen():
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rates"),
+    [
+        ("sgd", (0.05, 0.9, 0.0)),
+        ("adam", (0.001, None, 0.0)),
+        ("adamw", (0.001, None, 0.01)),
+        ("my_module:make", (None, None, None)),
+    ],
+)
+def test_rates_by_optimizer(optimizer, rates):
+    config = RunConfig(optimizer=optimizer)
+    assert (config.lr, config.momentum, config.weight_decay) == rates
+
+
+def test_the_rate_grows_with_the_batch():
+    assert RunConfig(lr=0.1, batch_size=96, scale_lr=32).used_lr == pytest.approx(0.3)
+    assert RunConfig(lr=0.1, batch_size=16, scale_lr=32).used_lr == pytest.approx(0.05)
+    assert RunConfig(lr=0.1, batch_size=96).used_lr == 0.1
+    assert RunConfig(optimizer="my_module:make").used_lr is None
 
 
 def test_a_straggler_is_a_rank_and_a_factor():

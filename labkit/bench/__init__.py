@@ -5,6 +5,7 @@
     ddp           a step of our DDP, and of PyTorch's on the backend "labkit" and on others
     placement     the cuts of VGG16: hops by placement, and every single cut against the planner
     pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
+    checkpoint    a step with and without a checkpoint being written in the background
 
 ``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
 command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce bench with MPI as an

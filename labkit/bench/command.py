@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.bench.all_reduce import bench_all_reduce
+from labkit.bench.checkpoint import bench_checkpoint
 from labkit.bench.ddp import bench_ddp
 from labkit.bench.launch import bench_launch
 from labkit.bench.pipeline import bench_pipeline
@@ -22,6 +23,7 @@ BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "ddp": bench_ddp,
     "placement": bench_placement,
     "pipeline": bench_pipeline,
+    "checkpoint": bench_checkpoint,
 }
 DRAWN = ("all-reduce", "placement")
 _PICTURES = (".png", ".svg")

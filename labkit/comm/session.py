@@ -45,6 +45,7 @@ class Session:
         timers: the clocks of the devices that this rank uses.
         loss: takes the losses that this rank reports.
         queue: what was queued and has not ended; None if operations end before they return.
+        sums: this rank's seconds by kind of span; None before ``start_together``.
         memory: measures this rank's peak memory; None before ``start_together``.
     """
 
@@ -69,6 +70,7 @@ class Session:
         self._host = ClockTimer()
         self.timers, self.loss = DeviceTimers(), ReportedLoss(board.ranks[rank])
         self.recorder = Recorder(rank, self.timers.of(device), keep=keep_spans)
+        self.sums: SpanSums | None = None
         # Whether the starts of operations can be compared with those of other ranks after the run.
         self._compares = False
         self._closed = False
@@ -242,7 +244,7 @@ class Session:
             timer.calibrate()
         self._compares = self._on_gpu and bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
-        self.recorder.listener = SpanSums(self.board.ranks[self.rank])
+        self.recorder.listener = self.sums = SpanSums(self.board.ranks[self.rank])
 
     def spans(self) -> list[Span]:
         """This rank's spans so far; waits for its GPU and removes the drift of its clock."""

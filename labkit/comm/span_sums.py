@@ -37,6 +37,11 @@ class SpanSums:
         self._seconds[lane > 0][self._place(kind)] += end_s - start_s
         self._until_s[lane > 0] = end_s
 
+    def so_far(self, main_lane_only: bool = False) -> dict[str, float]:
+        """Seconds by kind of the spans that have ended, in all lanes or in the main one."""
+        lanes = self._seconds[:1] if main_lane_only else self._seconds
+        return {kind: sum(s[place] for s in lanes) for kind, place in list(self._places.items())}
+
     def _place(self, kind: str) -> int:
         place = self._places.get(kind)
         if place is None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from labkit.schedules import tree
-from labkit.schedules.pipeline import PIPELINES, Hop, pipeline_schedule, with_hops
+from labkit.schedules.pipeline import Hop, pipeline_schedule, with_hops
 from labkit.schedules.ring import RingStep, chunk_bounds, ring_share_only, ring_share_reduce
 from labkit.schedules.top_k import kept_elements
 from labkit.units import check_integer, format_count
@@ -181,11 +181,16 @@ def parameter_server_cost(
 
 
 def async_parameter_server_cost(
-    num_elements: int, num_buffers: int, element_bytes: int, pushes: int, serves: bool
+    num_elements: int,
+    num_buffers: int,
+    element_bytes: int,
+    pushes: int,
+    serves: bool,
+    fp16: bool = False,
 ) -> Cost:
     """What the server or the workers send for ``pushes`` asynchronous pushes, and their pulls.
 
-    A push is a gradient, and a short message with 2 numbers and the model's buffers; the answer is
+    A push is a gradient, and a short message with 3 numbers and the model's buffers; the answer is
     the parameters, and a short message with 1 number and the buffers. A run of E epochs of b
     batches on W workers takes E b W pushes, and W - 1 more that arrive after its end.
 
@@ -195,9 +200,33 @@ def async_parameter_server_cost(
         element_bytes: bytes of an element of either.
         pushes: of one worker, or of all together.
         serves: True for what the server sends, False for what the workers send.
+        fp16: whether the short messages have the scale of the loss as well.
     """
-    short = (1 if serves else 2) + num_buffers
+    short = (1 if serves else 3) + fp16 + num_buffers
     return Cost(4 * pushes, 2 * pushes, pushes * (num_elements + short) * element_bytes)
+
+
+def norms_cost(
+    num_norms: int, element_bytes: int, num_ranks: int, place: int = 0, fp16: bool = False
+) -> Cost:
+    """What clipping and fp16 add to one update where ranks have parts of the gradients.
+
+    All ranks send a short vector to the first of them, which sends the sum back: 2 (R - 1)
+    messages in all. These are the R = P stages; or the R = K servers, and with fp16 all ranks.
+    Where every rank has all gradients, nothing is sent.
+
+    Args:
+        num_norms: with clipping, one for each trained parameter, and one more for each that is
+            cut between servers; without, 0.
+        element_bytes: of the widest dtype of a trained parameter.
+        num_ranks: R.
+        place: of this rank among them, from 0.
+        fp16: whether one more number counts the ranks with an overflow.
+    """
+    numbers = num_norms + fp16
+    if not numbers:
+        return NOTHING
+    return naive_all_reduce_cost(numbers, element_bytes, num_ranks, place)
 
 
 def compressed_cost(
@@ -281,7 +310,8 @@ def model_parallel_cost(
 
     A cut of S bytes per sample carries M messages and B x S bytes forward, and the same backward
     unless nothing before it is trained. The number of micro-batches changes the messages but not
-    the bytes. The traffic of parameters that are tied across stages is left out.
+    the bytes. Left out: parameters tied across stages, clipping and fp16 (``norms_cost``), and
+    with amp one message of one byte over each cut, forward, in the first step.
 
     Args:
         cut_bytes_per_sample: by cut, the output of the layer before it for one sample.
@@ -292,17 +322,14 @@ def model_parallel_cost(
         first_trained: the first stage that trains anything; P if none does.
         schedule: of ``Pipeline``, a name in ``schedules.PIPELINES``. It decides how often a send
             and a receive are one exchange (``schedules.with_hops``), and so the steps. None is
-            ``ModelParallel``: one micro-batch, and one step per message.
+            ``ModelParallel``: one micro-batch after another, and one step per message.
 
     Raises:
-        ValueError: not one number for each of the P - 1 cuts, an unknown rank or schedule, no
-            micro-batch, or several micro-batches without a schedule.
+        ValueError: not one number for each of the P - 1 cuts, an unknown rank or schedule, or no
+            micro-batch.
     """
     _check_stages(len(cut_bytes_per_sample), rank, num_stages)
     check_integer("micro_batches", micro_batches)
-    if schedule is None and micro_batches > 1:
-        known = ", ".join(PIPELINES)
-        raise ValueError(f"{micro_batches} micro-batches need a schedule: choose one of {known}")
     count = min(micro_batches, batch_size)
     actions = pipeline_schedule(schedule or "gpipe")(rank, num_stages, count)
     stream = with_hops(actions, rank, num_stages, first_trained)

@@ -5,13 +5,9 @@ board together become one error that names the cause, not its consequences.
 """
 
 import bdb
-import resource
-import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
 
 from labkit import units
 from labkit.comm.board import LOST, NOT_STARTED, RETURNED, Board
@@ -31,6 +27,7 @@ from labkit.runtime.forkserver import server_fault
 from labkit.runtime.messages import Report, described, shortened
 from labkit.runtime.pickling import UnpicklableError
 from labkit.runtime.prepare import NO_DEBUGGER
+from labkit.runtime.shortages import explained, hint_of
 
 
 def report_of_failure(rank: int, error: BaseException) -> Report:
@@ -54,60 +51,12 @@ def _kind_and_summary(error: BaseException) -> tuple[str, str]:
         return "mismatch", str(error)
     if isinstance(error, UnpicklableError):
         return "unpicklable", f"has a result that cannot be sent back: {error}"
-    text = described(error)
-    if isinstance(error, MemoryError) and not text:
-        text = _memory_words()
-    if isinstance(error, bdb.BdbQuit):
-        text = NO_DEBUGGER
-    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
-        text = gpu_words(error, text)
+    text = NO_DEBUGGER if isinstance(error, bdb.BdbQuit) else explained(error, described(error))
     summary = f"raised {type(error).__name__}: {text}{units.spelling(error)}"
     # Where PyTorch uses gloo or NCCL without labkit, a lost peer is a RuntimeError.
     is_lost_peer = isinstance(error, PeerLostError)
     is_lost_peer |= isinstance(error, RuntimeError) and means_loss(error)
     return ("peer_lost" if is_lost_peer else "raised"), summary
-
-
-def _memory_words() -> str:
-    """In a rank: what Python's MemoryError does not say."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    held = units.format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    most = "" if limit == resource.RLIM_INFINITY else f", its limit is {units.format_bytes(limit)}"
-    return f"asked for more memory than there is; the rank held up to {held}{most}"
-
-
-def gpu_words(error: BaseException, text: str) -> str:
-    """In a rank: the text of a GPU's error without the C++ stack, and the next step.
-
-    Args:
-        error: memory that has run out, or an error of CUDA.
-        text: its text; PyTorch's names the request and what is free where PyTorch has allocated.
-    """
-    text = text.partition("\nException raised from ")[0]
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
-        return (
-            f"{text.strip()}{_free_words(text)} Next step: a smaller batch or more micro-batches; "
-            "ranks on one GPU share its memory, so also fewer of them per GPU."
-        )
-    text = text.partition("CUDA kernel errors might be")[0].strip()
-    return (
-        f"{text}. The GPU runs behind the program, so the line may be a later one: "
-        'os.environ["CUDA_LAUNCH_BLOCKING"] = "1" before the run shows the line that failed'
-    )
-
-
-def _free_words(text: str) -> str:
-    """How much of this rank's GPU is free, unless ``text`` says it or CUDA cannot be asked."""
-    if "free" in text:
-        return ""
-    try:
-        free_bytes, total_bytes = torch.cuda.mem_get_info()
-    except Exception:
-        # After some errors CUDA does not answer any more; there may also be no GPU.
-        return ""
-    free, total = units.format_bytes(free_bytes), units.format_bytes(total_bytes)
-    return f" ({free} of the GPU's {total} are free.)"
 
 
 def _learner_part(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
@@ -187,8 +136,7 @@ class Evidence:
             when = when if state == RETURNED else "before its function had returned"
             return f"left early with exit code {code}, {when}"
         name = signal_name(-code)
-        hint = " (the system does that when memory runs out)" if name == "SIGKILL" else ""
-        return f"was killed by {name} {when}{hint}"
+        return f"was killed by {name} {when}{hint_of(name)}"
 
     def who_waited_for(self, rank: int) -> str:
         """A sentence for each other rank that was in an operation with ``rank``."""

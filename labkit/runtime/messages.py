@@ -139,11 +139,18 @@ class Inbox:
         self.control = control
         self._data = bytearray()
 
+    @property
+    def expected_bytes(self) -> int:
+        """The size of the message that is arriving; 0 while that is not known."""
+        known = len(self._data) >= _LENGTH.size
+        return _LENGTH.unpack_from(self._data)[0] if known else 0
+
     def read(self) -> list[Report | Shown]:
         """Read what has arrived; return the messages that are complete.
 
         Raises:
             EOFError: the rank has ended, or closed its end.
+            MemoryError: this process has no memory for the message.
         """
         try:
             data = os.read(self.control.fileno(), _READ_BYTES)
@@ -154,7 +161,7 @@ class Inbox:
         self._data += data
         found = []
         while len(self._data) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            end = _LENGTH.size + self.expected_bytes
             if len(self._data) < end:
                 break
             with memoryview(self._data) as whole, whole[_LENGTH.size : end] as part:

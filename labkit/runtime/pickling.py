@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from labkit.errors import WorkerError
 from labkit.runtime.messages import Report, described
+from labkit.runtime.shortages import num_bytes, result_too_large
 
 # How many levels of nested containers are searched for the part that cannot be pickled.
 _MOST_DEPTH = 20
@@ -87,10 +88,13 @@ def dump_value(value: Any) -> bytes:
 
     Raises:
         UnpicklableError: names the part that cannot be pickled.
+        MemoryError: there is no memory for a copy.
     """
     try:
         # A tensor of a graph cannot be pickled.
         return dumps(tree_map_only(Tensor, Tensor.detach, value), _ResultPickler)
+    except MemoryError:
+        raise MemoryError(result_too_large(num_bytes(value))) from None
     except (Exception, SystemExit) as error:
         culprit = find_unpicklable("value", value) or _named("value", value)
         raise UnpicklableError(
@@ -103,10 +107,14 @@ def load_value(report: Report) -> Any:
     """Unpickle the value that a rank returned.
 
     Raises:
-        WorkerError: unpickling runs code of the value's class, and this code raised.
+        WorkerError: unpickling runs code of the value's class, and this code raised; or there is
+            no memory for it.
     """
     try:
         return pickle.loads(report.payload)
+    except MemoryError:
+        told = result_too_large(len(report.payload))
+        raise WorkerError(f"rank {report.rank}: {told}", rank=report.rank) from None
     except Exception as error:
         raise WorkerError(
             f"rank {report.rank} returned a value that cannot be unpickled here: "

@@ -29,6 +29,7 @@ from labkit.runtime.failures import report_of_failure
 from labkit.runtime.messages import Report, may_go, send
 from labkit.runtime.pickling import dump_value
 from labkit.runtime.prepare import seed_random_numbers, set_variables, take_keyboard_away
+from labkit.runtime.shortages import result_too_large
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,23 @@ def run_rank(
     if os.getpid() != me:
         # A child that the function has forked gets here, too; only the rank itself reports.
         os._exit(0)
-    send(control, report)
+    report = _sent(control, report)
     if report.kind != "value" and rank in job.may_lose:
         # The other ranks notice that this one has ended, and continue.
         os._exit(1)
     # Exiting now would break the connections of ranks that are still running, and after a failure
     # their errors would hide its cause. The launcher lets this process exit, or kills it.
     let_go.wait()
+
+
+def _sent(control: Connection, report: Report) -> Report:
+    """Send the report, or that there is no memory for it; return what was sent."""
+    try:
+        send(control, report)
+    except MemoryError:
+        error = MemoryError(result_too_large(len(report.payload)))
+        send(control, report := report_of_failure(report.rank, error))
+    return report
 
 
 def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:

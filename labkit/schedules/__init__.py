@@ -8,12 +8,18 @@
     top_k              how many elements a sparse gradient keeps
     split_points       where a list of layers is cut into stages
     pipeline           GPipe and 1F1B: what each stage runs, and the messages in between
+    learning_rate      the learning rate of each update: warm-up, then constant, step or cosine
 
 Each schedule is written once: the real run executes it, the figures draw it, and the tests compare
 it with the textbook.
 """
 
 from labkit.schedules.bucket_assignment import assign_buckets as assign_buckets
+from labkit.schedules.learning_rate import (
+    LrSchedule as LrSchedule,
+    lr_factor as lr_factor,
+    parse_lr_schedule as parse_lr_schedule,
+)
 from labkit.schedules.pipeline import (
     PIPELINES as PIPELINES,
     Action as Action,

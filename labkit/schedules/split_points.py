@@ -30,7 +30,8 @@ def check_devices(num_devices: int, split_points: Sequence[int]) -> None:
         raise ValueError(
             f"{format_count(num_devices, 'device')} for "
             f"{format_count(len(split_points) + 1, 'stage')}: name one per stage, or leave "
-            "devices out and give each stage its own process"
+            "devices out and give each stage its own process (split_points "
+            f"{','.join(map(str, split_points))})"
         )
 
 

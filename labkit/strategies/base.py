@@ -5,14 +5,17 @@ the defaults. There is one object per rank.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.workload.losses import Loss, sum_cross_entropy
+from labkit.strategies.kept import Kept, kept_model
+from labkit.strategies.mixed_precision import LossScaler
+from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
@@ -35,11 +38,16 @@ class Strategy:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         devices: of a technique in one process, one per replica or stage.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
+        can_be_kept: whether a checkpoint can hold its state.
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it.
+        loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it. Called
+            once for each sample that is trained on.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
+        optimizer: of this rank, set by ``setup``; None on a rank that makes no updates.
+        instead: by option that makes no sense here, why, and what to use instead.
+        scaler: of the loss, on every rank; enabled with amp ``fp16``; set by ``setup``.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
             ``devices[0]``. A technique that does not hold the whole model there overrides
             ``predict`` and ``full_state``.
@@ -47,11 +55,15 @@ class Strategy:
 
     in_one_process = False
     survives_lost_workers = False
+    can_be_kept = True
     through_comm = True
     optimizes = "model"
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
+    instead: ClassVar[dict[str, str]] = {}
+    scaler: LossScaler
     devices: Sequence[torch.device] = ()
+    optimizer: torch.optim.Optimizer | None = None
     comm: Comm
     model: nn.Module
 
@@ -92,6 +104,10 @@ class Strategy:
             return 0, 0
         return self.workers.index(self.comm.rank), len(self.workers)
 
+    def updates_of(self, samples: int, world_size: int) -> int:
+        """How many updates the technique makes of a global batch of ``samples``."""
+        return 1
+
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
@@ -100,6 +116,17 @@ class Strategy:
         global batch.
         """
         raise NotImplementedError
+
+    def counted(self) -> Tensor:
+        """Right predictions of this rank since the last call and of how many, float64 [2].
+
+        Zeros if the loss does not count them, or the predictions are not of classes.
+        """
+        counts = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        if isinstance(self.loss, CountedLoss):
+            right, counts[1] = self.loss.take()
+            counts[0] = right
+        return counts
 
     def end_epoch(self) -> None:
         """Make equal on all ranks what differs after the steps, such as batch statistics."""
@@ -120,6 +147,20 @@ class Strategy:
         state = self.model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
+    def kept(self) -> Kept:
+        """What this rank gives to a checkpoint, and takes from one."""
+        is_current, is_first = self.comm.rank in self.workers, self.comm.rank == self.workers[0]
+        return kept_model(self.model, self.optimizer, is_current=is_current, is_first=is_first)
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        """Before a run is continued: do what a first step leaves behind, beside its update.
+
+        What the rehearsal changes in ``kept`` is replaced afterwards.
+        """
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        """Continue from what ``kept`` has got back; ``own`` is this rank's, see ``Kept``."""
+
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
         return {}
@@ -132,17 +173,38 @@ class Strategy:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
+class Saves(Protocol):
+    """How a technique whose workers do not wait for each other saves checkpoints.
+
+    Only the server writes, with what each worker has told it, as bytes.
+    """
+
+    def are_due(self, shares: int) -> bool:
+        """On the server: whether a checkpoint is due after these shares of all workers."""
+
+    def of_worker(self) -> AbstractContextManager[Tensor]:
+        """On a worker: what it adds to a checkpoint, uint8 [n], to be sent in the context."""
+
+    def save(self, shares: int, of_workers: Mapping[int, Tensor]) -> None:
+        """On the server: save a checkpoint after these shares."""
+
+
 class OwnPaceStrategy(Strategy):
     """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
 
     Rank 0 is the server, all other ranks are workers.
 
     Attributes:
+        saves: of checkpoints; None for none; the loop sets it.
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
+        accuracy: on the server, the part of the latest epoch's samples that was predicted right
+            when their gradients were computed; NaN if that is not counted.
         lost: {rank: why} for the workers that died; set by ``setup``.
     """
 
+    saves: Saves | None = None
     updates: Sequence[Sequence[int]]
+    accuracy: Tensor | float = float("nan")
     lost: dict[int, str]
 
     def check_ranks(self, world_size: int) -> None:
@@ -155,6 +217,10 @@ class OwnPaceStrategy(Strategy):
     @property
     def workers(self) -> range:
         return range(1, self.comm.world_size)
+
+    def updates_of(self, samples: int, world_size: int) -> int:
+        # One for each worker's share, unless it is empty.
+        return min(samples, world_size - 1)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the workers together have processed as many shares as all epochs have.
@@ -170,6 +236,15 @@ class OwnPaceStrategy(Strategy):
             ``full_state`` before it continues. On the workers, nothing.
         """
         raise NotImplementedError
+
+    def right_of(self, samples: int) -> Tensor | float:
+        """Right predictions of this rank's latest share, of ``samples``; NaN if not counted."""
+        right, judged = self.loss.take() if isinstance(self.loss, CountedLoss) else (0, 0)
+        return right if judged == samples else float("nan")
+
+    def first_share(self) -> int:
+        """The number of this worker's share that is computed first, if the run is continued."""
+        return 0
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Let ``predict`` use these parameters and buffers from now on."""

@@ -30,6 +30,9 @@ from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.mixed_precision import MixedPrecision
+from labkit.strategies.update import Update
+from labkit.units import check_integer
 
 
 class DataParallel(Strategy):
@@ -42,13 +45,21 @@ class DataParallel(Strategy):
 
     Args:
         devices: one name per replica, as in ``("cpu", "cpu")``; a name may occur several times.
+        accumulate: micro-batches that the batch is cut into, each of which is scattered; the
+            gradients are reduced once, after the last one.
+        amp: see ``LocalGradients``; outputs and their gradients move in the half dtype.
+
+    Raises:
+        ValueError: ``accumulate`` below 1.
     """
 
     in_one_process = True
     through_comm = False
 
-    def __init__(self, devices: Sequence[str]):
+    def __init__(self, devices: Sequence[str], accumulate: int = 1, amp: str | None = None):
         self.devices = [torch.device(name) for name in devices]
+        check_integer("accumulate", accumulate)
+        self.accumulate, self.precision = accumulate, MixedPrecision(amp)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
@@ -57,6 +68,10 @@ class DataParallel(Strategy):
         self.replicas = [self.model, *others]
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
+        self.scaler = self.precision.scaler
+        self.update = Update(
+            self.optimizer, self.trained, clip_norm=self.clip_norm, scaler=self.scaler
+        )
         self.bytes_moved: Counter[str] = Counter(scatter=0, replicate=0, gather=0, reduce=0)
         # The threads compute at the same time, and each would otherwise use all cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(self.devices)))
@@ -69,15 +84,20 @@ class DataParallel(Strategy):
             comm.session.timers.of(device)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        parts = self.scatter(inputs)
-        replicas = self.replicate(len(parts))
-        outputs = self.parallel(lambda replica, part: replica(part), replicas, parts)
-        loss, gradients = self.loss_on_device_0(outputs, targets, batch_size)
-        self.parallel(torch.autograd.backward, outputs, gradients)
+        count = max(1, min(self.accumulate, len(targets)))
+        total, replicas = torch.zeros((), dtype=torch.float64, device=self.devices[0]), []
+        for batch, expected in zip(inputs.tensor_split(count), targets.tensor_split(count)):
+            parts = self.scatter(batch)
+            # The first micro-batch is the largest, and no parameter changes before the update.
+            replicas = replicas or self.replicate(len(parts))
+            outputs = self.parallel(self.forward, replicas[: len(parts)], parts)
+            loss, gradients = self.loss_on_device_0(outputs, expected, batch_size)
+            self.parallel(torch.autograd.backward, outputs, gradients)
+            total += loss
         self.reduce(replicas)
         with self.comm.span("update"):
-            self.optimizer.step()
-        return loss.to(self.comm.device)
+            self.update()
+        return total.to(self.comm.device)
 
     def scatter(self, inputs: Tensor) -> list[Tensor]:
         """Cut ``inputs`` [n, ...] into min(n, P) parts of almost equal size, one per device."""
@@ -102,6 +122,11 @@ class DataParallel(Strategy):
             for replica in self.replicas:
                 replica.zero_grad()
         return self.replicas[:count]
+
+    def forward(self, replica: nn.Module, part: Tensor) -> Tensor:
+        """The outputs of one replica, in its thread."""
+        with self.precision.autocast(part.device):
+            return replica(part)
 
     def parallel(self, fn: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
         """Call ``fn(*arguments[.., i])`` for all i at once, in thread i; return the results by i.
@@ -140,8 +165,8 @@ class DataParallel(Strategy):
         with self.comm.span("compute"):
             gathered.requires_grad_()
             targets = targets.to(gathered.device)
-            loss = self.loss(gathered, targets)
-            (gradient,) = torch.autograd.grad(loss / batch_size, gathered)
+            loss = self.loss(self.precision.wide(gathered), targets)
+            (gradient,) = torch.autograd.grad(self.scaler.scale(loss / batch_size), gathered)
         with self.comm.span("gather"):
             parts = gradient.split([len(output) for output in outputs])
             return loss.detach(), [self._send("gather", p, i) for i, p in enumerate(parts)]

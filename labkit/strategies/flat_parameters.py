@@ -4,6 +4,9 @@ A flat tensor [N] can be cut anywhere, into chunks of equal size, and one messag
 it. A list of tensors cannot be cut evenly, and each of many small messages has a latency.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +39,21 @@ def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
         parameter.data = value.view_as(parameter)
         parameter.grad = gradient.view_as(parameter)
     return values, gradients
+
+
+def pieces_by_slice(sizes: Sequence[int], slices: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """How many elements of each parameter are in each slice, without those that have none there.
+
+    Args:
+        sizes: of the parameters, which are laid end to end.
+        slices: (start, end) of each, which cover them all.
+    """
+    ends = list(itertools.accumulate(sizes))
+    found = []
+    for start, end in slices:
+        cuts = [start, *(cut for cut in ends if start < cut < end), end]
+        found.append([b - a for a, b in itertools.pairwise(cuts) if b > a])
+    return found
 
 
 @torch.no_grad()

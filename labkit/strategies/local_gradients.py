@@ -1,8 +1,8 @@
 """The part of a training step that needs no other rank: forward and backward of a share.
 
 It may run in micro-batches (gradient accumulation: the activations of one micro-batch at a time,
-the gradients of all of them), in mixed precision (Micikevicius et al. 2018), and slowed down, as a
-straggler.
+the gradients of all of them), in mixed precision (``labkit.strategies.mixed_precision``), and
+slowed down, as a straggler.
 """
 
 import contextlib
@@ -18,9 +18,8 @@ from torch.autograd import Variable
 
 from labkit import gpus
 from labkit.comm.comm import Comm
+from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.workload.losses import Loss, sum_cross_entropy
-
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> None:
@@ -32,20 +31,8 @@ def check_straggler(straggler: tuple[int, float] | None, servers: int = 1) -> No
         )
 
 
-def fill_missing(optimizer: torch.optim.Optimizer) -> None:
-    """Let missing gradients count as zeros, as in a sum over ranks.
-
-    An optimizer leaves out a parameter without a gradient, but changes one whose gradient is zero
-    by its momentum or weight decay; every technique has to do the same.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-
 class LocalGradients:
-    """Forward and backward of one rank's share of a batch, and the matching update.
+    """Forward and backward of one rank's share of a batch.
 
     Args:
         comm: this rank's Comm.
@@ -56,9 +43,12 @@ class LocalGradients:
             micro-batch separately.
         amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
             loss is scaled up so that small gradients do not vanish, and an update whose gradients
-            overflow is skipped. All ranks decide the same, from the same summed gradients.
+            overflow is skipped: see ``Update``.
         straggler: (rank, factor): that rank takes ``factor`` times as long to compute, except for
             its first micro-batch.
+
+    Attributes:
+        scaler: of the loss; ``Update`` divides the gradients by its scale.
     """
 
     def __init__(
@@ -75,10 +65,8 @@ class LocalGradients:
         self.model = model
         self.loss = loss
         self.accumulate = accumulate
-        self.half = _HALVES[amp] if amp else None
-        self.scaler = torch.amp.GradScaler(comm.device.type, enabled=amp == "fp16")
-        # The scaler is initialised by its first scale(), and this rank's first share may be empty.
-        self.scaler.scale(torch.zeros((), device=comm.device))
+        self.precision = MixedPrecision(amp)
+        self.scaler = self.precision.scaler
         slow, factor = straggler or (None, 1.0)
         self.slowdown = factor if comm.rank == slow else 1.0
         # Seconds per sample of the last micro-batches, without the first, which takes many times
@@ -113,13 +101,6 @@ class LocalGradients:
                 total += self._forward_backward(part, divisor)
         return total
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make one step of ``optimizer``; with fp16, only if no gradient has overflowed."""
-        with self.comm.span("update"):
-            fill_missing(optimizer)
-            self.scaler.step(optimizer)
-            self.scaler.update()
-
     def _micro_batches(
         self, inputs: Tensor, targets: Tensor, even_if_empty: bool
     ) -> list[tuple[Tensor, Tensor]]:
@@ -134,11 +115,8 @@ class LocalGradients:
             # What was queued before is not this rank's computing, and must not be slowed down.
             gpus.synchronize(self.comm.device)
         start_s = time.perf_counter()
-        with torch.autocast(self.comm.device.type, self.half, enabled=self.half is not None):
-            logits = self.model(inputs)
-        if self.half is not None:
-            # The sum of many losses needs more than the 8 significant bits of bf16.
-            logits = logits.float()
+        with self.precision.autocast(inputs.device):
+            logits = self.precision.wide(self.model(inputs))
         if self.slowdown > 1:
             # DDP waits for other ranks at the end of backward, and waiting must not be slowed
             # down. This callback is queued when backward starts, so it runs before DDP's.

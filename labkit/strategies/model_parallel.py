@@ -14,10 +14,14 @@ Source: the manual placement that PyTorch's tutorials call model parallelism, he
 process per device.
 """
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 from torch import Tensor
 
 from labkit.schedules.pipeline import Hop, Message
 from labkit.strategies.stage import StagedModel
+from labkit.units import check_integer
 
 
 class ModelParallel(StagedModel):
@@ -29,22 +33,41 @@ class ModelParallel(StagedModel):
 
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.
+        accumulate: micro-batches, each of which passes through all stages, forward and backward,
+            before the next one begins; as ``LocalGradients`` on one device.
+        amp: see ``Stage``.
+
+    Raises:
+        ValueError: ``accumulate`` below 1.
     """
+
+    instead: ClassVar = {
+        "micro_batches": "one micro-batch passes through the stages at a time, which is "
+        "accumulate; strategy pipeline has several of them under way"
+    }
+
+    def __init__(
+        self, split_points: Sequence[int] = (), accumulate: int = 1, amp: str | None = None
+    ):
+        super().__init__(split_points, amp)
+        check_integer("accumulate", accumulate)
+        self.accumulate = accumulate
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         stage = self.stage
         before, behind = stage.index - 1, stage.index + 1
-        stage.start(inputs, targets, batch_size)
-        if not stage.is_first:
-            stage.hop(Hop(None, Message("activation", 0, before)))
-        stage.forward(0)
-        if not stage.is_last:
-            stage.hop(Hop(Message("activation", 0, behind), None))
-        if stage.index >= stage.first_trained:
+        stage.start(inputs, targets, batch_size, self.accumulate)
+        for part in range(stage.micro_batches):
+            if not stage.is_first:
+                stage.hop(Hop(None, Message("activation", part, before)))
+            stage.forward(part)
             if not stage.is_last:
-                stage.hop(Hop(None, Message("gradient", 0, behind)))
-            stage.backward(0)
-            if stage.index > stage.first_trained:
-                stage.hop(Hop(Message("gradient", 0, before), None))
+                stage.hop(Hop(Message("activation", part, behind), None))
+            if stage.index >= stage.first_trained:
+                if not stage.is_last:
+                    stage.hop(Hop(None, Message("gradient", part, behind)))
+                stage.backward(part)
+                if stage.index > stage.first_trained:
+                    stage.hop(Hop(Message("gradient", part, before), None))
         stage.update()
         return stage.loss

@@ -20,7 +20,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.local_gradients import fill_missing
+from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.stage import on_several
+from labkit.strategies.update import Update
 from labkit.trace import Timer
+from labkit.units import check_integer
 from labkit.workload.chain import layers_of
 from labkit.workload.samples import on_device
 
@@ -46,6 +48,7 @@ class ModelParallelOneProcess(Strategy):
     Args:
         split_points: layers that begin a stage, one fewer than there are devices.
         devices: one name per stage; each device once.
+        accumulate, amp: see ``LocalGradients``.
 
     Raises:
         ValueError: a device is named twice, or there is not one per stage; in ``setup``, a tied
@@ -55,7 +58,18 @@ class ModelParallelOneProcess(Strategy):
     in_one_process = True
     through_comm = False
 
-    def __init__(self, split_points: Sequence[int] = (), devices: Sequence[str] = ("cpu",)):
+    instead: ClassVar = {
+        "micro_batches": "one micro-batch passes through the stages at a time, which is "
+        "accumulate; strategy pipeline has several of them under way"
+    }
+
+    def __init__(
+        self,
+        split_points: Sequence[int] = (),
+        devices: Sequence[str] = ("cpu",),
+        accumulate: int = 1,
+        amp: str | None = None,
+    ):
         twice = [name for name, count in Counter(devices).items() if count > 1]
         if twice:
             raise ValueError(
@@ -66,6 +80,8 @@ class ModelParallelOneProcess(Strategy):
         self.split_points = as_split_points(split_points)
         check_devices(len(devices), self.split_points)
         self.devices = [torch.device(name) for name in devices]
+        check_integer("accumulate", accumulate)
+        self.accumulate, self.precision = accumulate, MixedPrecision(amp)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm, self.model = comm, model
@@ -82,7 +98,10 @@ class ModelParallelOneProcess(Strategy):
         self.stages = [
             nn.Sequential(*part).to(device).train() for part, device in zip(parts, self.devices)
         ]
-        self.optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(trained)
+        self.scaler = self.precision.scaler
+        self.update = Update(self.optimizer, trained, clip_norm=self.clip_norm, scaler=self.scaler)
         self.hops: deque[_Hop] = deque(maxlen=_KEPT_HOPS)
         self.steps = 0
         self.host_memory = ""
@@ -90,19 +109,28 @@ class ModelParallelOneProcess(Strategy):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        with self.comm.span("forward"):
-            (value,) = on_device([inputs], self.devices[0])
-            for cut, stage in enumerate(self.stages, start=-1):
-                value = stage(value if cut < 0 else _Crossing.apply(value, self, cut))
-            (targets,) = on_device([targets], self.devices[-1])
-            loss = self.loss(value, targets)
-        with self.comm.span("backward"):
-            (loss / batch_size).backward()
+        count = max(1, min(self.accumulate, len(targets)))
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.devices[-1])
+        for part, expected in zip(inputs.tensor_split(count), targets.tensor_split(count)):
+            with self.comm.span("forward"):
+                loss = self.forward(part, expected)
+            with self.comm.span("backward"):
+                self.scaler.scale(loss / batch_size).backward()
+            loss_sum += loss.detach()
         with self.comm.span("update"):
-            fill_missing(self.optimizer)
-            self.optimizer.step()
+            self.update()
         self.steps += 1
-        return loss.detach().to(self.comm.device)
+        return loss_sum.to(self.comm.device)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses of a micro-batch, which passes through all stages."""
+        (value,) = on_device([inputs], self.devices[0])
+        for cut, stage in enumerate(self.stages, start=-1):
+            entering = value if cut < 0 else _Crossing.apply(value, self, cut)
+            with self.precision.autocast(self.devices[cut + 1]):
+                value = stage(entering)
+        (targets,) = on_device([targets], self.devices[-1])
+        return self.loss(self.precision.wide(value), targets)
 
     def move(self, tensor: Tensor, cut: int, direction: str) -> Tensor:
         """Move ``tensor`` over a cut, ``forward`` or ``backward``, and time the hop."""

@@ -23,8 +23,10 @@ from labkit.config import check_servers
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
+from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end, pieces_by_slice
+from labkit.strategies.kept import KeptElements
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
+from labkit.strategies.update import Parts, Update
 
 
 @torch.no_grad()
@@ -52,9 +54,13 @@ class ParameterServer(Strategy):
     the end of an epoch all ranks get the mean of the workers' running averages, and the first
     worker's counters.
 
+    Clipping needs the norm of all slices: K servers sum their numbers, 2 (K - 1) short messages
+    per step. With amp ``fp16`` all ranks take part in this sum, which tells the workers, too,
+    whether a gradient has overflowed.
+
     Args:
         servers: K, below the world size (1 if the world size is 1).
-        accumulate, straggler: see ``LocalGradients``.
+        accumulate, amp, straggler: see ``LocalGradients``.
 
     Raises:
         ValueError: the straggler would be a server; in ``setup``, no rank is left to work.
@@ -63,27 +69,35 @@ class ParameterServer(Strategy):
     optimizes = "elements"
 
     def __init__(
-        self, servers: int = 1, accumulate: int = 1, straggler: tuple[int, float] | None = None
+        self,
+        servers: int = 1,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
     ):
         check_straggler(straggler, servers)
         self.servers = servers
-        self.settings = {"accumulate": accumulate, "straggler": straggler}
+        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_servers(self.servers, comm.world_size)
         self.comm = comm
         self.model = model.to(comm.device).train()
         self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.local.scaler
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         self._take_role()
+        optimizer, parameters = None, []
         if self.serves:
             start, end = self.slices[comm.rank]
             # SGD works element by element, so a slice gives the same updates as its parameters.
             self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
             parameter = nn.Parameter(self.slice)
             parameter.grad = self.slice_gradient
-            self.optimizer = make_optimizer([parameter])
+            self.optimizer = optimizer = make_optimizer([parameter])
+            parameters = [parameter]
+        self._prepare_update(optimizer, parameters)
 
     @property
     def workers(self) -> range:
@@ -99,14 +113,45 @@ class ParameterServer(Strategy):
         else:
             self.peers = worker_turns(rank - servers, servers, workers)
 
+    def _prepare_update(
+        self, optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]
+    ) -> None:
+        """On a server the update of its slice; on a worker, what it learns of the updates."""
+        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        by_server = pieces_by_slice(sizes, self.slices)
+        mine = by_server[self.comm.rank] if self.serves else []
+        before = sum(map(len, by_server[: self.comm.rank]))
+        # Workers have to know only whether gradients have overflowed.
+        ranks = range(self.comm.world_size if self.scaler.is_enabled() else self.servers)
+        parts = Parts(
+            self.comm,
+            ranks,
+            range(before, before + len(mine)),
+            sum(map(len, by_server)),
+            self.parameters.dtype,
+        )
+        self.update = Update(
+            optimizer,
+            parameters,
+            clip_norm=self.clip_norm,
+            scaler=self.scaler,
+            parts=parts if len(ranks) > 1 else None,
+            sizes=mine,
+        )
+
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
             self.gradient.zero_()
-        loss = self.local.add(inputs, targets)
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
+        loss = self.local.add(inputs, targets, divisor)
         if self.serves:
-            self.serve(batch_size)
+            self.serve(batch_size // divisor)
         else:
             self.push()
+            if self.scaler.is_enabled():
+                with self.comm.span("update"):
+                    self.update()
             self.pull()
         return loss
 
@@ -133,10 +178,13 @@ class ParameterServer(Strategy):
                 receive(self.slice_gradient, worker)
         with self.comm.span("update"):
             self.slice_gradient /= batch_size
-            self.optimizer.step()
+            self.update()
         with self.comm.span("pull"):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
+
+    def kept(self) -> KeptElements:
+        return KeptElements(super().kept(), self.comm, self.slices)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)

@@ -14,6 +14,7 @@ parallelism" (2019); Narayanan et al., "PipeDream" (2019), for the order called 
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -32,15 +33,25 @@ class Pipeline(StagedModel):
         split_points: layers that begin a stage, one fewer than there are ranks.
         micro_batches: M; a batch of fewer samples is cut into single samples.
         schedule: ``gpipe``, all forwards first, or ``1f1b``, which holds fewer activations.
+        amp: see ``Stage``.
 
     Raises:
         ValueError: unknown schedule, or ``micro_batches`` below 1.
     """
 
+    instead: ClassVar = {
+        "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose "
+        "their number with micro_batches"
+    }
+
     def __init__(
-        self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
+        self,
+        split_points: Sequence[int] = (),
+        micro_batches: int = 4,
+        schedule: str = "gpipe",
+        amp: str | None = None,
     ):
-        super().__init__(split_points)
+        super().__init__(split_points, amp)
         check_integer("micro_batches", micro_batches)
         self.micro_batches, self.schedule = micro_batches, pipeline_schedule(schedule)
 

@@ -9,14 +9,18 @@ The sum is divided by the number of samples, not of ranks, so that the update eq
 device even if the shares differ in size. Symbols: P ranks, N trainable parameters.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives.compressed import all_reduce_of
+from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers
+from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.update import Update
 
 
 class RingAllReduce(Strategy):
@@ -57,15 +61,22 @@ class RingAllReduce(Strategy):
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
         self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.trained, clip_norm=self.clip_norm, scaler=self.scaler
+        )
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
         # A rank without a sample still takes part in the ring.
-        loss = self.gradients.add(inputs, targets)
-        self.average_gradients(batch_size)
-        self.gradients.update(self.optimizer)
+        loss = self.gradients.add(inputs, targets, divisor)
+        self.average_gradients(batch_size // divisor)
+        with self.comm.span("update"):
+            self.update()
         return loss
 
     @torch.no_grad()
@@ -83,6 +94,16 @@ class RingAllReduce(Strategy):
             for piece, parameter in zip(self.slices, self.trained):
                 # Gradients of several dtypes were summed in the widest of these dtypes.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
+
+    def kept(self) -> Kept:
+        kept = super().kept()
+        if isinstance(self.all_reduce, TopK) and self.all_reduce.residual is not None:
+            kept.own["residual"] = self.all_reduce.residual
+        return kept
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        if isinstance(self.all_reduce, TopK) and "residual" in own:
+            self.all_reduce.residual = own["residual"].to(self.comm.device)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.update import Update
 
 
 class Single(Strategy):
@@ -33,9 +34,14 @@ class Single(Strategy):
         self.model = model.to(comm.device).train()
         self.optimizer = make_optimizer(self.model.parameters())
         self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.model.parameters(), clip_norm=self.clip_norm, scaler=self.scaler
+        )
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         loss = self.gradients.add(inputs, targets, divisor=batch_size)
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss

@@ -11,6 +11,7 @@ The order of this work is not decided here: a stage executes the instructions of
 Symbols: P ranks and stages, n samples in a micro-batch.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,13 +24,18 @@ from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
 from labkit.schedules.split_points import as_split_points, check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.local_gradients import fill_missing
+from labkit.strategies.kept import Kept
+from labkit.strategies.mixed_precision import MixedPrecision
+from labkit.strategies.update import Parts, Update, sum_over
 from labkit.units import format_count
 from labkit.workload.activations import HeldBytes, NonLeaf
 from labkit.workload.chain import named_layers, state_key
 from labkit.workload.layers import output_shapes
 from labkit.workload.losses import Loss, sum_cross_entropy
 from labkit.workload.meta import meta_copy
+
+# Those that an activation may have; a stage tells the next one a place in this list.
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
 class Stage:
@@ -47,6 +53,10 @@ class Stage:
         make_optimizer: makes an optimizer of a list of parameters; a stage that trains none does
             not call it.
         loss: (outputs, targets) -> the sum over the samples.
+        amp: see ``LocalGradients``. With it, what crosses a cut has the dtype that it has on one
+            device, which depends on the layers: before its first activation a stage tells the
+            next one this dtype, in a message of one byte.
+        clip_norm: see ``Update``.
 
     Attributes:
         index, count: s and P.
@@ -68,11 +78,14 @@ class Stage:
         split_points: Sequence[int],
         make_optimizer: MakeOptimizer,
         loss: Loss = sum_cross_entropy,
+        amp: str | None = None,
+        clip_norm: float | None = None,
     ):
-        self.comm, self.loss_of = comm, loss
+        self.comm, self.loss_of, self.precision = comm, loss, MixedPrecision(amp)
         self.index, self.count = comm.rank, comm.world_size
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         names, layers = zip(*named_layers(model))
+        name_of = {id(p): name for name, p in model.named_parameters()}
         points = check_split_points(split_points, len(layers), self.count)
         self.bounds = stage_bounds(points, len(layers))
         stages = [nn.ModuleList(layers[start:end]) for start, end in self.bounds]
@@ -87,11 +100,42 @@ class Stage:
         unused = {id(v): v for v in self.outside.values() if isinstance(v, nn.Parameter)}
         for parameter in unused.values():
             parameter.data = parameter.data.to(comm.device)
-        trained += [p for p in unused.values() if p.requires_grad]
-        self.optimizer = make_optimizer(trained) if trained else None
+        in_layers, self.trained = (
+            trained,
+            trained + [p for p in unused.values() if p.requires_grad],
+        )
+        self.optimizer = make_optimizer(self.trained) if self.trained else None
+        self._update = Update(
+            self.optimizer,
+            self.trained,
+            clip_norm=clip_norm,
+            scaler=self.precision.scaler,
+            parts=self._parts(model, in_layers) if self.count > 1 else None,
+        )
+        mine = [*self.module.parameters(), *unused.values()]
+        self.parameters = {name_of[id(p)]: p for p in mine}
         self.held_bytes = 0
         self._measures = True
         self._shapes: dict[tuple[Any, ...], list[Any]] = {}
+        # With amp, the dtypes of what comes in and what goes out, as soon as they are known.
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def _parts(self, model: nn.Module, in_layers: list[nn.Parameter]) -> Parts:
+        """Where the norms of this stage's gradients are among those of the whole model.
+
+        A tied parameter counts on its first stage, and one that no layer uses has no gradient.
+        """
+        all_trained = [p for p in model.parameters() if p.requires_grad]
+        place_of = {id(p): place for place, p in enumerate(all_trained)}
+        elsewhere = {id(p) for p, stages in self.tied if self.index != stages[0]}
+        counted = {id(p) for p in in_layers} - elsewhere
+        return Parts(
+            self.comm,
+            range(self.count),
+            [place_of[id(p)] if id(p) in counted else None for p in self.trained],
+            len(all_trained),
+            functools.reduce(torch.promote_types, (p.dtype for p in all_trained)),
+        )
 
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1
@@ -113,7 +157,11 @@ class Stage:
         self._leaving: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         self._held: dict[int, HeldBytes] = {}
-        self.module.zero_grad()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        for parameter in self.trained:
+            parameter.grad = None
 
     def forward(self, micro_batch: int) -> None:
         """Run the layers; the last stage also computes the loss."""
@@ -148,6 +196,7 @@ class Stage:
 
     def hop(self, hop: Hop) -> None:
         """Send, receive, or both at once; what lands is put where an action will look for it."""
+        self._agree_on_dtypes(hop)
         outgoing = self._outgoing(hop.send) if hop.send else None
         landing = self._landing(hop.recv) if hop.recv else None
         carry_out(self.comm, hop, outgoing, landing)
@@ -157,11 +206,11 @@ class Stage:
         self._measures = False
         for parameter, stages in self.tied:
             if self.index in stages:
-                parameter.grad = self._sum_over(stages, parameter)
+                gradient = parameter.grad
+                total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+                parameter.grad = sum_over(self.comm, stages, total)
         with self.comm.span("update"):
-            if self.optimizer:
-                fill_missing(self.optimizer)
-                self.optimizer.step()
+            self._update()
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
@@ -197,6 +246,24 @@ class Stage:
         state |= {key: value.detach().cpu().clone() for key, value in self.outside.items()}
         return {key: state[key] for key in self.meta_model.state_dict()}
 
+    def kept(self) -> Kept:
+        """This stage's part of the model, and what no layer uses, which is equal on all stages."""
+        # Several layers may have an empty name: their parameters have their full names.
+        named = list(zip(self.names[slice(*self.bounds[self.index])], self.module))
+        state = {
+            state_key(name, key): value.detach()
+            for name, layer in named
+            for key, value in layer.state_dict().items()
+        }
+        outside = {key: value.detach() for key, value in self.outside.items()}
+        kept = Kept(state | outside, self.parameters, self.optimizer)
+        kept.buffers = {
+            state_key(name, key): buffer
+            for name, layer in named
+            for key, buffer in layer.named_buffers()
+        }
+        return kept
+
     @contextmanager
     def _measured(self, micro_batch: int) -> Iterator[None]:
         """Count, in the first step, the bytes that a forward keeps for its backward."""
@@ -217,13 +284,30 @@ class Stage:
         return entering.requires_grad_(differentiable and self.index > self.first_trained)
 
     def _run(self, entering: Tensor, micro_batch: int) -> Tensor:
-        leaving = self.module(NonLeaf.apply(entering))
+        with self.precision.autocast(self.comm.device):
+            leaving = self.module(NonLeaf.apply(entering))
         if not self.is_last:
             return leaving
         targets = self._targets[micro_batch]
-        loss = self.loss_of(leaving, targets)
+        loss = self.loss_of(self.precision.wide(leaving), targets)
         self.loss += loss.detach()
-        return loss / self._divisor
+        return self.precision.scaler.scale(loss / self._divisor)
+
+    def _agree_on_dtypes(self, hop: Hop) -> None:
+        """With amp, tell the next stage the dtype of the activations before the first one."""
+        if self.precision.half is None:
+            return
+        for message in filter(None, (hop.send, hop.recv)):
+            way = "out" if message is hop.send else "in"
+            if message.kind != "activation" or way in self._dtypes:
+                continue
+            code = torch.zeros(1, dtype=torch.uint8, device=self.comm.device)
+            if way == "out":
+                dtype = self._leaving[message.micro_batch].dtype
+                self.comm.send(code.fill_(_DTYPES.index(dtype)), message.peer)
+            else:
+                dtype = _DTYPES[int(self.comm.recv(code, message.peer))]
+            self._dtypes[way] = dtype
 
     def _outgoing(self, message: Message) -> Tensor:
         if message.kind == "gradient":
@@ -237,35 +321,22 @@ class Stage:
         """Memory to receive into, where forward or backward will find it."""
         like, start = self._inputs[message.micro_batch], self.bounds[self.index][0]
         if message.kind == "activation":
-            return self._entering.setdefault(message.micro_batch, self._empty(like, start))
+            empty = self._empty(like, start, self._dtypes.get("in"))
+            return self._entering.setdefault(message.micro_batch, empty)
         gradient = torch.empty_like(self._leaving[message.micro_batch])
         return self._gradients.setdefault(message.micro_batch, gradient)
 
-    def _empty(self, inputs: Tensor, layer: int) -> Tensor:
-        """Memory for the input of ``layer``, [n, ...], if ``inputs`` [n, ...] enter the model."""
+    def _empty(self, inputs: Tensor, layer: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for the input of ``layer``, [n, ...], if ``inputs`` [n, ...] enter the model.
+
+        Its dtype is that of a forward without amp, if no other is given.
+        """
         key = inputs.shape, inputs.dtype
         if key not in self._shapes:
             n, *sample = inputs.shape
             self._shapes[key] = output_shapes(self.meta_model, tuple(sample), n, inputs.dtype)
-        shape, dtype = self._shapes[key][layer - 1]
-        return torch.empty(shape, dtype=dtype, device=self.comm.device)
-
-    def _sum_over(self, stages: list[int], parameter: nn.Parameter) -> Tensor:
-        """The gradient of a tied parameter: summed on its first stage, and sent to the others.
-
-        This is not a ring all-reduce, because only some of the stages take part.
-        """
-        gradient = parameter.grad
-        total = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-        first, *others = stages
-        if self.index != first:
-            self.comm.send(total, first)
-            return self.comm.recv(total, first)
-        for other in others:
-            self.comm.recv_add(total, other)
-        for other in others:
-            self.comm.send(total, other)
-        return total
+        shape, plain = self._shapes[key][layer - 1]
+        return torch.empty(shape, dtype=dtype or plain, device=self.comm.device)
 
 
 def carry_out(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
@@ -335,6 +406,7 @@ class StagedModel(Strategy):
 
     Args:
         split_points: layers that begin a stage, one fewer than there are ranks.
+        amp: see ``Stage``.
 
     Raises:
         ValueError: split points that are not a sequence.
@@ -342,8 +414,8 @@ class StagedModel(Strategy):
 
     optimizes = "layers"
 
-    def __init__(self, split_points: Sequence[int] = ()):
-        self.split_points = as_split_points(split_points)
+    def __init__(self, split_points: Sequence[int] = (), amp: str | None = None):
+        self.split_points, self.amp = as_split_points(split_points), amp
 
     def check_ranks(self, world_size: int) -> None:
         if len(self.split_points) + 1 != world_size:
@@ -355,7 +427,10 @@ class StagedModel(Strategy):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
-        self.stage = Stage(comm, model, self.split_points, make_optimizer, self.loss)
+        settings = {"loss": self.loss, "amp": self.amp, "clip_norm": self.clip_norm}
+        self.stage = Stage(comm, model, self.split_points, make_optimizer, **settings)
+        self.scaler = self.stage.precision.scaler
+        self.optimizer = self.stage.optimizer
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
@@ -366,6 +441,9 @@ class StagedModel(Strategy):
 
     def full_state(self) -> dict[str, Tensor]:
         return self.stage.full_state()
+
+    def kept(self) -> Kept:
+        return self.stage.kept()
 
     def notes(self) -> dict[str, Any]:
         """The split points, and by stage the most bytes of activations held at one time."""

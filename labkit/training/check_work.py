@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from labkit.config import STAGED, RunConfig
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.training.optimizer import optimizer_maker
 from labkit.training.own import Own
 from labkit.training.work import Work, work_of
 from labkit.units import format_count
@@ -54,6 +55,9 @@ def check_work(config: RunConfig, own: Own, strategy: Strategy) -> str:
     _check_loss(work, outputs, samples[1])
     if own.optimizer is not None:
         check_optimizer(own.optimizer, strategy.optimizes, config.strategy)
+    if own.optimizer is not None and config.changes_lr:
+        make = optimizer_maker(config, own.optimizer, strategy, len(work.train))
+        check_optimizer(make, strategy.optimizes, config.strategy)
     if work.test is not None:
         _outputs(work, first_samples(work.test, 1)[0], config.seed, "held-out ")
         return told

@@ -1,74 +1,130 @@
-"""What an epoch reports: the training loss, and loss and accuracy on the held-out samples."""
+"""What an epoch reports: loss and accuracy on the samples trained on and on the held-out ones."""
 
+import json
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from labkit.collectives import ring_all_reduce
+from labkit.comm.board import KINDS
 from labkit.comm.comm import Comm
 from labkit.strategies.base import Strategy
 from labkit.training.work import Work
-from labkit.workload.samples import is_integer, on_device
+from labkit.workload.losses import predicts_classes
+from labkit.workload.samples import on_device
 from labkit.workload.sampling import share
 
 _BATCH = 512
+# Accuracy among the likeliest classes says something only where there are more classes.
+_TOP = 5
+# Characters of a kind of span, and bytes that suffice for a row of the board's kinds as JSON.
+_KIND, _TEXT = 32, 256 * KINDS
 
-Row = dict[str, float]
+# Numbers by name, and ``phases_s``: seconds by kind.
+Row = dict[str, Any]
+Seconds = dict[str, float]
 # By index of what ``evaluated`` returns.
-_CORRECT, _JUDGED, _LOSS = range(3)
+_CORRECT, _JUDGED, _IN_TOP, _RANKED, _LOSS = range(5)
 
 
 def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
-    """Part ``index`` of ``count`` of the held-out samples: correct, judged, sum of losses, [3].
+    """Part ``index`` of ``count`` of the held-out samples, as sums over them, [5].
 
-    A sample is judged if its target is a class and the model has one output for each class.
+    Correct predictions and of how many, targets among the five likeliest classes and of how many,
+    and the sum of the losses. A sample is judged if its target is a class and the model has one
+    output for each class.
     """
     comm = strategy.comm
-    sums = torch.zeros(3, dtype=torch.float64, device=comm.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=comm.device)
     if work.test is None:
         return sums
     with comm.span("evaluate"):
         parts = [share(b, index, count) for b in torch.arange(len(work.test)).split(_BATCH)]
+        # Not every model takes an empty batch.
+        parts = [part for part in parts if len(part)]
         for batch in work.test.batches(parts, pinned=strategy.uses_gpu):
             inputs, targets = on_device(batch, comm.device)
             outputs = strategy.predict(inputs)
             if outputs is not None:
                 sums[:_LOSS] += _judged(outputs, targets)
-                if not work.is_plain:
-                    sums[_LOSS] += work.loss(outputs, targets)
+                sums[_LOSS] += work.loss(outputs, targets)
     return sums
 
 
-def row_of(work: Work, loss: float, sums: Tensor) -> Row:
-    """An epoch's ``loss``, ``test_accuracy``, and ``test_loss`` unless data and loss are labkit's.
+def row_of(work: Work, loss: float, seconds: float, train_accuracy: float, sums: Tensor) -> Row:
+    """An epoch's numbers, NaN where there is nothing to measure.
+
+    ``loss``, ``test_accuracy``, ``seconds``, ``train_accuracy``, ``test_loss``, ``test_top5``.
 
     Args:
         work: what is trained.
-        loss: the mean over the training samples.
+        loss, train_accuracy: means over the training samples, while they were trained on.
+        seconds: of training.
         sums: of all parts of the held-out samples, see ``evaluated``.
     """
-    correct, judged, losses = sums.tolist()
-    num_samples = len(work.test) if work.test is not None else 0
-    # A model that predicts no classes has no accuracy, and without samples there is no loss.
-    row = {"loss": loss, "test_accuracy": correct / judged if judged else math.nan}
-    if not work.is_plain:
-        row["test_loss"] = losses / num_samples if num_samples else math.nan
-    return row
+    correct, judged, in_top, ranked, losses = sums.tolist()
+    return {
+        "loss": loss,
+        # A model that predicts no classes has no accuracy, and without samples there is no loss.
+        "test_accuracy": _part(correct, judged),
+        "seconds": seconds,
+        "train_accuracy": train_accuracy,
+        "test_loss": _part(losses, len(work.test) if work.test is not None else 0),
+        "test_top5": _part(in_top, ranked),
+    }
 
 
-def summed_row(comm: Comm, work: Work, loss_sum: Tensor, sums: Tensor) -> Row:
-    """``row_of`` from every rank's sum of training losses, [1], and its part of ``sums``, [3]."""
+def summed_row(
+    comm: Comm,
+    work: Work,
+    loss_sum: Tensor,
+    seconds: float,
+    trained: Tensor,
+    sums: Tensor,
+    spent_s: Seconds,
+) -> Row:
+    """``row_of`` from what every rank has counted, and ``phases_s``, the mean over the ranks.
+
+    Args:
+        comm: this rank's Comm.
+        work: what is trained.
+        loss_sum: of this rank's training losses, [1].
+        seconds, sums: as in ``row_of``, of this rank.
+        trained: right predictions in training on this rank and of how many, [2].
+        spent_s: this rank's seconds by kind.
+    """
     with comm.span("evaluate"):
-        everything = torch.cat([loss_sum, sums])
+        everything = torch.cat([loss_sum, trained, sums])
         if comm.world_size > 1:
             ring_all_reduce(comm, everything)
-    return row_of(work, everything[0].item() / len(work.train), everything[1:])
+        phases_s = _mean_over_ranks(comm, spent_s)
+    loss, right, judged = everything[:3].tolist()
+    row = row_of(work, loss / len(work.train), seconds, _part(right, judged), everything[3:])
+    return row | {"phases_s": phases_s}
+
+
+def spent_since(before_s: Seconds, strategy: Strategy) -> Seconds:
+    """This rank's seconds by kind of span since they were ``before_s``; {} is the start.
+
+    Of a technique in one process, whose threads compute at the same time, the main thread's alone.
+    """
+    session = strategy.comm.session
+    assert session.sums is not None, "the run has started"
+    # On a GPU it waits for the spans' ends: the host has waited for them already.
+    session.recorder.settle()
+    now_s = session.sums.so_far(main_lane_only=strategy.in_one_process)
+    spent_s = {kind: seconds - before_s.get(kind, 0.0) for kind, seconds in now_s.items()}
+    return {kind: seconds for kind, seconds in spent_s.items() if seconds > 0}
 
 
 def told(epoch: int, epochs: int, row: Row) -> str:
     """A line about an epoch."""
     found = [f"epoch {epoch + 1}/{epochs}: loss {row['loss']:.4f}"]
+    if not math.isnan(row.get("train_accuracy", math.nan)):
+        found.append(f"training accuracy {row['train_accuracy']:.2%}")
     if not math.isnan(row["test_accuracy"]):
         found.append(f"held-out accuracy {row['test_accuracy']:.2%}")
     elif not math.isnan(row.get("test_loss", math.nan)):
@@ -76,11 +132,44 @@ def told(epoch: int, epochs: int, row: Row) -> str:
     return ", ".join([*found, f"{row['seconds']:.2f} s"])
 
 
+def is_best(rows: Sequence[Row]) -> bool:
+    """Whether the last of these epochs is the best: by held-out accuracy, or else by its loss.
+
+    Without held-out samples, by the training loss. Of equal epochs the first is the best.
+    """
+    for name, sign in (("test_accuracy", 1), ("test_loss", -1), ("loss", -1)):
+        found = [sign * row.get(name, math.nan) for row in rows]
+        if not math.isnan(found[-1]):
+            return all(math.isnan(other) or other < found[-1] for other in found[:-1])
+    return False
+
+
+def _part(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
 def _judged(outputs: Tensor, targets: Tensor) -> Tensor:
-    """How many predictions are right, and of how many, [2]."""
-    if targets.dim() != 1 or not is_integer(targets) or outputs.dim() != 2:
-        return outputs.new_zeros(2, dtype=torch.float64)
-    if outputs.shape[1] == 1:
-        return outputs.new_zeros(2, dtype=torch.float64)
-    correct = (outputs.argmax(dim=1) == targets).sum()
-    return torch.stack([correct, correct.new_tensor(len(targets))]).double()
+    """Right predictions and of how many, targets among the top five and of how many, [4]."""
+    counts = outputs.new_zeros(_LOSS, dtype=torch.float64)
+    if predicts_classes(outputs, targets):
+        counts[_CORRECT] = (outputs.argmax(dim=1) == targets).sum()
+        counts[_JUDGED] = len(targets)
+        if outputs.shape[1] > _TOP:
+            likeliest = outputs.topk(_TOP, dim=1).indices
+            counts[_IN_TOP] = (likeliest == targets[:, None]).sum()
+            counts[_RANKED] = len(targets)
+    return counts
+
+
+def _mean_over_ranks(comm: Comm, seconds: Seconds) -> Seconds:
+    """The mean of all ranks' seconds by kind; a kind that a rank does not have counts as 0."""
+    if comm.world_size == 1:
+        return seconds
+    # As text, since the kinds differ from rank to rank; the sum puts the texts side by side.
+    text = json.dumps({kind[:_KIND]: round(s, 9) for kind, s in seconds.items()}).encode()
+    texts = torch.zeros(comm.world_size, _TEXT, dtype=torch.uint8, device=comm.device)
+    texts[comm.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    ring_all_reduce(comm, texts)
+    rows = [json.loads(bytes(row).rstrip(b"\0")) for row in texts.tolist()]
+    kinds = sorted({kind for row in rows for kind in row})
+    return {kind: sum(row.get(kind, 0.0) for row in rows) / len(rows) for kind in kinds}

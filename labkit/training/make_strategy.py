@@ -93,7 +93,8 @@ def _options(config: RunConfig, technique: type[Strategy]) -> dict[str, Any]:
         if name not in taken:
             whose = f"strategy {config.strategy}" + " with builtin" * config.builtin
             its_own = f"its options are {', '.join(taken)}" if taken else "it has no options"
-            raise ValueError(f"{whose} takes no option {name}: {its_own}")
+            why = technique.instead.get(name, its_own)
+            raise ValueError(f"{whose} takes no option {name}: {why}")
     if config.straggler is not None:
         given["straggler"] = parse_straggler(config.straggler, config.world_size)
     return given

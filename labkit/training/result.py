@@ -22,9 +22,13 @@ class TrainResult:
 
     Attributes:
         config: the settings.
-        epochs: one ``{"loss", "test_accuracy", "seconds"}`` per epoch; seconds of training alone.
-            With your own data or loss also ``test_loss``. NaN where there is nothing to measure:
-            no held-out samples, or no accuracy because targets are not classes.
+        epochs: one dict per epoch: ``loss``, the mean over the training samples while they were
+            trained on, ``test_accuracy``, ``seconds`` of training alone, ``train_accuracy`` (of
+            the predictions of which ``loss`` is the loss), ``test_loss``, ``test_top5`` (the part
+            of the held-out samples whose class is among the five likeliest of more than five),
+            and ``phases_s``: seconds by kind of span within this epoch, as in the run's
+            ``phases_s``. NaN where there is nothing to measure: no held-out samples, or no
+            accuracy because targets are not classes.
         phases_s: seconds by kind of span, the mean over the ranks; for a technique in one process,
             of the main thread alone.
         bytes_sent, messages: of the technique, by rank, counted as they leave; None if they are
@@ -40,7 +44,7 @@ class TrainResult:
     """
 
     config: RunConfig
-    epochs: list[dict[str, float]]
+    epochs: list[dict[str, Any]]
     phases_s: dict[str, float]
     bytes_sent: list[int] | None
     messages: list[int] | None
@@ -102,9 +106,7 @@ class TrainResult:
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` writes: all of the result but the state and the trace."""
         # JSON has no NaN, which is the loss of a run that diverged.
-        epochs = [
-            {k: v if math.isfinite(v) else None for k, v in row.items()} for row in self.epochs
-        ]
+        epochs = [{name: _finite(value) for name, value in row.items()} for row in self.epochs]
         return {
             "config": self.config.as_dict(),
             "epochs": epochs,
@@ -127,3 +129,8 @@ class TrainResult:
         from safetensors.torch import save
 
         write_atomically(path, save(self.state))
+
+
+def _finite(value: Any) -> Any:
+    """None instead of NaN or infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

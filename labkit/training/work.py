@@ -1,7 +1,7 @@
-"""What a run trains, from its config and the learner's own parts: model, data, loss, update."""
+"""What a run trains, from its config and the learner's own parts: model, data, loss."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import parent_process
@@ -13,8 +13,8 @@ from torch import nn
 from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
 from labkit.config import RunConfig, parse_freeze
-from labkit.strategies.base import MakeOptimizer
 from labkit.training.data import samples_for
+from labkit.training.optimizer import OPTIMIZERS
 from labkit.training.own import Own, made
 from labkit.units import check_choice
 from labkit.workload.datasets import DATASETS
@@ -24,12 +24,6 @@ from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cros
 from labkit.workload.models import MODELS, build_model
 from labkit.workload.samples import Samples, first_samples, num_classes
 from labkit.workload.weights import load_weights
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +36,6 @@ class Work:
         start: makes the model, on the CPU, and says what of ``weights`` it did not take.
         loss: (outputs, targets) -> the sum over the samples.
         mean_loss: the mean over them, as it was given.
-        make_optimizer: makes an optimizer of a list of parameters.
-        is_plain: whether data and loss are labkit's own, so that accuracy is all to report.
     """
 
     train: Samples
@@ -51,8 +43,6 @@ class Work:
     start: Callable[[], tuple[nn.Module, str]] = field(repr=False)
     loss: Loss = field(repr=False)
     mean_loss: Loss = field(repr=False)
-    make_optimizer: MakeOptimizer = field(repr=False)
-    is_plain: bool = True
 
     def make_model(self) -> nn.Module:
         """The model as training starts with it, on the CPU."""
@@ -83,8 +73,6 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
         start=partial(_start, config, own, train),
         loss=sum_cross_entropy if direct else SumOfMean(mean),
         mean_loss=mean,
-        make_optimizer=partial(_optimizer, config, own.optimizer),
-        is_plain=is_common and own.dataset is None and not is_folder(config.dataset),
     )
 
 
@@ -98,7 +86,7 @@ def check_names(config: RunConfig, own: Own) -> None:
         if getattr(own, name) is None:
             check_choice(what, getattr(config, name), names)
     if own.optimizer is None:
-        check_choice("optimizer", config.optimizer, tuple(_OPTIMIZERS))
+        check_choice("optimizer", config.optimizer, tuple(OPTIMIZERS))
 
 
 def start_equal(comm: Comm, model: nn.Module, own: Own) -> nn.Module:
@@ -217,13 +205,3 @@ def _mean_loss(config: RunConfig, own: Own) -> Loss:
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("this loss has parameters of its own to train: make them the model's")
     return loss
-
-
-def _optimizer(
-    config: RunConfig, own: Any, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    if own is not None:
-        return own(list(parameters))
-    rates = {name: getattr(config, name) for name in ("lr", "momentum", "weight_decay")}
-    given = {name: float(rate) for name, rate in rates.items() if rate is not None}
-    return _OPTIMIZERS[config.optimizer](parameters, **given)

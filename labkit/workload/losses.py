@@ -8,8 +8,11 @@ of the shares. (A mean of the shares' means would weight the samples of small sh
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+from labkit.workload.samples import is_integer
 
 # (outputs [n, ...], targets [n, ...]) -> a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -25,6 +28,8 @@ _NAMED: dict[str, Loss] = {
     )
 }
 LOSSES = tuple(_NAMED)
+# Batches whose predictions are kept before they are counted.
+_KEPT = 64
 
 
 def sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -48,3 +53,51 @@ class SumOfMean:
 def named_loss(name: str) -> Loss:
     """One of ``LOSSES``, the mean over samples, as in ``torch.nn.functional``."""
     return _NAMED[name]
+
+
+def predicts_classes(outputs: Tensor, targets: Tensor) -> bool:
+    """Whether targets are classes, and outputs have a column for each of two or more."""
+    if targets.dim() != 1 or not is_integer(targets):
+        return False
+    return outputs.dim() == 2 and outputs.shape[1] > 1
+
+
+class CountedLoss:
+    """A loss that also counts the right predictions among the samples that it is called with.
+
+    So the accuracy on the training samples needs no second forward: each sample is judged by the
+    parameters that computed its gradient. The counts stay on the outputs' device, which the host
+    does not wait for.
+
+    Args:
+        loss: (outputs, targets) -> a scalar.
+    """
+
+    def __init__(self, loss: Loss):
+        self.loss = loss
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._right: Tensor | int = 0
+        self._judged = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if predicts_classes(outputs, targets):
+            # Before the loss, which might change the outputs in place. Predictions are compared
+            # later, many at once: a step of a small model takes hardly longer than a comparison.
+            self._kept.append((outputs.detach().argmax(dim=1), targets))
+            if len(self._kept) == _KEPT:
+                self._count()
+        return self.loss(outputs, targets)
+
+    def take(self) -> tuple[Tensor | int, int]:
+        """Right predictions since the last call, a scalar, and of how many samples."""
+        self._count()
+        taken = self._right, self._judged
+        self._right, self._judged = 0, 0
+        return taken
+
+    def _count(self) -> None:
+        if self._kept:
+            predicted, targets = map(torch.cat, zip(*self._kept))
+            self._kept.clear()
+            self._right = self._right + (predicted == targets).sum()
+            self._judged += len(targets)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import nbformat
 import pytest
-from graded import in_shared_runs
+from graded import in_shared_runs, in_turn
 
 from labkit.check import Verdict
 from labkit.check.grading import grader
@@ -100,13 +100,17 @@ class Solved:
 
 @pytest.fixture(scope="module")
 def solved(request):
-    """By exercise, of those that are to be tested: the cells' run, and the ranks' verdicts."""
+    """By exercise, of those that are to be tested: the cells' run, and the ranks' verdicts.
+
+    The solutions take turns with the world sizes: a solution is close to the library's own
+    version, which is tested on all of them.
+    """
     found, gradings = {}, {}
     for item in request.session.items:
         if item.fspath == request.fspath and "section" in getattr(item, "fixturenames", ()):
             one = found[item.callspec.id] = Solved(*item.callspec.params.values())
             for number, (fn, exercise, world_sizes) in enumerate(one.asked):
-                for size in world_sizes:
+                for size in in_turn(world_sizes, len(gradings)):
                     key = item.callspec.id, number, size
                     gradings[key] = partial(grader.grade_on_ranks, fn, exercise, (size,))
     verdicts = in_shared_runs(gradings)
@@ -123,6 +127,6 @@ def test_the_solution_passes_its_check(parts, section, solved, request):
     if one.error:
         raise one.error
     assert one.said.startswith(("solved", "passed")), one.said
-    assert len(verdicts) == sum(len(world_sizes) for *_, world_sizes in one.asked)
+    assert len(verdicts) >= len(one.asked)
     for verdict in verdicts:
         assert verdict.passed, verdict

@@ -15,16 +15,16 @@ REFUSED = {
     "straggler=0:2 world_size=1": "its options are accumulate, amp",
     "bucket_mb=1.0 builtin=True": "strategy single with builtin takes no option bucket_mb",
     "devices=cpu,cpu": "single trains on one rank, got world_size 2",
-    "strategy=data_parallel amp=bf16": "takes no option amp: its options are devices",
-    "strategy=parameter_server bucket_mb=1.0": "its options are accumulate, servers, straggler",
+    "strategy=parameter_server bucket_mb=1.0": "options are accumulate, amp, servers, straggler",
     "strategy=model_parallel world_size=2 schedule=1f1b": "takes no option schedule",
     "strategy=ring_all_reduce compress=fp16 builtin=True": "takes no option compress",
     "strategy=async_parameter_server builtin=True max_staleness=4": "takes no option max_stale",
-    "strategy=pipeline world_size=2 amp=bf16": "takes no option amp: its options are split_",
-    "strategy=model_parallel world_size=2 amp=fp16": "takes no option amp: its options are split",
-    "strategy=model_parallel devices=cpu amp=fp16": "takes no option amp: its options are devices",
-    "strategy=parameter_server amp=bf16": "takes no option amp",
-    "strategy=async_parameter_server world_size=2 amp=bf16": "takes no option amp",
+    # Options that make no sense here: what to use instead.
+    "strategy=pipeline world_size=2 accumulate=2": "no option accumulate: .* with micro_batches",
+    "strategy=pipeline world_size=2 accumulate=2 builtin=True": "number with micro_batches",
+    "strategy=model_parallel world_size=2 accumulate=2 builtin=True": "without builtin, model_",
+    "strategy=model_parallel world_size=2 micro_batches=2": "which is accumulate; strategy pipe",
+    "strategy=model_parallel devices=cpu micro_batches=2": "which is accumulate; strategy pipe",
     "tf32=True device=cpu": "is a mode of NVIDIA's GPUs, and this run is on cpu: leave it",
     "strategy=data_parallel tf32=True devices=cpu,cpu": "this run is on cpu: leave it out",
     "tf32=True dtype=float64": "tf32 is for dtype float32, got float64",
@@ -57,6 +57,7 @@ REFUSED = {
     ),
 }
 NUMBERS = {"world_size": int, "servers": int, "max_staleness": int, "micro_batches": int}
+NUMBERS |= {"accumulate": int}
 NUMBERS |= {"bucket_mb": float, "builtin": bool, "tf32": bool}
 
 

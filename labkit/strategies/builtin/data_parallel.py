@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.update import Update
 from labkit.units import format_count
 
 
@@ -23,6 +24,7 @@ class TorchDataParallel(Strategy):
 
     Args:
         devices: different GPUs, or ``cpu`` any number of times.
+        accumulate, amp: see ``LocalGradients``.
 
     Raises:
         ValueError: a GPU that is named twice, or GPUs together with ``cpu``.
@@ -31,8 +33,9 @@ class TorchDataParallel(Strategy):
     in_one_process = True
     through_comm = False
 
-    def __init__(self, devices: Sequence[str]):
+    def __init__(self, devices: Sequence[str], accumulate: int = 1, amp: str | None = None):
         self.devices = [torch.device(name) for name in devices]
+        self.settings = {"accumulate": accumulate, "amp": amp}
         kinds = {device.type for device in self.devices}
         if "cuda" in kinds and (len(kinds) > 1 or len(set(devices)) < len(devices)):
             raise ValueError(
@@ -49,14 +52,19 @@ class TorchDataParallel(Strategy):
         self.comm = comm
         comm.session.time_on(self.devices)
         self.num_replicas = max(1, len(gpus))
-        self.gradients = LocalGradients(comm, self.replicas, loss=self.loss)
+        self.gradients = LocalGradients(comm, self.replicas, loss=self.loss, **self.settings)
         self.optimizer = make_optimizer(self.model.parameters())
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.model.parameters(), clip_norm=self.clip_norm, scaler=self.scaler
+        )
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         inputs, targets = inputs.to(self.devices[0]), targets.to(self.devices[0])
         loss = self.gradients.add(inputs, targets, divisor=batch_size)
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss.to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:

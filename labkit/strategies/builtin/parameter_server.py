@@ -9,12 +9,16 @@ Source: PyTorch, "Implementing batch RPC processing using asynchronous execution
 """
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.strategies.builtin.rpc import ServedByRpc, async_execution, call_server
 from labkit.strategies.flat_parameters import average_buffers
+from labkit.strategies.kept import KeptElements, State
+from labkit.strategies.update import Update
 
 
 class BatchServer:
@@ -24,13 +28,21 @@ class BatchServer:
         values: [N], updated in place.
         optimizer: the optimizer of ``values``.
         workers: the number of workers, which is the number of gradients per update.
+        settings: of the ``Update``.
 
     Attributes:
         updates: released once per update.
     """
 
-    def __init__(self, values: nn.Parameter, optimizer: torch.optim.Optimizer, workers: int):
-        self.values, self.optimizer, self.workers = values, optimizer, workers
+    def __init__(
+        self,
+        values: nn.Parameter,
+        optimizer: torch.optim.Optimizer,
+        workers: int,
+        **settings: Any,
+    ):
+        self.values, self.workers = values, workers
+        self.update = Update(optimizer, [values], **settings)
         self.updates = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._begin()
@@ -49,12 +61,20 @@ class BatchServer:
             # In the order of the workers, not of their calls: a run can be repeated to the bit.
             first, *others = (self._pushed[worker] for worker in sorted(self._pushed))
             self.values.grad = sum(others, start=first)
-            self.optimizer.step()
+            self.update()
             self._begin()
         # The values change only after every worker has pushed again, so no copy is needed.
         updated.set_result(self.values.detach())
         self.updates.release()
         return updated
+
+
+class _KeptThere(KeptElements):
+    """As ``KeptElements``, copied: the next update is made by a thread of RPC's."""
+
+    def optimizer_state(self) -> State:
+        found = super().optimizer_state()
+        return {n: {k: v.clone() for k, v in state.items()} for n, state in found.items()}
 
 
 # RPC calls a function by its name, so the function can find its server only as a global.
@@ -64,6 +84,10 @@ _server: BatchServer
 @async_execution
 def _push_and_pull(worker: int, gradient: Tensor) -> "torch.futures.Future[Tensor]":
     return _server.push_and_pull(worker, gradient)
+
+
+def _scaler_state() -> dict[str, Any]:
+    return _server.update.scaler.state_dict()
 
 
 class RpcParameterServer(ServedByRpc):
@@ -80,7 +104,9 @@ class RpcParameterServer(ServedByRpc):
         global _server
         if self.comm.rank == 0:
             served = nn.Parameter(self.values.cpu())
-            _server = BatchServer(served, self.make_optimizer([served]), len(self.workers))
+            self.optimizer = self.make_optimizer([served])
+            workers, settings = len(self.workers), self.settings_of_update()
+            _server = BatchServer(served, self.optimizer, workers, **settings)
 
     @property
     def workers(self) -> range:
@@ -93,11 +119,22 @@ class RpcParameterServer(ServedByRpc):
             with self.comm.span("communicate"):
                 arguments = self.comm.rank, self.gradient.cpu()
                 self.values.copy_(call_server(_push_and_pull, *arguments))
+                if self.scaler.is_enabled():
+                    # It changes only after every worker has pushed again.
+                    self.scaler.load_state_dict(call_server(_scaler_state))
         else:
             # RPC's threads serve; this thread only waits for each update.
             with self.comm.span("wait"):
                 _server.updates.acquire()
         return loss
+
+    def kept(self) -> KeptElements:
+        return _KeptThere(super().kept(), self.comm, [(0, self.values.numel())])
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        if self.comm.rank == 0:
+            with torch.no_grad():
+                _server.values.copy_(self.values)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers)

@@ -15,7 +15,7 @@ fixed by 152938).
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import pipeline_schedule
 from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.stage import StagedModel
 from labkit.units import check_integer
 from labkit.workload.activations import NonLeaf
@@ -47,6 +48,9 @@ class TorchPipeline(StagedModel):
         micro_batches: M; a batch of fewer samples is cut into single samples, and a batch of fewer
             than P uses ``gpipe``, because PyTorch's 1F1B needs P micro-batches or more.
         schedule: ``gpipe`` or ``1f1b``.
+        amp: see ``LocalGradients``. PyTorch wants to know the dtypes at the cuts before the first
+            step, so activations cross as float32: a layer that would take the half dtype there as
+            it comes (BatchNorm, pooling) then computes in float32, unlike on one device.
 
     Raises:
         ValueError: unknown schedule, or ``micro_batches`` below 1; in ``check_ranks``, ``1f1b``
@@ -55,11 +59,19 @@ class TorchPipeline(StagedModel):
     """
 
     through_comm = False
+    instead: ClassVar = {
+        "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose "
+        "their number with micro_batches"
+    }
 
     def __init__(
-        self, split_points: Sequence[int] = (), micro_batches: int = 4, schedule: str = "gpipe"
+        self,
+        split_points: Sequence[int] = (),
+        micro_batches: int = 4,
+        schedule: str = "gpipe",
+        amp: str | None = None,
     ):
-        super().__init__(split_points)
+        super().__init__(split_points, amp)
         pipeline_schedule(schedule)  # raises ValueError for an unknown schedule
         check_integer("micro_batches", micro_batches)
         self.micro_batches, self.schedule = micro_batches, schedule
@@ -80,12 +92,12 @@ class TorchPipeline(StagedModel):
                 "have to use, sends host memory only: use device cpu, or our own (without builtin)"
             )
         super().setup(comm, model, make_optimizer)
-        self.layers = _OnSamples(self.stage.module)
+        self.layers = _OnSamples(self.stage.module, self.stage.precision)
         self._prepared: dict[tuple[Any, ...], Any] = {}
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         stage = self.stage
-        stage.module.zero_grad()
+        stage.zero_grad()
         self._loss_sum = targets.new_zeros((), dtype=torch.float64)
         self._divisor = batch_size
         with stage.comm.span("communicate"):
@@ -153,7 +165,7 @@ class TorchPipeline(StagedModel):
         count = self.layers.count
         loss = self.loss(logits[:count], targets[:count])
         self._loss_sum += loss.detach()
-        return loss / self._divisor
+        return self.scaler.scale(loss / self._divisor)
 
     def notes(self) -> dict[str, Any]:
         """Where the model was cut."""
@@ -164,12 +176,13 @@ class _OnSamples(nn.Module):
     """A stage's layers, applied only to the first ``samples`` of the rows [n, ...], if given.
 
     A batch that divides has no empty rows. The output has as many rows as the input, and is
-    contiguous, as gloo requires. ``count`` is the last ``samples``.
+    contiguous, as gloo requires. With mixed precision it is float32. ``count`` is the last
+    ``samples``.
     """
 
-    def __init__(self, layers: nn.Module):
+    def __init__(self, layers: nn.Module, precision: MixedPrecision):
         super().__init__()
-        self.layers = layers
+        self.layers, self.precision = layers, precision
         self.count: int | None = None
 
     def forward(self, rows: Tensor, samples: Tensor | None = None) -> Tensor:
@@ -178,10 +191,14 @@ class _OnSamples(nn.Module):
         entering = NonLeaf.apply(rows)
         self.count = None if samples is None else int(samples)
         if samples is None:
-            return self.layers(entering).contiguous()
-        leaving = self.layers(entering[:samples])
+            return self._run(entering).contiguous()
+        leaving = self._run(entering[:samples])
         empty = (0, 0) * (leaving.dim() - 1) + (0, len(rows) - len(leaving))
         return functional.pad(leaving, empty).contiguous()
+
+    def _run(self, entering: Tensor) -> Tensor:
+        with self.precision.autocast(entering.device):
+            return self.precision.wide(self.layers(entering))
 
 
 class _TracedStage(PipelineStage):

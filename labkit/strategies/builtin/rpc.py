@@ -42,7 +42,7 @@ class ServedByRpc(Strategy):
     """A technique whose workers push and pull by remote calls to rank 0.
 
     Args:
-        accumulate, straggler: see ``LocalGradients``.
+        accumulate, amp, straggler: see ``LocalGradients``.
 
     Raises:
         ValueError: this PyTorch has no RPC, other users of this machine could call it, or the
@@ -53,16 +53,22 @@ class ServedByRpc(Strategy):
     through_comm = False
     name: str
 
-    def __init__(self, accumulate: int = 1, straggler: tuple[int, float] | None = None):
+    def __init__(
+        self,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
+    ):
         check_available(self.name)
         check_straggler(straggler)
-        self.settings = {"accumulate": accumulate, "straggler": straggler}
+        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
         self.comm, self.make_optimizer = comm, make_optimizer
         self.model = model.to(comm.device).train()
         self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.scaler = self.local.scaler
         self.values, self.gradient = lay_end_to_end(self.model)
         self.prepare()
         join_rpc(comm)
@@ -70,6 +76,11 @@ class ServedByRpc(Strategy):
     def prepare(self) -> None:
         """Make what has to exist before the first remote call."""
         raise NotImplementedError
+
+    def settings_of_update(self) -> dict[str, Any]:
+        """Of the server's ``Update`` of all parameters, which are flat."""
+        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        return {"clip_norm": self.clip_norm, "scaler": self.scaler, "sizes": sizes}
 
     def close(self) -> None:
         """Wait until no rank makes calls any more, then end RPC on all ranks."""

@@ -7,12 +7,17 @@ The loss is divided, because it is one number and the gradients are many. The su
 then the gradient of the mean over the global batch, whatever the sizes of the shares.
 """
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.ddp.bucketed import BucketedDDP
+from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.update import Update
 
 
 class DDP(Strategy):
@@ -43,6 +48,10 @@ class DDP(Strategy):
         self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, op="sum")
         self.optimizer = make_optimizer(self.replica.trained)
         self.gradients = LocalGradients(comm, self.replica, loss=self.loss, **self.settings)
+        self.scaler = self.gradients.scaler
+        self.update = Update(
+            self.optimizer, self.replica.trained, clip_norm=self.clip_norm, scaler=self.scaler
+        )
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -50,8 +59,20 @@ class DDP(Strategy):
         loss = self.gradients.add(inputs, targets, divisor=batch_size, no_sync=no_sync)
         if not len(targets):
             self.replica.without_samples()
-        self.gradients.update(self.optimizer)
+        with self.comm.span("update"):
+            self.update()
         return loss
+
+    def kept(self) -> Kept:
+        kept = super().kept()
+        if self.comm.rank:
+            # Rank 0's replace them before they are used.
+            kept.buffers = {}
+        kept.own["buffers_behind"] = torch.tensor(self.replica.buffers_behind)
+        return kept
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        self.replica.buffers_behind = bool(own.get("buffers_behind", True))
 
     def end_epoch(self) -> None:
         self.replica.broadcast_buffers()

@@ -1,0 +1,85 @@
+"""The learning rate of an update: the run's rate, times a factor that depends on its number alone.
+
+So every rank, stage and server knows it without a message, and a run that continues from a
+checkpoint needs only the number of its next update. The rate first rises for ``warmup_epochs``,
+then follows a schedule, which counts its updates from the end of the warm-up:
+
+    constant           1
+    step:EPOCHS:FACTOR FACTOR to the power of the number of EPOCHS that have passed
+    cosine             (1 + cos(pi s / S)) / 2 for update s of S: from 1 to 0 at the end of the run
+
+During a warm-up of w updates, update k (from 0) has the factor (k + 1) / (w + 1): equal rises, so
+that update w is the first one with the whole rate.
+
+Sources: Loshchilov and Hutter, "SGDR: Stochastic gradient descent with warm restarts" (2017),
+equation 5 without restarts; Goyal et al., "Accurate, large minibatch SGD" (2017), sections 2.1
+and 2.2, for the warm-up and the rate that grows with the batch.
+"""
+
+import math
+from reprlib import repr as shortened
+from typing import NamedTuple
+
+from labkit import units
+
+
+class LrSchedule(NamedTuple):
+    """``kind`` is constant, cosine or step: then the rate is times ``factor`` every ``epochs``."""
+
+    kind: str
+    epochs: int = 1
+    factor: float = 1.0
+
+
+def parse_lr_schedule(text: str) -> LrSchedule:
+    """``"step:30:0.1"`` is ("step", 30, 0.1).
+
+    Raises:
+        ValueError: not of one of the three forms, or a step that makes the rate grow or vanish.
+    """
+    kind, *numbers = str(text).split(":")
+    if (kind, numbers) in (("constant", []), ("cosine", [])):
+        return LrSchedule(kind)
+    try:
+        if kind != "step":
+            raise ValueError(f"{kind} is no schedule")
+        epochs, factor = units.parse_integer(numbers[0]), units.parse_number(numbers[1])
+        (_, _) = numbers
+    except (ValueError, IndexError):
+        raise ValueError(
+            "lr_schedule must be constant, cosine, or step:EPOCHS:FACTOR as in step:30:0.1, got "
+            f"{shortened(text)}"
+        ) from None
+    units.check_integer(f"lr_schedule {shortened(text)}: EPOCHS", epochs)
+    units.check_above_zero(f"lr_schedule {shortened(text)}: FACTOR", factor, most=1)
+    return LrSchedule(kind, epochs, factor)
+
+
+def lr_factor(
+    update: int,
+    *,
+    schedule: LrSchedule,
+    warmup_epochs: float,
+    epochs: int,
+    updates_per_epoch: int,
+) -> float:
+    """The factor of the learning rate for the update with this number, from 0.
+
+    Args:
+        update: its number; beyond the end of the run, cosine stays at 0.
+        schedule: after the warm-up.
+        warmup_epochs: may be a fraction.
+        epochs: of the whole run, warm-up included.
+        updates_per_epoch: an asynchronous server makes one for each worker's gradient.
+    """
+    # 0.1 epochs of 30 updates are 3, not 3.0000000000000004.
+    warmup = round(warmup_epochs * updates_per_epoch, 9)
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    since = update - warmup
+    if schedule.kind == "step":
+        return schedule.factor ** (since // (schedule.epochs * updates_per_epoch))
+    if schedule.kind == "cosine":
+        lasting = epochs * updates_per_epoch - warmup
+        return (1 + math.cos(math.pi * since / lasting)) / 2 if since < lasting else 0.0
+    return 1.0

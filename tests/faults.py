@@ -1,0 +1,325 @@
+"""What the rows of the fault table share (tests/runtime/test_fault_table.py).
+
+A row's cases call ``Case.fails`` for a run that must fail and ``Case.refused`` for a mistake that
+must be refused. Whatever a row does, ``Case.row`` asserts at its end that nothing is left and that
+the next run works, and notes its seconds. ``make faults`` records them.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from fault_seconds import PROPERTY
+from ranks import is_alive, leftovers, open_descriptors, running_ranks, session_of, wait_until
+
+from labkit import WorkerError, run
+from labkit.runtime import supervisor
+
+# The table's limit for the end of a failed run, and how much longer a busy machine may take.
+LIMIT_S = 10.0
+PATIENCE = 3
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: its number, the fault and what must happen in words, and its cases."""
+
+    number: int
+    fault: str
+    must: str
+    check: Callable[["Case"], None]
+
+    def __str__(self) -> str:
+        return f"{self.number}: {self.fault}"
+
+
+class Table(list):
+    """The rows; a function becomes one with ``@table.row(number, fault, must)``."""
+
+    def row(self, number: int, fault: str, must: str) -> Callable:
+        def add(check: Callable[["Case"], None]) -> Callable:
+            self.append(Row(number, fault, must, check))
+            return check
+
+        return add
+
+
+@dataclass
+class Case:
+    """The cases of one row, as they go.
+
+    Attributes:
+        folder: an empty folder of the row.
+        patch: pytest's monkeypatch, undone after each row.
+        capsys: pytest's; what is printed.
+        here: the name of the test file, which errors must show with the learner's line.
+        request: pytest's, for ``kernel``.
+        seconds: of each case, in order.
+    """
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture
+    here: str
+    request: pytest.FixtureRequest
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def kernel(self) -> "Kernel":
+        """A process like that of a notebook, which a row may stop, kill and take memory from."""
+        return self.request.getfixturevalue("kernel")
+
+    def fails(
+        self,
+        fn: Callable,
+        *args: object,
+        says: Sequence[str] = (),
+        rank: int | None = None,
+        line: str = "",
+        error: type[BaseException] = WorkerError,
+        **options: object,
+    ) -> BaseException:
+        """Run ``fn``, which must fail in time with one error that has all of these words.
+
+        Args:
+            says: parts of the error's text.
+            rank: the rank that the error must name, in words and as its attribute.
+            line: the learner's source line, or a part of it, that the error must show.
+            error: the error's class.
+        """
+        agents = []
+
+        class Seen(supervisor.Ranks):
+            def start(self) -> None:
+                agents.append(self)
+                super().start()
+
+        options = {"world_size": 2, **options}
+        limit_s = max(LIMIT_S, options.get("timeout_s", 0)) * PATIENCE
+        with self.patch.context() as patch, self.timed(limit_s):
+            patch.setattr(supervisor, "Ranks", Seen)
+            with pytest.raises(error) as caught:
+                run(fn, *args, **options)
+        found = caught.value
+        check_words(str(found), says)
+        if line:
+            check_words(str(found), [self.here, line])
+        if rank is not None:
+            assert f"rank {rank}" in str(found)
+            assert found.rank == rank, f"rank {found.rank} in {found}"
+        for agent in agents:
+            assert agent.finished.is_set()
+            assert not [pid for pid in agent.pids.values() if is_alive(pid)], "ranks not joined"
+        return found
+
+    def refused(
+        self, call: Callable[[], object], *says: str, error: type[Exception] = ValueError
+    ) -> str:
+        """Call what must be refused, with one error that has these words; return its text."""
+        with self.timed(), pytest.raises(error) as caught:
+            call()
+        check_words(str(caught.value), says)
+        return str(caught.value)
+
+    @contextlib.contextmanager
+    def timed(self, limit_s: float = LIMIT_S * PATIENCE) -> Iterator[None]:
+        """Note the seconds of one case, which may not take longer than ``limit_s``."""
+        started_s = time.monotonic()
+        yield
+        self.seconds.append(time.monotonic() - started_s)
+        assert self.seconds[-1] < limit_s, f"it took {self.seconds[-1]:.1f} s"
+
+    @contextlib.contextmanager
+    def row(self, row: Row, note: Callable[[str, object], None]) -> Iterator[None]:
+        """Around a row's cases: nothing is left, the next run works, the seconds are noted."""
+        before, in_shm, threads = leftovers(), _shm(), _threads()
+        pipes = _pipes()
+        started_s = time.monotonic()
+        yield
+        took_s = time.monotonic() - started_s
+        self.patch.undo()
+        assert wait_until(lambda: not running_ranks(), 2), f"ranks left: {running_ranks()}"
+        assert leftovers() <= before, f"left: {leftovers() - before}"
+        assert wait_until(lambda: not _threads() - threads, 10), _threads() - threads
+        assert wait_until(lambda: not _unused(_shm() - in_shm), 2), _unused(_shm() - in_shm)
+        assert wait_until(lambda: _pipes() <= pipes, 2), "pipes, sockets or memory were left"
+        assert not [p for p in self.folder.rglob("*") if p.suffix == ".part"], "half a file"
+        assert run(lambda comm: comm.rank, world_size=2).values == [0, 1]
+        assert "Traceback" not in self.capsys.readouterr().err
+        slowest_s = max(self.seconds, default=took_s)
+        note(PROPERTY, (row.number, row.fault, row.must, len(self.seconds), slowest_s, took_s))
+
+
+def check_words(text: str, words: Sequence[str]) -> None:
+    """Whether a text has all of these words; one that begins with ``~`` is a pattern."""
+    for one in words:
+        there = re.search(one[1:], text) if one.startswith("~") else one in text
+        assert there, f"{one!r} is not in: {text}"
+
+
+def _shm() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _threads() -> set[threading.Thread]:
+    """The threads of this process, but for the one that tqdm keeps."""
+    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+
+
+def _pipes() -> int:
+    """How many pipes, sockets and memory files are open, once garbage is collected."""
+    return sum(map(open_descriptors, ("pipe:", "socket:", "memfd:")))
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Which of these files in /dev/shm no process has mapped: other programs make some, too."""
+    used = ""
+    for process in Path("/proc").glob("[0-9]*") if names else ():
+        with contextlib.suppress(OSError):
+            used += (process / "maps").read_text()
+    return {name for name in names & _shm() if f"/dev/shm/{name}" not in used}
+
+
+# A process like a notebook's kernel
+
+CELLS = """
+import io, os, sys, traceback
+import torch, labkit
+
+if __name__ == "__main__":
+    print("ready", flush=True)
+    cells, marks = sys.stdin, iter(range(10**6))
+    for header in cells:
+        source = cells.read(int(header))
+        # Its own file, as a notebook's cell has one: errors quote its lines.
+        name = os.path.join(sys.argv[1], f"cell_{next(marks)}.py")
+        with open(name, "w") as file:
+            file.write(source)
+        try:
+            exec(compile(source, name, "exec"), globals())
+        except KeyboardInterrupt:
+            print("KeyboardInterrupt")
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}")
+        sys.stderr.flush()
+        print("done with it", flush=True)
+"""
+# A file system of its own for what a row fills, and a small /dev/shm: nobody else sees either.
+OWN_DISKS = """
+mount -t tmpfs -o size=4k tmpfs /dev/shm && mount -t tmpfs -o size=64k tmpfs "$1/disk" || exit 77
+shift
+exec "$@"
+"""
+
+
+class Kernel:
+    """A process that runs cells, in a session of its own, with pretended GPUs.
+
+    Attributes:
+        has_disks: whether it has a /dev/shm of 4 KiB, and a disk of 64 KiB in ``disk``.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.disk = folder, folder / "disk"
+        self.disk.mkdir()
+        self.has_disks = True
+        (folder / "kernel.py").write_text(CELLS)
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, str(self.folder / "kernel.py"), str(self.folder)]
+        for unshare in _ways_to_own_disks():
+            self._process = self._popen([*unshare, "-c", OWN_DISKS, "sh", self.folder, *command])
+            if self.line() == "ready\n":
+                return
+            self._process.wait()
+        self.has_disks = False
+        self._process = self._popen(command)
+        assert self.line() == "ready\n"
+
+    def _popen(self, command: list) -> subprocess.Popen:
+        hidden = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        here = str(self.folder)
+        paths = os.pathsep.join(map(str, (ROOT / "tests" / "pretended", ROOT)))
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=environment | {"LABKIT_PRETEND_GPUS": "1", "PYTHONPATH": paths, "TMPDIR": here},
+        )
+
+    def line(self) -> str:
+        """The next line that it prints."""
+        return self._process.stdout.readline()
+
+    @property
+    def session(self) -> list[int]:
+        """Its process and all that it has started."""
+        return session_of(self._process.pid)
+
+    def send(self, cell: str) -> None:
+        """Start a cell."""
+        source = textwrap.dedent(cell)
+        self._process.stdin.write(f"{len(source)}\n{source}")
+        self._process.stdin.flush()
+
+    def printed(self) -> str:
+        """What the cell has printed, when it has ended; its error as one line."""
+        lines = list(itertools.takewhile(lambda line: line != "done with it\n", self._lines()))
+        return "".join(lines)
+
+    def _lines(self) -> Iterator[str]:
+        while line := self.line():
+            yield line
+
+    def runs(self, cell: str) -> str:
+        """Run a cell, and return what it prints."""
+        self.send(cell)
+        return self.printed()
+
+    def warm_up(self) -> None:
+        """Let its first run import torch, unless there was one."""
+        self.runs("labkit.run(lambda comm: None, world_size=1, device='cpu')")
+
+    def interrupt(self) -> None:
+        """Send SIGINT to all of its processes, as a terminal does for Ctrl-C."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """Send SIGKILL to its process alone."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pid in self.session:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _ways_to_own_disks() -> list[list[str]]:
+    """How this user may have file systems that nobody else sees, if at all."""
+    if not shutil.which("unshare"):
+        return []
+    ways = [["unshare", "--mount", "sh"], ["unshare", "--mount", "--map-root-user", "sh"]]
+    return ways if os.geteuid() == 0 else ways[1:]

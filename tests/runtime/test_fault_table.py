@@ -1,0 +1,1055 @@
+"""The fault table: what a user can run into, and what must happen then.
+
+A row is a function with its cases; its number, the fault and the duty are the decorator's. For
+every row ``faults.Case`` asserts the same: one error in time, which names the rank, the numbers,
+the operation and the learner's line; the ranks ended and joined; no process, file or shared memory
+left; the next run works. Each row's seconds are shown at the end of a test run (``-v``), and
+``make faults`` records them in data/results/faults.json.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+import torch
+from faults import Case, Kernel, Table, check_words
+from fifo_transport import streamed
+from odd_models import fit_in_turn
+from ranks import is_alive, running_ranks, travel_by_value, wait_until
+from test_files import at_most
+
+import labkit
+from labkit import DeadlineError, DeadlockError, RunConfig, WorkerError, devices, gpus, run
+from labkit.collectives import (
+    all_gather,
+    broadcast,
+    fast_ring_all_reduce,
+    naive_all_reduce,
+    ring_all_reduce,
+    tree_all_reduce,
+)
+from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
+from labkit.errors import OutputError
+from labkit.runtime import launch
+from labkit.training.make_strategy import make_strategy
+from labkit.training.state import largest_difference
+from labkit.workload.datasets import load_dataset
+
+travel_by_value(__name__)
+
+TABLE = Table()
+TRANSPORTS = ("shared", "gloo")
+ALL_REDUCES = (naive_all_reduce, tree_all_reduce, ring_all_reduce, fast_ring_all_reduce)
+COLLECTIVES = (fast_ring_all_reduce, ring_all_reduce, tree_all_reduce, broadcast)
+# Those that start a process which imports torch.
+FRESH = {17, 18, 22, 23, 24, 28}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    """The first run imports torch for all that follow; no deadline below should pay for it."""
+    run(lambda comm: None, world_size=1)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    opened = Kernel(tmp_path_factory.mktemp("kernel"))
+    yield opened
+    opened.close()
+
+
+@TABLE.row(1, "a rank raises", "its rank, its traceback, the learner's line")
+def raises(case):
+    def raises_on_one(comm):
+        if comm.rank == 1:
+            {}["the missing key"]
+        comm.recv(torch.empty(1), 1)
+
+    def with_a_cause(comm):
+        try:
+            torch.ones(2) @ torch.ones(3)
+        except RuntimeError as error:
+            raise ValueError("the shapes") from error
+
+    def in_a_library(comm):
+        return json.loads("{")
+
+    says = ["rank 1 raised KeyError: 'the missing key'", "Traceback of rank 1:", "raises_on_one"]
+    error = case.fails(
+        raises_on_one, world_size=3, rank=1, line='{}["the missing key"]', says=says
+    )
+    assert case.here in error.location
+    assert "labkit/runtime/worker.py" not in error.worker_traceback
+    says = ["ValueError: the shapes", "inconsistent tensor size"]
+    case.fails(with_a_cause, world_size=1, rank=0, line="from error", says=says)
+    error = case.fails(in_a_library, world_size=1, rank=0, says=["JSONDecodeError"])
+    assert 'json.loads("{")' in error.location
+
+
+KILLED_IN = {
+    "send": lambda comm, x, peer: (comm.send, comm.recv)[comm.rank](x, peer),
+    "recv": lambda comm, x, peer: (comm.recv, comm.send)[comm.rank](x, peer),
+    "exchange": lambda comm, x, peer: comm.exchange(x, peer, torch.empty_like(x), peer),
+    "barrier": lambda comm, x, peer: comm.barrier(),
+    "fast ring": lambda comm, x, peer: fast_ring_all_reduce(comm, x),
+    "PyTorch's all_reduce": lambda comm, x, peer: torch.distributed.all_reduce(x),
+}
+
+
+def killed_inside(comm, operation):
+    """Rank 1 is killed while it is inside the operation, which rank 0 comes to later."""
+    if comm.rank == 1:
+        threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        time.sleep(0.4)
+    KILLED_IN[operation](comm, torch.ones(NUM_SLOTS * SEGMENT_BYTES), 1 - comm.rank)
+
+
+class KillsItsReader:
+    def __reduce__(self):
+        return eval, ("__import__('os').kill(__import__('os').getpid(), 9)",)
+
+
+@TABLE.row(
+    2,
+    "a rank is killed: at its start, in a collective, at its end",
+    "the signal is named; no hang",
+)
+def killed(case):
+    def in_its_own_code(comm):
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGABRT)
+        time.sleep(30)
+
+    def while_others_wait(comm):
+        if comm.rank == 2:
+            time.sleep(60)
+        if comm.rank == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        comm.barrier()
+
+    def at_the_end(comm):
+        if comm.rank == 1:
+            subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {os.getpid()}"])
+        else:
+            time.sleep(1)
+
+    says = ["was killed by SIGKILL before it had started"]
+    case.fails(lambda comm, _: None, KillsItsReader(), says=says)
+    case.fails(in_its_own_code, rank=0, says=["rank 0 was killed by SIGABRT"])
+    waited = ["rank 1 was killed by SIGKILL in mid-run", "Rank 0 was waiting for it in barrier at"]
+    error = case.fails(while_others_wait, world_size=3, rank=1, line="comm.barrier()", says=waited)
+    assert str(error).count("was waiting") == 1, "and not rank 1 for itself"
+    says = ["rank 1 was killed by SIGKILL in mid-run", "(the system does that when memory runs"]
+    for operation in KILLED_IN:
+        for transport in TRANSPORTS:
+            case.fails(killed_inside, operation, transport=transport, rank=1, says=says)
+    case.fails(at_the_end, rank=1, says=["rank 1 was killed by SIGKILL after its function had"])
+
+
+@TABLE.row(3, "a rank exits early", "which rank, with what code, who waited for it")
+def leaves(case):
+    def leaves_with(comm, code):
+        if comm.rank == 1:
+            time.sleep(0.3)
+            os._exit(code)
+        comm.recv(torch.empty(1), 1)
+
+    def calls_exit(comm):
+        if comm.rank == 0:
+            time.sleep(0.2)
+            sys.exit("enough")
+        comm.barrier()
+
+    for code in (0, 3):
+        says = [f"rank 1 left early with exit code {code}", "Rank 0 was waiting for it in recv at"]
+        case.fails(leaves_with, code, rank=1, says=says, line="comm.recv(torch.empty(1), 1)")
+    case.fails(lambda comm: os._exit(0), says=["left early with exit code 0"])
+    says = ["rank 0 called sys.exit('enough')", "Rank 1 was waiting for it in barrier"]
+    case.fails(calls_exit, rank=0, says=says, error=DeadlockError, line='sys.exit("enough")')
+
+
+@TABLE.row(
+    4, "ranks wait for each other, or for one that never comes", "the cycle, or the missing rank"
+)
+def deadlock(case):
+    def both_receive_first(comm):
+        other = torch.empty(2)
+        comm.recv(other, (comm.rank + 1) % comm.world_size)
+        comm.send(other, (comm.rank - 1) % comm.world_size)
+
+    def both_send_first(comm):
+        comm.send(torch.ones(1), 1 - comm.rank)
+
+    def two_of_three(comm):
+        if comm.rank == 0:
+            time.sleep(60)
+        comm.recv(torch.empty(1), 3 - comm.rank)
+
+    def one_returns(comm):
+        if comm.rank:
+            comm.recv(torch.empty(3), 0)
+
+    def one_skips(comm):
+        comm.barrier()
+        if comm.rank != 1:
+            comm.barrier()
+
+    def slow(comm):
+        for _ in range(3):
+            time.sleep(0.15 * comm.rank)
+            comm.barrier()
+        return comm.rank
+
+    def stuck(fn, *says, **options):
+        case.fails(fn, says=says, error=DeadlockError, **options)
+
+    # Over shared memory; and where operations are only queued, as on NCCL.
+    for over in (contextlib.nullcontext, lambda: streamed(case.patch)):
+        with over():
+            for ranks in (2, 3, 4):
+                ring = " -> ".join(f"rank {rank % ranks}" for rank in range(ranks + 1))
+                waits = "rank 0 is in recv, waiting for rank 1 to send float32 [2]"
+                line = "comm.recv(other, (comm.rank + 1) % comm.world_size)"
+                next_step = "comm.exchange"
+                says = f"deadlock: {ring}", waits, next_step
+                stuck(both_receive_first, *says, world_size=ranks, line=line)
+            stuck(both_send_first, "is in send, waiting for rank 1 to receive")
+            stuck(two_of_three, "rank 1 -> rank 2 -> rank 1", world_size=3)
+            stuck(one_returns, "rank 0 has returned, but rank 1 still waits for it")
+            stuck(one_skips, "waiting for rank 1 at barrier number 2", world_size=3)
+            assert run(slow, world_size=3).values == [0, 1, 2], "slow ranks are not stuck"
+
+
+@TABLE.row(5, "a hang outside any communication", "the run's deadline; each rank's stack")
+def hang(case):
+    def hangs(comm):
+        if comm.rank == 1:
+            while True:
+                pass
+        if comm.rank == 2:
+            ctypes.PyDLL(None).sleep(60)  # in C, and holds Python's lock
+        comm.recv(torch.empty(1), 1)
+
+    says = ["deadline of 1 s", "rank 0 was in recv", "rank 1 was in its own code"]
+    says += ["rank 2 was in its own code", "ctypes.PyDLL(None).sleep(60)", "Next step: look for"]
+    line = "comm.recv(torch.empty(1), 1)"
+    error = case.fails(hangs, world_size=3, timeout_s=1, says=says, line=line, error=DeadlineError)
+    assert isinstance(error, DeadlockError)
+    assert str(error).count(case.here) == 3
+    says = ["still going at its deadline of 0.001 s"]
+    soon = case.fails(lambda comm: time.sleep(1), timeout_s=0.001, says=says, error=DeadlineError)
+    assert "Traceback" not in str(soon)
+
+
+def misfit(comm, sent, expected, late):
+    """Rank 0 sends one tensor and rank 1 expects the other; one of them comes later."""
+    if comm.rank == late:
+        time.sleep(0.1)
+    try:
+        if comm.rank == 0:
+            comm.send(sent, 1)
+        else:
+            comm.recv(expected, 0)
+    finally:
+        # Nothing may have moved.
+        print(f"{expected.unique().tolist()}")
+
+
+def sums_of(comm, tensors, collective):
+    collective(comm, tensors[comm.rank])
+
+
+def shown_name(collective, transport):
+    """The fast ring has no other way over gloo than to be the readable one."""
+    name = collective.__name__
+    return name if transport == "shared" else name.removeprefix("fast_")
+
+
+@TABLE.row(6, "shapes differ between ranks", "before the transfer: both shapes")
+def shapes(case):
+    for transport in TRANSPORTS:
+        for late in (0, 1):
+            sent, expected = torch.ones(3), torch.zeros(2, 2)
+            says = ["rank 0 sends float32 [3], at", "rank 1 receives into float32 [2, 2], at"]
+            says += ["comm.send(sent, 1)", "comm.recv(expected, 0)"]
+            options = {"transport": transport, "error": DeadlockError}
+            case.fails(misfit, sent, expected, late, says=says, line="comm.send", **options)
+            assert "[1.0]" not in case.capsys.readouterr().out
+        for collective in COLLECTIVES:
+            # As many elements on both: only their shapes tell.
+            tensors, name = [torch.ones(4), torch.ones(2, 2)], shown_name(collective, transport)
+            says = ["call different collectives", f"rank 0: 1. {name} float32 [4]"]
+            says += [f"rank 1: 1. {name} float32 [2, 2]"]
+            error = case.fails(sums_of, tensors, collective, says=says, **options)
+            assert "collective(comm, tensors[comm.rank])" in error.location
+
+
+@TABLE.row(7, "dtypes differ, of one size or of two", "before the transfer: both; never garbage")
+def dtypes(case):
+    for transport in TRANSPORTS:
+        for other in (torch.float64, torch.int32):
+            name = str(other).removeprefix("torch.")
+            sent, expected = torch.ones(3), torch.zeros(3, dtype=other)
+            options = {"transport": transport, "error": DeadlockError}
+            says = ["rank 0 sends float32 [3], at", f"rank 1 receives into {name} [3], at"]
+            case.fails(misfit, sent, expected, 1, says=says, line="comm.recv", **options)
+            assert "[1" not in case.capsys.readouterr().out
+            says = ["rank 0: 1. tree_all_reduce float32 [3] sum"]
+            says += [f"rank 1: 1. tree_all_reduce {name} [3] sum"]
+            case.fails(sums_of, [sent, expected], tree_all_reduce, says=says, **options)
+
+
+@TABLE.row(
+    8, "collectives in another order; one call more on a rank", "both sequences where they part"
+)
+def order(case):
+    def another_order(comm):
+        comm.barrier()
+        calls = [broadcast, ring_all_reduce]
+        for call in calls if comm.rank == 0 else reversed(calls):
+            call(comm, torch.ones(2))
+
+    def one_more(comm, collective):
+        for _ in range(5 + (comm.rank == 1)):
+            collective(comm, torch.ones(2))
+
+    def another_operation(comm):
+        tree_all_reduce(comm, torch.ones(3), ["sum", "max"][comm.rank])
+
+    for transport in TRANSPORTS:
+        options = {"transport": transport, "error": DeadlockError}
+        says = ["call different collectives", "the same order"]
+        says += ["rank 0: 1. barrier, 2. broadcast float32 [2] from rank 0"]
+        says += [": 1. barrier, 2. ring_all_reduce float32 [2] sum"]
+        case.fails(another_order, world_size=3, says=says, **options)
+        for collective in COLLECTIVES:
+            call = f"{shown_name(collective, transport)} float32 [2]"
+            says = ["has returned, but rank 1 still", f"~  rank 1: ..., .*6. {re.escape(call)}"]
+            says += [f"~  rank 0: ..., .*5. {re.escape(call)}"]
+            line = "collective(comm, torch.ones(2))"
+            error = case.fails(one_more, collective, says=says, line=line, **options)
+            less = next(one for one in str(error).splitlines() if one.startswith("  rank 0: ..."))
+            assert "6." not in less
+    says = ["call different collectives", "[3] max"]
+    case.fails(another_operation, says=says, error=DeadlockError)
+
+
+@TABLE.row(
+    9, "uneven batches, a last partial one, fewer samples than ranks", "right, or a clear refusal"
+)
+def uneven(case):
+    # 107 = 3 x 35 + 2: batches that do not divide, and a last one of fewer samples than ranks.
+    settings = {"epochs": 1, "train_size": 107, "batch_size": 35, "lr": 0.02, "dtype": "float64"}
+    settings |= {"model": "mlp"}
+
+    def jobs(world_size, *techniques):
+        configs = (RunConfig(name, world_size=world_size, **settings) for name in techniques)
+        return {config.strategy: (config, make_strategy(config)) for config in configs}
+
+    with case.timed():
+        (alone,) = run(fit_in_turn, jobs(1, "single"), world_size=1).values
+        shared = jobs(3, "ddp", "ring_all_reduce", "parameter_server")
+        first, *others = run(fit_in_turn, shared, world_size=3).values
+    for name, report in first.items():
+        assert largest_difference(report.state, alone["single"].state) < 1e-10, name
+        assert {other[name].checksum for other in others} == {report.checksum}
+    few = settings | {"batch_size": 3}
+    case.refused(
+        lambda: labkit.train_with("ddp", world_size=4, **few), "batch_size 3", "4", "smaller"
+    )
+
+
+@TABLE.row(
+    10, "a tensor that is empty, a scalar, shorter than the ranks, not divisible", "right result"
+)
+def sizes(case):
+    shapes = ((0,), (), (1,), (2,), (7,), (3, 0), (2, 5))
+
+    def sums(comm):
+        found = []
+        for shape in shapes:
+            mine = torch.arange(max(1, torch.Size(shape).numel())).double()
+            mine = mine[: torch.Size(shape).numel()].reshape(shape) + comm.rank
+            reduced = [all_reduce(comm, mine.clone()) for all_reduce in ALL_REDUCES]
+            found.append([*reduced, broadcast(comm, mine.clone(), 2), *all_gather(comm, mine)])
+        return found
+
+    for transport in TRANSPORTS:
+        with case.timed():
+            for found in run(sums, world_size=3, transport=transport).values:
+                for shape, (*reduced, sent, first, second, third) in zip(shapes, found):
+                    assert {value.shape for value in (*reduced, sent, first)} == {shape}
+                    for value in reduced:
+                        assert torch.equal(value, first + second + third), shape
+                    assert torch.equal(sent, first + 2), shape
+
+
+def reduced_views(comm, all_reduce):
+    """Tensors of which this rank has reduced a view, in place."""
+    matrix = torch.full((3, 4), comm.rank + 1.0)
+    every_second, scalar = torch.full((6,), comm.rank + 1), torch.tensor(comm.rank + 1)
+    leaf = torch.full((2,), comm.rank + 1.0, requires_grad=True)
+    conjugate = torch.full((2,), complex(comm.rank + 1, comm.rank + 1))
+    # Strided, and larger than a segment of shared memory.
+    large = torch.full((150_000, 2), comm.rank + 1.0)
+    views = [matrix.t()[1:], every_second[::2], scalar, leaf, conjugate.conj(), matrix[:0]]
+    for view in (*views, large[:, 1]):
+        assert all_reduce(comm, view) is view
+    assert (leaf.is_leaf, leaf.requires_grad, leaf.grad) == (True, True, None)
+    hidden = all_reduce(comm, 2 * leaf).detach()
+    edges = large.unique(dim=0)
+    return matrix, every_second, scalar, leaf.detach(), hidden, conjugate, edges
+
+
+@TABLE.row(
+    11, "a view, an expanded tensor, a leaf with a gradient", "right in place, or a clear refusal"
+)
+def views(case):
+    def in_place(comm):
+        return [reduced_views(comm, all_reduce) for all_reduce in ALL_REDUCES]
+
+    def expanded(comm, all_reduce):
+        all_reduce(comm, torch.ones(1).expand(3))
+
+    for transport in TRANSPORTS:
+        with case.timed():
+            by_rank = run(in_place, world_size=3, transport=transport).values
+        for mine, found in enumerate(by_rank, start=1):
+            for matrix, every_second, scalar, leaf, hidden, conjugate, edges in found:
+                assert matrix.tolist() == [[mine, 6, 6, 6]] * 3
+                assert every_second.tolist() == [6, mine] * 3
+                # The leaf was reduced before the tensor of its graph was made.
+                assert (scalar.item(), leaf.tolist(), hidden.tolist()) == (6, [6, 6], [36, 36])
+                assert conjugate.tolist() == [complex(6, 6)] * 2
+                assert edges.tolist() == [[mine, 6]]
+    for all_reduce in ALL_REDUCES:
+        says = ["ValueError", "expanded tensor: its elements share memory"]
+        case.fails(expanded, all_reduce, says=says, line="expand(3)")
+
+
+@TABLE.row(12, "NaN, overflow of float16, wrap of uint8", "as in PyTorch; checks flag it")
+def not_numbers(case):
+    def oddities(comm):
+        found = []
+        for all_reduce in ALL_REDUCES:
+            nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, 1.0])
+            operations = ("sum", "mean", "max", "min", "product")
+            found.append([all_reduce(comm, nan.clone(), op).isnan().tolist() for op in operations])
+            half = all_reduce(comm, torch.tensor([60000.0], dtype=torch.float16))
+            byte = all_reduce(comm, torch.tensor([100], dtype=torch.uint8))
+            assert (half.tolist(), byte.tolist()) == ([float("inf")], [300 % 256])
+        return found
+
+    for transport in TRANSPORTS:
+        with case.timed():
+            for found in run(oddities, world_size=3, transport=transport).values:
+                assert found == [[[True, False]] * 5] * len(ALL_REDUCES)
+    check = _of_the_course("labkit.check")
+
+    def half(x):
+        return torch.tensor([60000.0], dtype=torch.float16) * x
+
+    with case.timed():
+        verdict = check.answers(half, {(2,): torch.tensor([120_000.0], dtype=torch.float16)})
+        assert check.answers(lambda x: x / 0 * 0, {(torch.ones(1),): torch.ones(1)}) is not None
+    assert verdict is not None
+
+
+@TABLE.row(
+    13,
+    "an integer mean, bits of a float, a sparse tensor, a foreign device",
+    "the same clear error on every rank",
+)
+def refusals(case):
+    faults = {
+        "cannot take the mean of int32 over ranks": lambda f, comm, x: f(comm, x.int(), "mean"),
+        "cannot take the max of complex64": lambda f, comm, x: f(comm, x * 1j, "max"),
+        "only integers and bool have bits": lambda f, comm, x: f(comm, x, "band"),
+        "use .to_dense()": lambda f, comm, x: f(comm, x.to_sparse()),
+        "move it with .to(comm.device)": lambda f, comm, x: f(comm, x.to("meta")),
+        "a tensor is needed": lambda f, comm, x: f(comm, x.tolist()),
+    }
+
+    def each(comm):
+        texts = {}
+        for words, call in faults.items():
+            for all_reduce in ALL_REDUCES:
+                with contextlib.suppress(ValueError):
+                    call(all_reduce, comm, torch.ones(3))
+                    texts[words] = "not refused"
+                try:
+                    call(all_reduce, comm, torch.ones(3))
+                except ValueError as error:
+                    texts[words, all_reduce.__name__] = str(error)
+        assert (comm.messages, comm.operations) == (0, 0)
+        return texts, ring_all_reduce(comm, torch.ones(3)).tolist()
+
+    for transport in TRANSPORTS:
+        with case.timed():
+            found, totals = zip(*run(each, world_size=3, transport=transport).values)
+            assert totals == ([3.0] * 3,) * 3, "the next collective works"
+            assert len(found[0]) == len(faults) * len(ALL_REDUCES)
+            assert found[0] == found[1] == found[2]
+            for (words, _), text in found[0].items():
+                assert words in text
+
+
+@TABLE.row(14, "initialised twice, used before, used after the end", "ValueError that says so")
+def lifetime(case):
+    def again(comm):
+        torch.distributed.init_process_group("gloo")
+
+    def after(comm):
+        torch.kept = comm
+
+        class Late:
+            def __reduce__(self):
+                comm.session.close()
+                comm.barrier()
+
+        return Late()
+
+    case.fails(again, world_size=1, says=["ValueError: trying to initialize"], line="init_process")
+    case.fails(after, world_size=1, says=["used after the end of its run", "labkit.run"])
+    case.fails(lambda comm: {"comm": comm}, world_size=1, says=["a comm belongs to its rank"])
+    tensor = torch.ones(1)
+    case.refused(lambda: torch.distributed.all_reduce(tensor), "has not been initialized")
+
+
+@TABLE.row(
+    15,
+    "the port is taken; the rendezvous' host cannot be reached",
+    "another port; an error with address and seconds waited",
+)
+def ports(case):
+    with socket.socket() as one, socket.socket() as other, case.timed():
+        for taken, port in ((one, 29500), (other, 12355)):
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):  # taken by another program already
+                taken.bind(("127.0.0.1", port))
+                taken.listen()
+        assert run(lambda comm: comm.rank, world_size=2).values == [0, 1]
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        port = str(nobody.getsockname()[1])
+        names = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
+        for name, value in names.items():
+            case.patch.setenv(name, value)
+        says = [f"rank 1 could not join the others at 127.0.0.1:{port}", r"~ in \d+ s: check that"]
+        call = lambda: run(lambda comm: 1, world_size=2, timeout_s=2)  # noqa: E731
+        case.refused(call, *says, error=ConnectionError)
+    case.patch.undo()
+
+
+@TABLE.row(
+    16,
+    "a world size of 0, negative, no integer, far above the cores",
+    "ValueError; a warning for the last",
+)
+def world_sizes(case):
+    for wrong in (0, -1, 2.5, "2", None, True, 10**9):
+        says = f"world_size must be (an integer from 1 up|at most 4,096), got {wrong!r}"
+        case.refused(lambda: run(print, world_size=wrong), f"~{says}")  # noqa: B023
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    case.patch.setattr(devices, "num_cores", lambda: 1)
+    case.patch.setattr(launch, "dump_call", stop)
+    with (
+        pytest.warns(UserWarning, match="world_size 5 is far above this machine's 1 core:"),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        run(print, world_size=5)
+    case.patch.undo()
+
+
+@TABLE.row(17, "the stop button in mid-run", "KeyboardInterrupt; ranks gone; run again at once")
+def stopped(case):
+    """Before the ranks are there, while the first run imports torch, and while they work."""
+
+    def sleeps(comm):
+        time.sleep(60)
+
+    def stop():
+        assert wait_until(lambda: len(running_ranks()) == 2, 10)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Thread(target=stop)
+    timer.start()
+    error = case.fails(sleeps, error=KeyboardInterrupt)
+    timer.join()
+    (note,) = error.__notes__
+    assert note.count("was in its own code, at ") == 2
+    assert note.count(f"{case.here}, line ") == note.count("time.sleep(60)") == 2
+
+    def starts_and_is_interrupted(thread):
+        really_start(thread)
+        if thread.name == "labkit-agent":
+            wait_until(running_ranks, 10)
+            thread._started.clear()  # as it is until the new thread has come up
+            raise KeyboardInterrupt
+
+    really_start = threading.Thread.start
+    with case.patch.context() as patch:
+        patch.setattr(threading.Thread, "start", starts_and_is_interrupted)
+        case.fails(sleeps, error=KeyboardInterrupt)
+    # A terminal and Jupyter signal every process of the group, the starting server among them.
+    case.kernel.send(
+        "labkit.run(lambda comm: __import__('time').sleep(60), device='cpu', world_size=2)"
+    )
+    assert wait_until(lambda: len(case.kernel.session) >= 3, 30)
+    with case.timed():
+        case.kernel.interrupt()
+        assert case.kernel.printed() == "KeyboardInterrupt\n"
+    again = "print(labkit.run(lambda comm: comm.rank, world_size=2, device='cpu').values)"
+    assert case.kernel.runs(again) == "[0, 1]\n"
+
+
+@TABLE.row(18, "the kernel is killed or restarted in mid-run", "no rank left after 2 s")
+def kernel_killed(case):
+    kernel = Kernel(case.folder)
+    kernel.send(
+        """
+        def works(comm):
+            print(os.getpid(), flush=True)
+            while True:
+                comm.barrier()
+
+        labkit.run(works, world_size=2, device="cpu")
+        """
+    )
+    ranks = [int(kernel.line().split()[-1]) for _ in range(2)]
+    with case.timed():
+        kernel.kill()
+        assert wait_until(lambda: not any(map(is_alive, ranks)), 2)
+    # The forkserver may take longer.
+    assert wait_until(lambda: not kernel.session, 20)
+    kernel.close()
+
+
+@TABLE.row(
+    19,
+    "from a widget's callback or a thread; two at once; a run in a run",
+    "works; the last is refused",
+)
+def nested(case):
+    def neighbour(comm, offset):
+        theirs = torch.empty(1)
+        comm.exchange(
+            torch.tensor([comm.rank + offset + 0.0]), 1 - comm.rank, theirs, 1 - comm.rank
+        )
+        return theirs.item()
+
+    found = {}
+
+    def start(offset):
+        found[offset] = run(neighbour, offset, world_size=2).values
+
+    with case.timed():
+        threads = [threading.Thread(target=start, args=(offset,)) for offset in (10, 20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {10: [11, 10], 20: [21, 20]}
+
+    def inside(comm):
+        return run(neighbour, 0, world_size=2).values
+
+    says = ["ValueError: labkit.run was called inside a rank of another run", "start runs from"]
+    case.fails(inside, world_size=1, rank=0, says=says, line="run(neighbour, 0")
+    _of_the_course("labkit.widgets")
+    import ipywidgets
+
+    button = ipywidgets.Button()
+    button.on_click(lambda _: start(30))
+    with case.timed():
+        button.click()
+    button.close()
+    assert found[30] == [31, 30]
+
+
+@TABLE.row(
+    20, "a closure or a result that cannot be pickled; one of 100 MB", "names the object; works"
+)
+def pickling(case):
+    lock = threading.Lock()
+    case.refused(
+        lambda: run(lambda comm: lock, world_size=2), "it uses lock (_thread.lock)", "inside the"
+    )
+    case.refused(
+        lambda: run(print, {"lock": lock}, world_size=2), "args[0]['lock'] (_thread.lock)"
+    )
+    case.refused(lambda: run(3, world_size=1), "fn must be a function of a comm, got int")
+
+    def locks(comm):
+        return {"fine": 1, "locks": [threading.Lock()]}
+
+    says = ["rank 0 has a result that cannot be sent back", "value['locks'][0] (_thread.lock)"]
+    case.fails(locks, world_size=1, rank=0, says=[*says, "Return tensors, numbers"])
+    with case.timed():
+        values = run(lambda comm: torch.full((25_000_000,), 2.0), world_size=1).values
+    assert values[0].sum().item() == 50_000_000
+
+
+@TABLE.row(
+    21,
+    "a rank prints a lot, or binary; all print at once",
+    "by rank, in order, cut with a count of what was cut",
+)
+def printing(case):
+    def prints(comm):
+        for number in range(3):
+            print("line", number)
+            comm.barrier()
+        if comm.rank == 0:
+            os.write(1, b"bin \xff\x00\n")
+            print("to stderr", file=sys.stderr)
+            os.system("echo from a child")
+        else:
+            for _ in range(30):
+                print("x" * 10_000)
+        sys.stdout.write("no newline at the end")
+
+    case.capsys.readouterr()
+    # What is shown while the ranks run is by rank too, but a rank that is late is not waited for.
+    case.patch.setenv("LABKIT_LIVE", "0")
+    with case.timed():
+        run(prints, world_size=2)
+    lines = case.capsys.readouterr().out.splitlines()
+    first = [*(f"line {number}" for number in range(3)), "bin \\xff\x00", "to stderr"]
+    first += ["from a child", "no newline at the end"]
+    assert lines[:7] == [f"[rank 0] {line}" for line in first]
+    assert lines[7:10] == [f"[rank 1] line {number}" for number in range(3)]
+    assert {line[:9] for line in lines[7:]} == {"[rank 1] "}
+    assert sum(map(len, lines)) < 210_000
+    assert re.search(r"\[rank 1\] \.\.\. 100,\d+ more characters cut \(a rank may", lines[-1])
+    case.patch.undo()
+
+
+@TABLE.row(
+    22,
+    "CUDA where there is none; more ranks than GPUs",
+    "the choice and its consequence, one line",
+)
+def gpus_asked_for(case):
+    case.patch.setattr(gpus, "found", lambda: gpus.Gpus(()))
+    for device in ({"device": "cuda"}, {"devices": "cuda:0"}):
+        text = case.refused(lambda: run(print, world_size=1, **device), "CUDA GPU")  # noqa: B023
+        assert "\n" not in text
+    case.patch.undo()
+    with case.timed():
+        printed = case.kernel.runs(
+            """
+            def where(comm):
+                return str(comm.device)
+
+            print(labkit.run(where, world_size=2).values)
+            """
+        )
+    said, values = printed.splitlines()
+    assert said.startswith("2 ranks share 1 GPU: they talk over gloo through host memory")
+    assert "times are not those of more GPUs" in said
+    assert values == "['cuda:0', 'cuda:0']"
+
+
+@TABLE.row(23, "CUDA is initialised in the kernel", "still works: never a fork after CUDA")
+def cuda_initialised(case):
+    def look(comm):
+        mark = getattr(torch, "labkit_test_mark", None)
+        shared = gc.get_freeze_count() > 100_000
+        cuda = torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()
+        return os.getpid(), mark, *cuda, shared, gc.isenabled()
+
+    # Ranks share nothing with the caller but the modules that their server has loaded.
+    case.patch.setattr(torch, "labkit_test_mark", "parent", raising=False)
+    with case.timed():
+        values = run(look, world_size=2).values
+    assert len({pid for pid, *_ in values} | {os.getpid()}) == 3
+    assert [rest for _, *rest in values] == [[None, False, False, True, True]] * 2
+    assert not torch.cuda.is_initialized()
+    with case.timed():
+        printed = case.kernel.runs(
+            """
+            total = torch.ones(3, device="cuda").sum()
+
+            def fresh(comm):
+                began = torch.cuda.is_initialized()
+                x = torch.ones(2, device=comm.device)
+                labkit.collectives.ring_all_reduce(comm, x)
+                return began, x.tolist(), torch.cuda._is_in_bad_fork()
+
+            print(torch.cuda.is_initialized(), labkit.run(fresh, world_size=2).values)
+            print(labkit.run(fresh, world_size=2, device="cpu").values)
+            """
+        )
+    # Before its function begins, labkit sets a rank's GPU.
+    on_gpu, on_cpu = ([(began, [2.0, 2.0], False)] * 2 for began in (True, False))
+    assert printed.splitlines()[-2:] == [f"True {on_gpu}", f"{on_cpu}"]
+
+
+@TABLE.row(
+    24, "/dev/shm too small or full", "runs need none; else the size needed, there, the way round"
+)
+def shared_memory_full(case):
+    if not case.kernel.has_disks:
+        pytest.skip("this user may not mount a file system of their own")
+    cell = """
+        def sums(comm):
+            return labkit.collectives.fast_ring_all_reduce(comm, torch.ones(10**6)).mean().item()
+
+        for command in ("true", "dd if=/dev/zero of=/dev/shm/old bs=1k count=4 status=none",
+                        "mount -o remount,ro /dev/shm", "mount -o remount,rw /dev/shm"):
+            os.system(command)
+            print(labkit.run(sums, world_size=2, device="cpu").values, os.listdir("/dev/shm"))
+        """
+    with case.timed():
+        lines = case.kernel.runs(cell).splitlines()
+    assert lines == ["[2.0, 2.0] []", *["[2.0, 2.0] ['old']"] * 3]
+    # What does not fit: a queue's semaphores, and then the batches.
+    for number, size in enumerate(("4k", "512k")):
+        cell = f"""
+            from torch.utils.data import DataLoader, TensorDataset
+
+            def loads(comm):
+                data = TensorDataset(torch.zeros(64, 10_000))
+                return sum(len(batch) for batch, in DataLoader(data, batch_size=16, num_workers=2))
+
+            os.system("mount -o remount,size={size} /dev/shm")
+            labkit.run(loads, world_size=2, device="cpu")
+            """
+        with case.timed():
+            printed = case.kernel.runs(cell)
+        says = [
+            "~WorkerError: rank [01] raised ",
+            "The DataLoader's 2 workers keep up to 4 batches",
+        ]
+        says += [
+            "2.44 MiB on each rank",
+            f"of {('4 KiB', '512 KiB')[number]} free",
+            "Next step: a",
+        ]
+        check_words(printed, [*says, "num_workers=0", "--shm-size", "in DataLoader(data"])
+    assert case.kernel.runs("os.remove('/dev/shm/old'); print(os.listdir('/dev/shm'))") == "[]\n"
+
+
+def bounded(comm, how, limit):
+    """Rank 1 may have 256 MiB more than it has."""
+    if comm.rank == 0:
+        comm.barrier()
+    pages = int(Path("/proc/self/statm").read_text().split()[0 if limit == "AS" else 5])
+    most = pages * resource.getpagesize() + 2**28
+    resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (most, most))
+    if how == "a tensor":
+        torch.empty(2**30, dtype=torch.uint8)
+    elif how == "an object":
+        bytearray(2**30)
+    elif how == "a result":
+        return bytearray(2**27)
+    return None
+
+
+@TABLE.row(25, "a rank out of memory", "rank, request, what it held, its limit")
+def out_of_memory(case):
+    for limit in ("AS", "DATA"):
+        says = ["1073741824 bytes", "the rank held up to", r"~its limit is [\d.]+ [MG]iB"]
+        next_step = "Next step: "
+        line = "torch.empty(2**30"
+        case.fails(bounded, "a tensor", limit, rank=1, says=[*says, next_step], line=line)
+        line = "bytearray(2**30)"
+        case.fails(bounded, "an object", limit, rank=1, says=[*says[1:], next_step], line=line)
+    says = ["a result", *says[1:], "128 MiB"]
+    case.fails(bounded, "a result", "AS", rank=1, says=says)
+    killed = ["rank 1 was killed by SIGKILL in mid-run (the system does that when memory runs out"]
+    case.fails(killed_inside, "recv", rank=1, says=killed)
+
+
+@TABLE.row(26, "data missing, truncated, offline", "which file, how to get it")
+def data(case):
+    def offline(request, *args, **kwargs):
+        raise URLError("Temporary failure in name resolution")
+
+    folder = case.folder / "digits"
+    shutil.copytree(Path(__file__).parents[2] / "data" / "digits", folder)
+    images = folder / "train-images-idx3-ubyte"
+    images.write_bytes(images.read_bytes()[:5000])
+    restore = "git checkout -- data/digits"
+    says = str(images), "5000 bytes", "expected 91984", restore
+    case.refused(lambda: load_dataset("digits", root=folder), *says)
+    images.unlink()
+    says = f"{images} is missing", restore
+    case.refused(lambda: load_dataset("digits", root=folder), *says, error=FileNotFoundError)
+    empty = case.folder / "empty"
+    empty.mkdir()
+    says = "mnist is not in", str(empty), "--download", 'load_dataset("mnist", download=True)'
+    case.refused(lambda: load_dataset("mnist", root=empty), *says, error=FileNotFoundError)
+    case.patch.setattr(urllib.request, "urlopen", offline)
+    call = lambda: load_dataset("mnist", root=empty, download=True)  # noqa: E731
+    says = str(empty), "Temporary failure in name resolution", "Check the network"
+    case.refused(call, *says, error=ConnectionError)
+    assert list(empty.iterdir()) == []
+    case.patch.undo()
+
+
+@TABLE.row(28, "the disk is full while a result is written", "the old file is intact")
+def disk_full(case):
+    plots, progress = _of_the_course("labkit.plots"), _of_the_course("labkit.notebook.record")
+    result = labkit.train_with("single", train_size=64, epochs=1)
+    writers = {
+        "result.json": result.save_json,
+        "weights": result.save_state,
+        "trace.json": result.trace.save,
+        "figure.png": plots.timeline(result.trace).save,
+        "figure.svg": plots.timeline(result.trace).save,
+    }
+    for name, write in writers.items():
+        (path := case.folder / name).write_text("old")
+        with at_most(10):
+            says = f"cannot write {path}: File too large"
+            case.refused(lambda: write(path), says, error=OutputError)  # noqa: B023
+        assert path.read_text() == "old"
+    assert {path.name for path in case.folder.iterdir()} == set(writers)
+    progress.note_verdict("first", "passed", True)
+    with at_most(20), case.timed():
+        progress.note_verdict("second", "passed", True)
+    assert "progress is not kept" in case.capsys.readouterr().err
+    progress.note_verdict("third", "passed", True)
+    found = progress.Store(progress.progress_file()[0]).read().exercises
+    assert set(found[""]) == {"first", "second", "third"}
+    if case.kernel.has_disks:
+        a_real_disk_full(case)
+
+
+def a_real_disk_full(case):
+    """The command: every file that can be written is written, and the exit status is 1."""
+    disk = case.kernel.disk
+    cell = f"""
+        from labkit.__main__ import main
+        open("{disk}/weights", "w").write("old")
+        words = "--strategy single --train-size 64 --device cpu --save {disk}/weights"
+        print(main(["train", *words.split(), "--json", "{disk}/a.json"]))
+        print(open("{disk}/weights").read(), sorted(os.listdir("{disk}")))
+        """
+    with case.timed():
+        printed = case.kernel.runs(cell)
+    assert f"labkit: cannot write {disk}/weights: No space left on device\n" in printed
+    assert "replicas agree: True" in printed
+    assert printed.endswith("1\nold ['a.json', 'weights']\n")
+
+
+@TABLE.row(29, "the progress file is damaged", "said once, set aside, the course goes on")
+def progress_damaged(case):
+    record = _of_the_course("labkit.notebook.record")
+    path = case.folder / "data" / "progress.json"
+    path.parent.mkdir()
+    case.patch.setenv("LABKIT_PROGRESS", str(path))
+    damage = {"half": b'{"version": 1, "exer', "no text": b"\xff\x00", "no record": b"[7]"}
+    for number, content in enumerate(damage.values(), start=1):
+        path.write_bytes(content)
+        case.patch.setattr(record, "_stores", {})
+        with case.timed():
+            assert record.store().read().exercises == {}
+            record.note_verdict("ring", "passed", True)
+            record.note_verdict("tree", "passed", True)
+        assert set(record.Store(path).read().exercises[""]) == {"ring", "tree"}
+        kept = list(path.parent.glob("progress.damaged-*.json"))
+        assert len(kept) == number
+        assert content in {one.read_bytes() for one in kept}
+        (said,) = case.capsys.readouterr().err.splitlines()
+        check_words(said, [f"{path} is damaged (", "it is kept as", "and a new one is begun"])
+    case.patch.undo()
+
+
+@TABLE.row(
+    30, "a slider moved while busy; a split at the ends", "the last value applies; a limited range"
+)
+def sliders(case):
+    widgets = _of_the_course("labkit.widgets")
+    plots = _of_the_course("labkit.plots")
+    import ipywidgets
+    from matplotlib.figure import Figure
+    from splits import LINK, PROFILE
+
+    from labkit.widgets.explorer import Explorer
+
+    begun, later = threading.Event(), threading.Event()
+
+    def draw(size):
+        if size == 1:
+            begun.set()
+            later.wait(0.3)
+        return plots.CaptionedFigure(
+            Figure(), alt=f"a figure of size {size}", caption="Empty axes."
+        )
+
+    size = ipywidgets.IntSlider(0, 0, 5)
+    explorer = Explorer(draw, size)
+    slow = threading.Thread(target=setattr, args=(size, "value", 1))
+    with case.timed():
+        slow.start()
+        begun.wait()
+        for value in (3, 5, 2):
+            size.value = value
+        later.set()
+        slow.join()
+    assert 'alt="a figure of size 2"' in explorer.view.value
+    explorer.close()
+
+    def busy(model, points, **options):
+        splits.cuts.sliders[0].value = 4
+        raise WorkerError("the run has failed")
+
+    splits = widgets.split_explorer(PROFILE, LINK, split_points=(2,), measure=busy, picture=False)
+    with case.timed():
+        splits.run.click()
+        splits.join()
+    assert "cut before layer 4" in splits.view.value
+    assert "WorkerError: the run has failed" in splits.status.value
+    for wanted, allowed in ((99, 5), (-3, 1)):
+        splits.cuts.sliders[0].value = wanted
+        assert splits.cuts.points == (allowed,)
+    case.refused(
+        lambda: widgets.split_explorer(PROFILE, LINK, split_points=(0,), picture=False),
+        "split point 0 leaves a stage without layers",
+    )
+    splits.close()
+    assert wait_until(lambda: threading.active_count() < 10, 5)
+
+
+def _of_the_course(name):
+    """A room of the course; the core can be had without it, and so can its rows."""
+    return pytest.importorskip(name, exc_type=ModuleNotFoundError)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.fresh] * (row.number in FRESH)) for row in TABLE],
+    ids=str,
+)
+def test_row(row, tmp_path, monkeypatch, capsys, request, record_property):
+    if row.number in FRESH:
+        opened = request.getfixturevalue("kernel")
+        if row.number != 17:
+            opened.warm_up()
+    case = Case(tmp_path, monkeypatch, capsys, Path(__file__).name, request)
+    with case.row(row, record_property):
+        row.check(case)

@@ -1,0 +1,105 @@
+"""The factor of the learning rate equals PyTorch's own schedulers, update for update."""
+
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
+
+from labkit.schedules.learning_rate import LrSchedule, lr_factor, parse_lr_schedule
+
+EPOCHS, UPDATES = 6, 7
+
+
+def factors(schedule, warmup_epochs=0.0, epochs=EPOCHS, updates_per_epoch=UPDATES):
+    parsed = parse_lr_schedule(schedule)
+    run = {"epochs": epochs, "updates_per_epoch": updates_per_epoch}
+    count = epochs * updates_per_epoch
+    return [
+        lr_factor(k, schedule=parsed, warmup_epochs=warmup_epochs, **run) for k in range(count)
+    ]
+
+
+def pytorchs(schedule, warmup):
+    """The rates of an optimizer whose base rate is 1, with ``warmup`` updates before."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    after = {
+        "constant": lambda: LinearLR(optimizer, 1.0),
+        "step:2:0.3": lambda: StepLR(optimizer, 2 * UPDATES, 0.3),
+        "cosine": lambda: CosineAnnealingLR(optimizer, EPOCHS * UPDATES - warmup),
+    }[schedule]
+    scheduler = after()
+    if warmup:
+        optimizer.param_groups[0].update(lr=1.0, initial_lr=1.0)
+        rising = LinearLR(optimizer, 1 / (warmup + 1), total_iters=warmup)
+        scheduler = SequentialLR(optimizer, [rising, after()], [warmup])
+    found = []
+    for _ in range(EPOCHS * UPDATES):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7, 10])
+@pytest.mark.parametrize("schedule", ["constant", "step:2:0.3", "cosine"])
+def test_equals_pytorchs_schedulers(schedule, warmup):
+    ours = factors(schedule, warmup_epochs=warmup / UPDATES)
+    assert ours == pytest.approx(pytorchs(schedule, warmup), abs=1e-12)
+
+
+def test_cosine_falls_from_one_to_zero_at_the_end_of_the_run():
+    found = factors("cosine")
+    assert found == sorted(found, reverse=True)
+    assert found[0] == 1
+    assert found[-1] > 0
+    assert found[len(found) // 2] == pytest.approx(0.5)
+    run = {"warmup_epochs": 0, "epochs": EPOCHS, "updates_per_epoch": UPDATES}
+    beyond = [lr_factor(42 + k, schedule=LrSchedule("cosine"), **run) for k in range(3)]
+    assert beyond == [0.0] * 3, "an asynchronous run may make a few updates more"
+
+
+@pytest.mark.parametrize("warmup_epochs", [0.1, 0.5, 1, 1.05, 2.9])
+def test_a_warm_up_rises_equally_and_may_end_within_an_epoch(warmup_epochs):
+    found = factors("constant", warmup_epochs, epochs=3, updates_per_epoch=30)
+    warmup = warmup_epochs * 30
+    rising = [factor for factor in found if factor < 1]
+    assert len(rising) == math.ceil(warmup - 1e-6)
+    assert rising == pytest.approx([(k + 1) / (warmup + 1) for k in range(len(rising))])
+
+
+def test_a_step_is_counted_from_the_end_of_the_warm_up_to_the_very_update():
+    # 0.1 * 30 is a little more than 3.
+    found = factors("step:1:0.1", warmup_epochs=0.1, epochs=4, updates_per_epoch=30)
+    assert [found.index(0.1**power) for power in range(4)] == [3, 33, 63, 93]
+
+
+def test_a_run_that_is_all_warm_up():
+    for schedule in ("constant", "cosine", "step:1:0.1"):
+        found = factors(schedule, warmup_epochs=1, epochs=1, updates_per_epoch=4)
+        assert found == [0.2, 0.4, 0.6, 0.8]
+
+
+def test_texts():
+    assert parse_lr_schedule("cosine") == ("cosine", 1, 1)
+    assert parse_lr_schedule("step:30:1e-1") == ("step", 30, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (text, "must be constant, cosine, or step:EPOCHS:FACTOR as in step:30:0.1, got ")
+        for text in ("", "linear", "Cosine", "step", "step:30", "step:a:0.1", "step:3:0.1:2")
+    ]
+    + [
+        ("cosine:3", "got 'cosine:3'"),
+        ("step:1.5:0.1", "got 'step:1.5:0.1'"),
+        ("step:1:nan", "got 'step:1:nan'"),
+        ("step:0:0.1", "EPOCHS must be an integer from 1 up, got 0"),
+        ("step:1:0", "FACTOR must be a number above 0, got 0.0"),
+        ("step:1:1.5", "FACTOR must be at most 1, got 1.5"),
+    ],
+)
+def test_texts_that_are_no_schedule(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_lr_schedule(text)

@@ -1,0 +1,197 @@
+"""An optimizer advances its own learning rate, wherever a technique makes its updates."""
+
+import pytest
+import torch
+from ranks import travel_by_value
+from torch import nn
+from torch.nn import functional
+
+from labkit import RunConfig, run, strategies, train_with
+from labkit.training.loop import fit
+from labkit.training.make_strategy import make_strategy
+from labkit.training.optimizer import continue_schedule, optimizer_maker, scheduler_of
+from labkit.training.own import Own
+
+travel_by_value(__name__)
+
+SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
+SCHEDULED = SMALL | {"lr_schedule": "cosine", "warmup_epochs": 0.5}
+
+
+def in_groups(parameters):
+    """Two groups with rates of their own."""
+    weights = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() == 1]
+    return torch.optim.SGD([{"params": weights}, {"params": others, "lr": 0.02}], lr=0.05)
+
+
+class Rateless(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"rate": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["rate"] * parameter.grad
+
+
+def make(strategy="single", own=None, num_samples=23, **settings):
+    """An optimizer of one parameter, as a rank of this run would get it."""
+    settings = SCHEDULED | settings
+    config = RunConfig(strategy, optimizer="own" if own else "sgd", **settings)
+    technique = strategies.get(strategy)()
+    maker = optimizer_maker(config, own, technique, num_samples)
+    return maker([nn.Parameter(torch.ones(2))])
+
+
+def rates(optimizer, updates):
+    """The rate of each update of the first group."""
+    found = []
+    for _ in range(updates):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+    return found
+
+
+def test_a_constant_rate_has_no_scheduler():
+    optimizer = make(lr_schedule="constant", warmup_epochs=0)
+    assert scheduler_of(optimizer) is None
+    continue_schedule(optimizer, 5)
+    assert rates(optimizer, 3) == [0.05] * 3
+    assert scheduler_of(make(lr_schedule="constant", warmup_epochs=0.1)) is not None
+
+
+def test_epochs_are_counted_in_updates():
+    # 23 samples in batches of 9 are three updates.
+    found = rates(make(lr_schedule="step:1:0.1", warmup_epochs=0), 7)
+    assert found == pytest.approx([0.05] * 3 + [0.005] * 3 + [0.0005])
+
+
+def test_an_asynchronous_server_makes_an_update_for_each_worker_with_samples():
+    # Five workers; the last batch has two samples, so three of them have none.
+    settings = {"world_size": 6, "lr_schedule": "step:1:0.1", "warmup_epochs": 0}
+    optimizer = make("async_parameter_server", num_samples=20, **settings)
+    assert rates(optimizer, 13) == pytest.approx([0.05] * (5 + 5 + 2) + [0.005])
+
+
+def test_it_continues_from_any_update():
+    whole = rates(make(), 12)
+    for update in (0, 1, 7, 11):
+        later = make()
+        continue_schedule(later, update)
+        assert scheduler_of(later).last_epoch == update
+        assert rates(later, 12 - update) == whole[update:]
+    back = make()
+    rates(back, 5)
+    continue_schedule(back, 2)
+    assert rates(back, 10) == whole[2:]
+
+
+def test_a_large_batch_makes_larger_updates():
+    optimizer = make(lr=0.1, scale_lr=3, lr_schedule="constant", warmup_epochs=0)
+    assert rates(optimizer, 2) == pytest.approx([0.3, 0.3])
+    result = train_with("ddp", world_size=2, lr=0.01, scale_lr=3, **SMALL)
+    assert result.as_dict()["used_lr"] == pytest.approx(0.03)
+    alone = train_with("single", lr=0.03, **SMALL)
+    assert result.difference_from(alone) < 1e-10
+    assert "used_lr" not in alone.as_dict()
+
+
+def test_every_group_of_an_own_optimizer_follows():
+    optimizer = make(own=in_groups, lr_schedule="step:1:0.5", warmup_epochs=0)
+    rates(optimizer, 3)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.01]
+
+
+def test_an_own_optimizer_without_a_rate_is_refused_before_any_rank_starts():
+    with pytest.raises(ValueError, match=r"lr_schedule and warmup_epochs .* Rateless has no lr"):
+        train_with("ddp", world_size=2, optimizer=Rateless, **SCHEDULED)
+
+
+def test_an_own_optimizer_that_is_not_elementwise_is_refused_with_a_schedule_too():
+    with pytest.raises(ValueError, match="element by element"):
+        train_with("parameter_server", world_size=2, optimizer=in_groups, **SCHEDULED)
+
+
+def updates_made(comm, jobs):
+    """By job: the report, and the number of the next update of each optimizer on this rank."""
+    found = {}
+    for name, (config, strategy, own) in jobs.items():
+        counted = []
+
+        def keeping(parameters, counted=counted, own=own):
+            optimizer = own(parameters)
+            counted.append(optimizer)
+            return optimizer
+
+        report = fit(comm, config, strategy, False, Own(optimizer=keeping))
+        positions = [scheduler_of(optimizer).last_epoch for optimizer in counted]
+        found[name] = report, positions
+    return found
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def test_the_updates_of_servers_and_stages_are_counted_where_they_are_made():
+    """4 epochs of 3 batches; of the last batch (5 samples) both workers have a share."""
+    settings = SCHEDULED | {"world_size": 3, "optimizer": "sgd (own)"}
+    names = ("parameter_server", "pipeline", "async_parameter_server")
+    jobs = {}
+    for name in names:
+        for builtin in (False, True):
+            config = RunConfig(name, builtin=builtin, **settings)
+            jobs[name, builtin] = config, make_strategy(config, own=Own(optimizer=sgd)), sgd
+    first, second, third = run(updates_made, jobs, world_size=3).values
+    for builtin in (False, True):
+        assert [p[1] for p in (first["pipeline", builtin], third["pipeline", builtin])] == [
+            [12]
+        ] * 2
+        server = "parameter_server", builtin
+        assert (first[server][1], second[server][1]) == ([12], [])
+        report, positions = first["async_parameter_server", builtin]
+        assert positions == [len(report.notes["staleness"])] == [24]
+
+
+def overflowing(comm, scales):
+    """The number of updates after each step whose loss is multiplied by one of ``scales``."""
+    strategy, found = strategies.get("single")(amp="fp16"), []
+    factor = [1.0]
+    strategy.loss = lambda outputs, targets: (
+        factor[0] * functional.cross_entropy(outputs, targets, reduction="sum")
+    )
+    config = RunConfig(**SCHEDULED | {"dtype": "float32"})
+    strategy.setup(comm, nn.Linear(6, 3), optimizer_maker(config, None, strategy, 23))
+    inputs, targets = torch.ones(4, 6), torch.tensor([0, 1, 2, 0])
+    for factor[0] in scales:
+        strategy.step(inputs, targets, 4)
+        found.append(scheduler_of(strategy.optimizer).last_epoch)
+    return found
+
+
+def test_an_update_that_overflows_does_not_advance_the_schedule():
+    scales = [1.0, 1e38, 1.0, float("inf"), 1.0]
+    assert run(overflowing, scales, world_size=1).values == [[1, 1, 2, 2, 3]]
+
+
+def test_without_a_schedule_the_updates_are_torchs_own_to_the_bit():
+    def by_hand(comm):
+        config = RunConfig(**SMALL | {"optimizer": "adamw", "weight_decay": 0.1})
+        strategy = strategies.get("single")()
+        strategy.setup(comm, net(), optimizer_maker(config, None, strategy, 23))
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        for _ in range(3):
+            inputs, targets = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+            strategy.step(inputs, targets, 4)
+            optimizer.zero_grad()
+            (functional.cross_entropy(model(inputs), targets, reduction="sum") / 4).backward()
+            optimizer.step()
+        return all(map(torch.equal, strategy.model.parameters(), model.parameters()))
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Linear(6, 3)
+
+    assert run(by_hand, world_size=1).values == [True]

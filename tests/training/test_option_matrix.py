@@ -1,0 +1,261 @@
+"""Every option with every technique: the run equals one device, or it is refused by name.
+
+Each option of ``TRIED`` is tried with each technique, and every third pair of options with one of
+them, in rotation; with ``LABKIT_FULL_MATRIX=1`` every pair with all of them. These fail a test: a
+field of ``RunConfig`` that is neither in ``TRIED`` nor in ``UNTRIED``, and a combination that is
+refused and not in the tables ``TAKEN_BY`` and ``APART``, or is taken and in one of them.
+"""
+
+import itertools
+import os
+from collections import defaultdict
+from dataclasses import fields
+
+import pytest
+import torch
+from ranks import travel_by_value
+from torch import Tensor, nn
+
+from labkit import RunConfig, run
+from labkit.training.check_work import check_work
+from labkit.training.loop import fit
+from labkit.training.make_strategy import make_strategy
+from labkit.training.own import Own
+from labkit.training.state import largest_difference
+
+travel_by_value(__name__)
+
+SETTINGS = [setting.name for setting in fields(RunConfig)]
+# 14 samples in batches of 9 and 5: three workers get shares of 3, and of 2, 2 and 1.
+BASE = {"batch_size": 9, "epochs": 2, "model": "own", "dataset": "own", "dtype": "float64"}
+THREE, STAGES = {"world_size": 3}, {"world_size": 3, "split_points": "1,4"}
+# An asynchronous server with one worker does what one device does.
+ONE_WORKER = {"world_size": 2}
+TECHNIQUES = {
+    ("single", False): {},
+    ("data_parallel", False): {"devices": "cpu,cpu,cpu"},
+    ("data_parallel", True): {"devices": "cpu,cpu,cpu"},
+    ("model_parallel in one process", False): {"devices": "cpu"},
+    ("async_parameter_server", False): ONE_WORKER,
+    ("async_parameter_server", True): ONE_WORKER,
+    ("ddp", False): THREE,
+    ("ddp", True): THREE,
+    ("ring_all_reduce", False): THREE,
+    ("parameter_server", False): THREE,
+    ("parameter_server", True): THREE,
+    ("model_parallel", False): STAGES,
+    ("model_parallel", True): STAGES,
+    ("pipeline", False): STAGES,
+    ("pipeline", True): STAGES,
+}
+# The values that are tried, of options of all techniques and of options of some.
+TRIED = {
+    "optimizer": ("adam", "adamw"),
+    "weight_decay": (0.1,),
+    "lr_schedule": ("step:1:0.3", "cosine"),
+    "warmup_epochs": (0.5,),
+    "scale_lr": (3,),
+    "clip_norm": (0.5,),
+    "accumulate": (2,),
+    "amp": ("bf16", "fp16"),
+    "compress": ("bf16", "topk"),
+    "bucket_mb": (0.0,),
+    "servers": (2,),
+    "straggler": ("{last}:1.5",),
+    "max_staleness": (4,),
+    "split_points": ("2,3",),
+    "micro_batches": (3,),
+    "schedule": ("1f1b",),
+}
+UNTRIED = {
+    "what a technique is": "strategy world_size builtin backend device devices",
+    "what is trained, the same for all": "model dataset loss dtype train_size batch_size epochs",
+    "a number with one meaning in all": "lr momentum seed",
+    "how it runs, and not what": "transport link num_workers tf32",
+    "files of a run": "checkpoint_dir checkpoint_every checkpoint_keep resume log_dir",
+    "coming": "augment resize weights freeze sync_batch_norm",
+}
+
+
+def ours(*names):
+    return {(name, False) for name in names}
+
+
+def both(*names):
+    return {(name, builtin) for name in names for builtin in (False, True)} & TECHNIQUES.keys()
+
+
+REPLICAS = both("ddp", "ring_all_reduce")
+SERVED = both("parameter_server", "async_parameter_server")
+# Options of some techniques; all others are for all of them.
+TAKEN_BY = {
+    "accumulate": TECHNIQUES.keys() - both("pipeline") - {("model_parallel", True)},
+    "straggler": REPLICAS | SERVED,
+    "bucket_mb": both("ddp"),
+    "compress": ours("ring_all_reduce"),
+    "servers": ours("parameter_server"),
+    "max_staleness": ours("async_parameter_server"),
+    "split_points": both("model_parallel", "pipeline"),
+    "micro_batches": both("pipeline"),
+    "schedule": both("pipeline"),
+}
+# Pairs that no technique takes.
+APART = [
+    {"amp": "fp16", "compress": "topk"},
+    {"optimizer": "adam", "momentum": 0.9},
+]
+# What one device has no use for.
+NOT_ALONE = TAKEN_BY.keys() - {"accumulate", "amp"}
+# With these a run moves about as one device does, by this share of the way.
+NEAR = {"amp": 0.05, "compress": 2.0}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    pool = nn.AdaptiveAvgPool2d(2)
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), pool, nn.Flatten(), nn.Linear(12, 10))
+
+
+def images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(14, 1, 8, 8, generator=generator), torch.arange(14) % 10
+
+
+OWN = Own(model=net, dataset=images)
+EACH = [{name: value} for name, values in TRIED.items() for value in values]
+# Together with each technique they try each of their options.
+RATES = [
+    {"optimizer": optimizer, "lr_schedule": schedule, "warmup_epochs": warmup, "weight_decay": 0.1}
+    for optimizer in ("sgd", "adam", "adamw")
+    for schedule, warmup in (("constant", 0.5), ("step:1:0.3", 0.5), ("cosine", 1))
+]
+PAIRS = [one | other for one, other in itertools.combinations(EACH, 2) if len(one | other) == 2]
+
+
+def is_taken(technique, options) -> bool:
+    """Whether the tables say that this technique takes these options together."""
+    apart = any(pair.items() <= options.items() for pair in APART)
+    return not apart and all(technique in TAKEN_BY.get(name, TECHNIQUES) for name in options)
+
+
+def cases():
+    """(technique, options) of the walk."""
+    singles = [{}, *RATES, *(one for one in EACH if one.keys().isdisjoint(RATES[0]))]
+    yield from itertools.product(TECHNIQUES, singles)
+    yield from ((("single", False), one) for one in EACH if not one.keys().isdisjoint(RATES[0]))
+    if os.environ.get("LABKIT_FULL_MATRIX"):
+        yield from itertools.product(TECHNIQUES, PAIRS)
+        return
+    for number, pair in enumerate(PAIRS[::3]):
+        able = [technique for technique in TECHNIQUES if is_taken(technique, pair)]
+        some = able or list(TECHNIQUES)
+        yield some[number % len(some)], pair
+
+
+CASES = list(cases())
+
+
+def settings_of(technique, options) -> dict:
+    (name, builtin), dtype = technique, {"dtype": "float32"} if "amp" in options else {}
+    found = BASE | TECHNIQUES[technique] | options | dtype
+    found |= {"strategy": name.partition(" ")[0], "builtin": builtin}
+    last = found.get("world_size", 1) - 1
+    return {k: v.format(last=last) if k == "straggler" else v for k, v in found.items()}
+
+
+def alone(options) -> tuple:
+    """The options of one device that makes the same updates."""
+    return tuple(item for item in options.items() if item[0] not in NOT_ALONE)
+
+
+def key_of(technique, options) -> tuple:
+    return technique, *options.items()
+
+
+def job_of(technique, options):
+    """(config, strategy), or the words of a refusal."""
+    try:
+        config = RunConfig(**settings_of(technique, options))
+        strategy = make_strategy(config, own=OWN)
+        check_work(config, OWN, strategy)
+    except ValueError as error:
+        return str(error)
+    return config, strategy
+
+
+def fit_each(comm, jobs):
+    """By job, this rank's state (the first rank's alone) and checksum, or what was refused."""
+    found = {}
+    for key, (config, strategy) in jobs.items():
+        report = fit(comm, config, strategy, False, OWN)
+        found[key] = report.state, report.checksum
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """By technique and options: the words of a refusal, or (state, checksum) by rank."""
+    singles = [(("single", False), dict(alone(options))) for _, options in CASES]
+    found, jobs = {}, defaultdict(dict)
+    threads = torch.get_num_threads()
+    # The checks run a tiny model; several threads would wait for each other.
+    torch.set_num_threads(1)
+    for technique, options in (*singles, *CASES):
+        key, job = key_of(technique, options), job_of(technique, options)
+        if isinstance(job, str):
+            found[key] = job
+            continue
+        config, strategy = job
+        jobs[1 if strategy.in_one_process else config.world_size][key] = job
+    torch.set_num_threads(threads)
+    for ranks, some in jobs.items():
+        values = run(fit_each, some, world_size=ranks).values
+        found |= {key: [reports[key] for reports in values] for key in some}
+    return found
+
+
+def moved(state) -> Tensor:
+    """How far the parameters are from where they began, [N]."""
+    start = net().state_dict()
+    return torch.cat([(state[name].double() - start[name]).flatten() for name in start])
+
+
+def wrong(trained, technique, options) -> str:
+    """What is wrong with a combination; empty if nothing is."""
+    outcome, due = trained[key_of(technique, options)], is_taken(technique, options)
+    if isinstance(outcome, str):
+        said = [word for word in (*SETTINGS, technique[0].partition(" ")[0]) if word in outcome]
+        is_named = len(said) > 1 and not options.keys().isdisjoint(said)
+        return "" if is_named and not due else f"refused: {outcome}"
+    if not due:
+        return "taken, and the tables say that it is not"
+    if len({checksum for _, checksum in outcome}) > 1:
+        return "the ranks end apart"
+    state, (((reference, _),)) = outcome[0][0], trained[("single", False), *alone(options)]
+    tolerance = max((NEAR[name] for name in options if name in NEAR), default=None)
+    if tolerance is None:
+        difference, tolerance = largest_difference(state, reference), 1e-10
+    else:
+        far = moved(reference)
+        difference = ((moved(state) - far).norm() / far.norm()).item()
+    return "" if difference < tolerance else f"off by {difference:.2g}, at most {tolerance}"
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda t: t[0] + " of PyTorch" * t[1])
+def test_every_combination_equals_one_device_or_is_refused_by_name(trained, technique):
+    words = {str(o): wrong(trained, technique, o) for t, o in CASES if t == technique}
+    assert {options: word for options, word in words.items() if word} == {}
+
+
+def test_the_tables_have_every_setting():
+    untried = set(" ".join(UNTRIED.values()).split())
+    assert untried.isdisjoint(TRIED)
+    assert untried | TRIED.keys() == set(SETTINGS)
+
+
+@pytest.mark.parametrize("name", sorted(TRIED.keys() - NOT_ALONE - {"accumulate"}))
+def test_an_option_changes_the_run(trained, name):
+    ((plain, _),) = trained[(("single", False),)]
+    for value in TRIED[name]:
+        ((state, _),) = trained[("single", False), (name, value)]
+        assert (moved(state) - moved(plain)).norm() > 1e-6 * moved(plain).norm()
