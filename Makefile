@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest storm bench html \
+.PHONY: help env lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
 	@echo "make test-torch      the launcher's tests on another PyTorch (TORCH_VERSION=2.11.0)"
 	@echo "make slowest         run every test and record the 40 slowest in data/results"
+	@echo "make faults          test the fault table and record each row's seconds in data/results"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make html            the notebooks as web pages in build/html"
@@ -148,6 +149,10 @@ test-core: env
 
 slowest:
 	$(MAKE) test ARGS="--record-slowest data/results/slowest_tests.json $(ARGS)"
+
+faults: env
+	$(BIN)/python -m pytest -p no:nbval tests/runtime/test_fault_table.py -v \
+	  --record-faults data/results/faults.json $(ARGS)
 
 # The ends of the range in pyproject.toml: TORCH_VERSION=2.11.0 is the oldest.
 TORCH_VERSION ?= 2.11.0

@@ -92,6 +92,11 @@ def _check_augment(name: str, value: Any) -> None:
     parse_augment(value)
 
 
+def _check_freeze(name: str, value: Any) -> None:
+    _check_text(name, value)
+    parse_freeze(value)
+
+
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -168,8 +173,11 @@ class RunConfig:
         None, "PIXELS", "scale images to this height and width, such as 224", most=_MOST_PIXELS
     )
     weights: str | None = _text(None, "FILE", "start from these parameters: safetensors or .pt")
-    freeze: str | None = _text(
-        None, "NAME,NAME", "layers that are not trained; features: all but the last"
+    freeze: str | None = _setting(
+        None,
+        "NAME,NAME",
+        "layers that are not trained; features: all but the last",
+        _check_freeze,
     )
     checkpoint_dir: str | None = _text(None, "DIR", "folder of the run's checkpoints")
     checkpoint_every: int | None = _integer(None, "N", "steps between checkpoints (an epoch)")
@@ -300,6 +308,9 @@ class RunConfig:
                 f"backend {self.backend!r} is for PyTorch's counterpart: choose builtin as well, "
                 "or transport for our own implementation"
             )
+        if self.checkpoint_dir is None and (self.resume or self.checkpoint_every is not None):
+            option = "resume" if self.resume else f"checkpoint_every {self.checkpoint_every}"
+            raise ValueError(f"{option} needs checkpoint_dir, the folder of the run's checkpoints")
         if self.link is not None and self.devices is not None and self.strategy in ONE_PROCESS:
             raise ValueError(
                 f"link {self.link!r}: with devices one process moves the tensors, and no messages "
@@ -375,6 +386,21 @@ def parse_augment(text: str | None) -> tuple[str, ...]:
                 f"{shortened(text)}{units.closest(word, AUGMENTATIONS)}"
             )
     return words
+
+
+def parse_freeze(text: str) -> tuple[str, ...]:
+    """``"0,1.conv1"`` is ("0", "1.conv1").
+
+    Raises:
+        ValueError: no names, or an empty one.
+    """
+    names = tuple(word.strip() for word in text.split(","))
+    if not all(names):
+        raise ValueError(
+            "freeze must be names of layers, separated by commas, or features, got "
+            f"{shortened(text)}"
+        )
+    return names
 
 
 def parse_link(text: str) -> tuple[float, float]:

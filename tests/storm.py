@@ -1,9 +1,10 @@
 """A storm of signals: runs that are hit by a signal at a random moment.
 
 A strike sends SIGKILL, SIGTERM, SIGABRT or SIGSTOP to a rank, to the forkserver or to the program
-that runs them, at a time between the start of a run and a little after its usual end. Whatever is
-hit, the run must end in time, with the right values or with an error that names the cause, and
-leave nothing behind: no process, no file, no semaphore.
+that runs them, or SIGINT to the caller (the stop button), at a time between the start of a run and
+a little after its usual end. Some runs fail by themselves, on all ranks at once, and beside some
+another run goes on. Whatever is hit, the run must end in time, with the right values or with an
+error that names the cause, and leave nothing behind: no process, no file, no semaphore.
 
 ``make storm`` makes several hundred runs, tests/runtime/test_storm.py a few. The same seed repeats
 the same strikes.
@@ -86,8 +87,13 @@ def sends_around(comm):
     return comm.rank
 
 
+def fails_everywhere(comm):
+    raise ValueError(f"the fault of rank {comm.rank}")
+
+
 # (target, signal) of the strikes, in turn.
-KINDS = list(itertools.product(["rank"] * 3 + ["forkserver"], SIGNALS))
+KINDS = [("caller", signal.SIGINT)] * 2
+KINDS += itertools.product(["rank"] * 3 + ["forkserver"], SIGNALS)
 FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much, sends_around)
 
 
@@ -97,8 +103,9 @@ class Strike:
 
     Attributes:
         function: what the ranks run.
-        target: ``rank`` or ``forkserver``.
+        target: ``rank``, ``forkserver`` or ``caller``.
         number: the signal.
+        is_beside_another: another run goes on in a thread at the same time.
         after_s: seconds from the start of the run to the signal.
         rank: the rank that was hit; None before, and if none was.
         has_hit: whether the signal was sent.
@@ -109,16 +116,20 @@ class Strike:
     target: str
     number: signal.Signals
     after_s: float
+    is_beside_another: bool = False
     rank: int | None = None
     has_hit: bool = False
 
     @classmethod
     def drawn(cls, draw: random.Random, target: str, number: signal.Signals) -> "Strike":
         after_s = draw.uniform(0, draw.choice([0.06, 0.12, 0.3]))
-        return cls(draw.choice(FUNCTIONS), draw.randint(1, 4), target, number, after_s)
+        # The loss of the forkserver may hit both.
+        beside = target != "forkserver" and draw.random() < 0.2
+        function, ranks = draw.choice((*FUNCTIONS, fails_everywhere)), draw.randint(1, 4)
+        return cls(function, ranks, target, number, after_s, beside)
 
-    def hit(self, agent: supervisor.Ranks, draw: random.Random) -> None:
-        pid = server_pid()
+    def hit(self, agent: supervisor.Ranks | None, draw: random.Random) -> None:
+        pid = os.getpid() if self.target == "caller" else server_pid()
         if self.target == "rank":
             alive = {r: p for r, p in agent.pids.items() if r not in agent.exit_codes}
             if not alive:
@@ -128,16 +139,21 @@ class Strike:
             os.kill(pid, self.number)
             self.has_hit = True
             # Aborting takes a while: the next run must not find a server that is about to end.
-            if self.number != signal.SIGSTOP:
+            if self.number not in (signal.SIGSTOP, signal.SIGINT):
                 wait_until(lambda: not is_alive(pid), 10)
 
     def __str__(self) -> str:
         return (
             f"{self.number.name} to {self.target} {'' if self.rank is None else self.rank} after "
             f"{self.after_s:.3f} s of {self.function.__name__} on {self.world_size} ranks"
+            f"{' beside another run' * self.is_beside_another}"
         )
 
     def is_named_by(self, error: str) -> bool:
+        if self.function is fails_everywhere and "raised ValueError: the fault of rank" in error:
+            return True
+        if not self.has_hit or self.target == "caller":
+            return False
         stopped = self.number == signal.SIGSTOP
         if self.target == "forkserver":
             end = "is stopped by a signal" if stopped else f"was killed by {self.number.name}"
@@ -147,41 +163,66 @@ class Strike:
         return f"rank {self.rank} was killed by {self.number.name}" in error
 
 
+def _outcome(strike: Strike) -> str:
+    try:
+        result = run(strike.function, world_size=strike.world_size, timeout_s=TIMEOUT_S)
+    except WorkerError as error:
+        if not strike.is_named_by(str(error)):
+            raise AssertionError(f"{strike} is not named by: {error}") from None
+        return "named"
+    ranks = [value[0] if isinstance(value, tuple) else value for value in result.values]
+    assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
+    return "whole"
+
+
 def strike_run(strike: Strike, draw: random.Random) -> str:
     """Make one run with one strike.
 
     Returns:
-        ``whole`` if the run ended with its values, ``named`` if its error named the strike.
+        ``whole`` if the run ended with its values, ``named`` if its error named its fault or the
+        strike, ``stopped`` if the caller was interrupted.
 
     Raises:
         AssertionError: the run took too long, named another cause, or left something behind.
     """
-    agents = []
+    agents, caller = [], threading.get_ident()
 
     class Seen(supervisor.Ranks):
         def start(self):
-            agents.append(self)
+            if threading.get_ident() == caller:
+                agents.append(self)
             super().start()
 
+    def hit():
+        if agents or strike.target == "caller":
+            strike.hit(agents[-1] if agents else None, draw)
+
     before = leftovers()
-    timer = threading.Timer(strike.after_s, lambda: agents and strike.hit(agents[-1], draw))
+    timer, beside, found = threading.Timer(strike.after_s, hit), None, []
+    if strike.is_beside_another:
+        call = lambda: found.append(run(meets_often, world_size=2).values)  # noqa: E731
+        beside = threading.Thread(target=call)
+        beside.start()
     supervisor.Ranks, keep = Seen, supervisor.Ranks
     started_s = time.monotonic()
-    timer.start()
     try:
-        result = run(strike.function, world_size=strike.world_size, timeout_s=TIMEOUT_S)
-        ranks = [value[0] if isinstance(value, tuple) else value for value in result.values]
-        assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
-        outcome = "whole"
-    except WorkerError as error:
-        if not (strike.has_hit and strike.is_named_by(str(error))):
-            raise AssertionError(f"{strike} is not named by: {error}") from None
-        outcome = "named"
+        try:
+            timer.start()
+            outcome = _outcome(strike)
+        finally:
+            # An interrupt that is on its way arrives here at the latest.
+            timer.cancel()
+            timer.join()
+    except KeyboardInterrupt:
+        assert strike.target == "caller", str(strike)
+        timer.join()
+        outcome = "stopped"
     finally:
         took_s = time.monotonic() - started_s
         supervisor.Ranks = keep
-        timer.cancel()
-        timer.join()
+    if beside:
+        beside.join()
+        assert found == [[0, 1]], f"{strike}: the run beside it ended with {found}"
     limit_s = TIMEOUT_S + PATIENCE_S + IMPORT_S * (strike.target == "forkserver")
     assert took_s < limit_s, f"{strike}: the run took {took_s:.1f} s"
     assert wait_until(lambda: not running_ranks(), 2), f"{strike} left ranks {running_ranks()}"

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import socket
 import stat
 import subprocess
@@ -145,33 +144,6 @@ def test_what_cannot_be_written_is_said_before_the_run(tmp_path, monkeypatch, ca
         assert caught.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "cannot write" in line
-
-
-# In a private mount namespace: no other process sees the small disk, which ends with this one.
-FULL_DISK = """
-mount -t tmpfs -o size=64k labkit "$1" || exit 77
-printf old > "$1/weights"
-"$2" -m labkit train --strategy single --train-size 64 --json "$1/a.json" --save "$1/weights"
-code=$?
-cat "$1/weights"
-ls -A "$1"
-exit $code
-"""
-
-
-@pytest.mark.fresh
-def test_a_disk_that_is_full_after_the_run_costs_the_one_file(tmp_path):
-    """After the run, every file that can be written is written, and the exit status is 1."""
-    if not shutil.which("unshare"):
-        pytest.skip("no unshare")
-    command = ["unshare", "--mount", "sh", "-c", FULL_DISK, "sh", str(tmp_path), sys.executable]
-    done = call(command=command, env=os.environ | {"LC_ALL": "C"})
-    if done.returncode in (1, 77) and "mount" in done.stderr + "unshare" * (not done.stdout):
-        pytest.skip("this user may not mount")
-    assert done.returncode == 1, done.stderr
-    assert done.stderr == f"labkit: cannot write {tmp_path}/weights: No space left on device\n"
-    assert "replicas agree: True" in done.stdout
-    assert done.stdout.endswith("olda.json\nweights\n")
 
 
 def nodes(folder):

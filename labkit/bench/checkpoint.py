@@ -66,7 +66,7 @@ class CheckpointResult(Result):
     covered: list[float]
 
     def slower(self) -> list[float]:
-        """By how much steps take longer while a checkpoint is written, turn by turn: 0.1 is 10%."""
+        """By how much steps take longer under a writing, turn by turn: 0.1 is 10%."""
         both = ratios(self.seconds[WRITING], self.seconds[ALONE])
         return [ratio - 1 for ratio in both]
 

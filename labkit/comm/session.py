@@ -45,6 +45,7 @@ class Session:
         timers: the clocks of the devices that this rank uses.
         loss: takes the losses that this rank reports.
         queue: what was queued and has not ended; None if operations end before they return.
+        sums: this rank's seconds by kind of span; None before ``start_together``.
         memory: measures this rank's peak memory; None before ``start_together``.
     """
 
@@ -69,7 +70,7 @@ class Session:
         self._host = ClockTimer()
         self.timers, self.loss = DeviceTimers(), ReportedLoss(board.ranks[rank])
         self.recorder = Recorder(rank, self.timers.of(device), keep=keep_spans)
-        self._sums: SpanSums | None = None
+        self.sums: SpanSums | None = None
         # Whether the starts of operations can be compared with those of other ranks after the run.
         self._compares = False
         self._closed = False
@@ -243,21 +244,11 @@ class Session:
             timer.calibrate()
         self._compares = self._on_gpu and bool(origins_s.all())
         self.recorder = Recorder(self.rank, timer, float(origins_s.max()))
-        self.recorder.listener = self._sums = SpanSums(self.board.ranks[self.rank])
+        self.recorder.listener = self.sums = SpanSums(self.board.ranks[self.rank])
 
     def spans(self) -> list[Span]:
         """This rank's spans so far; waits for its GPU and removes the drift of its clock."""
         return without_drift(self.recorder.spans(), self.recorder.timer)
-
-    def seconds_by_kind(self, *, main_lane_only: bool = False) -> dict[str, float]:
-        """Seconds of this rank's spans since the start, by kind; on a GPU it waits for their ends.
-
-        Args:
-            main_lane_only: leave out threads beside the main one, which work at the same time.
-        """
-        assert self._sums is not None, "the run has started"
-        self.recorder.settle()
-        return self._sums.so_far(main_lane_only)
 
     def memory_of_part(self, arrived_bytes: int = 0) -> Part:
         """The peak memory of some stretches of the run, counted from now.

@@ -256,12 +256,13 @@ def data_parallel_cost(
     """Bytes that one step of data parallelism in one process moves between P devices, by phase.
 
     Device 0 keeps the first ceil(B / P) of the B samples; a batch of fewer than P samples uses B
-    devices. Everything passes through device 0, whose links are the bottleneck.
+    devices. Everything passes through device 0, whose links are the bottleneck. With accumulate,
+    inputs and outputs of each micro-batch are those of a batch of its size, the rest is the same.
 
     Args:
         batch_size: B, samples of the global batch.
         world_size: P, devices.
-        input_bytes, output_bytes: of one sample.
+        input_bytes, output_bytes: of one sample; with amp, outputs may have 2 bytes per number.
         state_bytes: S, parameters and buffers.
         gradient_bytes: of the trained parameters.
 

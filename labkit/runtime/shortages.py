@@ -7,9 +7,11 @@ there is, and the next step.
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from labkit import units
+from labkit.comm.processes import is_running
 
 SHM = Path("/dev/shm")
+_END_PATIENCE_S = 0.5
+_LIMITS = (
+    (resource.RLIMIT_AS, "address space", "VmPeak", "-v"),
+    (resource.RLIMIT_DATA, "data", "VmData", "-d"),
+)
 _LESS = "Next step: a smaller batch or model, or fewer ranks, since each needs as much"
 # How PyTorch speaks of its files in /dev/shm, and of a worker that died of writing there.
 _SHM_WORDS = ("shared memory", "(shm)", "</torch_")
@@ -65,10 +73,22 @@ def memory_words() -> str:
     """What this process has held at most, and the limits on it."""
     unit = 1 if sys.platform == "darwin" else 1024
     held = units.format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    limits = [limit for limit in limits if limit != resource.RLIM_INFINITY]
-    most = f", its limit is {units.format_bytes(min(limits))} (ulimit)" if limits else ""
-    return f"the rank held up to {held}{most}"
+    limits = [
+        f", its limit is {units.format_bytes(limit)} of {what}{_of_which(field)} (ulimit {option})"
+        for kind, what, field, option in _LIMITS
+        if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
+    ]
+    return f"the rank held up to {held}{''.join(limits)}"
+
+
+def _of_which(field: str) -> str:
+    """How much of it this process has, from a field of /proc/self/status, where there is one."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (value,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    except (OSError, ValueError):
+        return ""
+    return f", of which it had {units.format_bytes(int(value) * 1024)}"
 
 
 def _is_of_memory(error: BaseException, text: str) -> bool:
@@ -99,6 +119,35 @@ def _shm_words(error: BaseException) -> str:
         "of it, fewer workers or smaller batches need less; in a container it grows with "
         "docker run --shm-size=1g, elsewhere with (as root) mount -o remount,size=1g /dev/shm"
     )
+
+
+def remove_empty_segments(made_after_s: float) -> None:
+    """Remove the empty files that PyTorch leaves in /dev/shm where it could not allocate there.
+
+    Only those that ended processes of this user have made since then, and nothing lies in.
+    """
+    until_s = time.monotonic() + _END_PATIENCE_S
+    # A process that was killed takes a moment to end.
+    while found := _empty_segments(made_after_s):
+        for path, pid in found.items():
+            if not is_running(pid):
+                path.unlink(missing_ok=True)
+        if time.monotonic() > until_s or not any(map(is_running, found.values())):
+            break
+        time.sleep(0.01)
+
+
+def _empty_segments(made_after_s: float) -> dict[Path, int]:
+    """This user's new files of PyTorch in /dev/shm without content, and who made each."""
+    found = {}
+    for path in SHM.glob("torch_*") if SHM.is_dir() else ():
+        name = re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name)
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_ours = status.st_uid == os.getuid() and status.st_ctime >= made_after_s
+            if name and is_ours and not status.st_blocks and os.access(SHM, os.W_OK):
+                found[path] = int(name[1])
+    return found
 
 
 def _shm_there() -> str:

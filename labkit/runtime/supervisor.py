@@ -29,7 +29,7 @@ from labkit.runtime.forkserver import end_stopped_server, server_fault
 from labkit.runtime.messages import Inbox, Report, Shown, let_go, trace_of
 from labkit.runtime.output import Output
 from labkit.runtime.preload import warm_up
-from labkit.runtime.shortages import result_too_large
+from labkit.runtime.shortages import remove_empty_segments, result_too_large
 from labkit.runtime.start_ranks import Ranks
 from labkit.runtime.watch import Nothing, Watcher, watcher
 from labkit.runtime.worker import Job, run_rank
@@ -73,7 +73,7 @@ class Supervisor:
         self._rank_ends = [(control, out) for (_, control), (_, out) in zip(controls, outputs)]
         self.agent = Ranks(run_rank, self._rank_ends, (job, self._arena, self._meeting))
         self._seen = Evidence(self._arena.board, job.may_lose)
-        self._launched_s = time.monotonic()
+        self._made_s, self._launched_s = time.time(), time.monotonic()
         self._started_s: float | None = None
         self._error_s: float | None = None
         self._looked_s = 0.0
@@ -106,6 +106,8 @@ class Supervisor:
         finally:
             self._end()
         if verdict is not None:
+            # The clock of files lags by some milliseconds.
+            remove_empty_segments(self._made_s - 0.1)
             raise verdict
         ranks = range(self.world_size)
         return [None if rank in self.lost else self._seen.reports[rank] for rank in ranks]

@@ -15,7 +15,7 @@ Sources: Ho et al., "More effective distributed ML via a stale synchronous paral
 server" (2013), for the bound; Dijkstra's banker's algorithm (1965), for looking ahead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -79,6 +79,12 @@ class StalenessTracker:
         if worker in self.held:
             self.held.remove(worker)
         self.pulled[worker] = self.version
+
+    def go_on_from(self, updates: Iterable[Sequence[int]]) -> None:
+        """Continue after these updates; all workers have the parameters that they have made."""
+        self.updates[:] = [Update(*update) for update in updates]
+        self.version = len(self.updates)
+        self.pulled = dict.fromkeys(self.pulled, self.version)
 
     def drop(self, worker: int) -> None:
         """Forget ``worker``: no more gradients come from it, and no other worker waits for it."""

@@ -17,7 +17,7 @@ Recht et al., "Hogwild!" (2011).
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,13 @@ from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
 from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
+from labkit.strategies.kept import Kept, KeptElements, kept_model
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
 from labkit.strategies.update import Update
 
 _SERVER = 0
+# What the server tells a worker with the parameters that it pulls.
+_STOP, _GO_ON, _SAVE_AND_GO_ON, _SAVE_AND_STOP = range(4)
 
 
 class AsyncParameterServer(OwnPaceStrategy):
@@ -55,6 +58,11 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     A worker that dies is left out from then on, and so are its shares; if the last worker dies,
     the run fails. (``torchrun`` ends the run whenever a rank dies.)
+
+    For a checkpoint, the server applies one more push of each worker and answers them together:
+    all shares that were computed are counted, and every worker has the same parameters. So a run
+    goes on from there without a share left out or repeated. With one worker it ends equal to the
+    bit to one that was not interrupted; with several no two runs are equal.
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
@@ -98,11 +106,16 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.report = self._with_buffers(0, 0, 0, *self._scale())
         self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
         self.updates = self.tracker.updates
+        # By worker, what it adds to a checkpoint.
+        self.told_own: dict[int, Tensor] = {}
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
-        # Of this epoch so far: how many, and how many of them were predicted right.
+        # Of this epoch so far: samples, how many of them were predicted right, and their loss.
         self.samples, self.right = 0, self.report.new_zeros((), dtype=torch.double)
+        self.loss_sum = torch.zeros_like(self.right)
+        # By rank, the shares that were counted, and the seconds that it took.
+        self.shares, self.passed_s = [0] * comm.world_size, 0.0
         if comm.rank == _SERVER:
             # SGD works element by element, so one flat parameter gives the same updates.
             flat = nn.Parameter(self.parameters)
@@ -144,7 +157,10 @@ class AsyncParameterServer(OwnPaceStrategy):
             load_flat_buffers(self.model, answer[1 + len(self._scale()) :])
             if self.scaler.is_enabled():
                 self.scaler.set_scale(answer[1].item())
-            go_on, done = bool(answer[0]), done + 1
+            word, done = int(answer[0]), done + 1
+            go_on = word in (_GO_ON, _SAVE_AND_GO_ON)
+            if word in (_SAVE_AND_GO_ON, _SAVE_AND_STOP):
+                self._tell_own()
             loss = loss / max(1, len(targets))
             self.comm.progress(done, samples=len(targets), loss=loss)
 
@@ -154,21 +170,36 @@ class AsyncParameterServer(OwnPaceStrategy):
         Yields:
             After each epoch, the seconds since the start and the sum of the epoch's losses.
         """
-        start_s, done, loss = self.now_s(), 0, self.report.new_zeros((), dtype=torch.double)
+        start_s, done = self.now_s() - self.passed_s, sum(self.shares)
+        before, is_due, answered_later = done, False, set[int]()
         while done < shares * epochs:
-            while (worker := self.tracker.next()) is None:
+            answered_later &= self.tracker.pulled.keys()
+            if answered_later and answered_later == self.tracker.pulled.keys():
+                self.passed_s = self.now_s() - start_s
+                self._save(done, answered_later)
+                start_s, is_due, answered_later = self.now_s() - self.passed_s, False, set()
+            if (worker := self.tracker.next()) is None:
                 self.hear()
+                continue
             with self._may_be_lost():
                 with self.comm.span("push"):
                     self.comm.recv(self.gradient, worker)
-                loss += self.update(worker)
+                self.loss_sum += self.update(worker)
+                self.shares[worker] += 1
                 done += 1
                 if done % shares == 0:
-                    yield self.now_s() - start_s, loss.clone()
-                    loss.zero_()
-                self.answer(worker, go_on=done < shares * epochs)
+                    self.passed_s = self.now_s() - start_s
+                    yield self.passed_s, self.loss_sum.clone()
+                    self.loss_sum.zero_()
+                is_due = is_due or (self.saves is not None and self.saves.are_due(done))
+                if is_due and done < shares * epochs:
+                    self.tracker.pull(worker)
+                    answered_later.add(worker)
+                else:
+                    self.answer(worker, _GO_ON if done < shares * epochs else self._last_word)
             self.comm.progress(done, shares * epochs, "shares of all workers")
-        self.dismiss()
+        self.passed_s = self.now_s() - start_s
+        self.dismiss(answered_later, done if done > before else None)
 
     def now_s(self) -> float:
         """The host's clock, when all that was queued on this rank's device has ended."""
@@ -204,15 +235,26 @@ class AsyncParameterServer(OwnPaceStrategy):
                 self.tracker.apply(worker)
         return loss
 
-    def answer(self, worker: int, go_on: bool) -> None:
-        """Send ``worker`` the parameters that it pulls; if not ``go_on``, for the last time."""
+    def answer(self, worker: int, word: float) -> None:
+        """Send ``worker`` the parameters that it pulls, and whether to go on."""
         with self.comm.span("pull"):
             self.comm.send(self.parameters, worker)
-            self.comm.send(self._with_buffers(go_on, *self._scale()), worker)
-        self.tracker.pull(worker) if go_on else self.tracker.drop(worker)
+            self.comm.send(self._with_buffers(word, *self._scale()), worker)
+        if word in (_SAVE_AND_GO_ON, _SAVE_AND_STOP):
+            self.told_own[worker] = self._hear_own(worker)
+        goes_on = word in (_GO_ON, _SAVE_AND_GO_ON)
+        self.tracker.pull(worker) if goes_on else self.tracker.drop(worker)
 
-    def dismiss(self) -> None:
-        """After the last update: receive all late pushes, answer with the final parameters."""
+    def dismiss(self, waiting: set[int], done: int | None) -> None:
+        """After the last update: receive all late pushes, answer with the final parameters.
+
+        Args:
+            waiting: workers that have not been answered yet.
+            done: the shares after which a checkpoint is saved; None for none.
+        """
+        for worker in sorted(waiting & self.tracker.pulled.keys()):
+            with self._may_be_lost():
+                self.answer(worker, self._last_word)
         while self.tracker.pulled:
             if not self.tracker.held:
                 self.hear()
@@ -220,7 +262,59 @@ class AsyncParameterServer(OwnPaceStrategy):
             with self._may_be_lost():
                 worker = self.tracker.held[0]
                 self.comm.recv(self.gradient, worker)
-                self.answer(worker, go_on=False)
+                self.answer(worker, self._last_word)
+        if self.saves is not None and done is not None:
+            self.saves.save(done, self.told_own)
+
+    @property
+    def _last_word(self) -> float:
+        return _STOP if self.saves is None else _SAVE_AND_STOP
+
+    def _save(self, done: int, waiting: set[int]) -> None:
+        """Answer the workers, all of which wait, and save a checkpoint."""
+        assert self.saves is not None
+        self.told_own = {}
+        for worker in sorted(waiting):
+            with self._may_be_lost():
+                self.answer(worker, _SAVE_AND_GO_ON)
+        self.saves.save(done, self.told_own)
+
+    def _tell_own(self) -> None:
+        """On a worker: send what it adds to a checkpoint."""
+        assert self.saves is not None
+        with self.saves.of_worker() as own:
+            mine = own.to(self.comm.device)
+            self.comm.send(torch.tensor([len(mine)], device=self.comm.device), _SERVER)
+            self.comm.send(mine, _SERVER)
+
+    def _hear_own(self, worker: int) -> Tensor:
+        """On the server: what a worker adds to a checkpoint."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.comm.device)
+        own = torch.empty(int(self.comm.recv(length, worker)), dtype=torch.uint8)
+        return self.comm.recv(own.to(self.comm.device), worker).cpu()
+
+    def kept(self) -> Kept:
+        serves = self.comm.rank == _SERVER
+        kept = kept_model(self.model, self.optimizer, is_current=serves)
+        whole = KeptElements(kept, self.comm, [(0, self.parameters.numel())])
+        sums = [self.samples, float(self.right), float(self.loss_sum), self.passed_s]
+        whole.own = {
+            "shares": torch.tensor(self.shares),
+            "sums": torch.tensor(sums, dtype=torch.float64),
+            "updates": torch.tensor(self.updates, dtype=torch.int64).reshape(-1, 2),
+        }
+        return whole
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        """Every rank gets the server's own."""
+        self.shares = own["shares"].tolist()
+        self.samples, right, loss_sum, self.passed_s = own["sums"].tolist()
+        self.right.fill_(right)
+        self.loss_sum.fill_(loss_sum)
+        self.tracker.go_on_from(own["updates"].tolist())
+
+    def first_share(self) -> int:
+        return self.shares[self.comm.rank]
 
     @contextlib.contextmanager
     def _may_be_lost(self) -> Iterator[None]:
@@ -231,6 +325,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             if error.rank not in self.tracker.pulled:
                 raise
             self.tracker.drop(error.rank)
+            self.told_own.pop(error.rank, None)
             self.lost[error.rank] = str(error)
             print(
                 f"rank {error.rank} is lost after {self.tracker.version} updates, going on with "

@@ -5,13 +5,15 @@ the defaults. There is one object per rank.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
+from labkit.strategies.kept import Kept, kept_model
 from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
@@ -40,6 +42,7 @@ class Strategy:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
         devices: of a technique in one process, one per replica or stage.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
+        can_be_kept: whether a checkpoint can hold its state.
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
@@ -50,6 +53,7 @@ class Strategy:
         loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it. Called
             once for each sample that is trained on.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
+        optimizer: of this rank, set by ``setup``; None on a rank that makes no updates.
         instead: by option that makes no sense here, why, and what to use instead.
         scaler: of the loss, on every rank; enabled with amp ``fp16``; set by ``setup``.
         comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
@@ -59,6 +63,7 @@ class Strategy:
 
     in_one_process = False
     survives_lost_workers = False
+    can_be_kept = True
     through_comm = True
     optimizes = "model"
     sync_batch_norm = False
@@ -69,6 +74,7 @@ class Strategy:
     instead: ClassVar[dict[str, str]] = {}
     scaler: LossScaler
     devices: Sequence[torch.device] = ()
+    optimizer: torch.optim.Optimizer | None = None
     comm: Comm
     model: nn.Module
 
@@ -164,6 +170,20 @@ class Strategy:
         state = self.model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
+    def kept(self) -> Kept:
+        """What this rank gives to a checkpoint, and takes from one."""
+        is_current, is_first = self.comm.rank in self.workers, self.comm.rank == self.workers[0]
+        return kept_model(self.model, self.optimizer, is_current=is_current, is_first=is_first)
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        """Before a run is continued: do what a first step leaves behind, beside its update.
+
+        What the rehearsal changes in ``kept`` is replaced afterwards.
+        """
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        """Continue from what ``kept`` has got back; ``own`` is this rank's, see ``Kept``."""
+
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
         if not self.sync_batch_norm or len(self.workers) < 2:
@@ -179,22 +199,40 @@ class Strategy:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
+class Saves(Protocol):
+    """How a technique whose workers do not wait for each other saves checkpoints.
+
+    Only the server writes, with what each worker has told it, as bytes.
+    """
+
+    def are_due(self, shares: int) -> bool:
+        """On the server: whether a checkpoint is due after these shares of all workers."""
+
+    def of_worker(self) -> AbstractContextManager[Tensor]:
+        """On a worker: what it adds to a checkpoint, uint8 [n], to be sent in the context."""
+
+    def save(self, shares: int, of_workers: Mapping[int, Tensor]) -> None:
+        """On the server: save a checkpoint after these shares."""
+
+
 class OwnPaceStrategy(Strategy):
     """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
 
     Rank 0 is the server, all other ranks are workers.
 
     Attributes:
+        saves: of checkpoints; None for none; the loop sets it.
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
         accuracy: on the server, the part of the latest epoch's samples that was predicted right
             when their gradients were computed; NaN if that is not counted.
         lost: {rank: why} for the workers that died; set by ``setup``.
     """
 
-    instead: ClassVar = {
+    instead: ClassVar[dict[str, str]] = {
         "sync_batch_norm": "its workers wait for nobody, so there is no common batch whose "
         "statistics they could share; use parameter_server, ddp or ring_all_reduce"
     }
+    saves: Saves | None = None
     updates: Sequence[Sequence[int]]
     accuracy: Tensor | float = float("nan")
     lost: dict[int, str]
@@ -233,6 +271,10 @@ class OwnPaceStrategy(Strategy):
         """Right predictions of this rank's latest share, of ``samples``; NaN if not counted."""
         right, judged = self.loss.take() if isinstance(self.loss, CountedLoss) else (0, 0)
         return right if judged == samples else float("nan")
+
+    def first_share(self) -> int:
+        """The number of this worker's share that is computed first, if the run is continued."""
+        return 0
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Let ``predict`` use these parameters and buffers from now on."""

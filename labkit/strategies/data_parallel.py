@@ -88,6 +88,18 @@ class DataParallel(Strategy):
             comm.session.timers.of(device)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        loss = self.forward_backward(inputs, targets, batch_size)
+        with self.comm.span("update"):
+            self.update()
+        return loss
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        # In its first product a new thread uses all cores, which rounds in another way.
+        self.forward_backward(inputs, targets, batch_size)
+        self.bytes_moved = Counter(dict.fromkeys(self.bytes_moved, 0))
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        """A step without its update; returns the sum of the losses."""
         count = max(1, min(self.accumulate, len(targets)))
         total, replicas = torch.zeros((), dtype=torch.float64, device=self.devices[0]), []
         for batch, expected in zip(inputs.tensor_split(count), targets.tensor_split(count)):
@@ -99,8 +111,6 @@ class DataParallel(Strategy):
             self.parallel(torch.autograd.backward, outputs, gradients)
             total += loss
         self.reduce(replicas)
-        with self.comm.span("update"):
-            self.update()
         return total.to(self.comm.device)
 
     def scatter(self, inputs: Tensor) -> list[Tensor]:

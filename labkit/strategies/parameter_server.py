@@ -24,6 +24,7 @@ from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end, pieces_by_slice
+from labkit.strategies.kept import KeptElements
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
 from labkit.strategies.sync_batch_norm import convert
 from labkit.strategies.update import Parts, Update
@@ -96,16 +97,15 @@ class ParameterServer(Strategy):
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         self._take_role()
-        optimizer, parameters = None, []
+        parameters = []
         if self.serves:
             start, end = self.slices[comm.rank]
             # SGD works element by element, so a slice gives the same updates as its parameters.
             self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
-            parameter = nn.Parameter(self.slice)
-            parameter.grad = self.slice_gradient
-            self.optimizer = optimizer = make_optimizer([parameter])
-            parameters = [parameter]
-        self._prepare_update(optimizer, parameters)
+            parameters = [nn.Parameter(self.slice)]
+            parameters[0].grad = self.slice_gradient
+            self.optimizer = make_optimizer(parameters)
+        self.update = self._update_of(parameters)
 
     @property
     def workers(self) -> range:
@@ -121,9 +121,7 @@ class ParameterServer(Strategy):
         else:
             self.peers = worker_turns(rank - servers, servers, workers)
 
-    def _prepare_update(
-        self, optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]
-    ) -> None:
+    def _update_of(self, parameters: list[nn.Parameter]) -> Update:
         """On a server the update of its slice; on a worker, what it learns of the updates."""
         sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
         by_server = pieces_by_slice(sizes, self.slices)
@@ -131,15 +129,10 @@ class ParameterServer(Strategy):
         before = sum(map(len, by_server[: self.comm.rank]))
         # Workers have to know only whether gradients have overflowed.
         ranks = range(self.comm.world_size if self.scaler.is_enabled() else self.servers)
-        parts = Parts(
-            self.comm,
-            ranks,
-            range(before, before + len(mine)),
-            sum(map(len, by_server)),
-            self.parameters.dtype,
-        )
-        self.update = Update(
-            optimizer,
+        places, count = range(before, before + len(mine)), sum(map(len, by_server))
+        parts = Parts(self.comm, ranks, places, count, self.parameters.dtype)
+        return Update(
+            self.optimizer,
             parameters,
             clip_norm=self.clip_norm,
             scaler=self.scaler,
@@ -150,9 +143,12 @@ class ParameterServer(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
             self.gradient.zero_()
-        loss = self.local.add(inputs, targets, sizes=self.common_sizes(batch_size))
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
+        sizes = self.common_sizes(batch_size)
+        loss = self.local.add(inputs, targets, divisor, sizes=sizes)
         if self.serves:
-            self.serve(batch_size)
+            self.serve(batch_size // divisor)
         else:
             self.push()
             if self.scaler.is_enabled():
@@ -188,6 +184,9 @@ class ParameterServer(Strategy):
         with self.comm.span("pull"):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
+
+    def kept(self) -> KeptElements:
+        return KeptElements(super().kept(), self.comm, self.slices)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)

@@ -9,13 +9,16 @@ The sum is divided by the number of samples, not of ranks, so that the update eq
 device even if the shares differ in size. Symbols: P ranks, N trainable parameters.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives.compressed import all_reduce_of
+from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers
+from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.sync_batch_norm import convert
 from labkit.strategies.update import Update
@@ -76,9 +79,12 @@ class RingAllReduce(Strategy):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
+        # In fp16 a sum over the batch would overflow sooner than the mean.
+        divisor = batch_size if self.scaler.is_enabled() else 1
         # A rank without a sample still takes part in the ring.
-        loss = self.gradients.add(inputs, targets, sizes=self.common_sizes(batch_size))
-        self.average_gradients(batch_size)
+        sizes = self.common_sizes(batch_size)
+        loss = self.gradients.add(inputs, targets, divisor, sizes=sizes)
+        self.average_gradients(batch_size // divisor)
         with self.comm.span("update"):
             self.update()
         return loss
@@ -98,6 +104,16 @@ class RingAllReduce(Strategy):
             for piece, parameter in zip(self.slices, self.trained):
                 # Gradients of several dtypes were summed in the widest of these dtypes.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
+
+    def kept(self) -> Kept:
+        kept = super().kept()
+        if isinstance(self.all_reduce, TopK) and self.all_reduce.residual is not None:
+            kept.own["residual"] = self.all_reduce.residual
+        return kept
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        if isinstance(self.all_reduce, TopK) and "residual" in own:
+            self.all_reduce.residual = own["residual"].to(self.comm.device)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)

@@ -24,6 +24,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import Action, Hop, Message
 from labkit.schedules.split_points import as_split_points, check_split_points, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.kept import Kept
 from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.update import Parts, Update, sum_over
 from labkit.units import format_count
@@ -84,6 +85,7 @@ class Stage:
         self.index, self.count = comm.rank, comm.world_size
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
         names, layers = zip(*named_layers(model))
+        name_of = {id(p): name for name, p in model.named_parameters()}
         points = check_split_points(split_points, len(layers), self.count)
         self.bounds = stage_bounds(points, len(layers))
         stages = [nn.ModuleList(layers[start:end]) for start, end in self.bounds]
@@ -92,46 +94,42 @@ class Stage:
         # The shapes of all layers, without the other stages' memory.
         self.names, self.meta_model = names, meta_copy(model)
         self.outside = _outside(model, names, layers)
-        self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
-        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self.module = nn.Sequential(*stages[self.index])
+        used = [name_of[id(p)] for p in self.module.parameters()]
+        # Moving a module may replace its parameters, but keeps their order.
+        self.module.to(comm.device).train()
+        self.parameters = dict(zip(used, self.module.parameters()))
         # Without gradients, all stages make the same updates of them.
         unused = {id(v): v for v in self.outside.values() if isinstance(v, nn.Parameter)}
         for parameter in unused.values():
             parameter.data = parameter.data.to(comm.device)
-        in_layers, self.trained = (
-            trained,
-            trained + [p for p in unused.values() if p.requires_grad],
-        )
+        self.parameters |= {name_of[id(p)]: p for p in unused.values()}
+        self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
-        self._update = Update(
-            self.optimizer,
-            self.trained,
-            clip_norm=clip_norm,
-            scaler=self.precision.scaler,
-            parts=self._parts(model, in_layers) if self.count > 1 else None,
-        )
+        # A tied parameter counts on its first stage, and one that no layer uses has no gradient.
+        elsewhere = {name_of[id(p)] for p, on in self.tied if self.index != on[0]}
+        parts, scaler = self._parts(model, set(used) - elsewhere), self.precision.scaler
+        settings = {"clip_norm": clip_norm, "scaler": scaler, "parts": parts}
+        self._update = Update(self.optimizer, self.trained, **settings)
         self.held_bytes = 0
         self._measures = True
         self._shapes: dict[tuple[Any, ...], list[Any]] = {}
         # With amp, the dtypes of what comes in and what goes out, as soon as they are known.
         self._dtypes: dict[str, torch.dtype] = {}
 
-    def _parts(self, model: nn.Module, in_layers: list[nn.Parameter]) -> Parts:
+    def _parts(self, model: nn.Module, counted: set[str]) -> Parts | None:
         """Where the norms of this stage's gradients are among those of the whole model.
 
-        A tied parameter counts on its first stage, and one that no layer uses has no gradient.
+        ``counted`` has the names of the parameters whose norm this stage fills in.
         """
-        all_trained = [p for p in model.parameters() if p.requires_grad]
-        place_of = {id(p): place for place, p in enumerate(all_trained)}
-        elsewhere = {id(p) for p, stages in self.tied if self.index != stages[0]}
-        counted = {id(p) for p in in_layers} - elsewhere
-        return Parts(
-            self.comm,
-            range(self.count),
-            [place_of[id(p)] if id(p) in counted else None for p in self.trained],
-            len(all_trained),
-            functools.reduce(torch.promote_types, (p.dtype for p in all_trained)),
-        )
+        if self.count == 1:
+            return None
+        trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+        place_of = {name: place for place, name in enumerate(trained) if name in counted}
+        mine = [name for name, p in self.parameters.items() if p.requires_grad]
+        places = [place_of.get(name) for name in mine]
+        dtype = functools.reduce(torch.promote_types, trained.values())
+        return Parts(self.comm, range(self.count), places, len(trained), dtype)
 
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1
@@ -241,6 +239,24 @@ class Stage:
         # In the model's own order, and with what no layer uses.
         state |= {key: value.detach().cpu().clone() for key, value in self.outside.items()}
         return {key: state[key] for key in self.meta_model.state_dict()}
+
+    def kept(self) -> Kept:
+        """This stage's part of the model, and what no layer uses, which is equal on all stages."""
+        # Several layers may have an empty name: their parameters have their full names.
+        named = list(zip(self.names[slice(*self.bounds[self.index])], self.module))
+        state = {
+            state_key(name, key): value.detach()
+            for name, layer in named
+            for key, value in layer.state_dict().items()
+        }
+        outside = {key: value.detach() for key, value in self.outside.items()}
+        kept = Kept(state | outside, self.parameters, self.optimizer)
+        kept.buffers = {
+            state_key(name, key): buffer
+            for name, layer in named
+            for key, buffer in layer.named_buffers()
+        }
+        return kept
 
     @contextmanager
     def _measured(self, micro_batch: int) -> Iterator[None]:
@@ -412,6 +428,7 @@ class StagedModel(Strategy):
         settings = {"loss": self.loss, "amp": self.amp, "clip_norm": self.clip_norm}
         self.stage = Stage(comm, model, self.split_points, make_optimizer, **settings)
         self.scaler = self.stage.precision.scaler
+        self.optimizer = self.stage.optimizer
 
     def share(self) -> tuple[int, int]:
         # The whole batch: the first stage needs the inputs, the last one the targets.
@@ -422,6 +439,9 @@ class StagedModel(Strategy):
 
     def full_state(self) -> dict[str, Tensor]:
         return self.stage.full_state()
+
+    def kept(self) -> Kept:
+        return self.stage.kept()
 
     def notes(self) -> dict[str, Any]:
         """The split points, and by stage the most bytes of activations held at one time."""

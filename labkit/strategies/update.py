@@ -90,11 +90,11 @@ class Update:
         clip_norm: float | None = None,
         scaler: LossScaler | None = None,
         parts: Parts | None = None,
-        sizes: Sequence[int] = (),
+        sizes: Sequence[int] | None = None,
     ):
         self.optimizer, self.parameters = optimizer, list(parameters)
         self.clip_norm, self.scaler = clip_norm, scaler or LossScaler(enabled=False)
-        self.parts, self.sizes = parts, list(sizes)
+        self.parts, self.sizes = parts, sizes
 
     @torch.no_grad()
     def __call__(self, scale: float | None = None) -> bool:
@@ -124,7 +124,9 @@ class Update:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        return list(gradients[0].split(self.sizes)) if self.sizes else gradients
+        if self.sizes is None or not gradients:
+            return gradients
+        return list(gradients[0].split(list(self.sizes)))
 
     def _over_all_ranks(self, gradients: list[Tensor]) -> tuple[Tensor, bool]:
         """The norm of all gradients, and whether one is not finite; only what is needed."""
@@ -141,8 +143,9 @@ class Update:
 
 
 def _are_finite(gradients: list[Tensor]) -> bool:
-    # The largest magnitude is finite only if all are.
-    return not gradients or bool(get_total_norm(gradients, math.inf).isfinite())
+    # The largest magnitude is finite only if all are; without elements there is none.
+    some = [gradient for gradient in gradients if gradient.numel()]
+    return not some or bool(get_total_norm(some, math.inf).isfinite())
 
 
 def sum_over(comm: Comm, ranks: Sequence[int], tensor: Tensor) -> Tensor:

@@ -40,9 +40,11 @@ def check_work(config: RunConfig, own: Own, strategy: Strategy) -> str:
         ValueError: own parts that do not go together; the message says what to change.
     """
     is_usual = (config.loss, config.optimizer) == ("cross_entropy", "sgd")
+    is_usual = is_usual and config.weights is None and config.freeze is None
     if own.is_empty and is_usual and config.dataset in DATASETS:
         return ""
     work = work_of(config, own)
+    told = work.start()[1]
     if len(work.train) < config.world_size and config.strategy not in STAGED:
         raise ValueError(
             f"{format_count(len(work.train), 'training sample')} for world_size "
@@ -56,12 +58,13 @@ def check_work(config: RunConfig, own: Own, strategy: Strategy) -> str:
     if own.optimizer is not None and config.changes_lr:
         make = optimizer_maker(config, own.optimizer, strategy, len(work.train))
         check_optimizer(make, strategy.optimizes, config.strategy)
-    if work.test is None and own.dataset is None:
-        return "no held-out samples: put some into a folder val beside a folder train"
-    if work.test is None:
-        return "no held-out samples: give dataset=(train, test) to test on what was not trained on"
-    _outputs(work, first_samples(work.test, 1)[0], config.seed, "held-out ")
-    return ""
+    if work.test is not None:
+        _outputs(work, first_samples(work.test, 1)[0], config.seed, "held-out ")
+        return told
+    way_out = "put some into a folder val beside a folder train"
+    if own.dataset is not None:
+        way_out = "give dataset=(train, test) to test on what was not trained on"
+    return ". ".join(filter(None, (told, f"no held-out samples: {way_out}")))
 
 
 def check_optimizer(make: MakeOptimizer, optimizes: str, technique: str) -> None:

@@ -13,7 +13,8 @@ from labkit.units import format_count
 from labkit.workload.datasets import StoredData, load_dataset, open_dataset
 from labkit.workload.folders import IMAGENET, is_folder, open_folder
 from labkit.workload.images import Transform
-from labkit.workload.samples import DatasetSamples, Samples, TensorSamples, parts_of
+from labkit.workload.models import check_pixels
+from labkit.workload.samples import DatasetSamples, Samples, TensorSamples, first_samples, parts_of
 
 # Of a data set that is put into floating point as a whole: up to 16 MB. To do it for each batch
 # takes 12 us per batch of digits.
@@ -52,6 +53,20 @@ def samples_for(
     return train, TensorSamples(data.test_inputs, data.test_targets, data.num_classes, made)
 
 
+def check_samples(config: RunConfig, own: Own, download: bool) -> None:
+    """Refuse data that labkit's model cannot take, or that cannot be read, before a run starts.
+
+    Raises:
+        ValueError, FileNotFoundError: as ``samples_for``, or images that are too small.
+    """
+    if own.dataset is not None:
+        return
+    train, _ = samples_for(config, own, download)
+    inputs, _ = first_samples(train, 1)
+    if own.model is None:
+        check_pixels(config.model, tuple(inputs.shape[1:]))
+
+
 def with_full_paths(config: RunConfig) -> RunConfig:
     """The same settings for ranks, which may have been started in another folder."""
     paths = {"weights": config.weights} if config.weights is not None else {}
@@ -60,6 +75,8 @@ def with_full_paths(config: RunConfig) -> RunConfig:
     full: dict[str, Any] = {
         name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()
     }
+    if config.checkpoint_dir is not None:
+        full["checkpoint_dir"] = os.path.abspath(config.checkpoint_dir)
     return replace(config, **full)
 
 

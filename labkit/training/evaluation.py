@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -110,8 +111,11 @@ def spent_since(before_s: Seconds, strategy: Strategy) -> Seconds:
 
     Of a technique in one process, whose threads compute at the same time, the main thread's alone.
     """
-    one = strategy.in_one_process
-    now_s = strategy.comm.session.seconds_by_kind(main_lane_only=one)
+    session = strategy.comm.session
+    assert session.sums is not None, "the run has started"
+    # On a GPU it waits for the spans' ends: the host has waited for them already.
+    session.recorder.settle()
+    now_s = session.sums.so_far(main_lane_only=strategy.in_one_process)
     spent_s = {kind: seconds - before_s.get(kind, 0.0) for kind, seconds in now_s.items()}
     return {kind: seconds for kind, seconds in spent_s.items() if seconds > 0}
 
@@ -126,6 +130,18 @@ def told(epoch: int, epochs: int, row: Row) -> str:
     elif not math.isnan(row.get("test_loss", math.nan)):
         found.append(f"held-out loss {row['test_loss']:.4f}")
     return ", ".join([*found, f"{row['seconds']:.2f} s"])
+
+
+def is_best(rows: Sequence[Row]) -> bool:
+    """Whether the last of these epochs is the best: by held-out accuracy, or else by its loss.
+
+    Without held-out samples, by the training loss. Of equal epochs the first is the best.
+    """
+    for name, sign in (("test_accuracy", 1), ("test_loss", -1), ("loss", -1)):
+        found = [sign * row.get(name, math.nan) for row in rows]
+        if not math.isnan(found[-1]):
+            return all(math.isnan(other) or other < found[-1] for other in found[:-1])
+    return False
 
 
 def _part(total: float, count: float) -> float:

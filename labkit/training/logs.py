@@ -116,15 +116,19 @@ def run_logs(comm: Comm, config: RunConfig) -> Iterator[RunLogs]:
         yield logs
         return
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (Copied(stream, logs.log) for stream in before)
+    copied = [Copied(stream, logs.log) for stream in before]
+    sys.stdout, sys.stderr = copied
+    end = "ended"
     try:
         yield logs
-        logs.log.line("ended")
     except BaseException:
-        logs.log.line(traceback.format_exc()[-_LONGEST_TRACEBACK:].rstrip())
+        end = traceback.format_exc()[-_LONGEST_TRACEBACK:].rstrip()
         raise
     finally:
         sys.stdout, sys.stderr = before
+        for stream in copied:
+            stream.end()
+        logs.log.line(end)
         logs.close()
 
 
@@ -151,7 +155,7 @@ class RankLog:
     def __init__(self, path: str):
         self._failed = _Once(f"log {path}")
         self._file: int | None = None
-        self._open_line, self._told = "", ""
+        self._told = ""
         self._left = _MOST_PRINTED
         # Whether the last line in the file was cut off.
         self._torn = False
@@ -172,18 +176,9 @@ class RankLog:
         self._told = text
         self.line(text)
 
-    def printed(self, text: str) -> None:
-        """Add what a rank prints, as lines; of a bar drawn with carriage returns only the last."""
-        *lines, self._open_line = (self._open_line + text).split("\n")
-        if len(self._open_line) > _LONGEST_LINE:
-            lines, self._open_line = [*lines, self._open_line], ""
-        for line in lines:
-            line = line.rstrip("\r").rpartition("\r")[2]
-            if line and line != self._told:
-                self._add_printed(line)
-
-    def _add_printed(self, line: str) -> None:
-        if self._left <= 0:
+    def printed(self, line: str) -> None:
+        """Add a line that this rank has printed, unless that were too many."""
+        if not line or line == self._told or self._left <= 0:
             return
         self._left -= len(line)
         self.line(f"| {line[:_LONGEST_LINE]}")
@@ -204,22 +199,33 @@ class RankLog:
             self._failed.say("the disk is full")
 
     def close(self) -> None:
-        if self._open_line:
-            self.printed("\n")
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 class Copied:
-    """A stream whose text is also added to a rank's log; all else is the stream's own."""
+    """A stream whose text is also added to a rank's log; all else is the stream's own.
+
+    A line is added when it is complete; of a bar that is drawn with carriage returns, its end.
+    """
 
     def __init__(self, stream: Any, log: RankLog):
         self._stream, self._log = stream, log
+        self._begun = ""
 
     def write(self, text: str) -> int:
-        self._log.printed(text)
+        *lines, self._begun = (self._begun + text).split("\n")
+        if len(self._begun) > _LONGEST_LINE:
+            lines, self._begun = [*lines, self._begun], ""
+        for line in lines:
+            self._log.printed(line.rstrip("\r").rpartition("\r")[2])
         return self._stream.write(text)
+
+    def end(self) -> None:
+        """Add the line that was begun."""
+        self._log.printed(self._begun)
+        self._begun = ""
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -8,29 +8,29 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
 from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
-from labkit.training.evaluation import Row, evaluated, row_of, spent_since, summed_row, told
+from labkit.training.checkpoints import Checkpoints
+from labkit.training.evaluation import Row, evaluated, row_of, summed_row, told
 from labkit.training.logs import RunLogs, run_logs
 from labkit.training.optimizer import optimizer_maker
 from labkit.training.own import NOTHING, Own
+from labkit.training.progress import Progress
+from labkit.training.resume import agreed, facts_of
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
 from labkit.workload.losses import CountedLoss
 from labkit.workload.samples import on_device
 from labkit.workload.sampling import batch_slices, epoch_order
-
-# Messages and bytes; None if they are not counted.
-Sent = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RankReport:
         checksum: of the parameters and buffers.
         state: these parameters and buffers, on rank 0 only.
         notes: the strategy's.
-        started_s: where ranks do not wait for each other, when the training began, in seconds of
-            the trace.
+        ends_s: where ranks do not wait for each other, in seconds of the trace, when the training
+            began here and when each epoch ended here.
         peak_memory: of its steps, see ``TrainResult``.
     """
 
@@ -55,11 +55,35 @@ class RankReport:
     state: dict[str, Tensor] | None
     notes: dict[str, Any] = field(default_factory=dict)
     peak_memory: PeakMemory | None = None
-    started_s: float | None = None
+    ends_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What the functions of this module share."""
+
+    config: RunConfig
+    work: Work
+    strategy: Strategy
+    checkpoints: Checkpoints
+    memory: Part
+    logs: RunLogs
+    verbose: bool
+
+    def tell(self, rows: list[Row]) -> None:
+        """Say and log what the last epoch has reported."""
+        self.logs.add(rows)
+        if self.verbose and self.strategy.comm.rank == 0:
+            print(told(len(rows) - 1, self.config.epochs, rows[-1]))
 
 
 def fit(
-    comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool, own: Own = NOTHING
+    comm: Comm,
+    config: RunConfig,
+    strategy: Strategy,
+    verbose: bool,
+    own: Own = NOTHING,
+    start: Path | None = None,
 ) -> RankReport:
     """Train on this rank; ``labkit.run`` calls this function on every rank.
 
@@ -70,142 +94,140 @@ def fit(
         verbose: whether rank 0 prints a line per epoch.
         own: the learner's own model, data set, loss and optimizer, where the config names none of
             labkit's.
+        start: the checkpoint from which the run goes on; None to begin at the beginning.
     """
     with run_logs(comm, config) as logs:
-        return _fit(comm, config, strategy, verbose, own, logs)
+        return _fit(comm, config, strategy, verbose, own, start, logs)
 
 
 def _fit(
-    comm: Comm, config: RunConfig, strategy: Strategy, verbose: bool, own: Own, logs: RunLogs
+    comm: Comm,
+    config: RunConfig,
+    strategy: Strategy,
+    verbose: bool,
+    own: Own,
+    start: Path | None,
+    logs: RunLogs,
 ) -> RankReport:
     allow_tf32(config.tf32)
     work = work_of(config, own)
     strategy.loss, strategy.clip_norm = CountedLoss(work.loss), config.clip_norm
     memory = comm.session.memory_of_part(own.num_bytes)
     make_optimizer = optimizer_maker(config, own.optimizer, strategy, len(work.train))
-    # The model gets no name here: a strategy may keep only a part of it, and the rest is freed.
-    strategy.setup(comm, start_equal(comm, work.make_model(), own), make_optimizer)
-    started_s = None
-    if isinstance(strategy, OwnPaceStrategy):
-        started_s = time.perf_counter() - comm.session.recorder.origin
-        epochs, sent = _at_own_pace(config, work, strategy, memory, verbose, logs)
-    else:
-        epochs, sent = _in_step(config, work, strategy, memory, verbose, logs)
+    model = start_equal(comm, work.make_model(), own)
+    facts = facts_of(config, own, work, model) if config.checkpoint_dir else {}
+    strategy.setup(comm, model, make_optimizer)
+    # A strategy may keep only a part of the model, and the rest is freed.
+    del model
+    with Checkpoints(config, strategy, facts) as checkpoints:
+        run = _Run(config, work, strategy, checkpoints, memory, logs, verbose)
+        progress = checkpoints.load(agreed(comm, config, start), partial(_rehearse, run))
+        ends_s: list[float] = []
+        if isinstance(strategy, OwnPaceStrategy):
+            ends_s = _at_own_pace(run, progress)
+        else:
+            _in_step(run, progress)
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
     kept = state if comm.rank == 0 else None
-    counts = sent or (None, None)
-    return RankReport(epochs, *counts, checksum(state), kept, notes, memory.peak, started_s)
+    counts = progress.sent or (None, None)
+    return RankReport(progress.rows, *counts, checksum(state), kept, notes, memory.peak, ends_s)
 
 
-def _in_step(
-    config: RunConfig, work: Work, strategy: Strategy, memory: Part, verbose: bool, logs: RunLogs
-) -> tuple[list[Row], Sent]:
-    """Train with all ranks on the same batch; return the epochs and what this rank has sent."""
-    epochs: list[Row] = []
-    sent: Sent = (0, 0)
-    for epoch in range(config.epochs):
-        with memory.counted():
-            spent_s = spent_since({}, strategy)
-            before, start_s = strategy.sent(), _now_s(strategy)
-            loss_sum = _train_epoch(config, work, strategy, epoch)
-            seconds = _now_s(strategy) - start_s
+def _in_step(run: _Run, progress: Progress) -> None:
+    """Train with all ranks on the same batch, from where the ``progress`` is to the end."""
+    strategy = run.strategy
+    while progress.epoch < run.config.epochs:
+        with run.memory.counted():
+            progress.start_clock(strategy)
+            _train_epoch(run, progress)
+            progress.stop_clock(strategy)
         # Evaluation is not part of the technique, so it is neither timed nor counted.
-        sent, spent_s = _added(sent, before, strategy.sent()), spent_since(spent_s, strategy)
-        trained = strategy.counted()
-        sums = evaluated(work, strategy, *strategy.share())
-        comm = strategy.comm
-        epochs.append(summed_row(comm, work, loss_sum, seconds, trained, sums, spent_s))
-        logs.add(epochs)
-        if verbose and strategy.comm.rank == 0:
-            print(told(epoch, config.epochs, epochs[-1]))
-    return epochs, sent
+        sums = evaluated(run.work, strategy, *strategy.share())
+        measured = progress.loss_sum, progress.seconds, progress.trained, sums, progress.spent_s
+        progress.end_epoch(summed_row(strategy.comm, run.work, *measured))
+        run.tell(progress.rows)
+        run.checkpoints.after_epoch(progress)
 
 
-def _now_s(strategy: Strategy) -> float:
-    """The host's clock, when all that was queued on the strategy's devices has ended."""
-    for device in {strategy.comm.device, *strategy.devices}:
-        gpus.synchronize(device)
-    return time.perf_counter()
-
-
-def _train_epoch(config: RunConfig, work: Work, strategy: Strategy, epoch: int) -> Tensor:
-    """One pass over the training samples; returns this rank's sum of losses, float64 [1]."""
-    total = torch.zeros(1, dtype=torch.float64, device=strategy.comm.device)
-    batches = _epoch_batches(config, work, epoch)
-    steps = config.epochs * len(batches)
-    shares = _shares(config, work, strategy, batches, epoch)
-    for number, batch in enumerate(shares, start=1):
+def _train_epoch(run: _Run, progress: Progress) -> None:
+    """One pass over the training samples, or what is left of it."""
+    strategy, batches = run.strategy, _epoch_batches(run, progress.epoch)
+    steps = run.config.epochs * len(batches)
+    for batch in _shares(run, batches[progress.step :], progress.epoch):
         loss, samples = strategy.step(*batch).detach(), len(batch[1])
-        total += loss
+        progress.loss_sum += loss
+        progress.step += 1
         now = {"samples": samples, "loss": loss / max(1, samples)}
-        done = epoch * len(batches) + number
-        strategy.comm.progress(done, steps, f"steps, epoch {epoch + 1}", **now)
+        done = progress.epoch * len(batches) + progress.step
+        strategy.comm.progress(done, steps, f"steps, epoch {progress.epoch + 1}", **now)
+        run.checkpoints.after_step(progress)
     strategy.end_epoch()
-    return total
 
 
-def _added(total: Sent, before: Sent, after: Sent) -> Sent:
-    """``total`` plus what was sent between ``before`` and ``after``."""
-    if total is None or before is None or after is None:
-        return None
-    return total[0] + after[0] - before[0], total[1] + after[1] - before[1]
+def _at_own_pace(run: _Run, progress: Progress) -> list[float]:
+    """Train so that no rank waits for the others; return ``RankReport.ends_s``.
 
-
-def _at_own_pace(
-    config: RunConfig,
-    work: Work,
-    strategy: OwnPaceStrategy,
-    memory: Part,
-    verbose: bool,
-    logs: RunLogs,
-) -> tuple[list[Row], Sent]:
-    """Train so that no rank waits for the others; return the epochs and what this rank has sent.
-
-    What an epoch reports is measured afterwards, from the parameters at the end of each epoch:
-    during the training, the measurement would make the ranks wait for each other.
+    What an epoch reports is measured from the parameters at its end, but not then: the ranks would
+    have to wait for each other. It is measured when they wait anyway, for a checkpoint, or after
+    the training.
     """
-    before = strategy.sent()
-    steps = len(_epoch_batches(config, work, 0))
-    batches = _endless_shares(config, work, strategy)
-    with memory.counted():
-        trained = strategy.train(batches, steps, config.epochs)
-        ends = [(*end, strategy.accuracy, strategy.full_state()) for end in trained]
-    sent = _added((0, 0), before, strategy.sent())
-    epochs: list[Row] = []
-    before_s = 0.0
-    for epoch, (passed_s, loss, accuracy, state) in enumerate(ends):
-        strategy.load_state(state)
-        sums = evaluated(work, strategy, 0, 1)
-        seconds = passed_s - before_s
-        epochs.append(row_of(work, loss.item(), seconds, float(accuracy), sums))
-        before_s = passed_s
-        logs.add(epochs)
-        if verbose:
-            print(told(epoch, config.epochs, epochs[-1]))
-    return epochs, sent
+    strategy, ends = run.strategy, []
+    assert isinstance(strategy, OwnPaceStrategy)
+
+    def measure() -> None:
+        if not ends:
+            return
+        now = strategy.full_state()
+        for passed_s, loss, accuracy, state in ends:
+            strategy.load_state(state)
+            sums = evaluated(run.work, strategy, 0, 1)
+            seconds = passed_s - sum(row["seconds"] for row in progress.rows)
+            row = row_of(run.work, loss.item(), seconds, float(accuracy), sums)
+            progress.end_epoch(row)
+            run.tell(progress.rows)
+        strategy.load_state(now)
+        ends.clear()
+
+    steps = len(_epoch_batches(run, 0))
+    run.checkpoints.at_own_pace(progress, measure)
+    origin_s = strategy.comm.session.recorder.origin
+    ends_s = [time.perf_counter() - origin_s]
+    with run.memory.counted():
+        progress.start_clock(strategy)
+        batches = _endless_shares(run, strategy.first_share())
+        for end in strategy.train(batches, steps, run.config.epochs):
+            ends_s.append(time.perf_counter() - origin_s)
+            ends.append((*end, strategy.accuracy, strategy.full_state()))
+        progress.stop_clock(strategy)
+    measure()
+    return ends_s
 
 
-def _epoch_batches(config: RunConfig, work: Work, epoch: int) -> Sequence[Tensor]:
-    order = epoch_order(len(work.train), epoch=epoch, seed=config.seed)
-    return batch_slices(order, config.batch_size)
+def _epoch_batches(run: _Run, epoch: int) -> Sequence[Tensor]:
+    order = epoch_order(len(run.work.train), epoch=epoch, seed=run.config.seed)
+    return batch_slices(order, run.config.batch_size)
 
 
-def _shares(
-    config: RunConfig, work: Work, strategy: Strategy, batches: Sequence[Tensor], epoch: int
-) -> Iterator[Batch]:
+def _shares(run: _Run, batches: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
     """This rank's samples of each global batch, on its device, and the size of that batch."""
-    comm = strategy.comm
+    strategy, workers = run.strategy, run.config.num_workers
     mine = [strategy.part_of(batch) for batch in batches]
     pinned = strategy.uses_gpu
-    loaded = work.train.batches(mine, config.num_workers, pinned=pinned, epoch=epoch)
+    loaded = run.work.train.batches(mine, workers, pinned=pinned, epoch=epoch)
     for batch in batches:
-        with comm.span("data"):
-            inputs, targets = on_device(next(loaded), comm.device)
+        with strategy.comm.span("data"):
+            inputs, targets = on_device(next(loaded), strategy.comm.device)
         yield inputs, targets, len(batch)
 
 
-def _endless_shares(config: RunConfig, work: Work, strategy: Strategy) -> Iterator[Batch]:
-    for epoch in itertools.count():
-        batches = _epoch_batches(config, work, epoch)
-        yield from _shares(config, work, strategy, batches, epoch)
+def _endless_shares(run: _Run, first: int) -> Iterator[Batch]:
+    """This rank's share of one batch after another, from the one with the number ``first`` on."""
+    begun, step = divmod(first, len(_epoch_batches(run, 0)))
+    for epoch in itertools.count(begun):
+        yield from _shares(run, _epoch_batches(run, epoch)[step:], epoch)
+        step = 0
+
+
+def _rehearse(run: _Run) -> None:
+    run.strategy.rehearse(*next(_shares(run, _epoch_batches(run, 0)[:1], 0)))

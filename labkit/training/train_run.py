@@ -1,6 +1,8 @@
 """Start a training run: check the settings, start the ranks, gather the result."""
 
+import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +15,14 @@ from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.data import samples_for, with_full_paths
+from labkit.training.checkpoint.folder import remove_unfinished
+from labkit.training.data import check_samples, with_full_paths
 from labkit.training.logs import check_log_dir
 from labkit.training.loop import RankReport, fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
 from labkit.training.result import TrainResult
+from labkit.training.resume import find_start, tell
 from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
 
 # The arguments of ``train_with`` that are not fields of ``RunConfig``.
@@ -81,9 +85,10 @@ def train_run(
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     own = resolved(config, own)
     strategy = make_strategy(config, own=own, download=download)
-    if own.dataset is None:
-        samples_for(config, own, download)
+    check_samples(config, own, download)
     notes = check_work(config, own, strategy)
+    start = find_start(config, own, strategy)
+    tell(start)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
@@ -91,15 +96,19 @@ def train_run(
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
     settings |= {"transport": config.transport, "timeout_s": timeout_s}
-    work = fit, with_full_paths(_with_logs(config)), strategy, verbose, own
+    work = fit, with_full_paths(_with_logs(config)), strategy, verbose, own, start.path
     try:
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     except UnpicklableError as error:
         raise ValueError(why_not_sent(own) or str(error)) from None
-    return _gather(config, strategy, result, notes)
+    finally:
+        remove_unfinished(config.checkpoint_dir)
+    return _gather(config, strategy, result, [notes, start.told])
 
 
-def _gather(config: RunConfig, strategy: Strategy, result: RunResult, told: str) -> TrainResult:
+def _gather(
+    config: RunConfig, strategy: Strategy, result: RunResult, told: Sequence[str]
+) -> TrainResult:
     """Combine the reports of the ranks in one result; a lost rank has no report."""
     reports = [report for report in result.values if report is not None]
     first, is_counted = reports[0], reports[0].bytes_sent is not None
@@ -107,12 +116,12 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, told: str)
     notes = first.notes | ({"lost_ranks": result.lost} if result.lost else {})
     if config.scale_lr is not None:
         notes["used_lr"] = config.used_lr
-    if told:
-        notes["note"] = ". ".join(filter(None, (notes.get("note"), told)))
+    if note := ". ".join(filter(None, (notes.get("note"), *told))):
+        notes["note"] = note
     seconds = result.trace.seconds_by_kind(lane=0 if strategy.in_one_process else None)
     return TrainResult(
         config=config,
-        epochs=_with_phases(first, result, strategy),
+        epochs=_with_phases(first, result),
         phases_s={kind: s / len(result.values) for kind, s in seconds.items()},
         bytes_sent=_by_rank(result, "bytes_sent") if is_counted else None,
         messages=_by_rank(result, "messages") if is_counted else None,
@@ -135,14 +144,15 @@ def _with_logs(config: RunConfig) -> RunConfig:
     return replace(config, log_dir=os.path.abspath(config.log_dir))
 
 
-def _with_phases(first: RankReport, result: RunResult, strategy: Strategy) -> list[dict[str, Any]]:
+def _with_phases(first: RankReport, result: RunResult) -> list[dict[str, Any]]:
     """The epochs; where ranks did not wait for each other, with the phases that the trace has."""
-    if first.started_s is None:
+    if not first.ends_s:
         return first.epochs
-    rows, end_s = [], first.started_s
-    for row in first.epochs:
-        start_s, end_s = end_s, end_s + row["seconds"]
-        inside = result.trace.between(start_s, end_s).seconds_by_kind()
+    before = len(first.epochs) - len(first.ends_s) + 1
+    # An earlier process has the spans of the epochs before it was stopped.
+    rows = [{"phases_s": {}} | row for row in first.epochs[:before]]
+    for row, window in zip(first.epochs[before:], itertools.pairwise(first.ends_s)):
+        inside = result.trace.between(*window).seconds_by_kind()
         rows.append(row | {"phases_s": {k: s / len(result.values) for k, s in inside.items()}})
     return rows
 

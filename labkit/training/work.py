@@ -12,16 +12,18 @@ from torch import nn
 
 from labkit.collectives import broadcast
 from labkit.comm.comm import Comm
-from labkit.config import RunConfig
+from labkit.config import RunConfig, parse_freeze
 from labkit.training.data import samples_for
 from labkit.training.optimizer import OPTIMIZERS
 from labkit.training.own import Own, made
 from labkit.units import check_choice
 from labkit.workload.datasets import DATASETS
 from labkit.workload.folders import is_folder
+from labkit.workload.freezing import freeze
 from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cross_entropy
 from labkit.workload.models import MODELS, build_model
 from labkit.workload.samples import Samples, first_samples, num_classes
+from labkit.workload.weights import load_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +33,20 @@ class Work:
     Attributes:
         train: the samples of an epoch.
         test: held-out samples; None if there are none.
-        make_model: makes the model, on the CPU.
+        start: makes the model, on the CPU, and says what of ``weights`` it did not take.
         loss: (outputs, targets) -> the sum over the samples.
         mean_loss: the mean over them, as it was given.
     """
 
     train: Samples
     test: Samples | None
-    make_model: Callable[[], nn.Module] = field(repr=False)
+    start: Callable[[], tuple[nn.Module, str]] = field(repr=False)
     loss: Loss = field(repr=False)
     mean_loss: Loss = field(repr=False)
+
+    def make_model(self) -> nn.Module:
+        """The model as training starts with it, on the CPU."""
+        return self.start()[0]
 
 
 def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
@@ -64,7 +70,7 @@ def work_of(config: RunConfig, own: Own, *, download: bool = False) -> Work:
     return Work(
         train,
         test,
-        make_model=partial(_model, config, own, train),
+        start=partial(_start, config, own, train),
         loss=sum_cross_entropy if direct else SumOfMean(mean),
         mean_loss=mean,
     )
@@ -95,6 +101,16 @@ def start_equal(comm: Comm, model: nn.Module, own: Own) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         broadcast(comm, tensor.data)
     return model
+
+
+def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]:
+    model, told = _model(config, own, train), ""
+    if config.weights is not None:
+        name = config.model if own.model is None else None
+        told = load_weights(model, config.weights, name)
+    if config.freeze is not None:
+        freeze(model, parse_freeze(config.freeze))
+    return model, told
 
 
 def _model(config: RunConfig, own: Own, train: Samples) -> nn.Module:

@@ -13,7 +13,7 @@ Shapes: N samples, C channels, H x W pixels, K classes. Inputs are [N, C, H, W],
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 import torch
@@ -32,8 +32,16 @@ VGG16_CHANNELS = (
     *(512, 512, 512, "pool", 512, 512, 512, "pool"),
 )
 
+_RESNET_BLOCKS = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}
+# Of smaller images nothing would be left.
+_LEAST_PIXELS = {"small_cnn": 2, "inception_v3": 75}
+INCEPTION_LAYERS = (
+    *("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "maxpool1", "Conv2d_3b_1x1"),
+    *("Conv2d_4a_3x3", "maxpool2", "Mixed_5b", "Mixed_5c", "Mixed_5d", "Mixed_6a", "Mixed_6b"),
+    *("Mixed_6c", "Mixed_6d", "Mixed_6e", "Mixed_7a", "Mixed_7b", "Mixed_7c"),
+)
 
-@spelled
+
 @spelled
 def build_model(
     name: str,
@@ -51,11 +59,12 @@ def build_model(
 
     Raises:
         ValueError: unknown name, or a shape that the model cannot take.
-        ImportError: torchvision, which mobilenet and resnet18 need, does not load.
+        ImportError: torchvision, which all but small_cnn, mlp and vgg16 need, does not load.
     """
     check_choice("model", name, MODELS)
     if len(input_shape) != 3 or min(input_shape) < 1:
         raise ValueError(f"input_shape is (channels, height, width), got {tuple(input_shape)}")
+    check_pixels(name, input_shape)
     if num_classes < 1:
         raise ValueError(f"num_classes is at least 1, got {num_classes}")
     # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
@@ -68,6 +77,16 @@ def build_model(
         if isinstance(module, nn.ReLU | nn.ReLU6):
             module.inplace = False
     return model.to(dtype)
+
+
+def check_pixels(name: str, input_shape: tuple[int, ...]) -> None:
+    """Raise ValueError for images [C, H, W] that model ``name`` would shrink to nothing."""
+    least = _LEAST_PIXELS.get(name, 1)
+    if min(input_shape[-2:]) < least:
+        raise ValueError(
+            f"{name} takes images of {least}x{least} pixels or more, got {tuple(input_shape)}: "
+            f"scale them with resize, such as resize={max(least, 4)}, or choose another model"
+        )
 
 
 def mlp(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
@@ -87,8 +106,6 @@ def small_cnn(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[n
     reduces larger images to about 4x4; digits are 4x4 after the first.
     """
     channels, height, width = input_shape
-    if min(height, width) < 2:
-        raise ValueError(f"small_cnn takes images of 2x2 pixels or more, got {input_shape}")
     yield from (_conv3x3(channels, 32, min(height, width)), nn.SiLU(), nn.AvgPool2d(2))
     height, width = height // 2, width // 2
     yield from (_conv3x3(32, 64, min(height, width)), nn.SiLU())
@@ -121,17 +138,31 @@ def resnet18(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn
     On small images the stem is a 3x3 convolution with stride 1 and no pooling, as in the
     paper's own CIFAR-10 networks (section 4.2).
     """
-    channels, height, width = input_shape
-    model = import_torchvision().models.resnet18(num_classes=num_classes)
-    if _is_small(input_shape):
-        model.conv1 = _he(nn.Conv2d(channels, 64, 3, 1, 1, bias=False))
-    elif channels != 3:
-        model.conv1 = _he(nn.Conv2d(channels, 64, 7, 2, 3, bias=False))
-    stem = [model.conv1, model.bn1, model.relu]
-    layers = stem if _is_small(input_shape) else [*stem, model.maxpool]
-    layers += [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
-    _limit_strides(layers, min(height, width))
-    yield from layers
+    return _resnet("resnet18", input_shape, num_classes)
+
+
+def resnet50(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """ResNet-50 (He et al. 2016), torchvision's: 23.5 million parameters with 10 classes.
+
+    On small images the stem is that of ``resnet18``.
+    """
+    return _resnet("resnet50", input_shape, num_classes)
+
+
+def inception_v3(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Module]:
+    """Inception v3 (Szegedy et al. 2016), torchvision's: 21.8 million parameters with 10 classes.
+
+    Without the auxiliary classifier and without dropout. It was published for 299x299 pixels, and
+    below 75x75 its last maps would have none. A rank with a single sample needs 107x107, because
+    BatchNorm needs several values per channel.
+    """
+    channels = input_shape[0]
+    make = import_torchvision().models.inception_v3
+    model = make(num_classes=num_classes, aux_logits=False, init_weights=True)
+    if channels != 3:
+        model.Conv2d_1a_3x3.conv = _he(nn.Conv2d(channels, 32, 3, 2, bias=False))
+    for name in INCEPTION_LAYERS:
+        yield getattr(model, name)
     yield from (model.avgpool, nn.Flatten(), model.fc)
 
 
@@ -195,6 +226,42 @@ def import_torchvision() -> ModuleType:
     return torchvision
 
 
+def torchvision_layers(name: str) -> list[str]:
+    """The names of the layers with parameters in torchvision's model, in labkit's order.
+
+    Empty for a layer that is labkit's own, and no names for a model that is.
+    """
+    if name in _RESNET_BLOCKS:
+        counts = enumerate(_RESNET_BLOCKS[name], start=1)
+        blocks = [f"layer{stage}.{block}" for stage, count in counts for block in range(count)]
+        return ["conv1", "bn1", *blocks, "fc"]
+    if name == "mobilenet":
+        return [*(f"features.{index}" for index in range(19)), "classifier.1"]
+    if name == "vgg16":
+        layers = [
+            e for entry in VGG16_CHANNELS for e in ((entry,) if entry == "pool" else (entry, ""))
+        ]
+        return [*(f"features.{i}" for i, e in enumerate(layers) if isinstance(e, int)), ""]
+    if name == "inception_v3":
+        return [*(layer for layer in INCEPTION_LAYERS if "pool" not in layer), "fc"]
+    return []
+
+
+def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> Iterator[nn.Module]:
+    channels, height, width = input_shape
+    model = getattr(import_torchvision().models, name)(num_classes=num_classes)
+    if _is_small(input_shape):
+        model.conv1 = _he(nn.Conv2d(channels, 64, 3, 1, 1, bias=False))
+    elif channels != 3:
+        model.conv1 = _he(nn.Conv2d(channels, 64, 7, 2, 3, bias=False))
+    stem = [model.conv1, model.bn1, model.relu]
+    layers = stem if _is_small(input_shape) else [*stem, model.maxpool]
+    layers += [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
+    _limit_strides(layers, min(height, width))
+    yield from layers
+    yield from (model.avgpool, nn.Flatten(), model.fc)
+
+
 def _is_small(input_shape: tuple[int, int, int]) -> bool:
     return min(input_shape[1:]) <= SMALL_IMAGE_PIXELS
 
@@ -238,6 +305,7 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
 
 
 _BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Iterable[nn.Module]]] = {
-    builder.__name__: builder for builder in (small_cnn, mlp, mobilenet, resnet18, vgg16)
+    builder.__name__: builder
+    for builder in (small_cnn, mlp, mobilenet, resnet18, vgg16, resnet50, inception_v3)
 }
 MODELS = tuple(_BUILDERS)

@@ -16,7 +16,7 @@ from labkit.bench import compare
 from labkit.bench.compare import command, figures, measure, summary
 from labkit.bench.compare.contenders import Setting, find_contenders, settings_of
 from labkit.bench.compare.measure import Comparison
-from labkit.bench.compare.phases import epoch_windows, phases_by_role, short
+from labkit.bench.compare.phases import epoch_windows, epochs_by_role, phases_by_role, short
 from labkit.comm.peak_memory import PeakMemory
 from labkit.config import STAGED
 from labkit.errors import WorkerError
@@ -339,6 +339,10 @@ def test_the_roles_of_every_technique_s_ranks(name, builtin):
     expected = {"worker", "server"} if "parameter_server" in name else {"worker"}
     expected = {"stage"} if name in STAGED else expected
     assert phases_by_role(result.trace, epochs=1).keys() == expected
+    halves = [result.epochs[0]["seconds"] / 2] * 2
+    by_epoch = epochs_by_role(result.trace, halves)
+    assert by_epoch.keys() == expected
+    assert all(len(rows) == 2 for rows in by_epoch.values())
 
 
 def test_a_target_that_is_never_reached_is_told_and_drawn(tmp_path):
@@ -416,13 +420,18 @@ def test_a_run_is_recorded_and_from_says_and_draws_the_same(tmp_path, capsys):
         assert run["difference_from_single"] < 1e-5
         assert run["replicas_agree"]
         assert run["phases_s"]["worker"]["compute"] > 0
+        assert run["epoch_phases_s"]["worker"][0]["compute"] > 0
+        assert 0 <= run["epochs"][0]["train_accuracy"] <= 1
+        assert "phases_s" not in run["epochs"][0]
     assert {"share_reduce", "share_only"} <= record["runs"][1]["phases_s"]["worker"].keys()
+    (loading,) = record["loading"]
+    assert (loading["train_size"], len(loading["seconds"])) == (60, 5)
     assert record["hardware"]["cores"] >= 1
     assert record["versions"]["torch"]
     assert main(["compare", "--from", str(path), "--figures", str(pictures)]) == 0
     again = capsys.readouterr().out
     assert again.startswith(said[said.index("mlp on digits: 60 samples") :])
-    names = ["curves", "curves_pytorch", "phases", "time_to_accuracy"]
+    names = ["curves", "curves_pytorch", "phases", "time_to_accuracy", "epochs", "loading"]
     # Where the system tells no peak, there is none to draw.
     names += ["memory"] if summary.peak_bytes(record, "single") else []
     assert not sys.platform.startswith("linux") or "memory" in names

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from cases import NUMBERS, OPS, paid, values_of
+from cases import OPS, paid, values_of
 from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from ranks import travel_by_value
 
@@ -143,72 +143,6 @@ def test_sixteen_bit_floats_do_not_lose_the_small_ones():
     """2048 + 1 is 2048 in float16, however often 1 is added."""
     for found in run(sixteen_bits, world_size=3).values:
         assert found == [True] * 4 * len(ALL_REDUCES)
-
-
-def oddities(comm):
-    found = {}
-    for name, all_reduce in ALL_REDUCES.items():
-        nan = torch.tensor([float("nan") if comm.rank == 1 else 1.0, 1.0])
-        found[name] = [
-            *(all_reduce(comm, nan.clone(), op).isnan().tolist() for op in NUMBERS),
-            all_reduce(comm, torch.tensor([60000.0], dtype=torch.float16)).tolist(),
-            all_reduce(comm, torch.tensor([100], dtype=torch.uint8)).tolist(),
-        ]
-    return found
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_nan_overflow_and_wrap_are_those_of_one_device(transport):  # row 12
-    for found in run(oddities, world_size=3, transport=transport).values:
-        for name in ALL_REDUCES:
-            assert found[name] == [*[[True, False]] * len(NUMBERS), [float("inf")], [300 % 256]], (
-                name
-            )
-
-
-def in_place_cases(comm):
-    found = []
-    for all_reduce in ALL_REDUCES.values():
-        for op in ("sum", "max"):
-            matrix = torch.full((3, 4), comm.rank + 1.0)
-            every_second = torch.full((6,), comm.rank + 1)
-            leaf = torch.full((2,), comm.rank + 1.0, requires_grad=True)
-            scalar = torch.tensor(comm.rank + 1)
-            conjugate = torch.full((2,), complex(comm.rank + 1, comm.rank + 1))
-            # Strided, and larger than a segment of shared memory.
-            large = torch.full((150_000, 2), comm.rank + 1.0)
-            views = [matrix.t()[1:], every_second[::2], leaf, scalar, matrix[:0], large[:, 1]]
-            if op == "sum":
-                views.append(conjugate.conj())
-            for view in views:
-                assert all_reduce(comm, view, op) is view
-            assert (leaf.is_leaf, leaf.requires_grad, leaf.grad) == (True, True, None)
-            # A tensor inside a graph, too.
-            hidden = all_reduce(comm, 2 * leaf, op).detach()
-            edges = large.unique(dim=0)
-            found.append((matrix, every_second, leaf.detach(), scalar, conjugate, edges, hidden))
-    return found
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_views_scalars_and_leaves_are_reduced_in_place(transport):  # row 11
-    total = {"sum": 1 + 2 + 3, "max": 3}
-    by_rank = run(in_place_cases, world_size=3, transport=transport).values
-    for rank, found in enumerate(by_rank):
-        mine = rank + 1
-        assert len(found) == 2 * len(ALL_REDUCES)
-        for number, tensors in enumerate(found):
-            matrix, every_second, leaf, scalar, conjugate, edges, hidden = tensors
-            op = ["sum", "max"][number % 2]
-            assert matrix.tolist() == [[mine, *[total[op]] * 3]] * 3
-            assert every_second.tolist() == [total[op], mine] * 3
-            assert leaf.tolist() == [total[op]] * 2
-            assert scalar.item() == total[op]
-            summed = total["sum"] if op == "sum" else mine
-            assert conjugate.tolist() == [complex(summed, summed)] * 2
-            assert edges.tolist() == [[mine, total[op]]]
-            # The leaf was reduced already.
-            assert hidden.tolist() == [2 * total[op] * (3 if op == "sum" else 1)] * 2
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -509,14 +443,6 @@ def test_shares_that_do_not_fit_are_refused_and_not_stretched():
         run(uneven_shares, world_size=2)
     with pytest.raises(WorkerError, match="0 tensors to scatter for 2 ranks"):
         run(lambda comm: scatter(comm, None, torch.empty(3)), world_size=2)
-
-
-def test_ranks_that_disagree_on_the_operation_learn_it():  # row 8
-    def disagree(comm):
-        tree_all_reduce(comm, torch.ones(3), ["sum", "max"][comm.rank])
-
-    with pytest.raises(WorkerError, match=r"(?s)call different collectives.*\[3\] max"):
-        run(disagree, world_size=2)
 
 
 def test_the_trace_names_the_phases():

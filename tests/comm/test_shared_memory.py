@@ -7,7 +7,6 @@ tested on real ranks, on both transports where they must agree.
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -289,33 +288,6 @@ def test_a_rank_that_waits_uses_no_core(nothing_is_left):
         assert max(shares.values()) < 0.15, shares
 
 
-def killed_inside(comm, operation):
-    """Rank 1 is killed while it is inside the operation, which rank 0 comes to later."""
-    x = torch.ones(ALL_SLOTS)
-    peer = 1 - comm.rank
-    if comm.rank == 1:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    else:
-        time.sleep(0.6)
-    {
-        "send": lambda: (comm.send, comm.recv)[comm.rank](x, peer),
-        "recv": lambda: (comm.recv, comm.send)[comm.rank](x, peer),
-        "exchange": lambda: comm.exchange(x, peer, torch.empty_like(x), peer),
-        "barrier": comm.barrier,
-        "fast ring": lambda: fast_ring_all_reduce(comm, x),
-    }[operation]()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("operation", ["send", "recv", "exchange", "barrier", "fast ring"])
-def test_a_kill_inside_an_operation_ends_the_run(nothing_is_left, operation, transport):
-    started_s = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
-        run(killed_inside, operation, world_size=2, transport=transport)
-    assert time.monotonic() - started_s < 10
-
-
 @pytest.mark.slow
 def test_what_a_run_leaves_after_an_error_a_success_and_a_deadline(nothing_is_left):
     def ends(comm, how):
@@ -356,35 +328,7 @@ def in_a_private_shm(folder, size, script):
 
 @pytest.mark.fresh
 @pytest.mark.skipif(not may_mount(), reason="needs to mount a file system: unshare -m, as root")
-class TestRow24SharedMemoryFull:
-    def test_a_run_needs_none_of_it(self, tmp_path):
-        """One process for all of them: each remount is another state of the same /dev/shm."""
-        lines = in_a_private_shm(
-            tmp_path,
-            "size=4k",
-            """
-            import os
-            from labkit import run, warm_up
-            from labkit.collectives import fast_ring_all_reduce
-
-            def sums(comm):
-                import torch
-                return fast_ring_all_reduce(comm, torch.ones(10**6)).mean().item()
-
-            def attempt():
-                print(run(sums, world_size=2).values, os.listdir("/dev/shm"), flush=True)
-
-            if __name__ == "__main__":
-                warm_up(training=False)
-                attempt()
-                os.system("dd if=/dev/zero of=/dev/shm/old bs=1k count=4 status=none")
-                attempt()
-                os.system("mount -o remount,ro /dev/shm")
-                attempt()
-            """,
-        ).splitlines()
-        assert lines == ["[2.0, 2.0] []", "[2.0, 2.0] ['old']", "[2.0, 2.0] ['old']"]
-
+class TestAfterAKill:
     def test_nothing_is_left_after_a_kill_of_all_at_once(self, tmp_path):
         """SIGKILL to the launcher, to the ranks and to Python's own resource tracker."""
         write_program_that_never_ends(tmp_path)

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -283,22 +282,6 @@ class TestNoPlace:
                 assert "Read-only file system" in done.stderr
                 return
         pytest.skip("this user may not mount")
-
-    def test_a_full_disk_leaves_the_old_record_and_the_next_write_makes_up_for_it(
-        self, path, capsys
-    ):
-        record.note_verdict("first", "passed", True)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
-        try:
-            record.note_verdict("second", "passed", True)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert passed_names() == ["first"]
-        assert "progress is not kept" in capsys.readouterr().err
-        record.note_verdict("third", "passed", True)
-        assert passed_names() == ["first", "second", "third"]
-        assert not list(path.parent.glob("*.part"))
 
     def test_a_file_in_the_place_of_a_folder(self, path, capsys):
         path.parent.write_text("a file")

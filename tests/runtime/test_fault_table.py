@@ -400,23 +400,29 @@ def sizes(case):
                     assert torch.equal(sent, first + 2), shape
 
 
+def reduced_views(comm, all_reduce):
+    """Tensors of which this rank has reduced a view, in place."""
+    matrix = torch.full((3, 4), comm.rank + 1.0)
+    every_second, scalar = torch.full((6,), comm.rank + 1), torch.tensor(comm.rank + 1)
+    leaf = torch.full((2,), comm.rank + 1.0, requires_grad=True)
+    conjugate = torch.full((2,), complex(comm.rank + 1, comm.rank + 1))
+    # Strided, and larger than a segment of shared memory.
+    large = torch.full((150_000, 2), comm.rank + 1.0)
+    views = [matrix.t()[1:], every_second[::2], scalar, leaf, conjugate.conj(), matrix[:0]]
+    for view in (*views, large[:, 1]):
+        assert all_reduce(comm, view) is view
+    assert (leaf.is_leaf, leaf.requires_grad, leaf.grad) == (True, True, None)
+    hidden = all_reduce(comm, 2 * leaf).detach()
+    edges = large.unique(dim=0)
+    return matrix, every_second, scalar, leaf.detach(), hidden, conjugate, edges
+
+
 @TABLE.row(
     11, "a view, an expanded tensor, a leaf with a gradient", "right in place, or a clear refusal"
 )
 def views(case):
     def in_place(comm):
-        found = []
-        for all_reduce in ALL_REDUCES:
-            matrix = torch.full((3, 4), comm.rank + 1.0)
-            every_second = torch.full((6,), comm.rank + 1)
-            leaf = torch.full((2,), comm.rank + 1.0, requires_grad=True)
-            # Strided, and larger than a segment of shared memory.
-            large = torch.full((150_000, 2), comm.rank + 1.0)
-            for view in (matrix.t()[1:], every_second[::2], leaf, matrix[:0], large[:, 1]):
-                assert all_reduce(comm, view) is view
-            assert (leaf.is_leaf, leaf.requires_grad, leaf.grad) == (True, True, None)
-            found.append((matrix, every_second, leaf.detach(), large.unique(dim=0)))
-        return found
+        return [reduced_views(comm, all_reduce) for all_reduce in ALL_REDUCES]
 
     def expanded(comm, all_reduce):
         all_reduce(comm, torch.ones(1).expand(3))
@@ -425,10 +431,13 @@ def views(case):
         with case.timed():
             by_rank = run(in_place, world_size=3, transport=transport).values
         for mine, found in enumerate(by_rank, start=1):
-            for matrix, every_second, leaf, edges in found:
+            for matrix, every_second, scalar, leaf, hidden, conjugate, edges in found:
                 assert matrix.tolist() == [[mine, 6, 6, 6]] * 3
                 assert every_second.tolist() == [6, mine] * 3
-                assert (leaf.tolist(), edges.tolist()) == ([6, 6], [[mine, 6]])
+                # The leaf was reduced before the tensor of its graph was made.
+                assert (scalar.item(), leaf.tolist(), hidden.tolist()) == (6, [6, 6], [36, 36])
+                assert conjugate.tolist() == [complex(6, 6)] * 2
+                assert edges.tolist() == [[mine, 6]]
     for all_reduce in ALL_REDUCES:
         says = ["ValueError", "expanded tensor: its elements share memory"]
         case.fails(expanded, all_reduce, says=says, line="expand(3)")
@@ -816,19 +825,30 @@ def shared_memory_full(case):
     with case.timed():
         lines = case.kernel.runs(cell).splitlines()
     assert lines == ["[2.0, 2.0] []", *["[2.0, 2.0] ['old']"] * 3]
-    cell = """
-        from torch.utils.data import DataLoader, TensorDataset
+    # What does not fit: a queue's semaphores, and then the batches.
+    for number, size in enumerate(("4k", "512k")):
+        cell = f"""
+            from torch.utils.data import DataLoader, TensorDataset
 
-        def loads(comm):
-            data = TensorDataset(torch.zeros(64, 10_000))
-            return sum(len(batch) for batch, in DataLoader(data, batch_size=16, num_workers=2))
+            def loads(comm):
+                data = TensorDataset(torch.zeros(64, 10_000))
+                return sum(len(batch) for batch, in DataLoader(data, batch_size=16, num_workers=2))
 
-        labkit.run(loads, world_size=2, device="cpu")
-        """
-    with case.timed():
-        printed = case.kernel.runs(cell)
-    says = ["WorkerError: rank", "/dev/shm", "of 4 KiB", "--shm-size", "num_workers=0"]
-    check_words(printed, [*says, "in DataLoader(data"])
+            os.system("mount -o remount,size={size} /dev/shm")
+            labkit.run(loads, world_size=2, device="cpu")
+            """
+        with case.timed():
+            printed = case.kernel.runs(cell)
+        says = [
+            "~WorkerError: rank [01] raised ",
+            "The DataLoader's 2 workers keep up to 4 batches",
+        ]
+        says += [
+            "2.44 MiB on each rank",
+            f"of {('4 KiB', '512 KiB')[number]} free",
+            "Next step: a",
+        ]
+        check_words(printed, [*says, "num_workers=0", "--shm-size", "in DataLoader(data"])
     assert case.kernel.runs("os.remove('/dev/shm/old'); print(os.listdir('/dev/shm'))") == "[]\n"
 
 
@@ -1027,7 +1047,9 @@ def _of_the_course(name):
 )
 def test_row(row, tmp_path, monkeypatch, capsys, request, record_property):
     if row.number in FRESH:
-        request.getfixturevalue("kernel")
+        opened = request.getfixturevalue("kernel")
+        if row.number != 17:
+            opened.warm_up()
     case = Case(tmp_path, monkeypatch, capsys, Path(__file__).name, request)
     with case.row(row, record_property):
         row.check(case)

@@ -14,7 +14,16 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import run, strategies
+from labkit.costs.traffic import (
+    async_parameter_server_cost,
+    model_parallel_cost,
+    norms_cost,
+    parameter_server_cost,
+)
+from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.base import OwnPaceStrategy
+from labkit.strategies.flat_parameters import pieces_by_slice
+from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share
@@ -23,6 +32,10 @@ travel_by_value(__name__)
 
 TORCH_DDP = strategies.get("ddp", builtin=True)
 # Of models with seven layers, by number of stages.
+COUNTED = [
+    strategies.get(name)
+    for name in ("parameter_server", "model_parallel", "pipeline", "ring_all_reduce", "ddp")
+]
 SPLITS = {1: (), 2: (3,), 3: (2, 5), 4: (1, 3, 5)}
 # The last norm clips some of the batches, see the test.
 NEVER, ALWAYS, SOMETIMES = None, 1e-3, 0.75
@@ -167,6 +180,8 @@ def clipped():
                 (name_of(make), clip_norm): (make, model_of(make), batches, clip_norm)
                 for make in makes
                 for clip_norm in (NEVER, ALWAYS, SOMETIMES)
+                if clip_norm or make.func in COUNTED
+                if clip_norm != ALWAYS or world_size < 4
             }
             values = run(train_each, cases, world_size=ranks, device="cpu").values
             for key, (make, *_) in cases.items():
@@ -180,8 +195,10 @@ def test_the_norms_are_such_that_all_steps_clip_or_some():
         assert min(norms) < 0.9 * SOMETIMES < 1.1 * SOMETIMES < max(norms)
 
 
-@pytest.mark.parametrize("clip_norm", [ALWAYS, SOMETIMES])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "clip_norm"),
+    [*itertools.product((1, 2, 3), (ALWAYS, SOMETIMES)), (4, SOMETIMES)],
+)
 def test_clipping_equals_one_device(clipped, world_size, clip_norm):
     cases = [case for key, case in clipped.items() if key[::2] == (world_size, clip_norm)]
     for make, ranks in cases:
@@ -189,3 +206,389 @@ def test_clipping_equals_one_device(clipped, world_size, clip_norm):
         assert len({checksum(rank[0]) for rank in ranks}) == 1, name_of(make)
         assert largest_difference(ranks[0][0], state) < 1e-10, name_of(make)
     assert len(cases) > 10
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_clipping_costs_short_messages_where_ranks_have_parts_of_the_gradients(
+    clipped, world_size
+):
+    elements = [p.numel() for p in odd().parameters() if p.requires_grad]
+    for (number, name, clip_norm), (make, ranks) in clipped.items():
+        if number != world_size or clip_norm is None or make.func not in COUNTED:
+            continue
+        _, plain = clipped[number, name, NEVER]
+        servers = make.keywords.get("servers", 1)
+        slices = chunk_bounds(sum(elements), servers)
+        pieces = sum(map(len, pieces_by_slice(elements, slices)))
+        for rank in range(world_size):
+            cost = norms_cost(0, 8, world_size, rank)
+            if make.func is strategies.get("parameter_server") and rank < servers:
+                cost = norms_cost(pieces, 8, servers, rank)
+            if "split_points" in make.keywords:
+                cost = norms_cost(len(elements), 8, world_size, rank)
+            more = [with_it - without for with_it, without in zip(ranks[rank][1], plain[rank][1])]
+            assert more == [len(BATCHES) * n for n in (cost.messages, cost.num_bytes)], name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slices", "pieces"),
+    [
+        ([3, 4], [(0, 7)], [[3, 4]]),
+        ([3, 4], [(0, 3), (3, 7)], [[3], [4]]),
+        ([3, 4], [(0, 2), (2, 5), (5, 7)], [[2], [1, 2], [2]]),
+        ([1], [(0, 1), (1, 1)], [[1], []]),
+        ([0, 2, 0, 3], [(0, 5)], [[2, 3]]),
+    ],
+)
+def test_the_pieces_of_slices(sizes, slices, pieces):
+    assert pieces_by_slice(sizes, slices) == pieces
+
+
+def images():
+    """Seven layers; under autocast some of them get 16 bits, and some 32."""
+    layers = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)]
+    layers += [nn.Hardtanh(), nn.Flatten(), nn.Linear(24, 8), nn.Linear(8, 6)]
+    return nn.Sequential(*layers)
+
+
+def numbers():
+    """Without BatchNorm, which normalises shares."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def exact(world_size, amp):
+    """Techniques that equal one device to the bit, and its number of micro-batches.
+
+    Some divide by the batch size before backward, some after it, and powers of two divide exactly.
+    """
+    cut = {"split_points": SPLITS[world_size], "amp": amp}
+    yield 1, technique("model_parallel", **cut)
+    yield 2, technique("model_parallel", **cut, accumulate=2)
+    yield 3, technique("pipeline", **cut, micro_batches=3)
+    yield 3, technique("pipeline", **cut, micro_batches=3, schedule="1f1b")
+    if world_size < 3:
+        # One worker.
+        yield 2, technique("parameter_server", amp=amp, accumulate=2)
+        yield 1, technique("parameter_server", builtin=True, amp=amp)
+    if world_size == 2:
+        yield 2, technique("async_parameter_server", amp=amp, accumulate=2)
+        yield 1, technique("async_parameter_server", builtin=True, amp=amp)
+    if world_size == 1:
+        for name, builtin in (("ring_all_reduce", False), ("ddp", False), ("ddp", True)):
+            yield 1, technique(name, builtin, amp=amp)
+        for builtin in (False, True):
+            yield 2, technique("data_parallel", builtin, devices=("cpu",), amp=amp, accumulate=2)
+        stages = {"split_points": SPLITS[4], "devices": [f"cpu:{i}" for i in range(4)]}
+        yield 2, partial(ModelParallelOneProcess, **stages, amp=amp, accumulate=2)
+
+
+def close(world_size, amp):
+    """Techniques that add up what their ranks have rounded."""
+    for name, builtin in (("ring_all_reduce", False), ("ddp", False), ("ddp", True)):
+        yield technique(name, builtin, amp=amp)
+    yield technique("parameter_server", servers=world_size - 1, amp=amp)
+    yield technique("pipeline", True, split_points=(1, 2)[: world_size - 1], amp=amp)
+    yield technique("pipeline", split_points=(1, 2)[: world_size - 1], amp=amp)
+
+
+def alone(amp):
+    """What the others are compared with."""
+    yield (amp, "numbers"), technique("single", amp=amp), numbers
+    for parts in (1, 2, 3):
+        yield (amp, parts), technique("single", amp=amp, accumulate=parts), images
+
+
+@pytest.fixture(scope="module")
+def halved():
+    """By number of ranks, and case, what each rank ends with in mixed precision."""
+    batches, found = [(x.float(), y) for x, y in some_batches((8, 4, 2))], {}
+    for world_size in (1, 2, 3):
+        cases = []
+        for amp in ("bf16", "fp16"):
+            cases += [(name_of(make), make, images) for _, make in exact(world_size, amp)]
+            if world_size == 1:
+                cases += alone(amp)
+            else:
+                cases += [(name_of(make), make, numbers) for make in close(world_size, amp)]
+        if world_size == 1:
+            cases.append(("full", technique("single"), numbers))
+        calls = {name: (make, model, batches, 0.75) for name, make, model in cases}
+        if world_size == 3:
+            cut = technique("model_parallel", split_points=(1, 5), amp="bf16")
+            calls["cuts"] = cut, images, batches
+        values = run(train_each, calls, world_size=world_size, device="cpu").values
+        found[world_size] = {name: [rank[name] for rank in values] for name in calls}
+    return found
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_mixed_precision_equals_one_device_to_the_bit(halved, world_size, amp):
+    for parts, make in exact(world_size, amp):
+        ((state, _, scaler),) = halved[1][amp, parts]
+        for mine, _, mine_scaler in halved[world_size][name_of(make)]:
+            assert largest_difference(mine, state) == 0, name_of(make)
+            assert mine_scaler["scale"] == scaler["scale"] if scaler else mine_scaler == {}
+
+
+def test_what_crosses_a_cut_in_mixed_precision_has_its_own_dtype(halved):
+    """Before the convolution 6 numbers of 4 bytes, after it 24 of 2, and once the dtype."""
+    ranks = halved[3]["cuts"]
+    for rank, (_, sent, _) in enumerate(ranks):
+        # Batches of 8, 4 and 2 samples; nothing before the first cut is trained.
+        steps = [model_parallel_cost([24, 48], n, rank, 3, first_trained=1) for n in (8, 4, 2)]
+        once = int(rank < 2)
+        messages = sum(cost.messages for cost in steps) + once
+        assert sent == (messages, sum(cost.num_bytes for cost in steps) + once)
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_stays_close_where_shares_are_summed(halved, amp):
+    """Sums of shares are rounded to 16 bits one by one: 8 or 11 significant ones."""
+    ((full, *_),) = halved[1]["full"]
+    ((alone, *_),) = halved[1][amp, "numbers"]
+    assert largest_difference(alone, full) > 1e-5
+    cases = [(world_size, make) for world_size in (2, 3) for make in close(world_size, amp)]
+    for world_size, make in cases:
+        ranks = halved[world_size][name_of(make)]
+        assert len({checksum(state) for state, *_ in ranks}) == 1, name_of(make)
+        difference = largest_difference(ranks[0][0], alone)
+        assert difference < {"bf16": 2**-8, "fp16": 2**-11}[amp], name_of(make)
+    assert len(cases) == 12
+
+
+def overflowing(comm, make_strategy, model, batches, rank, layer):
+    """The states and scales after each step; in the second, one gradient of one rank overflows."""
+    torch.manual_seed(0)
+    strategy, built, found = make_strategy(), model(), []
+    if comm.rank == rank:
+        built[layer].weight.register_hook(lambda g: g * (math.inf if len(found) == 1 else 1))
+    strategy.clip_norm = 0.75
+    # Steps so small that the model hardly changes.
+    strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9))
+    strategy.scaler.load_state_dict(strategy.scaler.state_dict() | {"scale": 2.0**10})
+    for inputs, targets in batches:
+        mine = share(torch.arange(len(targets)), *strategy.share())
+        strategy.step(inputs[mine], targets[mine], len(targets))
+        scaler = strategy.scaler.state_dict()
+        found.append((checksum(strategy.full_state()), scaler["scale"], scaler["_growth_tracker"]))
+        # A server on RPC's threads would go on with the next step of the workers meanwhile.
+        comm.barrier()
+    strategy.close()
+    return found
+
+
+def overflow_each(comm, cases):
+    return {name: overflowing(comm, *case) for name, case in cases.items()}
+
+
+def places_of_overflow(world_size):
+    """A technique, and the rank and layer whose gradient overflows."""
+    last = world_size - 1
+    for name, builtin in (("ring_all_reduce", False), ("ddp", False), ("ddp", True)):
+        yield technique(name, builtin), last, 0
+    yield technique("parameter_server", builtin=True), last, 0
+    # The first slice belongs to server 0, the last one to another.
+    for layer in (0, 2):
+        yield technique("parameter_server", servers=last), last, layer
+    cut = {"split_points": (1, 2)[:last]}
+    for rank, layer in ((0, 0), (last, 2)):
+        yield technique("model_parallel", **cut), rank, layer
+        yield technique("pipeline", **cut), rank, layer
+        yield technique("pipeline", True, **cut), rank, layer
+
+
+def stages_without_parameters(world_size):
+    """Only the first layer is trained, so most stages have no gradient and no optimizer."""
+    for name in ("model_parallel", "pipeline"):
+        yield technique(name, split_points=(1, 2)[: world_size - 1]), 0, 0
+
+
+def first_trained():
+    model = numbers()
+    model[2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_overflow_on_one_rank_skips_the_update_on_all_and_halves_all_scales(world_size):
+    batches, cases = [(x.float(), y) for x, y in some_batches((6, 6, 6, 6))], {}
+    places = [(place, numbers) for place in places_of_overflow(world_size)]
+    places += [(place, first_trained) for place in stages_without_parameters(world_size)]
+    for (make, rank, layer), model in places:
+        make = partial(make, amp="fp16")
+        cases[name_of(make), rank, layer, model.__name__] = make, model, batches, rank, layer
+    values = run(overflow_each, cases, world_size=world_size, device="cpu").values
+    for name in cases:
+        for ends in zip(*(rank[name] for rank in values)):
+            assert len(set(ends)) == 1, name
+        first, second, third, fourth = values[0][name]
+        assert [scale for _, scale, _ in values[0][name]] == [1024, 512, 512, 512], name
+        assert [good for *_, good in values[0][name]] == [1, 0, 1, 2], name
+        assert first[0] == second[0] != third[0] != fourth[0], name
+
+
+def overflow_in_one_process(comm, cases):
+    return [overflowing(comm, *case) for case in cases]
+
+
+def test_an_overflow_of_one_replica_or_stage_of_one_process_skips_the_update():
+    batches = [(x.float(), y) for x, y in some_batches((6, 6, 6, 6))]
+    makes = [
+        technique("data_parallel", devices=("cpu", "cpu"), amp="fp16"),
+        technique("data_parallel", builtin=True, devices=("cpu", "cpu"), amp="fp16"),
+        partial(ModelParallelOneProcess, split_points=(1,), devices=("cpu", "cpu:0"), amp="fp16"),
+    ]
+    cases = [(make, numbers, batches, 0, 2) for make in makes]
+    for found in run(overflow_in_one_process, cases, world_size=1, device="cpu").values[0]:
+        states, scales, _ = zip(*found)
+        assert scales == (1024, 512, 512, 512)
+        assert states[0] == states[1]
+        assert len(set(states)) == 3
+
+
+def overflow_at_own_pace(comm, builtin):
+    """The number of updates of the first pushes, and the scale with which this rank ends."""
+    torch.manual_seed(0)
+    strategy = technique("async_parameter_server", builtin, amp="fp16")()
+    built, pushes = numbers(), 0
+
+    def hook(gradient):
+        nonlocal pushes
+        pushes += 1
+        return gradient * (math.inf if pushes == 2 else 1)
+
+    if comm.rank == 1:
+        built[0].weight.register_hook(hook)
+    strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1e-4))
+    strategy.scaler.load_state_dict(strategy.scaler.state_dict() | {"scale": 2.0**10})
+    batches = itertools.cycle([(torch.ones(2, 6), torch.tensor([0, 1]), 4)])
+    list(strategy.train(batches, 5, 1))
+    state = strategy.full_state()
+    updates = strategy.notes()["updates_by_rank"] if comm.rank == 0 else []
+    strategy.close()
+    return checksum(state), strategy.scaler.get_scale(), updates
+
+
+@pytest.mark.parametrize("builtin", [False, True])
+def test_an_asynchronous_server_skips_a_push_that_overflows_and_tells_all_workers(builtin):
+    ranks = run(overflow_at_own_pace, builtin, world_size=3, device="cpu").values
+    assert {scale for _, scale, _ in ranks} == {512.0}
+    assert len({state for state, *_ in ranks}) == 1
+    # Ten shares, of which one made no update.
+    assert sum(ranks[0][2]) == 9
+
+
+def test_the_scale_is_that_of_pytorch():
+    ours, theirs = LossScaler(), torch.amp.GradScaler("cpu")
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    theirs.scale(weight.sum())
+    theirs.load_state_dict(theirs.state_dict() | {"growth_interval": 3})
+    ours.load_state_dict(theirs.state_dict())
+    for overflows in (1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 0):
+        weight.grad = torch.full((1,), math.nan if overflows else 1.0)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(bool(overflows))
+        assert ours.state_dict() == theirs.state_dict()
+    assert ours.get_scale() == 2.0**16 / 2 / 2 * 4 / 4
+    other = LossScaler()
+    other.load_state_dict(ours.state_dict())
+    assert other.state_dict() == ours.state_dict()
+
+
+def test_a_scale_that_has_changed_since_is_not_changed_again():
+    scaler = LossScaler()
+    for _ in range(3):
+        scaler.update(overflowed=True, scale=2.0**16)
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_a_scaler_refuses_the_state_of_a_run_without_one():
+    with pytest.raises(ValueError, match="not in fp16: continue it with the amp that it had"):
+        LossScaler().load_state_dict({})
+    without = LossScaler(enabled=False)
+    without.load_state_dict({"scale": 8.0})
+    assert (without.get_scale(), without.state_dict()) == (1.0, {})
+
+
+def blow_up(comm, make_strategy, value):
+    """The state after a step in which one gradient is ``value``."""
+    torch.manual_seed(0)
+    strategy, built = make_strategy(), numbers().double()
+    built[0].weight.register_hook(lambda gradient: gradient.abs() * value)
+    strategy.clip_norm = 1.0
+    strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1.0))
+    inputs, targets = some_batches((4,))[0]
+    mine = share(torch.arange(4), *strategy.share())
+    strategy.step(inputs[mine], targets[mine], 4)
+    return {name: value.isnan() for name, value in strategy.full_state().items()}
+
+
+def blow_up_each(comm, cases):
+    return [blow_up(comm, *case) for case in cases]
+
+
+def test_a_norm_that_is_not_finite_makes_what_it_makes_in_pytorch():
+    """By an infinite norm finite gradients become zeros; by NaN, all become NaN."""
+    makes = [
+        technique("ring_all_reduce"),
+        technique("parameter_server", servers=2),
+        technique("model_parallel", split_points=(1, 2)),
+    ]
+    cases = [(make, value) for make in makes for value in (math.inf, math.nan)]
+    found = run(blow_up_each, cases, world_size=3, device="cpu").values
+    for rank in found:
+        for (_, value), state in zip(cases, rank):
+            for name, is_nan in state.items():
+                assert is_nan.all() == (math.isnan(value) or name == "0.weight")
+
+
+def hold(comm, accumulate):
+    strategy = technique("model_parallel", split_points=(2,), accumulate=accumulate)()
+    strategy.setup(comm, numbers(), sgd)
+    strategy.step(torch.ones(6, 6), torch.zeros(6, dtype=torch.int64), 6)
+    return strategy.stage.held_bytes
+
+
+def test_stages_that_accumulate_hold_one_micro_batch():
+    whole, thirds = (run(hold, n, world_size=2, device="cpu").values for n in (1, 3))
+    # The last stage also holds a number for its loss.
+    assert whole[0] == 3 * thirds[0]
+    assert whole[1] > 2 * thirds[1]
+
+
+def test_fp16_costs_a_number_more_in_the_messages_of_servers(halved):
+    elements = [p.numel() for p in numbers().parameters()]
+    pieces = sum(map(len, pieces_by_slice(elements, chunk_bounds(sum(elements), 2))))
+    for rank, (_, sent, _) in enumerate(halved[3]["ParameterServer(servers=2, amp=fp16)"]):
+        step = parameter_server_cost(sum(elements), 4, 3, rank, 2)
+        step += norms_cost(pieces, 4, 3, rank, fp16=True)
+        assert sent == (3 * step.messages, 3 * step.num_bytes)
+    elements = sum(p.numel() for p in images().parameters())
+    ranks = halved[2]["AsyncParameterServer(amp=fp16, accumulate=2)"]
+    for serves, (_, sent, _) in zip((True, False), ranks):
+        cost = async_parameter_server_cost(elements, 9, 4, 3, serves, fp16=True)
+        assert sent == (cost.messages, cost.num_bytes)
+
+
+def move_at_own_pace(comm, builtin):
+    """How far the parameters are from their start after ten pushes of two workers."""
+    torch.manual_seed(0)
+    strategy, built = technique("async_parameter_server", builtin)(), numbers().double()
+    before = torch.cat([p.detach().flatten() for p in built.parameters()])
+    strategy.clip_norm = 0.01
+    strategy.setup(comm, built, lambda p: torch.optim.SGD(p, lr=1.0))
+    inputs, targets = some_batches((4,))[0]
+    list(strategy.train(itertools.cycle([(inputs, targets, 8)]), 5, 1))
+    after = torch.cat([value.flatten() for value in strategy.full_state().values()])
+    strategy.close()
+    return (after - before).norm().item()
+
+
+@pytest.mark.parametrize("builtin", [False, True])
+def test_an_asynchronous_push_moves_no_further_than_its_part_of_the_norm(builtin):
+    """All gradients point in almost the same direction, because the steps are so small."""
+    for distance in run(move_at_own_pace, builtin, world_size=3, device="cpu").values:
+        assert distance == pytest.approx(10 * 0.01 / 2, rel=0.02)

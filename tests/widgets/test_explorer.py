@@ -2,7 +2,6 @@
 
 import base64
 import queue
-import threading
 
 import ipywidgets
 import pytest
@@ -50,30 +49,6 @@ def test_the_picture_is_the_figures(make, monkeypatch):
     explorer = make()
     picture = explorer.draw(*explorer.chosen()).png()
     assert base64.b64encode(picture).decode() in explorer.view.value
-    explorer.close()
-
-
-def test_a_drawing_that_takes_long_does_not_replace_that_of_a_later_choice():
-    """JupyterLab may carry out the changes of two controls side by side."""
-    begun, later = threading.Event(), threading.Event()
-
-    def draw(size):
-        if size == 1:
-            begun.set()
-            later.wait(0.3)
-        return plots.CaptionedFigure(
-            Figure(), alt=f"a figure of size {size}", caption="Empty axes."
-        )
-
-    size = ipywidgets.IntSlider(0, 0, 2)
-    explorer = Explorer(draw, size)
-    slow = threading.Thread(target=setattr, args=(size, "value", 1))
-    slow.start()
-    begun.wait()
-    size.value = 2
-    later.set()
-    slow.join()
-    assert 'alt="a figure of size 2"' in explorer.view.value
     explorer.close()
 
 

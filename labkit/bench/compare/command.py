@@ -10,13 +10,15 @@ from labkit.bench.compare.figures import draw
 from labkit.bench.compare.measure import compare
 from labkit.bench.compare.schema import load
 from labkit.bench.compare.summary import report
+from labkit.bench.compare.tables import csv_paths, write_tables
 from labkit.bench.record import command_line, flag, write
-from labkit.files import check_writable
+from labkit.files import check_writable, write_each
 
 
 def main(
     json_path: str | None = None,
     figures_dir: str | None = None,
+    csv_dir: str | None = None,
     from_path: str | None = None,
     words: Sequence[str] = (),
     **settings: Any,
@@ -26,6 +28,7 @@ def main(
     Args:
         json_path: where to write the record.
         figures_dir: an existing folder for the figures, ``compare_NAME.png`` each.
+        csv_dir: an existing folder for the tables, ``compare_NAME.csv`` each.
         from_path: a record to read, instead of running the comparison.
         words: the command line, for the record.
         settings: those arguments of ``compare`` that the command line gives.
@@ -39,6 +42,8 @@ def main(
     """
     if figures_dir is not None:
         _check_figures(figures_dir)
+    if csv_dir is not None:
+        csv_paths(csv_dir)
     if json_path is not None and Path(json_path).suffix == ".png":
         raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
     record: dict[str, Any] = {"command": command_line(words)}
@@ -52,8 +57,13 @@ def main(
     print(report(record))
     figures = {} if figures_dir is None else draw(record)
     paths = {f"{figures_dir}/compare_{name}.png": figure for name, figure in figures.items()}
-    write(record, json_path, paths)
+    tables = [] if csv_dir is None else [partial(_write_tables, record, csv_dir)]
+    write_each(partial(write, record, json_path, paths), *tables)
     return int(any(row["failed"] for row in record["skipped"]))
+
+
+def _write_tables(record: dict[str, Any], folder: str) -> None:
+    print(f"tables: {', '.join(write_tables(record, folder))}")
 
 
 def _check_figures(folder: str) -> None:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 
+from labkit.bench.compare.by_epoch import breakdown, epoch_breakdowns, loading
 from labkit.bench.compare.contenders import SINGLE
 from labkit.bench.compare.panels import ONE, OURS, THEIRS, THEIRS_ON_OURS, draw_panels, draw_rows
 from labkit.bench.compare.summary import (
@@ -44,6 +45,10 @@ def draw(record: Record) -> dict[str, CaptionedFigure]:
     if any(one["builtin"] for one in _ran(record)):
         found["curves_pytorch"] = curves(record, builtin=True)
     found |= {"phases": epoch_phases(record), "time_to_accuracy": time_to_accuracy(record)}
+    if epoch_breakdowns(record):
+        found["epochs"] = breakdown(record)
+    if record.get("loading"):
+        found["loading"] = loading(record)
     if any(peak_bytes(record, name) for name in present(record)):
         found["memory"] = memory(record)
     if not _ours(record):
@@ -64,7 +69,7 @@ def curves(record: Record, *, builtin: bool = False) -> CaptionedFigure:
     names = list(dict.fromkeys([SINGLE, *names] if SINGLE in present(record) else names))
     repeats = {name: [run["epochs"] for run in runs_of(record, name)] for name in names}
     whose = "PyTorch's own" if builtin else "Ours"
-    return learning_curves(repeats, title=f"{whose}: {_where(record)}")
+    return learning_curves(repeats, title=f"{whose}: {_where(record)}", training=True)
 
 
 def epoch_phases(record: Record) -> CaptionedFigure:

@@ -19,13 +19,16 @@ from labkit.bench.compare.contenders import (
     find_contenders,
     settings_of,
 )
-from labkit.bench.compare.phases import phases_by_role, short
+from labkit.bench.compare.phases import epochs_by_role, phases_by_role, short
 from labkit.bench.record import machine
+from labkit.bench.spread import rounded
 from labkit.comm.peak_memory import as_dicts
 from labkit.config import RunConfig
 from labkit.errors import WorkerError
 from labkit.runtime.preload import warm_up
+from labkit.training.data import samples_for
 from labkit.training.make_strategy import make_strategy
+from labkit.training.own import NOTHING
 from labkit.training.train_run import TrainResult, train_run
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer
 from labkit.workload.datasets import load_dataset
@@ -33,6 +36,7 @@ from labkit.workload.datasets import load_dataset
 # Ten minutes, less a reserve for a setting that takes longer than it did the last time.
 BUDGET_S = 480.0
 MOST_REPEATS = 5
+_LOADS = 5
 # A run that takes longer is not going to end.
 _TIMEOUT_S = 300
 
@@ -80,6 +84,7 @@ def compare(
     comparison.check()
     say(f"{len(contenders)} contenders: {', '.join(one.name for one in contenders)}")
     warm_up()
+    comparison.load()
     comparison.run(repeats, budget_s)
     return comparison.record({"target": target, "repeats": repeats, "gpus_used": gpus})
 
@@ -111,6 +116,7 @@ class Comparison:
         say: called with each line of progress.
         runs: a row for each run, see ``_row``.
         skipped: a row for each run without a result, with the reason; ``failed`` if it started.
+        loading: a row for each number of training samples: seconds until a rank has them.
     """
 
     contenders: list[Contender]
@@ -119,6 +125,7 @@ class Comparison:
     say: Callable[[str], None]
     runs: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    loading: list[dict[str, Any]] = field(default_factory=list)
 
     def check(self) -> None:
         """Raise ValueError, before anything runs, for settings with which no run could start."""
@@ -137,8 +144,25 @@ class Comparison:
             "settings": [asdict(setting) for setting in self.settings],
             "runs": self.runs,
             "skipped": self.skipped,
+            "loading": self.loading,
             **machine(),
         }
+
+    def load(self) -> None:
+        """Time how long a rank takes to load each number of samples, in turns."""
+        sizes = sorted({setting.train_size for setting in self.settings})
+        seconds: dict[int, list[float]] = {size: [] for size in sizes}
+        for _ in range(_LOADS + 1):
+            for size in sizes:
+                config = RunConfig(**self.common, train_size=size)
+                begun_s = time.perf_counter()
+                samples_for(config, NOTHING)
+                seconds[size].append(time.perf_counter() - begun_s)
+        # The first one reads the files into the system's memory.
+        self.loading = [
+            {"train_size": size, "seconds": rounded(repeats[1:])}
+            for size, repeats in seconds.items()
+        ]
 
     def run(self, repeats: int | None, budget_s: float) -> None:
         """Run everything ``repeats`` times, or as often as fits into ``budget_s``.
@@ -201,14 +225,20 @@ class Comparison:
         self.say(f"{'failed' if failed else 'skipped'}: {name}, {setting.text()}: {reason}")
 
 
+def _numbers(epoch: dict[str, Any]) -> dict[str, float | None]:
+    """An epoch's numbers; its phases are recorded by role."""
+    return {key: short(value) for key, value in epoch.items() if key != "phases_s"}
+
+
 def _row(contender: Contender, setting: int, repeat: int, result: TrainResult) -> dict[str, Any]:
     """The row of the record on one run; ``setting`` is the index in the record's list."""
     return {
         "contender": contender.name,
         "setting": setting,
         "repeat": repeat,
-        "epochs": [{key: short(value) for key, value in row.items()} for row in result.epochs],
+        "epochs": [_numbers(row) for row in result.epochs],
         "phases_s": phases_by_role(result.trace, result.config.epochs),
+        "epoch_phases_s": epochs_by_role(result.trace, [row["seconds"] for row in result.epochs]),
         "bytes_sent": result.bytes_sent,
         "messages": result.messages,
         "peak_memory": as_dicts(result.peak_memory),

@@ -1,7 +1,8 @@
 """The time of an epoch by kind of span and role of the rank, read from a run's trace."""
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from labkit.trace import Span, Trace
 
@@ -18,6 +19,33 @@ def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float | Non
         seconds = _epoch_seconds(trace.of(rank), epochs)
         by_role.setdefault(_role(seconds), []).append(seconds)
     return {role: _means(rows) for role, rows in sorted(by_role.items(), reverse=True)}
+
+
+def epochs_by_role(
+    trace: Trace, seconds: Sequence[float]
+) -> dict[str, list[dict[str, float | None]]]:
+    """``{role: [{kind of span: seconds} of each epoch]}``, means over the ranks of a role.
+
+    Args:
+        trace: of the run.
+        seconds: of each epoch. Where ranks do not wait for each other, these are the epochs of the
+            server, and what any rank does in this time counts.
+    """
+    windows = {rank: epoch_windows(trace.of(rank)) for rank in trace.ranks}
+    if any(len(found) != len(seconds) for found in windows.values()):
+        start_s = min(found[0][0] for found in windows.values() if found)
+        ends_s = list(itertools.accumulate(seconds, initial=start_s))
+        windows = {rank: list(itertools.pairwise(ends_s)) for rank in windows}
+    by_role: dict[str, list[list[dict[str, float]]]] = {}
+    for rank, bounds in windows.items():
+        own = Trace(tuple(trace.of(rank)))
+        epochs = [own.between(*bound).seconds_by_kind() for bound in bounds]
+        kinds = {kind: s for epoch in epochs for kind, s in epoch.items()}
+        by_role.setdefault(_role(kinds), []).append(epochs)
+    return {
+        role: [_means(list(rows)) for rows in zip(*ranks)]
+        for role, ranks in sorted(by_role.items(), reverse=True)
+    }
 
 
 def _role(seconds: dict[str, float]) -> str:

@@ -43,7 +43,20 @@ _MEMORY = {
     "type": ["object", "null"],
 }
 
+_KINDS = {"type": "object", "additionalProperties": _NUMBER}
+_MORE = ("train_accuracy", "test_loss", "test_top5")
+_EPOCH = _object(
+    # Not in older records.
+    optional=_MORE,
+    loss=_NUMBER_OR_NULL,
+    test_accuracy=_NUMBER,
+    seconds=_SECONDS,
+    **dict.fromkeys(_MORE, _NUMBER_OR_NULL),
+)
+
 _SCHEMA = _object(
+    # Not in older records.
+    optional=("loading",),
     command=_TEXT,
     config=_object(model=_TEXT, dataset=_TEXT, target=_NUMBER, gpus_used=_INDEX),
     contenders=_list(
@@ -57,17 +70,16 @@ _SCHEMA = _object(
     runs=_list(
         _object(
             # Only if one device took part; if bytes are counted; not in older records.
-            optional=("difference_from_single", "bytes_sent", "peak_memory"),
+            optional=("difference_from_single", "bytes_sent", "peak_memory", "epoch_phases_s"),
             contender=_TEXT,
             setting=_INDEX,
             repeat=_INDEX,
-            epochs=_list(
-                _object(loss=_NUMBER_OR_NULL, test_accuracy=_NUMBER, seconds=_SECONDS), least=1
-            ),
+            epochs=_list(_EPOCH, least=1),
             phases_s={
                 "type": "object",
-                "additionalProperties": {"type": "object", "additionalProperties": _NUMBER},
+                "additionalProperties": _KINDS,
             },
+            epoch_phases_s={"type": "object", "additionalProperties": _list(_KINDS)},
             bytes_sent={"type": ["array", "null"], "items": _INDEX},
             peak_memory=_list(_MEMORY),
             replicas_agree=_TRUTH,
@@ -76,6 +88,7 @@ _SCHEMA = _object(
         )
     ),
     skipped=_list(_object(contender=_TEXT, world_size=_COUNT, reason=_TEXT, failed=_TRUTH)),
+    loading=_list(_object(train_size=_COUNT, seconds=_list(_SECONDS, least=1))),
     hardware=_object(cpu=_TEXT, cores=_COUNT, gpus=_list(_TEXT)),
     versions=_object(),
 )

@@ -6,7 +6,7 @@ contains launch or evaluation.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from labkit.bench.compare.contenders import SINGLE
@@ -153,15 +153,16 @@ def phases(record: Record) -> dict[str, dict[str, float]]:
             kinds = sorted({kind for row in rows for kind in row} - {"evaluate"})
             row = {k: statistics.median(one.get(k, 0.0) for one in rows) for k in kinds}
             label = name if len(roles) == 1 else f"{name}: {role}"
-            bars[label] = _filled(row, whole)
+            bars[label] = filled(row, whole)
     return bars
 
 
-def _filled(row: dict[str, float], whole: float) -> dict[str, float]:
-    total = sum(row.values())
+def filled(seconds: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Seconds by kind that add up to ``whole``: with ``other``, or scaled to fit."""
+    total = sum(seconds.values())
     if total > whole:
-        return {kind: seconds * whole / total for kind, seconds in row.items()}
-    return row | {"other": whole - total}
+        return {kind: s * whole / total for kind, s in seconds.items()}
+    return dict(seconds) | {"other": whole - total}
 
 
 def report(record: Record) -> str:

@@ -120,6 +120,7 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
     bound here, and a worker that dies ends the run, since RPC can only be shut down by all ranks.
     """
 
+    can_be_kept = False
     name = "async_parameter_server"
 
     def prepare(self) -> None:

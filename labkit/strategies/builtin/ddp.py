@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.backend.queues import sent as sent_on_our_backend
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
 from labkit.strategies.update import Update
@@ -20,7 +21,9 @@ class TorchDDP(Strategy):
     """``torch.nn.parallel.DistributedDataParallel``, the counterpart of ring all-reduce and DDP.
 
     DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
-    rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples.
+    rank scales its loss by P / batch_size: the mean over ranks is then the mean over samples. In
+    fp16 a loss P times as large would overflow sooner than on one device, so there the summed
+    gradients are multiplied by P instead.
     Batch statistics (BatchNorm): each rank normalises with the statistics of its own share, and
     all ranks get rank 0's running averages before every forward pass, here also at the end of an
     epoch.
@@ -85,15 +88,33 @@ class TorchDDP(Strategy):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
-        divisor, no_sync = batch_size / self.comm.world_size, self.replica.no_sync
+        ranks, no_sync = self.comm.world_size, self.replica.no_sync
+        divisor = batch_size if self.scaler.is_enabled() else batch_size / ranks
         loss = self.gradients.add(
             *(inputs, targets, divisor, no_sync),
             even_if_empty=True,
             sizes=self.common_sizes(batch_size),
         )
         with self.comm.span("update"):
+            if self.scaler.is_enabled():
+                for parameter in self.update.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad *= ranks
             self.update()
         return loss
+
+    def kept(self) -> Kept:
+        kept = super().kept()
+        if self.comm.rank:
+            # DDP gives all ranks those of rank 0 before they are used.
+            kept.buffers = {}
+        return kept
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        # After its first backward DDP assigns the gradients to other buckets, in whose order it
+        # adds up from then on.
+        self.gradients.add(inputs, targets, batch_size, even_if_empty=True)
+        self.optimizer.zero_grad()
 
     def end_epoch(self) -> None:
         # DDP broadcasts buffers in the next forward pass, but no pass follows the last step.

@@ -9,6 +9,7 @@ Source: PyTorch, "Implementing batch RPC processing using asynchronous execution
 """
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from labkit.strategies.builtin.rpc import ServedByRpc, async_execution, call_server
 from labkit.strategies.flat_parameters import average_buffers
+from labkit.strategies.kept import KeptElements, State
 from labkit.strategies.update import Update
 
 
@@ -65,6 +67,14 @@ class BatchServer:
         updated.set_result(self.values.detach())
         self.updates.release()
         return updated
+
+
+class _KeptThere(KeptElements):
+    """As ``KeptElements``, copied: the next update is made by a thread of RPC's."""
+
+    def optimizer_state(self) -> State:
+        found = super().optimizer_state()
+        return {n: {k: v.clone() for k, v in state.items()} for n, state in found.items()}
 
 
 # RPC calls a function by its name, so the function can find its server only as a global.
@@ -133,6 +143,14 @@ class RpcParameterServer(ServedByRpc):
             with self.comm.span("wait"):
                 _server.updates.acquire()
         return loss
+
+    def kept(self) -> KeptElements:
+        return _KeptThere(super().kept(), self.comm, [(0, self.values.numel())])
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        if self.comm.rank == 0:
+            with torch.no_grad():
+                _server.values.copy_(self.values)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)

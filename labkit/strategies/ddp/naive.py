@@ -43,6 +43,9 @@ class NaiveDDP(nn.Module):
     The constructor lists the trained parameters: the gradient of a parameter that is unfrozen
     later is not summed.
 
+    Attributes:
+        buffers_behind: whether buffers may have changed since they were broadcast.
+
     Raises:
         ValueError: nothing in the module requires a gradient.
     """
@@ -58,7 +61,7 @@ class NaiveDDP(nn.Module):
             raise ValueError(
                 "no parameter of this model requires a gradient: there is nothing to sum"
             )
-        self._synchronise, self._in_backward, self._buffers_behind = True, False, False
+        self._synchronise, self._in_backward, self.buffers_behind = True, False, False
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
         on_gradient = weakly(self._on_gradient)
@@ -92,9 +95,9 @@ class NaiveDDP(nn.Module):
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers, if any buffer can have changed since the last call."""
-        if not self._buffers_behind:
+        if not self.buffers_behind:
             return
-        self._buffers_behind = False
+        self.buffers_behind = False
         for dtype in dict.fromkeys(buffer.dtype for buffer in self.module.buffers()):
             buffers = [b for b in self.module.buffers() if b.dtype == dtype]
             flat = broadcast(self.comm, torch.cat([b.flatten() for b in buffers]))
@@ -113,7 +116,7 @@ class NaiveDDP(nn.Module):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        self._in_backward, self._buffers_behind = False, True
+        self._in_backward, self.buffers_behind = False, True
         used = [parameter.grad is not None for parameter in self.trained]
         self.sum_gradients()
         if self.find_unused:

@@ -7,11 +7,15 @@ The loss is divided, because it is one number and the gradients are many. The su
 then the gradient of the mean over the global batch, whatever the sizes of the shares.
 """
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.ddp.bucketed import BucketedDDP
+from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.sync_batch_norm import convert
 from labkit.strategies.update import Update
@@ -67,6 +71,17 @@ class DDP(Strategy):
         with self.comm.span("update"):
             self.update()
         return loss
+
+    def kept(self) -> Kept:
+        kept = super().kept()
+        if self.comm.rank:
+            # Rank 0's replace them before they are used.
+            kept.buffers = {}
+        kept.own["buffers_behind"] = torch.tensor(self.replica.buffers_behind)
+        return kept
+
+    def continued(self, own: Mapping[str, Tensor]) -> None:
+        self.replica.buffers_behind = bool(own.get("buffers_behind", True))
 
     def end_epoch(self) -> None:
         self.replica.broadcast_buffers()

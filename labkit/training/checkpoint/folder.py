@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import weakref
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _STEP = re.compile(r"step-(\d{8,18})")
 _UNFINISHED = re.compile(r"\.labkit-[0-9a-f]{16}\.part")
 # What torch.distributed.checkpoint and this package put into a checkpoint.
 _OURS = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|labkit\.json")
+_POLL_S = 0.1
 # Where a file system has no locks, a run goes on without one.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -46,8 +48,13 @@ def _match(name: str) -> re.Match[str] | None:
     return found if found and name == step_path(Path(), int(found[1])).name else None
 
 
-def check_folder(folder: str | Path) -> None:
+def check_folder(folder: str | Path, patience_s: float = 0.0) -> None:
     """Refuse a folder into which no checkpoint can be written, before a run and not during it.
+
+    Args:
+        folder: of the checkpoints.
+        patience_s: how long to wait for another run there to end. Ranks whose launcher was killed
+            notice it a moment later.
 
     Raises:
         ValueError: it is not a folder and cannot be made, may not be written to, or another run
@@ -66,11 +73,15 @@ def check_folder(folder: str | Path) -> None:
         raise ValueError(
             f"cannot write checkpoints to {folder}: no permission to write to {there}"
         )
-    if (path / LOCK).exists():
+    until_s = time.monotonic() + patience_s
+    while (path / LOCK).exists():
         try:
             Lock(path).release()
+            return
         except OutputError as error:
-            raise ValueError(str(error)) from None
+            if time.monotonic() > until_s:
+                raise ValueError(str(error)) from None
+        time.sleep(_POLL_S)
 
 
 class Lock:
@@ -85,8 +96,9 @@ class Lock:
         # Never a link, which another user could have put there; nor may others open it, who
         # could keep the lock.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        self._descriptor: int | None = None
         try:
-            self._descriptor: int | None = os.open(self.path, flags, 0o600)
+            self._descriptor = os.open(self.path, flags, 0o600)
             _held.add(self)
             self.works = self._take()
         except OSError as error:
@@ -105,10 +117,19 @@ class Lock:
             return False
         return True
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self) -> None:
         """Give the lock back."""
-        descriptor = getattr(self, "_descriptor", None)
-        self._descriptor = None
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.close()
+
+    def close(self) -> None:
+        """Close its file in this process; a parent that has forked this process keeps the lock."""
+        descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
@@ -116,14 +137,14 @@ class Lock:
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-def _release_all() -> None:
+def _close_all() -> None:
     for lock in list(_held):
-        lock.release()
+        lock.close()
 
 
 # A lock lasts as long as any process has its file open: a DataLoader's worker, a fork of its
 # rank, may outlive the rank for seconds.
-os.register_at_fork(after_in_child=_release_all)
+os.register_at_fork(after_in_child=_close_all)
 
 
 def _lock_error(folder: Path, path: Path, error: OSError) -> OutputError:
@@ -143,18 +164,14 @@ def hidden(folder: Path) -> Path:
     return folder / f".labkit-{secrets.token_hex(8)}.part"
 
 
-def make_unfinished(folder: Path) -> Path:
-    """Make a hidden folder for a checkpoint that is being written; OSError if it cannot."""
-    path = hidden(folder)
-    path.mkdir()
-    return path
-
-
-def remove_unfinished(folder: str | Path) -> None:
+def remove_unfinished(folder: str | Path | None) -> None:
     """Remove what runs that were interrupted have left, unless a run is writing there now.
 
-    To be called when the ranks have ended, in whatever way. It never raises OSError.
+    To be called when the ranks have ended, in whatever way: those that were killed while they
+    wrote could not clean up. It never raises OSError; None for a run without checkpoints.
     """
+    if folder is None:
+        return
     path = Path(folder)
     with contextlib.suppress(OSError):
         if any(_UNFINISHED.fullmatch(name) for name in os.listdir(path)):
@@ -195,8 +212,8 @@ def remove(path: Path) -> bool:
         if not _UNFINISHED.fullmatch(path.name):
             # Under its new name it no longer counts as a checkpoint, even if this is cut short.
             path = path.rename(hidden(path.parent))
-        for entry in list(os.scandir(path)):
-            os.unlink(entry.path)
+        for file in list(path.iterdir()):
+            file.unlink()
         path.rmdir()
     except OSError:
         return False
@@ -206,8 +223,8 @@ def remove(path: Path) -> bool:
 def holds_only_ours(path: Path) -> bool:
     """Whether all in this folder are plain files with the names of a checkpoint's files."""
     return all(
-        _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-        for entry in os.scandir(path)
+        _OURS.fullmatch(file.name) and stat.S_ISREG(file.lstat().st_mode)
+        for file in list(path.iterdir())
     )
 
 

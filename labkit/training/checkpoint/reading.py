@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from labkit.training.checkpoint.folder import METADATA
-from labkit.training.checkpoint.whole import NotWholeError, why_not_whole
+from labkit.training.checkpoint.whole import NotWholeError, read_record, why_not_whole
 
 _DCP = "torch.distributed.checkpoint"
 # What stands in the descriptions of PyTorch 2.11 and later.
@@ -111,11 +111,12 @@ def stored_in(path: Path) -> list[Stored]:
         NotWholeError: it is damaged, or not the description of tensors that labkit writes.
     """
     data = (path / METADATA).read_bytes()
+    sizes = {name: told["bytes"] for name, told in read_record(path)["files"].items()}
     try:
         whole = _Descriptions(io.BytesIO(data)).load().state
         names, places = whole["state_dict_metadata"], whole["storage_data"]
         at = {_field(index, "fqn"): place.state for index, place in places.items()}
-        return [_stored(name, one.state, at[name], whole, path) for name, one in names.items()]
+        return [_stored(name, one.state, at[name], whole, sizes) for name, one in names.items()]
     except NotWholeError:
         raise
     # A damaged pickle can raise anything.
@@ -128,7 +129,11 @@ def _field(thing: _StandIn, name: str) -> Any:
 
 
 def _stored(
-    name: str, told: dict[str, Any], at: dict[str, Any], whole: dict[str, Any], path: Path
+    name: str,
+    told: dict[str, Any],
+    at: dict[str, Any],
+    whole: dict[str, Any],
+    sizes: dict[str, int],
 ) -> Stored:
     dtype = told["properties"].state[0]
     shape = _numbers(told["size"])
@@ -138,8 +143,7 @@ def _stored(
         raise NotWholeError(f"{METADATA} names what labkit never writes, for {name}")
     if len(told["chunks"]) != 1 or "transform_descriptors" in at:
         raise NotWholeError(f"{name} is divided or encoded, which labkit never does")
-    size = (path / file).stat().st_size if Path(file).name == file else -1
-    if not 0 <= offset <= offset + num_bytes <= size:
+    if not 0 <= offset <= offset + num_bytes <= sizes.get(file, -1):
         raise NotWholeError(f"{METADATA} places {name} outside of the checkpoint's files")
     if not isinstance(dtype, torch.dtype) or math.prod(shape) * dtype.itemsize > num_bytes:
         raise NotWholeError(f"{METADATA} gives {name} more elements than are stored")
@@ -174,7 +178,8 @@ def _read(path: Path, one: Stored) -> Tensor:
         with open(path / one.file, "rb", buffering=0) as file:
             part: Any = _Slice(file, one.offset, one.num_bytes)
             tensor = torch.load(part, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
+    # As with every damaged pickle.
+    except Exception as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise NotWholeError(f"{one.file} is damaged, at {name}: {said}") from error
     if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) != (one.dtype, one.shape):

@@ -109,11 +109,11 @@ class HashedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         assert mode == "wb", "it only writes"
-        try:
-            with HashedFile(path, self._pace) as file:
+        with HashedFile(path, self._pace) as file:
+            try:
                 yield file
-        finally:
-            self.error = file.error
+            finally:
+                self.error = file.error
         told = {"bytes": os.stat(path).st_size, "sha256": file.digest.hexdigest()}
         self.files[Path(path).name] = told
 

@@ -130,14 +130,16 @@ def why_not_whole(path: str | Path, *, contents: bool = True) -> str:
 def _check_sizes(path: Path, files: dict[str, dict[str, Any]]) -> None:
     if METADATA not in files:
         raise NotWholeError(f"{FACTS} does not name {METADATA}")
-    there = {entry.name: entry for entry in os.scandir(path)}
-    if missing := sorted(files.keys() - there.keys()):
+    if missing := sorted(files.keys() - set(os.listdir(path))):
         raise NotWholeError(f"files are missing: {', '.join(missing)}")
     for name, told in files.items():
-        if not there[name].is_file(follow_symlinks=False):
+        found = (path / name).lstat()
+        if not stat.S_ISREG(found.st_mode):
             raise NotWholeError(f"{name} is not a file")
-        if (size := there[name].stat().st_size) != told["bytes"]:
-            raise NotWholeError(f"{name} has {size} bytes, and {told['bytes']} were written")
+        if found.st_size != told["bytes"]:
+            raise NotWholeError(
+                f"{name} has {found.st_size} bytes, and {told['bytes']} were written"
+            )
 
 
 def file_digest(path: Path) -> str:

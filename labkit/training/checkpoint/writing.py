@@ -80,6 +80,8 @@ class CheckpointWriter:
         self._plan: Plan | None = None
         self._known: list[str] = []
         self._thread: threading.Thread | None = None
+        # An interrupted ``Thread.join`` takes its thread for one that has ended.
+        self._ended = threading.Event()
         self._error: BaseException | None = None
         self.last_s = 0.0
         self._unfinished: Path | None = None
@@ -135,12 +137,12 @@ class CheckpointWriter:
             OutputError: this checkpoint cannot be begun, or the one before could not be written.
         """
         self.wait()
-        mine = flattened(tensors)
-        kept = json.loads(json.dumps(dict(facts)))
+        mine, kept = flattened(tensors), _plain(facts)
         plan = self._agreed(step, best, described(mine))
-        self._unfinished = unfinished = Path(self._together(self._begin))
+        unfinished = Path(self._together(self._begin))
         self._copies.take(mine, plan.paths)
         self._pace.hurry.clear()
+        self._ended.clear()
         job = _Job(step, unfinished, kept, best)
         self._thread = threading.Thread(
             target=self._write, args=(job, plan), name="labkit-checkpoint", daemon=True
@@ -165,12 +167,15 @@ class CheckpointWriter:
         return self._plan
 
     def _begin(self) -> str:
+        # Known before it is made: an interrupt can come between any two lines.
+        self._unfinished = places.hidden(self.folder)
         try:
-            return str(places.make_unfinished(self.folder))
+            self._unfinished.mkdir()
         except OSError as error:
             raise OutputError(
                 f"cannot write a checkpoint to {self.folder}: {error.strerror}"
             ) from None
+        return str(self._unfinished)
 
     def _write(self, job: _Job, plan: Plan) -> None:
         """The thread: write this rank's part; on rank 0 also complete the checkpoint."""
@@ -183,7 +188,9 @@ class CheckpointWriter:
         except BaseException as error:
             self._error = error
             self._remove_unfinished()
-        self.last_s = time.monotonic() - begun_s
+        finally:
+            self.last_s = time.monotonic() - begun_s
+            self._ended.set()
 
     def _remove_unfinished(self) -> None:
         if self._rank == 0 and self._unfinished is not None:
@@ -251,7 +258,7 @@ class CheckpointWriter:
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written, or waits for the other ranks' parts."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._ended.is_set()
 
     def wait(self) -> None:
         """Wait until the checkpoint is whole, and as fast as possible.
@@ -261,9 +268,11 @@ class CheckpointWriter:
             PeerLostError: another rank has ended.
         """
         self._pace.hurry.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = self._unfinished = None
+        # A thread that an interrupt has kept from starting never ends.
+        while self._thread is not None and not self._ended.wait(_PATIENCE_S):
+            if self._thread.ident is None:
+                break
+        self._thread = self._unfinished = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -283,7 +292,7 @@ class CheckpointWriter:
         self._pace.stopped = True
         self._pace.hurry.set()
         if self._thread is not None:
-            self._thread.join(_PATIENCE_S)
+            self._ended.wait(_PATIENCE_S)
         self._remove_unfinished()
         self._leave()
 
@@ -300,6 +309,14 @@ class CheckpointWriter:
             self.close()
         else:
             self.abandon()
+
+
+def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the facts, as they will be read."""
+    try:
+        return json.loads(json.dumps(dict(facts)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"facts of a checkpoint must be what JSON can hold: {error}") from None
 
 
 def _needed_bytes(plan: Plan) -> int:
