@@ -123,8 +123,11 @@ class Checkpoints:
             return progress
         facts, kept = read_facts(path), self.strategy.kept()
         progress.epoch, progress.step = facts["epoch"], facts["step"]
-        progress.rows = facts["epochs"]
+        if not (self.is_alone and self.strategy.comm.rank):
+            progress.rows = facts["epochs"]
         rehearse()
+        # What it has counted was none of the run's samples.
+        self.strategy.counted()
         kept.load_state(_read(path, ("model",), kept.state))
         kept.load_optimizer_state(_read(path, ("optimizer", "state"), kept.state_of()))
         self._load_rates(path)

@@ -65,6 +65,7 @@ TRIED = {
     "freeze": ("features",),
     "accumulate": (2,),
     "amp": ("bf16", "fp16"),
+    "sync_batch_norm": (True,),
     "compress": ("bf16", "topk"),
     "bucket_mb": (0.0,),
     "servers": (2,),
@@ -80,7 +81,6 @@ UNTRIED = {
     "a number with one meaning in all": "lr momentum seed",
     "how it runs, and not what": "transport link num_workers tf32",
     "files of a run": "checkpoint_dir checkpoint_every checkpoint_keep resume log_dir",
-    "coming": "sync_batch_norm",
 }
 
 
@@ -93,6 +93,7 @@ SERVED = both("parameter_server", "async_parameter_server")
 # Options of some techniques; all others are for all of them.
 TAKEN_BY = {
     "accumulate": TECHNIQUES.keys() - both("pipeline") - {("model_parallel", True)},
+    "sync_batch_norm": both("single", "parameter_server") | IN_STEP,
     "straggler": IN_STEP | SERVED,
     "bucket_mb": both("ddp"),
     "compress": {("ring_all_reduce", False)},
@@ -108,7 +109,9 @@ APART = [
     {"optimizer": "adam", "momentum": 0.9},
 ]
 # What one device has no use for.
-NOT_ALONE = TAKEN_BY.keys() - {"accumulate"}
+NOT_ALONE = TAKEN_BY.keys() - {"accumulate", "sync_batch_norm"}
+# What makes no difference on one device.
+CHANGE_NOTHING = {"accumulate", "sync_batch_norm"}
 # With these a run moves about as one device does, by this share of the way.
 NEAR = {"amp": 0.15, "compress": 2.0}
 
@@ -119,14 +122,25 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), pool, nn.Flatten(), nn.Linear(12, 10))
 
 
+def normed() -> nn.Sequential:
+    """The same network with a layer that looks across samples."""
+    return net().insert(1, nn.BatchNorm2d(3))
+
+
 def images() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(14, 1, 8, 8, generator=generator), torch.arange(14) % 10
 
 
-OWN = Own(model=net, dataset=images)
-# A file of other parameters than those of ``net``.
-WEIGHTS = Path(tempfile.gettempdir(), f"weights of process {os.getpid()}.pt")
+def own_of(options) -> Own:
+    return Own(model=normed if "sync_batch_norm" in options else net, dataset=images)
+
+
+# Files of other parameters than those of the network.
+WEIGHTS = {
+    make: Path(tempfile.gettempdir(), f"weights of {make.__name__} {os.getpid()}.pt")
+    for make in (net, normed)
+}
 EACH = [{name: value} for name, values in TRIED.items() for value in values]
 # Each optimizer with each schedule.
 RATES = [
@@ -167,7 +181,7 @@ def settings_of(technique, options) -> dict:
     (name, builtin), dtype = technique, {"dtype": "float32"} if "amp" in options else {}
     found = BASE | TECHNIQUES[technique] | options | dtype
     found |= {"strategy": name.partition(" ")[0], "builtin": builtin}
-    names = {"last": found.get("world_size", 1) - 1, "weights": WEIGHTS}
+    names = {"last": found.get("world_size", 1) - 1, "weights": WEIGHTS[own_of(options).model]}
     texts = {name: found[name].format(**names) for name in ("straggler", "weights") & found.keys()}
     return found | texts
 
@@ -185,8 +199,8 @@ def job_of(technique, options):
     """(config, strategy), or the words of a refusal."""
     try:
         config = RunConfig(**settings_of(technique, options))
-        strategy = make_strategy(config, own=OWN)
-        check_work(config, OWN, strategy)
+        strategy = make_strategy(config, own=own_of(options))
+        check_work(config, own_of(options), strategy)
     except ValueError as error:
         return str(error)
     return config, strategy
@@ -196,16 +210,18 @@ def fit_each(comm, jobs):
     """By job, this rank's state (the first rank's alone) and checksum, or what was refused."""
     found = {}
     for key, (config, strategy) in jobs.items():
-        report = fit(comm, config, strategy, False, OWN)
+        report = fit(comm, config, strategy, False, own_of(dict(key[1:])))
         found[key] = report.state, report.checksum
     return found
 
 
 @pytest.fixture(scope="module")
 def weights():
-    torch.save({name: value + 0.1 for name, value in net().state_dict().items()}, WEIGHTS)
+    for make, path in WEIGHTS.items():
+        torch.save({name: value + 0.1 for name, value in make().state_dict().items()}, path)
     yield
-    WEIGHTS.unlink()
+    for path in WEIGHTS.values():
+        path.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +248,7 @@ def trained(weights):
 
 def moved(state) -> Tensor:
     """How far the parameters are from where they began, [N]."""
-    start = net().state_dict()
+    start = (net() if len(state) == len(net().state_dict()) else normed()).state_dict()
     return torch.cat([(state[name].double() - start[name]).flatten() for name in start])
 
 
@@ -269,7 +285,7 @@ def test_the_tables_have_every_setting():
     assert untried | TRIED.keys() == set(SETTINGS)
 
 
-@pytest.mark.parametrize("name", sorted(TRIED.keys() - NOT_ALONE - {"accumulate"}))
+@pytest.mark.parametrize("name", sorted(TRIED.keys() - NOT_ALONE - CHANGE_NOTHING))
 def test_an_option_changes_the_run(trained, name):
     ((plain, _),) = trained[(("single", False),)]
     for value in TRIED[name]:
