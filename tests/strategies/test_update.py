@@ -22,6 +22,8 @@ from labkit.costs.traffic import (
 )
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.base import OwnPaceStrategy
+from labkit.strategies.flat_parameters import pieces_by_slice
+from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.sampling import share
