@@ -20,7 +20,7 @@ def check_space(folder: Path, plan: Plan) -> None:
 
 
 def explained(error: Exception, path: Path, plan: Plan) -> str:
-    """Why the checkpoint at ``path`` could not be written, with its bytes if space is the cause."""
+    """Why the checkpoint at ``path`` could not be written; its bytes, if space is the cause."""
     if not isinstance(error, OSError):
         return f"cannot write {path}: {type(error).__name__}: {error}"
     text = f"cannot write {path}: {error.strerror or error}"
