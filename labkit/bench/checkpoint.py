@@ -28,7 +28,6 @@ from labkit.bench.turns import (
 )
 from labkit.comm.comm import Comm
 from labkit.strategies.ddp.strategy import DDP
-from labkit.training.checkpoint.writing import CheckpointWriter
 from labkit.units import check_choice, format_bytes, format_seconds
 
 # Samples of the global batch, by model.
@@ -142,6 +141,8 @@ def _result(world_size: int, model: str, repeats: int, where: Where) -> Checkpoi
 
 def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]:
     """Measure on this rank: seconds of turns, of saves and of writings."""
+    from labkit.training.checkpoint.writing import CheckpointWriter
+
     strategy = DDP()
     step = ModelStep(model, BATCH_SIZES[model] // comm.world_size).of(strategy, comm)
     for _ in range(2):

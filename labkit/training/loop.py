@@ -124,7 +124,7 @@ def _fit(
         progress = checkpoints.load(agreed(comm, config, start), partial(_rehearse, run))
         started_s = None
         if isinstance(strategy, OwnPaceStrategy):
-            started_s = time.perf_counter() - comm.session.recorder.origin
+            started_s = time.perf_counter() - comm.session.recorder.origin - strategy.passed_s
             _at_own_pace(run, progress)
         else:
             _in_step(run, progress)
