@@ -62,10 +62,7 @@ class Checkpoints:
         self.is_alone = isinstance(strategy, OwnPaceStrategy)
         if config.checkpoint_dir is not None and not (self.is_alone and strategy.comm.rank):
             comm: Any = _Alone() if self.is_alone else strategy.comm
-            # Not at the top: it imports what a run without checkpoints need not wait for.
-            from labkit.training.checkpoint.writing import CheckpointWriter
-
-            self.writer = CheckpointWriter(comm, config.checkpoint_dir, config.checkpoint_keep)
+            self.writer = _writer(comm, config.checkpoint_dir, config.checkpoint_keep)
         self._draws, self._before = False, random_states(self.devices)
 
     def __enter__(self) -> "Checkpoints":
@@ -272,6 +269,13 @@ class ServerSaves:
         self.progress.stop_clock(self.strategy)
         yield
         self.progress.start_clock(self.strategy)
+
+
+def _writer(comm: Any, folder: str, keep: int) -> "CheckpointWriter":
+    # Not at the top: it imports what a run without checkpoints need not wait for.
+    from labkit.training.checkpoint.writing import CheckpointWriter
+
+    return CheckpointWriter(comm, folder, keep)
 
 
 class _Alone:
