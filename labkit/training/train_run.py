@@ -15,7 +15,7 @@ from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.checkpoint.folder import remove_unfinished
+from labkit.training.checkpoint import remove_unfinished
 from labkit.training.data import check_samples, with_full_paths
 from labkit.training.logs import check_log_dir
 from labkit.training.loop import RankReport, fit
