@@ -30,7 +30,7 @@ from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
 from labkit.workload.losses import CountedLoss
 from labkit.workload.samples import on_device
-from labkit.workload.sampling import batch_slices, epoch_order, share
+from labkit.workload.sampling import batch_slices, epoch_order
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _epoch_batches(run: _Run, epoch: int) -> Sequence[Tensor]:
 def _shares(run: _Run, batches: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
     """This rank's samples of each global batch, on its device, and the size of that batch."""
     strategy, workers = run.strategy, run.config.num_workers
-    mine = [share(batch, *strategy.share()) for batch in batches]
+    mine = [strategy.part_of(batch) for batch in batches]
     pinned = strategy.uses_gpu
     loaded = run.work.train.batches(mine, workers, pinned=pinned, epoch=epoch)
     for batch in batches:
