@@ -151,9 +151,11 @@ def _with_phases(first: RankReport, result: RunResult) -> list[dict[str, Any]]:
         return first.epochs
     before = len(first.epochs) - len(first.ends_s) + 1
     # An earlier process has the spans of the epochs before it was stopped.
-    rows = [{"phases_s": {}} | row for row in first.epochs[:before]]
+    rows = [row | {"phases_s": {}} for row in first.epochs[:before]]
     for row, window in zip(first.epochs[before:], itertools.pairwise(first.ends_s)):
-        inside = result.trace.between(*window).seconds_by_kind()
+        seconds = result.trace.between(*window).seconds_by_kind()
+        # The training stops for these.
+        inside = {k: s for k, s in seconds.items() if k not in ("evaluate", "checkpoint")}
         rows.append(row | {"phases_s": {k: s / len(result.values) for k, s in inside.items()}})
     return rows
 
