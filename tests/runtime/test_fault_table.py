@@ -910,6 +910,53 @@ def data(case):
     case.patch.undo()
 
 
+@TABLE.row(
+    27,
+    "a checkpoint truncated, of another model, of another world size",
+    "what differs; the files untouched",
+)
+def checkpoints(case):
+    folder = case.folder / "run"
+    settings = {"train_size": 64, "batch_size": 16, "model": "mlp", "checkpoint_dir": str(folder)}
+
+    def train(strategy="ddp", **options):
+        return labkit.train_with(strategy, **settings | {"world_size": 2} | options)
+
+    def refused(*says, **options):
+        whole = contents(folder)
+        case.refused(lambda: train(epochs=2, resume=True, **options), *says)
+        assert contents(folder) == whole, "a file has changed"
+
+    train(epochs=1, checkpoint_every=2)
+    older, newer = sorted(folder.glob("step-*"))
+    next_step = "Next step: resume with the settings there"
+    says = f"cannot continue from {newer}", "model mlp there, small_cnn here", "1.weight [64, 64]"
+    refused(*says, next_step, model="small_cnn")
+    servers = {"strategy": "async_parameter_server", "world_size": 3}
+    refused("world_size 2 there, 3 here", "its workers", next_step, **servers)
+    (part,) = newer.glob("__0_*.distcp")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-10])
+    told = f"{part.name} has {len(whole) - 10} bytes, and {len(whole)} were written"
+    damaged = contents(newer)
+    with case.timed():
+        # On another number of ranks: what is left continues where one device would.
+        result = train(epochs=2, resume=True, world_size=1)
+    assert f"skipped {newer.name}: {told}; continues from {older.name}" in result.notes["note"]
+    kept = contents(folder)
+    assert set(damaged.values()) <= set(kept.values()), "what is damaged is kept"
+    once = labkit.train_with("single", **settings | {"epochs": 2, "checkpoint_dir": None})
+    assert largest_difference(result.state, once.state) < 1e-5
+    for path in folder.glob("step-*/__0_*"):
+        path.write_bytes(path.read_bytes()[:100])
+    refused(f"no checkpoint in {folder} is whole", "has 100 bytes, and", "They are as they were")
+
+
+def contents(folder):
+    """The bytes of all files, by name."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @TABLE.row(28, "the disk is full while a result is written", "the old file is intact")
 def disk_full(case):
     plots, progress = _of_the_course("labkit.plots"), _of_the_course("labkit.notebook.record")
@@ -937,6 +984,7 @@ def disk_full(case):
     assert set(found[""]) == {"first", "second", "third"}
     if case.kernel.has_disks:
         a_real_disk_full(case)
+        full_at_a_checkpoint(case)
 
 
 def a_real_disk_full(case):
@@ -954,6 +1002,42 @@ def a_real_disk_full(case):
     assert f"labkit: cannot write {disk}/weights: No space left on device\n" in printed
     assert "replicas agree: True" in printed
     assert printed.endswith("1\nold ['a.json', 'weights']\n")
+
+
+def full_at_a_checkpoint(case):
+    """The older checkpoint stays whole, and the run says which one is missing and what it needs."""
+    disk = case.kernel.disk
+    cell = f"""
+        from labkit.training.checkpoint import newest
+
+        def train(epochs, **options):
+            return labkit.train_with("ddp", world_size=2, device="cpu", model="mlp", epochs=epochs,
+                train_size=64, checkpoint_dir="{disk}/run", checkpoint_keep=1, **options)
+
+        def resize(kilobytes):
+            os.system(f"mount -o remount,size={{kilobytes}}k {disk}")
+
+        resize(4000)
+        train(1)
+        before = newest("{disk}/run")
+        used = os.statvfs("{disk}")
+        resize((used.f_blocks - used.f_bfree) * used.f_frsize // 1024 + 40)
+        try:
+            train(2, resume=True, log_dir="{disk}/logs")
+        except labkit.WorkerError as error:
+            print(error)
+        print(newest("{disk}/run") == before, sorted(os.listdir("{disk}/run")))
+        resize(4000)
+        print(len(train(2, resume=True).epochs))
+        """
+    with case.timed():
+        printed = case.kernel.runs(cell)
+    says = ["~rank 0 raised OutputError: cannot write .*/step-00000002: No space left on device"]
+    says += ["~needs about 1.. KiB, and .* are free there", "before it are as they were"]
+    check_words(printed, says)
+    *_, unchanged, _, epochs = printed.splitlines()
+    assert unchanged.startswith("True ['.labkit-lock', 'best', 'step-00000001']")
+    assert epochs == "2"
 
 
 @TABLE.row(29, "the progress file is damaged", "said once, set aside, the course goes on")
