@@ -41,6 +41,8 @@ _MUST_EQUAL = (
     *("clip_norm", "loss", "dtype", "tf32", "amp", "batch_size", "seed", "train_size", "augment"),
     *("resize", "freeze", "sync_batch_norm", "compress", "max_staleness"),
 )
+# How long ranks whose launcher was killed may take to end.
+_PATIENCE_S = 10.0
 _NAMED = 3
 _HASHED = 64
 
@@ -93,7 +95,7 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
     folder = Path(config.checkpoint_dir)
     if os.environ.get("RANK", "0") == "0":
         # It tries the folder's lock, which only one of torchrun's ranks can have.
-        check_folder(folder)
+        check_folder(folder, _PATIENCE_S if config.resume else 0.0)
     if not strategy.can_be_kept:
         raise ValueError(
             f"{config.strategy} with builtin cannot be continued, because its state is divided "
@@ -118,7 +120,9 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
         return Start(told=f"no checkpoint in {folder} yet: the run begins at the beginning")
     facts = read_facts(found.path)
     _check_fits(config, own, found.path, facts)
-    return Start(found.path, _told(config, found.path, facts, found.skipped))
+    return Start(
+        Path(os.path.abspath(found.path)), _told(config, found.path, facts, found.skipped)
+    )
 
 
 def _told(config: RunConfig, path: Path, facts: Mapping[str, Any], skipped: Iterable[str]) -> str:
