@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -27,7 +28,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from faults import Case, Kernel, Table, check_words
+from faults import Case, Kernel, Row, Table, check_words
 from fifo_transport import streamed
 from odd_models import fit_in_turn
 from ranks import is_alive, running_ranks, travel_by_value, wait_until
@@ -1005,7 +1006,7 @@ def a_real_disk_full(case):
 
 
 def full_at_a_checkpoint(case):
-    """The older checkpoint stays whole, and the run says which one is missing and what it needs."""
+    """The older checkpoint stays whole; the error says which one is missing, and what it needs."""
     disk = case.kernel.disk
     cell = f"""
         from labkit.training.checkpoint import newest
@@ -1032,7 +1033,7 @@ def full_at_a_checkpoint(case):
         """
     with case.timed():
         printed = case.kernel.runs(cell)
-    says = ["~rank 0 raised OutputError: cannot write .*/step-00000002: No space left on device"]
+    says = ["~rank [01] raised OutputError: cannot write .*step-00000002: No space left on device"]
     says += ["~needs about 1.. KiB, and .* are free there", "before it are as they were"]
     check_words(printed, says)
     *_, unchanged, _, epochs = printed.splitlines()
@@ -1137,3 +1138,47 @@ def test_row(row, tmp_path, monkeypatch, capsys, request, record_property):
     case = Case(tmp_path, monkeypatch, capsys, Path(__file__).name, request)
     with case.row(row, record_property):
         row.check(case)
+
+
+def test_what_a_row_leaves_is_found(tmp_path, monkeypatch, capsys, request):
+    """By each of the assertions at the end of a row."""
+    monkeypatch.setattr("faults.WAIT_S", 0.05)
+    case = Case(tmp_path, monkeypatch, capsys, Path(__file__).name, request)
+    kept = []
+
+    def leaves_a_segment(case):
+        name = f"labkit-test-{os.getpid()}"
+        kept.append(Path("/dev/shm", name))
+        kept[-1].touch()
+
+    def leaves_a_file(case):
+        kept.append(Path(tempfile.mkstemp()[1]))
+
+    def leaves_half_a_file(case):
+        kept.append(case.folder / "x.part")
+        kept[-1].touch()
+
+    def leaves_a_thread(case):
+        threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+
+    def leaves_a_pipe(case):
+        kept.append(socket.socketpair())
+
+    def prints_a_traceback(case):
+        print("Traceback (most recent call last):", file=sys.stderr)
+
+    faults = [leaves_a_segment, leaves_a_file, leaves_half_a_file, leaves_a_thread, leaves_a_pipe]
+    for fault in (*faults, prints_a_traceback):
+        row = Row(0, fault.__name__, "nothing is left", fault)
+        with pytest.raises(AssertionError), case.row(row, lambda *_: None):
+            row.check(case)
+        while kept:
+            left = kept.pop()
+            if isinstance(left, Path):
+                left.unlink()
+            else:
+                for end in left:
+                    end.close()
+        assert wait_until(lambda: threading.active_count() < 10, 5)
+    with pytest.raises(AssertionError, match="is not in"):
+        case.fails(lambda comm: 1 / 0, world_size=1, says=["rank 1"])
