@@ -1140,11 +1140,18 @@ def test_row(row, tmp_path, monkeypatch, capsys, request, record_property):
         row.check(case)
 
 
-def test_what_a_row_leaves_is_found(tmp_path, monkeypatch, capsys, request):
+@pytest.fixture
+def short_patience():
+    # Not by monkeypatch, which a row undoes.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("faults.WAIT_S", 0.05)
+        yield
+
+
+def test_what_a_row_leaves_is_found(short_patience, tmp_path, monkeypatch, capsys, request):
     """By each of the assertions at the end of a row."""
-    monkeypatch.setattr("faults.WAIT_S", 0.05)
     case = Case(tmp_path, monkeypatch, capsys, Path(__file__).name, request)
-    kept = []
+    kept, over = [], threading.Event()
 
     def leaves_a_segment(case):
         name = f"labkit-test-{os.getpid()}"
@@ -1159,7 +1166,7 @@ def test_what_a_row_leaves_is_found(tmp_path, monkeypatch, capsys, request):
         kept[-1].touch()
 
     def leaves_a_thread(case):
-        threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+        threading.Thread(target=over.wait, daemon=True).start()
 
     def leaves_a_pipe(case):
         kept.append(socket.socketpair())
@@ -1179,6 +1186,6 @@ def test_what_a_row_leaves_is_found(tmp_path, monkeypatch, capsys, request):
             else:
                 for end in left:
                     end.close()
-        assert wait_until(lambda: threading.active_count() < 10, 5)
+        over.set()
     with pytest.raises(AssertionError, match="is not in"):
         case.fails(lambda comm: 1 / 0, world_size=1, says=["rank 1"])
