@@ -1186,6 +1186,6 @@ def test_what_a_row_leaves_is_found(short_patience, tmp_path, monkeypatch, capsy
             else:
                 for end in left:
                     end.close()
-        over.set()
+    over.set()
     with pytest.raises(AssertionError, match="is not in"):
         case.fails(lambda comm: 1 / 0, world_size=1, says=["rank 1"])
