@@ -15,7 +15,7 @@ from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.checkpoint.folder import remove_unfinished
+from labkit.training.checkpoint import remove_unfinished
 from labkit.training.data import check_samples, with_full_paths
 from labkit.training.logs import check_log_dir
 from labkit.training.loop import RankReport, fit
@@ -102,7 +102,8 @@ def train_run(
     except UnpicklableError as error:
         raise ValueError(why_not_sent(own) or str(error)) from None
     finally:
-        remove_unfinished(config.checkpoint_dir)
+        if config.checkpoint_dir is not None and not under_torchrun():
+            remove_unfinished(config.checkpoint_dir)
     return _gather(config, strategy, result, [notes, start.told])
 
 
