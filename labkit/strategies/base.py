@@ -74,7 +74,7 @@ class Strategy:
     instead: ClassVar[dict[str, str]] = {}
     scaler: LossScaler
     devices: Sequence[torch.device] = ()
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Any = None
     comm: Comm
     model: nn.Module
 
@@ -222,6 +222,7 @@ class OwnPaceStrategy(Strategy):
 
     Attributes:
         saves: of checkpoints; None for none; the loop sets it.
+        passed_s: seconds of training so far, those before an interruption included.
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
         accuracy: on the server, the part of the latest epoch's samples that was predicted right
             when their gradients were computed; NaN if that is not counted.
@@ -233,6 +234,7 @@ class OwnPaceStrategy(Strategy):
         "statistics they could share; use parameter_server, ddp or ring_all_reduce"
     }
     saves: Saves | None = None
+    passed_s = 0.0
     updates: Sequence[Sequence[int]]
     accuracy: Tensor | float = float("nan")
     lost: dict[int, str]

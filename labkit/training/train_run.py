@@ -15,7 +15,7 @@ from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
-from labkit.training.checkpoint.folder import remove_unfinished
+from labkit.training.checkpoint import remove_unfinished
 from labkit.training.data import check_samples, with_full_paths
 from labkit.training.logs import check_log_dir
 from labkit.training.loop import RankReport, fit
@@ -102,7 +102,8 @@ def train_run(
     except UnpicklableError as error:
         raise ValueError(why_not_sent(own) or str(error)) from None
     finally:
-        remove_unfinished(config.checkpoint_dir)
+        if config.checkpoint_dir is not None and not under_torchrun():
+            remove_unfinished(config.checkpoint_dir)
     return _gather(config, strategy, result, [notes, start.told])
 
 
@@ -150,9 +151,11 @@ def _with_phases(first: RankReport, result: RunResult) -> list[dict[str, Any]]:
         return first.epochs
     before = len(first.epochs) - len(first.ends_s) + 1
     # An earlier process has the spans of the epochs before it was stopped.
-    rows = [{"phases_s": {}} | row for row in first.epochs[:before]]
+    rows = [row | {"phases_s": {}} for row in first.epochs[:before]]
     for row, window in zip(first.epochs[before:], itertools.pairwise(first.ends_s)):
-        inside = result.trace.between(*window).seconds_by_kind()
+        seconds = result.trace.between(*window).seconds_by_kind()
+        # The training stops for these.
+        inside = {k: s for k, s in seconds.items() if k not in ("evaluate", "checkpoint")}
         rows.append(row | {"phases_s": {k: s / len(result.values) for k, s in inside.items()}})
     return rows
 

@@ -131,6 +131,16 @@ def batches_of(samples, epoch, numbers, **options):
     return list(samples.batches(numbers, epoch=epoch, **options))
 
 
+def test_each_epoch_is_augmented_anew_and_held_out_images_are_not():
+    settings = {"train_size": 64, "epochs": 2, "lr": 1e-30, "model": "mlp"}
+    plain = train_with("single", **settings).epochs
+    moved = train_with("single", augment="crop", **settings).epochs
+    # Of a model that does not change.
+    assert plain[0]["loss"] == pytest.approx(plain[1]["loss"], rel=1e-5)
+    assert len({round(row["loss"], 4) for row in (*moved, plain[0])}) == 3
+    assert moved[0]["test_accuracy"] == plain[0]["test_accuracy"] == moved[1]["test_accuracy"]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(num_workers):
     settings = {"dataset": "digits", "augment": "crop,flip", "train_size": 64}

@@ -19,7 +19,7 @@ import torch
 from ranks import travel_by_value
 from torch import Tensor, nn
 
-from labkit import RunConfig, run
+from labkit import RunConfig, run, strategies
 from labkit.training.check_work import check_work
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
@@ -241,7 +241,7 @@ def trained(weights):
         jobs[1 if strategy.in_one_process else config.world_size][key] = job
     torch.set_num_threads(threads)
     for ranks, some in jobs.items():
-        values = run(fit_each, some, world_size=ranks, timeout_s=600).values
+        values = run(fit_each, some, world_size=ranks, timeout_s=3600).values
         found |= {key: [reports[key] for reports in values] for key in some}
     return found
 
@@ -277,6 +277,17 @@ def wrong(trained, technique, options) -> str:
 def test_every_combination_equals_one_device_or_is_refused_by_name(trained, technique):
     words = {str(o): wrong(trained, technique, o) for t, o in CASES if t == technique}
     assert {options: word for options, word in words.items() if word} == {}
+
+
+def test_the_tables_have_every_technique():
+    walked = {
+        strategies.get(name.partition(" ")[0], builtin=builtin, in_one_process=" " in name)
+        for name, builtin in TECHNIQUES
+    }
+    every = [{"builtin": True}, {"builtin": False}, {"in_one_process": True}]
+    assert walked == {
+        strategies.get(name, **one) for name in strategies.STRATEGIES for one in every
+    }
 
 
 def test_the_tables_have_every_setting():

@@ -1,19 +1,22 @@
 """A run that was interrupted and goes on ends as one that was not, to the bit."""
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from ranks import travel_by_value
 from torch import nn
 
-from labkit import RunConfig, run
+from labkit import RunConfig, run, train_with
 from labkit.runtime.prepare import seed_random_numbers
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import Own
+from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
 
@@ -119,3 +122,60 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),
     }
     all_equal(jobs, 3, tmp_path)
+
+
+EXACT = {"model": "mlp", "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
+# Where a run has been saved, and where it goes on.
+MOVES = {
+    "ring": [("ring_all_reduce", 3), ("ddp", 2)],
+    "servers": [("parameter_server", 3, {"servers": 2}), ("model_parallel", 2)],
+    "stages": [("pipeline", 3), ("parameter_server", 2)],
+    "alone": [("ddp", 3), ("single", 1)],
+}
+
+
+def arranged(move, folder, name, **settings):
+    strategy, world_size, *options = move
+    options = SMALL | EXACT | settings | (options[0] if options else {})
+    place = {"checkpoint_dir": f"{folder}/{name}", "checkpoint_every": 4, "checkpoint_keep": 9}
+    return RunConfig(strategy, world_size=world_size, **options, **place)
+
+
+def moved_in_turn(comm, configs, step=None):
+    """The states with which these runs end; from one of their checkpoints if ``step`` is given."""
+    found = {}
+    for name, config in configs.items():
+        spoil_random_numbers()
+        start = step and Path(config.checkpoint_dir, f"step-{step:08d}")
+        report = fit(comm, config, make_strategy(config), False, start=start)
+        found[name] = report.state, report.epochs, report.checksum
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the checkpoints of all ``MOVES``; read only."""
+    folder = tmp_path_factory.mktemp("saved")
+    configs = {name: arranged(moves[0], folder, name) for name, moves in MOVES.items()}
+    run(moved_in_turn, configs, world_size=3)
+    return folder
+
+
+def test_other_ranks_and_techniques_end_where_one_device_ends(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, symlinks=True, dirs_exist_ok=True)
+    ends = {name: moves[1] for name, moves in MOVES.items()}
+    on_two = {n: arranged(m, tmp_path, n, resume=True) for n, m in ends.items() if m[1] == 2}
+    values = run(moved_in_turn, on_two, 8, world_size=2).values
+    on_one = {"alone": arranged(ends["alone"], tmp_path, "alone", resume=True)}
+    (alone,) = run(moved_in_turn, on_one, 8, world_size=1).values
+    due = train_with("single", **SMALL | EXACT)
+    for name, (state, epochs, _) in (values[0] | alone).items():
+        assert largest_difference(state, due.state) < 1e-10, name
+        assert [row["loss"] for row in epochs] == pytest.approx(
+            [row["loss"] for row in due.epochs], rel=1e-10
+        ), name
+        accuracies = "train_accuracy", "test_accuracy"
+        for row, expected in zip(epochs, due.epochs):
+            assert [row[one] for one in accuracies] == [expected[one] for one in accuracies], name
+    for name in on_two:
+        assert values[0][name][2] == values[1][name][2], name

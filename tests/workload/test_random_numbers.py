@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.workload.random_numbers import draw, read_seeded, sample_keys, seeded
+from labkit.workload.random_numbers import SeededReader, draw, sample_keys, seeded
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -58,7 +58,7 @@ def test_the_states_of_all_generators_come_back():
     assert all_three() == expected[0]
     with seeded(3):
         inside = all_three()
-    read_seeded(lambda numbers: [all_three() for _ in numbers], [1, 2], [5, 6])
+    SeededReader(lambda numbers: [all_three() for _ in numbers])([1, 2], lambda: [5, 6])
     with pytest.raises(ZeroDivisionError), seeded(3):
         all_three()[0] / 0
     with seeded(3):
@@ -71,10 +71,12 @@ def test_a_sample_has_the_same_numbers_in_any_company(which):
     def read(numbers):
         return [(number, all_three()[which]) for number in numbers]
 
-    together = read_seeded(read, [4, 9, 4], [40, 90, 40])
+    together = SeededReader(read)([4, 9, 4], lambda: [40, 90, 40])
     assert together[0] == together[2] != together[1]
-    assert read_seeded(read, [9], [90]) == together[1:2]
-    assert read_seeded(read, [9], [91]) != together[1:2]
+    again = SeededReader(read)
+    for _ in range(2):
+        assert again([9], lambda: [90]) == together[1:2]
+        assert again([9], lambda: [91]) != together[1:2]
 
 
 def test_what_draws_nothing_is_read_at_once_and_once():
@@ -84,5 +86,21 @@ def test_what_draws_nothing_is_read_at_once_and_once():
         calls.append(list(numbers))
         return list(numbers)
 
-    assert read_seeded(read, [3, 1], [1, 2]) == [3, 1]
-    assert calls == [[3, 1]]
+    reader = SeededReader(read)
+    assert reader([3, 1], lambda: [1, 2]) == reader([3, 1], lambda: [1, 2]) == [3, 1]
+    assert calls == [[3, 1], [3, 1]]
+
+
+def test_what_draws_is_read_twice_only_once():
+    calls = []
+
+    def read(numbers):
+        calls.append(list(numbers))
+        # Not for the first sample.
+        return [np.random.rand() if number else 0.0 for number in numbers]
+
+    reader = SeededReader(read)
+    reader([0], lambda: [5])
+    first = reader([0, 2], lambda: [5, 6])
+    assert reader([0, 2], lambda: [5, 6]) == first
+    assert calls == [[0], [0, 2], [0], [2], [0], [2]]

@@ -34,7 +34,7 @@ class TorchDDP(Strategy):
             that the ranks have already.
         bucket_mb: DDP's ``bucket_cap_mb``.
         accumulate, amp, straggler: see ``LocalGradients``.
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch. On GPUs by
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch. Over NCCL by
             ``nn.SyncBatchNorm``, which refuses the CPU: there, and for a learner's own subclass of
             BatchNorm, which it would replace, by labkit's layers over ``Comm``. ``notes`` say
             which.
@@ -78,7 +78,7 @@ class TorchDDP(Strategy):
             return None
         count = self.settings["accumulate"]
         kinds = {type(layer) for _, layer in batch_norms(self.model)}
-        if self.comm.device.type == "cuda" and kinds <= _REPLACED_BY_TORCH:
+        if dist.get_backend(self.group) == "nccl" and kinds <= _REPLACED_BY_TORCH:
             self.synchronised_by = "torch"
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, self.group)
             self.global_batch = GlobalBatch(self.comm, self.model, self.workers, count)
