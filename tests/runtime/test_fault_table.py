@@ -28,7 +28,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from faults import Case, Kernel, Row, Table, check_words
+from faults import PATIENCE, Case, Kernel, Row, Table, check_words
 from fifo_transport import streamed
 from odd_models import fit_in_turn
 from ranks import is_alive, running_ranks, travel_by_value, wait_until
@@ -641,7 +641,7 @@ def kernel_killed(case):
     ranks = [int(kernel.line().split()[-1]) for _ in range(2)]
     with case.timed():
         kernel.kill()
-        assert wait_until(lambda: not any(map(is_alive, ranks)), 2)
+        assert wait_until(lambda: not any(map(is_alive, ranks)), 2 * PATIENCE)
     # The forkserver may take longer.
     assert wait_until(lambda: not kernel.session, 20)
     kernel.close()
