@@ -46,6 +46,7 @@ help:
 	@echo "make slowest         run every test and record the 40 slowest in data/results"
 	@echo "make faults          test the fault table and record each row's seconds in data/results"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
+	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make html            the notebooks as web pages in build/html"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
@@ -167,6 +168,9 @@ test-torch: env
 
 storm: env
 	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py $(ARGS)
+
+storm-resume: env
+	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python resume_storm.py $(ARGS)
 
 bench: env
 	@$(BIN)/python -m labkit bench $(ARGS)

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,10 @@ class DataParallel(Strategy):
 
     in_one_process = True
     through_comm = False
+    instead: ClassVar = {
+        "sync_batch_norm": "its replicas are threads of one process, and labkit's layers share "
+        "their statistics between ranks; use ddp or ring_all_reduce, with a rank for each device"
+    }
 
     def __init__(self, devices: Sequence[str], accumulate: int = 1, amp: str | None = None):
         self.devices = [torch.device(name) for name in devices]
@@ -84,6 +88,18 @@ class DataParallel(Strategy):
             comm.session.timers.of(device)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        loss = self.forward_backward(inputs, targets, batch_size)
+        with self.comm.span("update"):
+            self.update()
+        return loss
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+        # In its first product a new thread uses all cores, which rounds in another way.
+        self.forward_backward(inputs, targets, batch_size)
+        self.bytes_moved = Counter(dict.fromkeys(self.bytes_moved, 0))
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        """A step without its update; returns the sum of the losses."""
         count = max(1, min(self.accumulate, len(targets)))
         total, replicas = torch.zeros((), dtype=torch.float64, device=self.devices[0]), []
         for batch, expected in zip(inputs.tensor_split(count), targets.tensor_split(count)):
@@ -95,8 +111,6 @@ class DataParallel(Strategy):
             self.parallel(torch.autograd.backward, outputs, gradients)
             total += loss
         self.reduce(replicas)
-        with self.comm.span("update"):
-            self.update()
         return total.to(self.comm.device)
 
     def scatter(self, inputs: Tensor) -> list[Tensor]:

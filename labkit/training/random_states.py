@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ def random_states(devices: Iterable[torch.device]) -> States:
     """The states of torch's generators (host and these GPUs), of ``random``, and of NumPy's."""
     version, words, gauss = random.getstate()
     assert version == 3, "the format since Python 3.2"
-    _, keys, position, has_gauss, cached = np.random.get_state()
+    state: Any = np.random.get_state()
+    _, keys, position, has_gauss, cached = state
     gpus = [torch.cuda.get_rng_state(device) for device in _gpus(devices)]
     return {
         "torch": torch.get_rng_state(),

@@ -8,6 +8,7 @@ anew: then it is refused.
 
 import hashlib
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.collectives import broadcast
+from labkit.comm.comm import Comm
 from labkit.config import RunConfig
 from labkit.devices import versions
 from labkit.strategies.base import Strategy
-from labkit.training.checkpoint.folder import check_folder, steps
+from labkit.training.checkpoint.folder import check_folder, step_path, steps
 from labkit.training.checkpoint.reading import read_tensors
-from labkit.training.checkpoint.whole import newest, read_facts
+from labkit.training.checkpoint.whole import newest, read_facts, why_not_whole
 from labkit.training.own import Own
 from labkit.training.work import Work, work_of
 from labkit.workload.samples import TensorSamples
@@ -38,6 +41,8 @@ _MUST_EQUAL = (
     *("clip_norm", "loss", "dtype", "tf32", "amp", "batch_size", "seed", "train_size", "augment"),
     *("resize", "freeze", "sync_batch_norm", "compress", "max_staleness"),
 )
+# How long ranks whose launcher was killed may take to end.
+_PATIENCE_S = 10.0
 _NAMED = 3
 _HASHED = 64
 
@@ -88,7 +93,9 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
     if config.checkpoint_dir is None:
         return Start()
     folder = Path(config.checkpoint_dir)
-    check_folder(folder)
+    if os.environ.get("RANK", "0") == "0":
+        # It tries the folder's lock, which only one of torchrun's ranks can have.
+        check_folder(folder, _PATIENCE_S if config.resume else 0.0)
     if not strategy.can_be_kept:
         raise ValueError(
             f"{config.strategy} with builtin cannot be continued, because its state is divided "
@@ -113,7 +120,9 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
         return Start(told=f"no checkpoint in {folder} yet: the run begins at the beginning")
     facts = read_facts(found.path)
     _check_fits(config, own, found.path, facts)
-    return Start(found.path, _told(config, found.path, facts, found.skipped))
+    return Start(
+        Path(os.path.abspath(found.path)), _told(config, found.path, facts, found.skipped)
+    )
 
 
 def _told(config: RunConfig, path: Path, facts: Mapping[str, Any], skipped: Iterable[str]) -> str:
@@ -268,7 +277,28 @@ def _optimizer_of(config: RunConfig, own: Own) -> dict[str, Any]:
     return {"class": type(made).__name__} | told
 
 
+def agreed(comm: Comm, config: RunConfig, start: Path | None) -> Path | None:
+    """The checkpoint from which rank 0 goes on; torchrun's ranks have each looked for one.
+
+    Raises:
+        ValueError: this rank does not see it.
+    """
+    if not config.resume or config.checkpoint_dir is None or comm.world_size == 1:
+        return start
+    step = -1 if start is None else int(start.name.rpartition("-")[2])
+    told = broadcast(comm, torch.tensor([step], device=comm.device))
+    if (chosen := int(told)) == step:
+        return start
+    path = None if chosen < 0 else step_path(Path(config.checkpoint_dir), chosen)
+    if path is not None and (why := why_not_whole(path, contents=False)):
+        raise ValueError(
+            f"rank 0 continues from {path}, and rank {comm.rank} cannot: {why}. Give a "
+            "checkpoint_dir that all ranks can read"
+        )
+    return path
+
+
 def tell(start: Start) -> None:
     """Say where the run begins."""
-    if start.told:
+    if start.told and os.environ.get("RANK", "0") == "0":
         print(start.told, file=sys.stderr)

@@ -27,7 +27,7 @@ from ranks import travel_by_value
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from labkit import run
-from labkit.errors import OutputError
+from labkit.errors import OutputError, WorkerError
 from labkit.training.checkpoint import check_folder, newest, read_facts, remove_unfinished
 from labkit.training.checkpoint.folder import Lock
 from labkit.training.checkpoint.reading import read_tensors
@@ -174,6 +174,25 @@ def test_ranks_agree_fail_together_and_go_on(tmp_path):
     assert read_tensors(tmp_path / "step-00000007") == {}
 
 
+def loses_a_rank(comm, folder):
+    with CheckpointWriter(comm, folder) as writer:
+        writer.save(1, large(1), {})
+        writer.wait()
+        comm.barrier()
+        writer.save(2, {"a": torch.ones(3_000_000), "b": torch.ones(3_000_000)}, {})
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        writer.wait()
+
+
+def test_a_rank_that_is_killed_is_named_and_the_checkpoint_before_is_left(tmp_path):
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        run(loses_a_rank, str(tmp_path), world_size=2)
+    remove_unfinished(tmp_path)
+    assert names(tmp_path) == [".labkit-lock", "step-00000001"]
+    assert newest(tmp_path).path.name == "step-00000001"
+
+
 # Alone: no process group is needed
 
 
@@ -185,7 +204,8 @@ def test_the_newest_and_the_best_stay_and_nothing_else_is_touched(tmp_path):
     write(tmp_path, 1, 2)
     os.unlink(tmp_path / "step-00000002" / "labkit.json")
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
-    (tmp_path / "step-00000003").symlink_to("step-00000001")
+    # A link to a whole checkpoint does not count as one.
+    (tmp_path / "step-00000035").symlink_to("step-00000001")
     (tmp_path / "step-00000004").write_text("mine")
     (tmp_path / f".labkit-{'0' * 16}.part").mkdir()
     (tmp_path / f".labkit-{'0' * 16}.part" / "notes.txt").write_text("mine")

@@ -1,5 +1,7 @@
 """An optimizer advances its own learning rate, wherever a technique makes its updates."""
 
+import itertools
+
 import pytest
 import torch
 from ranks import travel_by_value
@@ -11,6 +13,7 @@ from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.optimizer import continue_schedule, optimizer_maker, scheduler_of
 from labkit.training.own import Own
+from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
 
@@ -134,7 +137,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-def test_the_updates_of_servers_and_stages_are_counted_where_they_are_made():
+def test_an_own_optimizer_follows_where_servers_and_stages_make_its_updates():
     """4 epochs of 3 batches; of the last batch (5 samples) both workers have a share."""
     settings = SCHEDULED | {"world_size": 3, "optimizer": "sgd (own)"}
     names = ("parameter_server", "pipeline", "async_parameter_server")
@@ -144,6 +147,9 @@ def test_the_updates_of_servers_and_stages_are_counted_where_they_are_made():
             config = RunConfig(name, builtin=builtin, **settings)
             jobs[name, builtin] = config, make_strategy(config, own=Own(optimizer=sgd)), sgd
     first, second, third = run(updates_made, jobs, world_size=3).values
+    alone = train_with("single", optimizer=sgd, **SCHEDULED).state
+    for name in itertools.product(names[:2], (False, True)):
+        assert largest_difference(first[name][0].state, alone) < 1e-10
     for builtin in (False, True):
         assert [p[1] for p in (first["pipeline", builtin], third["pipeline", builtin])] == [
             [12]

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import weakref
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _STEP = re.compile(r"step-(\d{8,18})")
 _UNFINISHED = re.compile(r"\.labkit-[0-9a-f]{16}\.part")
 # What torch.distributed.checkpoint and this package put into a checkpoint.
 _OURS = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|labkit\.json")
+_POLL_S = 0.1
 # Where a file system has no locks, a run goes on without one.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -46,8 +48,13 @@ def _match(name: str) -> re.Match[str] | None:
     return found if found and name == step_path(Path(), int(found[1])).name else None
 
 
-def check_folder(folder: str | Path) -> None:
+def check_folder(folder: str | Path, patience_s: float = 0.0) -> None:
     """Refuse a folder into which no checkpoint can be written, before a run and not during it.
+
+    Args:
+        folder: of the checkpoints.
+        patience_s: how long to wait for another run there to end. Ranks whose launcher was killed
+            notice it a moment later.
 
     Raises:
         ValueError: it is not a folder and cannot be made, may not be written to, or another run
@@ -66,11 +73,15 @@ def check_folder(folder: str | Path) -> None:
         raise ValueError(
             f"cannot write checkpoints to {folder}: no permission to write to {there}"
         )
-    if (path / LOCK).exists():
+    until_s = time.monotonic() + patience_s
+    while (path / LOCK).exists():
         try:
             Lock(path).release()
+            return
         except OutputError as error:
-            raise ValueError(str(error)) from None
+            if time.monotonic() > until_s:
+                raise ValueError(str(error)) from None
+        time.sleep(_POLL_S)
 
 
 class Lock:
@@ -153,11 +164,14 @@ def hidden(folder: Path) -> Path:
     return folder / f".labkit-{secrets.token_hex(8)}.part"
 
 
-def remove_unfinished(folder: str | Path) -> None:
+def remove_unfinished(folder: str | Path | None) -> None:
     """Remove what runs that were interrupted have left, unless a run is writing there now.
 
-    To be called when the ranks have ended, in whatever way. It never raises OSError.
+    To be called when the ranks have ended, in whatever way: those that were killed while they
+    wrote could not clean up. It never raises OSError; None for a run without checkpoints.
     """
+    if folder is None:
+        return
     path = Path(folder)
     with contextlib.suppress(OSError):
         if any(_UNFINISHED.fullmatch(name) for name in os.listdir(path)):

@@ -1,0 +1,181 @@
+"""A run that was interrupted and goes on ends as one that was not, to the bit."""
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import travel_by_value
+from torch import nn
+
+from labkit import RunConfig, run, train_with
+from labkit.runtime.prepare import seed_random_numbers
+from labkit.training.loop import fit
+from labkit.training.make_strategy import make_strategy
+from labkit.training.own import Own
+from labkit.training.state import largest_difference
+
+travel_by_value(__name__)
+
+# 110 = 5 x 20 + 10: six steps in an epoch, and a last batch that three ranks do not divide.
+SMALL = {"epochs": 2, "train_size": 110, "batch_size": 20, "lr": 0.02}
+
+
+def make_model():
+    """Batch statistics and dropout, which have states of their own."""
+    layers = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Linear(16, 10))
+
+
+def without_dropout():
+    return nn.Sequential(*(layer for layer in make_model() if not isinstance(layer, nn.Dropout)))
+
+
+def job(strategy, world_size=1, *, model=make_model, **settings):
+    own = Own(model=model)
+    config = RunConfig(strategy, world_size=world_size, model="Net (own)", **SMALL | settings)
+    return config, own
+
+
+def spoil_random_numbers():
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+
+
+def numbers(report):
+    """What a report says that does not depend on time."""
+    rows = [
+        {name: value for name, value in row.items() if name not in ("seconds", "phases_s")}
+        for row in report.epochs
+    ]
+    return repr(rows), report.checksum, report.messages, report.bytes_sent
+
+
+def in_turn_from(comm, jobs, folder, step):
+    """For each job what a run reports: without checkpoints, with them, and from one of them."""
+    found, threads = {}, torch.get_num_threads()
+
+    def once(config, own, start=None):
+        # Replicas in threads have divided them, and would do so again.
+        torch.set_num_threads(threads)
+        seed_random_numbers(comm.rank) if start is None else spoil_random_numbers()
+        strategy = make_strategy(config, own=own)
+        return numbers(fit(comm, config, strategy, False, own, start))
+
+    for name, (config, own) in jobs.items():
+        place = {"checkpoint_dir": f"{folder}/{name}", "checkpoint_every": 2}
+        kept = replace(config, **place, checkpoint_keep=9)
+        found[name] = [once(config, own), once(kept, own)]
+        comm.barrier()
+        start = Path(folder, name, f"step-{step:08d}")
+        found[name].append(once(replace(kept, resume=True), own, start))
+    return found
+
+
+def all_equal(jobs, world_size, folder, step=8):
+    """Check that runs of ``jobs`` go on from ``step`` to where they ended, on every rank."""
+    values = run(in_turn_from, jobs, str(folder), step, world_size=world_size).values
+    for rank, found in enumerate(values):
+        for name in jobs:
+            whole, kept, continued = found[name]
+            assert kept == whole, (name, rank, "saving has changed the run")
+            assert continued == whole, (name, rank)
+
+
+SCHEDULED = {"lr_schedule": "cosine", "warmup_epochs": 0.5, "optimizer": "adamw"}
+
+
+def test_techniques_in_one_process_go_on_to_the_bit(tmp_path):
+    jobs = {
+        "single": job("single", amp="bf16", accumulate=2, **SCHEDULED),
+        # Threads would take turns with the same random numbers.
+        "data_parallel": job("data_parallel", 2, model=without_dropout),
+        "model_parallel": job("model_parallel", devices="cpu"),
+        "nn.DataParallel": job("data_parallel", 2, builtin=True),
+    }
+    all_equal(jobs, 1, tmp_path)
+
+
+def test_techniques_on_two_ranks_go_on_to_the_bit(tmp_path):
+    jobs = {
+        "async": job("async_parameter_server", 2),
+        "server_builtin": job("parameter_server", 2, builtin=True),
+        "model_parallel": job("model_parallel", 2, **SCHEDULED),
+        "pipeline_builtin": job("pipeline", 2, builtin=True, micro_batches=2),
+        "topk": job("ring_all_reduce", 2, compress="topk"),
+        "fp16": job("ddp", 2, amp="fp16", clip_norm=0.5),
+    }
+    all_equal(jobs, 2, tmp_path)
+
+
+def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
+    jobs = {
+        "ring": job("ring_all_reduce", 3, **SCHEDULED),
+        "ddp": job("ddp", 3, bucket_mb=0.001),
+        "ddp_builtin": job("ddp", 3, builtin=True, bucket_mb=0.001),
+        "one_server": job("parameter_server", 3),
+        "two_servers": job("parameter_server", 3, servers=2, **SCHEDULED),
+        "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),
+    }
+    all_equal(jobs, 3, tmp_path)
+
+
+EXACT = {"model": "mlp", "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
+# Where a run has been saved, and where it goes on.
+MOVES = {
+    "ring": [("ring_all_reduce", 3), ("ddp", 2)],
+    "servers": [("parameter_server", 3, {"servers": 2}), ("model_parallel", 2)],
+    "stages": [("pipeline", 3), ("parameter_server", 2)],
+    "alone": [("ddp", 3), ("single", 1)],
+}
+
+
+def arranged(move, folder, name, **settings):
+    strategy, world_size, *options = move
+    options = SMALL | EXACT | settings | (options[0] if options else {})
+    place = {"checkpoint_dir": f"{folder}/{name}", "checkpoint_every": 4, "checkpoint_keep": 9}
+    return RunConfig(strategy, world_size=world_size, **options, **place)
+
+
+def moved_in_turn(comm, configs, step=None):
+    """The states with which these runs end; from one of their checkpoints if ``step`` is given."""
+    found = {}
+    for name, config in configs.items():
+        spoil_random_numbers()
+        start = step and Path(config.checkpoint_dir, f"step-{step:08d}")
+        report = fit(comm, config, make_strategy(config), False, start=start)
+        found[name] = report.state, report.epochs, report.checksum
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the checkpoints of all ``MOVES``; read only."""
+    folder = tmp_path_factory.mktemp("saved")
+    configs = {name: arranged(moves[0], folder, name) for name, moves in MOVES.items()}
+    run(moved_in_turn, configs, world_size=3)
+    return folder
+
+
+def test_other_ranks_and_techniques_end_where_one_device_ends(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, symlinks=True, dirs_exist_ok=True)
+    ends = {name: moves[1] for name, moves in MOVES.items()}
+    on_two = {n: arranged(m, tmp_path, n, resume=True) for n, m in ends.items() if m[1] == 2}
+    values = run(moved_in_turn, on_two, 8, world_size=2).values
+    on_one = {"alone": arranged(ends["alone"], tmp_path, "alone", resume=True)}
+    (alone,) = run(moved_in_turn, on_one, 8, world_size=1).values
+    due = train_with("single", **SMALL | EXACT)
+    for name, (state, epochs, _) in (values[0] | alone).items():
+        assert largest_difference(state, due.state) < 1e-10, name
+        assert [row["loss"] for row in epochs] == pytest.approx(
+            [row["loss"] for row in due.epochs], rel=1e-10
+        ), name
+        accuracies = "train_accuracy", "test_accuracy"
+        for row, expected in zip(epochs, due.epochs):
+            assert [row[one] for one in accuracies] == [expected[one] for one in accuracies], name
+    for name in on_two:
+        assert values[0][name][2] == values[1][name][2], name
