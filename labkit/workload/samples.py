@@ -68,6 +68,11 @@ class TensorSamples:
         pick = _picked_into_pinned if pinned else operator.getitem
         return ((pick(self.inputs, batch), pick(self.targets, batch)) for batch in numbers)
 
+    @cached_property
+    def sample_values(self) -> int:
+        """How many numbers the input of one sample has."""
+        return self.read(torch.arange(1))[0].numel()
+
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
         """The samples of one batch."""
         inputs = self.inputs[numbers]
@@ -112,6 +117,11 @@ class DatasetSamples:
             return self._readers.batches(self, numbers, num_workers, pinned, epoch)
         made = (self.read(batch, epoch) for batch in numbers)
         return map(_pinned, made) if pinned else made
+
+    @cached_property
+    def sample_values(self) -> int:
+        """As ``TensorSamples.sample_values``."""
+        return self.read(torch.arange(1))[0].numel()
 
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
         """The samples of one batch; none of them as an empty one.
