@@ -49,7 +49,8 @@ class CheckpointResult(Result):
         num_bytes: of the checkpoint's tensors.
         seconds: by contender, the seconds of each turn, of the slowest rank.
         save_s: of each checkpoint, the seconds of ``save``: waiting for the ranks, and copying.
-        written_s: of each checkpoint, the seconds that the thread wrote.
+        written_s: of each checkpoint, the seconds that the thread wrote, with its rests.
+        computed_s: of each checkpoint, the processor's seconds of this thread.
         at_once_s: the same while the ranks wait for it.
         covered: by turn, how much of it the writing went on.
     """
@@ -62,6 +63,7 @@ class CheckpointResult(Result):
     seconds: dict[str, list[float]]
     save_s: list[float]
     written_s: list[float]
+    computed_s: list[float]
     at_once_s: list[float]
     covered: list[float]
 
@@ -77,6 +79,7 @@ class CheckpointResult(Result):
         ]
         rows.append(["save", Spread.of(self.save_s).text(format_seconds)])
         rows.append(["written in", Spread.of(self.written_s).text(format_seconds)])
+        rows.append(["  computing", Spread.of(self.computed_s).text(format_seconds)])
         rows.append(["written at once in", Spread.of(self.at_once_s).text(format_seconds)])
         return (
             f"Checkpoints of {self.model} ({format_bytes(self.num_bytes)}), {self.world_size} "
@@ -89,7 +92,7 @@ class CheckpointResult(Result):
 
     def record(self) -> dict[str, list[dict]]:
         """``rows``, one per model and number of ranks."""
-        lists = ("save_s", "written_s", "at_once_s", "covered")
+        lists = ("save_s", "written_s", "computed_s", "at_once_s", "covered")
         row = self.plain() | {name: rounded(getattr(self, name)) for name in lists}
         row["seconds"] = {name: rounded(seconds) for name, seconds in self.seconds.items()}
         return {"rows": [row | {"slower": asdict(Spread.of(self.slower()))}]}
@@ -142,16 +145,15 @@ def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]
 
     strategy = DDP()
     step = ModelStep(model, BATCH_SIZES[model] // comm.world_size).of(strategy, comm)
-    for _ in range(2):
-        step()
+    step_s = min(timed(comm, step) for _ in range(3))
+    steps = agree(comm, max(1, min(_MOST_STEPS, int(_TURN_S / step_s))))
     with CheckpointWriter(comm, folder, keep=1) as writer:
-        steps = agree(comm, max(1, min(_MOST_STEPS, int(_TURN_S / timed(comm, step)))))
         turns = Turns(comm, writer, partial(_repeat, step, steps), partial(_state, comm, strategy))
         chosen = {ALONE: turns.alone, WRITING: turns.while_writing}
         seconds = take_turns(comm, chosen, repeats, _BUDGET_S)
         at_once_s = [turns.at_once() for _ in range(min(repeats, 5))]
     made = len(seconds[WRITING])
-    lists = {"save_s": turns.save_s[-made:], "written_s": turns.written_s[-made:]}
+    lists = {name: getattr(turns, name)[-made:] for name in ("save_s", "written_s", "computed_s")}
     lists |= {"seconds": seconds, "at_once_s": at_once_s}
     num_bytes = _num_bytes(_state(comm, strategy))
     found = {"lists": lists, "covered": turns.covered[-made:]}
@@ -171,6 +173,7 @@ class Turns:
         self.comm, self.writer, self.steps, self.state = comm, writer, steps, state
         self.save_s: list[float] = []
         self.written_s: list[float] = []
+        self.computed_s: list[float] = []
         self.covered: list[float] = []
         self._step = 0
 
@@ -188,6 +191,7 @@ class Turns:
         while self.writer.is_writing:
             time.sleep(0.005)
         self.written_s.append(self.writer.last_s)
+        self.computed_s.append(self.writer.last_computed_s)
         self.covered.append(min(1.0, self.writer.last_s / turn_s))
         return seconds
 
@@ -207,14 +211,10 @@ def _repeat(step: Callable[[], object], steps: int) -> None:
 
 
 def _state(comm: Comm, strategy: DDP) -> dict[str, Any]:
-    """What a run of DDP would save: the model, the optimizer's momenta, random states."""
-    state = strategy.optimizer.state_dict()["state"]
-    momenta = {
-        str(at): {key: value for key, value in one.items() if torch.is_tensor(value)}
-        for at, one in state.items()
-    }
+    """What a run would save: the model, the optimizer's state, random states."""
+    kept = strategy.kept()
     mine = {str(comm.rank): {"random": torch.get_rng_state()}}
-    return {"model": strategy.model.state_dict(), "optimizer": momenta, "ranks": mine}
+    return {"model": kept.given, "optimizer": kept.optimizer_state(), "ranks": mine}
 
 
 def _num_bytes(tree: Any) -> int:

@@ -21,7 +21,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ from labkit.strategies.base import OwnPaceStrategy, Strategy
 from labkit.strategies.kept import Kept, copy_into
 from labkit.training.checkpoint.reading import read_tensors, stored_in
 from labkit.training.checkpoint.whole import read_facts
-from labkit.training.checkpoint.writing import CheckpointWriter
 from labkit.training.evaluation import is_best
 from labkit.training.optimizer import continue_schedule, scheduler_of
 from labkit.training.progress import Progress
 from labkit.training.random_states import equal_states, random_states, set_random_states
 from labkit.training.resume import arrangement, merged_buffers
+
+if TYPE_CHECKING:
+    from labkit.training.checkpoint.writing import CheckpointWriter
 
 Tensors = dict[str, Any]
 _SUMS = ("loss_sum", "trained")
@@ -60,7 +62,7 @@ class Checkpoints:
         self.is_alone = isinstance(strategy, OwnPaceStrategy)
         if config.checkpoint_dir is not None and not (self.is_alone and strategy.comm.rank):
             comm: Any = _Alone() if self.is_alone else strategy.comm
-            self.writer = CheckpointWriter(comm, config.checkpoint_dir, config.checkpoint_keep)
+            self.writer = _writer(comm, config.checkpoint_dir, config.checkpoint_keep)
         self._draws, self._before = False, random_states(self.devices)
 
     def __enter__(self) -> "Checkpoints":
@@ -267,6 +269,13 @@ class ServerSaves:
         self.progress.stop_clock(self.strategy)
         yield
         self.progress.start_clock(self.strategy)
+
+
+def _writer(comm: Any, folder: str, keep: int) -> "CheckpointWriter":
+    # Not at the top: it imports what a run without checkpoints need not wait for.
+    from labkit.training.checkpoint.writing import CheckpointWriter
+
+    return CheckpointWriter(comm, folder, keep)
 
 
 class _Alone:

@@ -75,6 +75,8 @@ def with_full_paths(config: RunConfig) -> RunConfig:
     full: dict[str, Any] = {
         name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()
     }
+    if config.checkpoint_dir is not None:
+        full["checkpoint_dir"] = os.path.abspath(config.checkpoint_dir)
     return replace(config, **full)
 
 

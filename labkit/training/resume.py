@@ -120,7 +120,9 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
         return Start(told=f"no checkpoint in {folder} yet: the run begins at the beginning")
     facts = read_facts(found.path)
     _check_fits(config, own, found.path, facts)
-    return Start(found.path, _told(config, found.path, facts, found.skipped))
+    return Start(
+        Path(os.path.abspath(found.path)), _told(config, found.path, facts, found.skipped)
+    )
 
 
 def _told(config: RunConfig, path: Path, facts: Mapping[str, Any], skipped: Iterable[str]) -> str:

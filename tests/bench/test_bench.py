@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from labkit.__main__ import main
-from labkit.bench import BENCHES, ddp, launch
+from labkit.bench import BENCHES, checkpoint, ddp, launch
+from labkit.bench.model_step import build
 from labkit.bench.record import command_line, dumped
 from labkit.bench.spread import ratios
 from labkit.bench.turns import ON_CPU
@@ -79,6 +80,24 @@ def test_replicas_that_part_are_said_to_differ():
     assert result.gradient_error["labkit"] == 0.1
     assert result.times_gloo("labkit") == [2.0, 2.0]
     assert "DIFFERENT" in str(result)
+
+
+# checkpoint
+
+
+def test_steps_are_timed_alone_and_while_a_checkpoint_is_written(tmp_path, capsys):
+    path = tmp_path / "checkpoint.json"
+    words = ["--models", "small_cnn", "--repeats", "2", "--device", "cpu", "--world-size", "2"]
+    assert main(["bench", "checkpoint", *words, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    # Parameters and momenta, and the state of the random numbers.
+    parameters = sum(one.nbytes for one in build("small_cnn").parameters())
+    assert row["num_bytes"] == 2 * parameters + torch.get_rng_state().nbytes
+    names = ("save_s", "written_s", "computed_s", "at_once_s", "covered")
+    assert [len(row[name]) for name in names] == [2] * 5
+    paired = ratios(row["seconds"][checkpoint.WRITING], row["seconds"][checkpoint.ALONE])
+    assert row["slower"]["median"] == pytest.approx(sum(paired) / 2 - 1, rel=1e-4)
+    assert "longer while a checkpoint is written" in capsys.readouterr().out
 
 
 # The command line

@@ -27,9 +27,10 @@ from ranks import travel_by_value
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from labkit import run
-from labkit.errors import OutputError
+from labkit.errors import OutputError, WorkerError
 from labkit.training.checkpoint import check_folder, newest, read_facts, remove_unfinished
 from labkit.training.checkpoint.folder import Lock
+from labkit.training.checkpoint.plan import Copies
 from labkit.training.checkpoint.reading import read_tensors
 from labkit.training.checkpoint.writing import CheckpointWriter
 
@@ -174,6 +175,25 @@ def test_ranks_agree_fail_together_and_go_on(tmp_path):
     assert read_tensors(tmp_path / "step-00000007") == {}
 
 
+def loses_a_rank(comm, folder):
+    with CheckpointWriter(comm, folder) as writer:
+        writer.save(1, large(1), {})
+        writer.wait()
+        comm.barrier()
+        writer.save(2, {"a": torch.ones(3_000_000), "b": torch.ones(3_000_000)}, {})
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        writer.wait()
+
+
+def test_a_rank_that_is_killed_is_named_and_the_checkpoint_before_is_left(tmp_path):
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        run(loses_a_rank, str(tmp_path), world_size=2)
+    remove_unfinished(tmp_path)
+    assert names(tmp_path) == [".labkit-lock", "step-00000001"]
+    assert newest(tmp_path).path.name == "step-00000001"
+
+
 # Alone: no process group is needed
 
 
@@ -185,7 +205,8 @@ def test_the_newest_and_the_best_stay_and_nothing_else_is_touched(tmp_path):
     write(tmp_path, 1, 2)
     os.unlink(tmp_path / "step-00000002" / "labkit.json")
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
-    (tmp_path / "step-00000003").symlink_to("step-00000001")
+    # A link to a whole checkpoint does not count as one.
+    (tmp_path / "step-00000035").symlink_to("step-00000001")
     (tmp_path / "step-00000004").write_text("mine")
     (tmp_path / f".labkit-{'0' * 16}.part").mkdir()
     (tmp_path / f".labkit-{'0' * 16}.part" / "notes.txt").write_text("mine")
@@ -333,21 +354,62 @@ def test_a_block_that_raises_leaves_nothing_unfinished(tmp_path):
     assert not [t for t in threading.enumerate() if t.name == "labkit-checkpoint"]
 
 
+def test_an_interrupt_while_tensors_are_copied_leaves_nothing_unfinished(tmp_path, monkeypatch):
+    def interrupted(*_):
+        assert len(hidden(tmp_path)) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Copies, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 1)
+    assert names(tmp_path) == [".labkit-lock"]
+
+
+def save_until_interrupted(folder, last, *timer):
+    """Write checkpoints after ``last`` until the timer interrupts it; returns the last step."""
+    with contextlib.suppress(KeyboardInterrupt), CheckpointWriter(ALONE, folder, 1) as writer:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        # Not for ever: an interrupt inside of Python's ``__del__`` is lost.
+        until_s = time.monotonic() + 2
+        while time.monotonic() < until_s:
+            last += 1
+            writer.save(last, tensors_of(last), {})
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return last
+
+
+def assert_newest_is_whole(folder):
+    found = newest(folder)
+    assert found.skipped == []
+    if found.path is not None:
+        assert_equal_trees(read_tensors(found.path), tensors_of(int(found.path.name[5:])))
+
+
 def test_interrupts_at_any_moment_leave_nothing_unfinished(tmp_path):
-    draw = random.Random(0)
-    last = 0
-    for _ in range(30):
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            CheckpointWriter(ALONE, tmp_path, 1) as writer,
-        ):
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0005, 0.03))
-            while True:
-                last += 1
-                writer.save(last, tensors_of(last), {})
+    draw, last = random.Random(0), 0
+    for _ in range(20):
+        last = save_until_interrupted(tmp_path, last, draw.uniform(0.0005, 0.03))
         assert hidden(tmp_path) == []
-        if (path := newest(tmp_path).path) is not None:
-            assert_equal_trees(read_tensors(path), tensors_of(int(path.name[5:])))
+        assert_newest_is_whole(tmp_path)
+
+
+def test_a_storm_of_interrupts_ends_no_checkpoint_that_is_whole(tmp_path):
+    """One interrupt after another, until the process ends, also while it cleans up."""
+    draw, last = random.Random(0), 0
+    for _ in range(10):
+        timer = draw.uniform(0.0005, 0.03), draw.uniform(0.001, 0.004)
+        if not (child := os.fork()):
+            with contextlib.suppress(BaseException):
+                save_until_interrupted(tmp_path, last, *timer)
+            os._exit(0)
+        os.waitpid(child, 0)
+        found = newest(tmp_path)
+        assert found.path is None or int(found.path.name[5:]) >= last
+        last = int(found.path.name[5:]) if found.path else 0
+        remove_unfinished(tmp_path)
+        assert hidden(tmp_path) == []
+        assert_newest_is_whole(tmp_path)
+    assert last > 0
 
 
 @pytest.fixture(autouse=True)
@@ -392,6 +454,8 @@ def assert_recovers(folder, after=0):
     assert step >= after
     if step:
         assert_equal_trees(read_tensors(found.path), tensors_of(step))
+    # The first checkpoint is the best one before the second is begun.
+    assert step < 2 or (folder / "best").is_symlink()
     if (folder / "best").is_symlink():
         best = folder / os.readlink(folder / "best")
         assert_equal_trees(read_tensors(best), tensors_of(int(best.name[5:])))

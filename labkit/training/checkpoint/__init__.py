@@ -4,6 +4,7 @@ folder    the names in a checkpoint folder, its lock, and what may be removed fr
 whole     ``labkit.json``, and whether a checkpoint is whole; ``newest`` and ``read_facts``
 reading   ``read_tensors``, without a process group, and without running code from the file
 plan      which rank writes which tensor, agreed by all ranks
+space     whether it fits on the disk, and what is said if not
 stream    a file that is hashed while it is written, at a pace that leaves the cores to training
 writing   ``CheckpointWriter``
 

@@ -164,11 +164,14 @@ def hidden(folder: Path) -> Path:
     return folder / f".labkit-{secrets.token_hex(8)}.part"
 
 
-def remove_unfinished(folder: str | Path) -> None:
+def remove_unfinished(folder: str | Path | None) -> None:
     """Remove what runs that were interrupted have left, unless a run is writing there now.
 
-    To be called when the ranks have ended, in whatever way. It never raises OSError.
+    To be called when the ranks have ended, in whatever way: those that were killed while they
+    wrote could not clean up. It never raises OSError; None for a run without checkpoints.
     """
+    if folder is None:
+        return
     path = Path(folder)
     with contextlib.suppress(OSError):
         if any(_UNFINISHED.fullmatch(name) for name in os.listdir(path)):

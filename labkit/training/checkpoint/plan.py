@@ -151,25 +151,21 @@ class Copies(DefaultSavePlanner):
         What the GPU computes later, on the stream that is current now, waits for the copies.
         """
         kept, self._copies = self._copies, {}
+        for device in {tensors[path].device for path in paths} - self._streams.keys():
+            if device.type == "cuda":
+                self._streams[device] = torch.cuda.Stream(device)
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
         for path in paths:
             name, tensor = ".".join(path), tensors[path].detach()
             on_gpu, copy = tensor.device.type == "cuda", kept.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-            if on_gpu:
-                self._begin(tensor.device)
-                with torch.cuda.stream(self._streams[tensor.device]):
-                    copy.copy_(tensor, non_blocking=True)
-            else:
-                copy.copy_(tensor)
-            self._copies[name] = copy
+            with torch.cuda.stream(self._streams.get(tensor.device)):
+                self._copies[name] = copy.copy_(tensor, non_blocking=on_gpu)
+        # What the GPU does next may change the tensors, and must wait for the copies.
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
-
-    def _begin(self, device: torch.device) -> None:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         """Wait until the GPUs have made the copies."""

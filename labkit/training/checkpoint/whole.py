@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,18 @@ class Found(NamedTuple):
 
 class NotWholeError(ValueError):
     """A checkpoint is damaged, or was not written by this version of labkit."""
+
+
+def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the facts, as they will be read.
+
+    Raises:
+        ValueError: JSON cannot hold them.
+    """
+    try:
+        return json.loads(json.dumps(dict(facts)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"facts of a checkpoint must be what JSON can hold: {error}") from None
 
 
 def dumped(step: int, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> bytes:
@@ -169,14 +182,17 @@ def newest(folder: str | Path) -> Found:
     except OSError as error:
         raise ValueError(f"cannot read checkpoints in {folder}: {error.strerror}") from None
     for _, path in found:
-        if not (why := _why_not_taken(path) or why_not_whole(path)):
+        if not (why := why_not_taken(path)):
             return Found(path, skipped)
         skipped.append(f"{path.name}: {why}")
     return Found(None, skipped)
 
 
-def _why_not_taken(path: Path) -> str:
-    """Why this is not taken for a run's checkpoint: another user may have put it there."""
+def why_not_taken(path: Path) -> str:
+    """Why this is no whole checkpoint of a run; empty if it is one.
+
+    Stricter than ``why_not_whole``: another user may have put it there, or a link to another one.
+    """
     try:
         found, owner = path.lstat(), path.parent.stat().st_uid
     except OSError as error:
@@ -187,4 +203,4 @@ def _why_not_taken(path: Path) -> str:
         return "it is not a folder"
     if found.st_uid not in (os.geteuid(), 0, owner):
         return f"it belongs to user {found.st_uid}, and the folder around it does not"
-    return ""
+    return why_not_whole(path)

@@ -9,7 +9,6 @@ Sources: ``torch.distributed.checkpoint.state_dict_saver``; PyTorch's tutorial "
 with Distributed Checkpoint (DCP)".
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -25,16 +24,13 @@ from labkit.errors import OutputError
 from labkit.training.checkpoint import folder as places
 from labkit.training.checkpoint.parts import add_facts, write_part
 from labkit.training.checkpoint.plan import Copies, Plan, described, flattened, plan_of
+from labkit.training.checkpoint.space import check_space, explained
 from labkit.training.checkpoint.stream import Pace, StoppedError
 from labkit.training.checkpoint.texts import Texts
-from labkit.training.checkpoint.whole import why_not_whole
-from labkit.units import format_bytes
+from labkit.training.checkpoint.whole import plain, why_not_taken
 
-# What a tensor takes in its file beside its elements, about.
-_OVERHEAD_BYTES = 2048
 # How long a writing that was given up may take to end.
 _PATIENCE_S = 2.0
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,7 @@ class CheckpointWriter:
 
     Attributes:
         last_s: how long the thread wrote at the last checkpoint, with its rests, in seconds.
+        last_computed_s: how long it computed meanwhile.
 
     Raises:
         OutputError: on all ranks: the folder cannot be made or written to, or another run writes
@@ -83,7 +80,7 @@ class CheckpointWriter:
         # An interrupted ``Thread.join`` takes its thread for one that has ended.
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self.last_s = 0.0
+        self.last_s = self.last_computed_s = 0.0
         self._unfinished: Path | None = None
         # Names in the folder: of what this run has written, and of what it knows to be whole.
         self._written: set[str] = set()
@@ -137,7 +134,7 @@ class CheckpointWriter:
             OutputError: this checkpoint cannot be begun, or the one before could not be written.
         """
         self.wait()
-        mine, kept = flattened(tensors), _plain(facts)
+        mine, kept = flattened(tensors), plain(facts)
         plan = self._agreed(step, best, described(mine))
         unfinished = Path(self._together(self._begin))
         self._copies.take(mine, plan.paths)
@@ -179,7 +176,7 @@ class CheckpointWriter:
 
     def _write(self, job: _Job, plan: Plan) -> None:
         """The thread: write this rank's part; on rank 0 also complete the checkpoint."""
-        begun_s = time.monotonic()
+        begun_s, computed_s = time.monotonic(), time.thread_time()
         try:
             self._pace.begin()
             self._copies.wait()
@@ -190,6 +187,7 @@ class CheckpointWriter:
             self._remove_unfinished()
         finally:
             self.last_s = time.monotonic() - begun_s
+            self.last_computed_s = time.thread_time() - computed_s
             self._ended.set()
 
     def _remove_unfinished(self) -> None:
@@ -201,13 +199,10 @@ class CheckpointWriter:
         told: dict[str, Any]
         try:
             told = {"part": action()}
-        except OSError as error:
-            told = {"error": self._explained(error, job, plan)}
         except StoppedError:
             raise
         except Exception as error:
-            path = places.step_path(self.folder, job.step)
-            told = {"error": f"cannot write {path}: {type(error).__name__}: {error}"}
+            told = {"error": explained(error, places.step_path(self.folder, job.step), plan)}
         all_told = [json.loads(text) for text in self._texts.exchange(json.dumps(told))]
         for one in all_told:
             if "error" in one:
@@ -215,9 +210,7 @@ class CheckpointWriter:
         return [one["part"] for one in all_told]
 
     def _write_part(self, job: _Job, plan: Plan) -> dict[str, Any]:
-        needed, free = _needed_bytes(plan), _free_bytes(self.folder)
-        if free is not None and free < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        check_space(self.folder, plan)
         return write_part(job.unfinished, plan, self._copies, self._pace)
 
     def _complete(self, job: _Job, plan: Plan, parts: list[dict[str, Any]]) -> None:
@@ -239,21 +232,12 @@ class CheckpointWriter:
         """
         best, kept = places.best_name(self.folder), 0
         for number, path in places.steps(self.folder):
-            if number > step or (path.name not in self._whole and why_not_whole(path)):
+            if number > step or (path.name not in self._whole and why_not_taken(path)):
                 continue
             self._whole.add(path.name)
             kept += 1
             if kept > self.keep and path.name != best:
                 places.remove(path)
-
-    def _explained(self, error: OSError, job: _Job, plan: Plan) -> str:
-        path = places.step_path(self.folder, job.step)
-        text = f"cannot write {path}: {error.strerror or error}"
-        if error.errno in _FULL:
-            free = _free_bytes(self.folder)
-            there = "" if free is None else f", and {format_bytes(free)} are free there"
-            text += f". It needs about {format_bytes(_needed_bytes(plan))}{there}"
-        return text + ". The checkpoints before it are as they were"
 
     @property
     def is_writing(self) -> bool:
@@ -309,24 +293,3 @@ class CheckpointWriter:
             self.close()
         else:
             self.abandon()
-
-
-def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the facts, as they will be read."""
-    try:
-        return json.loads(json.dumps(dict(facts)))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"facts of a checkpoint must be what JSON can hold: {error}") from None
-
-
-def _needed_bytes(plan: Plan) -> int:
-    return plan.num_bytes + _OVERHEAD_BYTES * len(plan.metadata.state_dict_metadata)
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """Bytes that this user can still write there; None where the file system does not say."""
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
