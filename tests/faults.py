@@ -30,6 +30,8 @@ from labkit.runtime import supervisor
 # The table's limit for the end of a failed run, and how much longer a busy machine may take.
 LIMIT_S = 10.0
 PATIENCE = 3
+# How long what is left may take to go.
+WAIT_S = 5.0
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -63,7 +65,7 @@ class Case:
 
     Attributes:
         folder: an empty folder of the row.
-        patch: pytest's monkeypatch, undone after each row.
+        patch: the changes of this row, undone at its end.
         capsys: pytest's; what is printed.
         here: the name of the test file, which errors must show with the learner's line.
         request: pytest's, for ``kernel``.
@@ -153,9 +155,9 @@ class Case:
         self.patch.undo()
         assert wait_until(lambda: not running_ranks(), 2), f"ranks left: {running_ranks()}"
         assert leftovers() <= before, f"left: {leftovers() - before}"
-        assert wait_until(lambda: not _threads() - threads, 10), _threads() - threads
-        assert wait_until(lambda: not _unused(_shm() - in_shm), 2), _unused(_shm() - in_shm)
-        assert wait_until(lambda: _pipes() <= pipes, 2), "pipes, sockets or memory were left"
+        assert wait_until(lambda: not _threads() - threads, WAIT_S), _threads() - threads
+        assert wait_until(lambda: not _unused(_shm() - in_shm), WAIT_S), _unused(_shm() - in_shm)
+        assert wait_until(lambda: _pipes() <= pipes, WAIT_S), "pipes, sockets or memory were left"
         assert not [p for p in self.folder.rglob("*") if p.suffix == ".part"], "half a file"
         assert run(lambda comm: comm.rank, world_size=2).values == [0, 1]
         assert "Traceback" not in self.capsys.readouterr().err

@@ -10,7 +10,6 @@ from ranks import travel_by_value
 from torch import Tensor, nn
 
 from labkit.training.loop import fit
-from labkit.workload.sampling import share
 
 travel_by_value(__name__)
 
@@ -104,7 +103,7 @@ def train_by_hand(comm, make_strategy, make_model, batches, end_epoch=True) -> d
     strategy = make_strategy()
     strategy.setup(comm, seeded(make_model), sgd)
     for inputs, targets in batches:
-        mine = share(torch.arange(len(targets)), *strategy.share())
+        mine = strategy.part_of(torch.arange(len(targets)))
         strategy.step(inputs[mine], targets[mine], len(targets))
     if end_epoch:
         strategy.end_epoch()

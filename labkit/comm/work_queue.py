@@ -1,6 +1,8 @@
 """Operations on one ``Comm``, carried out one after another in a separate thread."""
 
+import atexit
 import contextlib
+import functools
 import math
 import queue
 import threading
@@ -20,6 +22,8 @@ Operation = Callable[[Comm], object]
 _GRACE_S = 1.0
 # How long a queue waits for a callback that neither ends nor calls an operation.
 _LONGEST_PATIENCE_S = 5.0
+# How long a process that exits waits for an operation that is under way.
+_LAST_PATIENCE_S = 2.0
 
 
 class WorkQueue(threading.Thread):
@@ -184,6 +188,19 @@ class WorkQueue(threading.Thread):
             self._callbacks.end()
             self._callbacks.join(patience_s)
         return not self.is_alive()
+
+
+@functools.cache
+def work_queue_of(comm: Comm) -> WorkQueue:
+    """The one queue of all that is sent on ``comm`` during a forward and backward pass.
+
+    DDP's buckets, those of a second replica in the same backward, and the batch statistics of
+    SyncBatchNorm share it, so that their messages do not mix.
+    """
+    # No timeout here: the run has a deadline.
+    work_queue = WorkQueue("labkit-ddp", comm, timeout_s=float("inf"))
+    atexit.register(work_queue.end, _LAST_PATIENCE_S)
+    return work_queue
 
 
 class CallbackThread(threading.Thread):

@@ -51,5 +51,6 @@ from labkit.costs.traffic import (
     scatter_cost as scatter_cost,
     share_only_cost as share_only_cost,
     share_reduce_cost as share_reduce_cost,
+    sync_batch_norm_cost as sync_batch_norm_cost,
     tree_all_reduce_cost as tree_all_reduce_cost,
 )

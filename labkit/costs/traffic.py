@@ -256,12 +256,13 @@ def data_parallel_cost(
     """Bytes that one step of data parallelism in one process moves between P devices, by phase.
 
     Device 0 keeps the first ceil(B / P) of the B samples; a batch of fewer than P samples uses B
-    devices. Everything passes through device 0, whose links are the bottleneck.
+    devices. Everything passes through device 0, whose links are the bottleneck. With accumulate,
+    inputs and outputs of each micro-batch are those of a batch of its size, the rest is the same.
 
     Args:
         batch_size: B, samples of the global batch.
         world_size: P, devices.
-        input_bytes, output_bytes: of one sample.
+        input_bytes, output_bytes: of one sample; with amp, outputs may have 2 bytes per number.
         state_bytes: S, parameters and buffers.
         gradient_bytes: of the trained parameters.
 
@@ -295,6 +296,26 @@ def ddp_update_cost(
     """
     rings = [ring_all_reduce_cost(n, element_bytes, world_size, rank) for n in bucket_elements]
     return sum([*rings, *(broadcast_cost(n, 1, world_size, rank) for n in buffer_bytes)], NOTHING)
+
+
+def sync_batch_norm_cost(
+    channels: Iterable[int], world_size: int, rank: int = 0, micro_batches: int = 1
+) -> Cost:
+    """BatchNorm with the statistics of the global batch, in one forward and backward pass.
+
+    Two rounds of share-only for each layer of C channels: of 2 C + 1 numbers forward (means, sums
+    of squared deviations, the count), of 2 C backward, each of 8 bytes. Without the backward ones
+    where a layer's input needs no gradient, because nothing before it is trained.
+
+    Args:
+        channels: C by layer; a layer that runs twice in a forward counts twice.
+        world_size: P, the ranks that divide a batch; of a parameter server, the workers.
+        rank: among these.
+        micro_batches: of one step.
+    """
+    rows = [numbers for layer in channels for numbers in (2 * layer + 1, 2 * layer)]
+    rounds = (all_gather_cost(row, 8, world_size, rank) for row in rows * micro_batches)
+    return sum(rounds, NOTHING)
 
 
 def model_parallel_cost(

@@ -24,6 +24,10 @@ from labkit.comm.processes import is_running
 
 SHM = Path("/dev/shm")
 _END_PATIENCE_S = 0.5
+_LIMITS = (
+    (resource.RLIMIT_AS, "address space", "VmPeak", "-v"),
+    (resource.RLIMIT_DATA, "data", "VmData", "-d"),
+)
 _LESS = "Next step: a smaller batch or model, or fewer ranks, since each needs as much"
 # How PyTorch speaks of its files in /dev/shm, and of a worker that died of writing there.
 _SHM_WORDS = ("shared memory", "(shm)", "</torch_")
@@ -69,10 +73,22 @@ def memory_words() -> str:
     """What this process has held at most, and the limits on it."""
     unit = 1 if sys.platform == "darwin" else 1024
     held = units.format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    limits = [limit for limit in limits if limit != resource.RLIM_INFINITY]
-    most = f", its limit is {units.format_bytes(min(limits))} (ulimit)" if limits else ""
-    return f"the rank held up to {held}{most}"
+    limits = [
+        f", its limit is {units.format_bytes(limit)} of {what}{_of_which(field)} (ulimit {option})"
+        for kind, what, field, option in _LIMITS
+        if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
+    ]
+    return f"the rank held up to {held}{''.join(limits)}"
+
+
+def _of_which(field: str) -> str:
+    """How much of it this process has, from a field of /proc/self/status, where there is one."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (value,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    except (OSError, ValueError):
+        return ""
+    return f", of which it had {units.format_bytes(int(value) * 1024)}"
 
 
 def _is_of_memory(error: BaseException, text: str) -> bool:

@@ -103,7 +103,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
         self.scaler = self.gradients.scaler
         self.parameters, self.gradient = lay_end_to_end(self.model)
-        self.report = self._with_buffers(0, 0, 0, *self._scale())
+        self.report = self._with_buffers(0, 0, 0)
         self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
         self.updates = self.tracker.updates
         # By worker, what it adds to a checkpoint.
@@ -148,14 +148,15 @@ class AsyncParameterServer(OwnPaceStrategy):
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("push"):
                 samples = len(targets)
-                told = loss, self.right_of(samples), samples, *self._scale()
+                told = loss, self.right_of(samples), samples
                 self.comm.send(self._with_buffers(*told), _SERVER)
                 self.comm.send(self.gradient, _SERVER)
             with self.comm.span("pull"):
                 self.comm.recv(self.parameters, _SERVER)
                 answer = self.comm.recv(self.report[2:], _SERVER)
-            load_flat_buffers(self.model, answer[1 + len(self._scale()) :])
-            if self.scaler.is_enabled():
+            scaled = self.scaler.is_enabled()
+            load_flat_buffers(self.model, answer[1 + scaled :])
+            if scaled:
                 self.scaler.set_scale(answer[1].item())
             word, done = int(answer[0]), done + 1
             go_on = word in (_GO_ON, _SAVE_AND_GO_ON)
@@ -227,7 +228,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         self.samples += num_samples
         self.right += right
         if num_samples:
-            more, scaled = self.reports[worker][3:], len(self._scale())
+            more, scaled = self.reports[worker][3:], self.scaler.is_enabled()
             with self.comm.span("update"):
                 is_made = self.apply(more[0].item() if scaled else None)
             load_flat_buffers(self.model, more[scaled:])
@@ -239,7 +240,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         """Send ``worker`` the parameters that it pulls, and whether to go on."""
         with self.comm.span("pull"):
             self.comm.send(self.parameters, worker)
-            self.comm.send(self._with_buffers(word, *self._scale()), worker)
+            self.comm.send(self._with_buffers(word), worker)
         if word in (_SAVE_AND_GO_ON, _SAVE_AND_STOP):
             self.told_own[worker] = self._hear_own(worker)
         goes_on = word in (_GO_ON, _SAVE_AND_GO_ON)
@@ -332,13 +333,11 @@ class AsyncParameterServer(OwnPaceStrategy):
                 f"workers {sorted(self.tracker.pulled)}: {error}"
             )
 
-    def _scale(self) -> list[float]:
-        """What a short message says of the scale of the loss: nothing, unless there is one."""
-        return [self.scaler.get_scale()] if self.scaler.is_enabled() else []
-
     @torch.no_grad()
     def _with_buffers(self, *numbers: float | Tensor) -> Tensor:
-        """A short message: some numbers, then the model's buffers, [len(numbers) + B]."""
+        """A short message: some numbers, the scale of the loss if it has one, and the buffers."""
+        if self.scaler.is_enabled():
+            numbers = *numbers, self.scaler.get_scale()
         # Filled in one by one: a GPU would wait for the copy of a list.
         head = self.parameters.new_empty(len(numbers))
         for place, number in zip(head, numbers):

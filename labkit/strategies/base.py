@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.strategies.kept import Kept, kept_model
 from labkit.strategies.mixed_precision import LossScaler
+from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
+from labkit.workload.sampling import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
@@ -31,8 +33,10 @@ class Strategy:
     options that do not go together, and ``setup`` does everything else.
 
     Where ranks divide the samples of a batch, frozen parameters are not communicated, and a
-    missing gradient counts as zero. With dropout no run equals that of one device, because each
-    rank draws its own random numbers.
+    missing gradient counts as zero. Such a run equals that of one device if no layer combines
+    samples and none draws random numbers: with dropout each rank draws its own, and BatchNorm
+    normalises each share by itself, unless ``sync_batch_norm`` gives it the global batch's
+    statistics.
 
     Attributes:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
@@ -42,6 +46,10 @@ class Strategy:
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
+        sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
+        synchronised_by: whose layers do that, ``labkit`` or ``torch``.
+        global_batch: what the ranks tell each other about a batch then; set by ``setup``; None if
+            they need not.
         loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it. Called
             once for each sample that is trained on.
         clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
@@ -58,6 +66,9 @@ class Strategy:
     can_be_kept = True
     through_comm = True
     optimizes = "model"
+    sync_batch_norm = False
+    synchronised_by = "labkit"
+    global_batch: GlobalBatch | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
     instead: ClassVar[dict[str, str]] = {}
@@ -103,6 +114,18 @@ class Strategy:
         if self.comm.rank not in self.workers:
             return 0, 0
         return self.workers.index(self.comm.rank), len(self.workers)
+
+    def part_of(self, batch: Tensor) -> Tensor:
+        """This rank's samples of a global batch, [n] of [B]: what ``step`` gets."""
+        if self.global_batch is None:
+            return share(batch, *self.share())
+        return torch.cat(self.global_batch.parts(batch))
+
+    def common_sizes(self, batch_size: int) -> list[int] | None:
+        """The sizes of this rank's micro-batches, as many as all ranks have; None for any."""
+        if self.global_batch is None:
+            return None
+        return [len(part) for part in self.global_batch.parts(torch.arange(batch_size))]
 
     def updates_of(self, samples: int, world_size: int) -> int:
         """How many updates the technique makes of a global batch of ``samples``."""
@@ -163,7 +186,10 @@ class Strategy:
 
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
-        return {}
+        if not self.sync_batch_norm or len(self.workers) < 2:
+            return {}
+        layers = len(batch_norms(self.model))
+        return {"sync_batch_norm": {"by": self.synchronised_by, "layers": layers}}
 
     def sent(self) -> tuple[int, int] | None:
         """Messages and bytes that this rank has sent so far; None if they are not counted."""
@@ -203,6 +229,10 @@ class OwnPaceStrategy(Strategy):
         lost: {rank: why} for the workers that died; set by ``setup``.
     """
 
+    instead: ClassVar[dict[str, str]] = {
+        "sync_batch_norm": "its workers wait for nobody, so there is no common batch whose "
+        "statistics they could share; use parameter_server, ddp or ring_all_reduce"
+    }
     saves: Saves | None = None
     passed_s = 0.0
     updates: Sequence[Sequence[int]]

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,10 @@ class DataParallel(Strategy):
 
     in_one_process = True
     through_comm = False
+    instead: ClassVar = {
+        "sync_batch_norm": "its replicas are threads of one process, and labkit's layers share "
+        "their statistics between ranks; use ddp or ring_all_reduce, with a rank for each device"
+    }
 
     def __init__(self, devices: Sequence[str], accumulate: int = 1, amp: str | None = None):
         self.devices = [torch.device(name) for name in devices]

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import ring_all_reduce
+from labkit.collectives import broadcast, ring_all_reduce
 from labkit.comm.comm import Comm
+from labkit.strategies.sync_batch_norm import batch_norms
 
 
 def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
@@ -57,13 +58,23 @@ def pieces_by_slice(sizes: Sequence[int], slices: Sequence[tuple[int, int]]) -> 
 
 
 @torch.no_grad()
-def average_buffers(comm: Comm, model: nn.Module, workers: range) -> None:
+def average_buffers(
+    comm: Comm, model: nn.Module, workers: range, sync_batch_norm: bool = False
+) -> None:
     """Give all ranks the mean of the workers' buffers (BatchNorm's running averages).
 
     Counters are those of the first worker, which has a share of every batch; the shares of other
-    workers may have been empty.
+    workers may have been empty. With ``sync_batch_norm`` BatchNorm's buffers are equal on all
+    workers, and only sent to ranks that are none.
     """
+    norms = [layer for _, layer in batch_norms(model)] if sync_batch_norm else []
+    equal = {id(buffer) for layer in norms for buffer in layer.buffers()}
     for buffer in model.buffers():
+        if id(buffer) in equal:
+            # The mean of three equal numbers may be another number.
+            if len(workers) < comm.world_size:
+                broadcast(comm, buffer, root=workers[0])
+            continue
         averaged = buffer.is_floating_point()
         if comm.rank not in (workers if averaged else workers[:1]):
             buffer.zero_()

@@ -6,10 +6,11 @@ slowed down, as a straggler.
 """
 
 import contextlib
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd import Variable
 from labkit import gpus
 from labkit.comm.comm import Comm
 from labkit.strategies.mixed_precision import MixedPrecision
+from labkit.strategies.sync_batch_norm import GlobalBatch
 from labkit.workload.losses import Loss, sum_cross_entropy
 
 
@@ -44,8 +46,10 @@ class LocalGradients:
         amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
             loss is scaled up so that small gradients do not vanish, and an update whose gradients
             overflow is skipped: see ``Update``.
+        global_batch: that the model's BatchNorm layers share; a rank without samples runs them,
+            too, since the others wait for its statistics.
         straggler: (rank, factor): that rank takes ``factor`` times as long to compute, except for
-            its first micro-batch.
+            its first micro-batch. The messages of ``global_batch`` count as computing.
 
     Attributes:
         scaler: of the loss; ``Update`` divides the gradients by its scale.
@@ -60,8 +64,10 @@ class LocalGradients:
         accumulate: int = 1,
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
+        global_batch: GlobalBatch | None = None,
     ):
         self.comm = comm
+        self.global_batch = global_batch
         self.model = model
         self.loss = loss
         self.accumulate = accumulate
@@ -81,6 +87,7 @@ class LocalGradients:
         divisor: float = 1,
         no_sync: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         even_if_empty: bool = False,
+        sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """Add the gradient of (sum of losses) / ``divisor`` to the parameters' ``grad``.
 
@@ -89,16 +96,23 @@ class LocalGradients:
             divisor: the size of the global batch, if the gradient is to be that of the mean loss.
             no_sync: a context in which every micro-batch except the last one runs.
             even_if_empty: run the model on an empty share, too, for hooks that rely on it.
+            sizes: of the micro-batches, some of which may be empty; None cuts into equal ones.
 
         Returns:
             The sum of the losses, a scalar, detached and not scaled.
         """
-        parts = self._micro_batches(inputs, targets, even_if_empty)
+        if sizes is not None:
+            parts = list(zip(inputs.split(list(sizes)), targets.split(list(sizes))))
+        else:
+            parts = self._micro_batches(inputs, targets, even_if_empty)
         total = targets.new_zeros((), dtype=torch.float64)
         for number, part in enumerate(parts, start=1):
             quietly = no_sync if number < len(parts) else contextlib.nullcontext
             with self.comm.span("compute"), quietly():
-                total += self._forward_backward(part, divisor)
+                if self.global_batch is not None and not len(part[1]):
+                    self._sit_out(part[0], self.global_batch)
+                else:
+                    total += self._forward_backward(part, divisor)
         return total
 
     def _micro_batches(
@@ -125,6 +139,19 @@ class LocalGradients:
         loss = self.loss(logits, targets)
         self.scaler.scale(loss / divisor).backward()
         return loss.detach()
+
+    def _sit_out(self, inputs: Tensor, global_batch: GlobalBatch) -> None:
+        """Forward and backward for the messages in them, on a rank without samples, [0, ...].
+
+        On a sample that does not count: many a model does not take an empty batch, as in
+        ``x.view(len(x), -1)``. It is no constant, which some layers would divide by zero.
+        """
+        shape = inputs.shape[1:]
+        ramp = torch.linspace(0, 1, math.prod(shape), device=inputs.device)
+        with global_batch.sitting_out():
+            with self.precision.autocast(inputs.device):
+                outputs = self.model(ramp.view(1, *shape).to(inputs.dtype))
+            outputs.backward(torch.zeros_like(outputs))
 
     def _fall_behind(self, start_s: float, num_samples: int) -> None:
         gpus.synchronize(self.comm.device)

@@ -41,7 +41,7 @@ class ModelParallel(StagedModel):
         ValueError: ``accumulate`` below 1.
     """
 
-    instead: ClassVar = {
+    instead: ClassVar = StagedModel.instead | {
         "micro_batches": "one micro-batch passes through the stages at a time, which is "
         "accumulate; strategy pipeline has several of them under way"
     }

@@ -29,7 +29,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.mixed_precision import MixedPrecision
-from labkit.strategies.stage import on_several
+from labkit.strategies.stage import StagedModel, on_several
 from labkit.strategies.update import Update
 from labkit.trace import Timer
 from labkit.units import check_integer
@@ -57,8 +57,7 @@ class ModelParallelOneProcess(Strategy):
 
     in_one_process = True
     through_comm = False
-
-    instead: ClassVar = {
+    instead: ClassVar = StagedModel.instead | {
         "micro_batches": "one micro-batch passes through the stages at a time, which is "
         "accumulate; strategy pipeline has several of them under way"
     }

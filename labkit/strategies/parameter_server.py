@@ -26,6 +26,7 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end, pieces_by_slice
 from labkit.strategies.kept import KeptElements
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
+from labkit.strategies.sync_batch_norm import convert
 from labkit.strategies.update import Parts, Update
 
 
@@ -61,6 +62,8 @@ class ParameterServer(Strategy):
     Args:
         servers: K, below the world size (1 if the world size is 1).
         accumulate, amp, straggler: see ``LocalGradients``.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch, which the
+            workers tell each other; servers take no part.
 
     Raises:
         ValueError: the straggler would be a server; in ``setup``, no rank is left to work.
@@ -74,30 +77,35 @@ class ParameterServer(Strategy):
         accumulate: int = 1,
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
+        sync_batch_norm: bool = False,
     ):
         check_straggler(straggler, servers)
-        self.servers = servers
+        self.servers, self.sync_batch_norm = servers, sync_batch_norm
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_servers(self.servers, comm.world_size)
         self.comm = comm
         self.model = model.to(comm.device).train()
-        self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        if self.sync_batch_norm and comm.rank in self.workers:
+            count = self.settings["accumulate"]
+            self.global_batch = convert(self.model, comm, self.workers, count)
+        self.local = LocalGradients(
+            comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
+        )
         self.scaler = self.local.scaler
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
         self._take_role()
-        optimizer, parameters = None, []
+        parameters = []
         if self.serves:
             start, end = self.slices[comm.rank]
             # SGD works element by element, so a slice gives the same updates as its parameters.
             self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
-            parameter = nn.Parameter(self.slice)
-            parameter.grad = self.slice_gradient
-            self.optimizer = optimizer = make_optimizer([parameter])
-            parameters = [parameter]
-        self._prepare_update(optimizer, parameters)
+            parameters = [nn.Parameter(self.slice)]
+            parameters[0].grad = self.slice_gradient
+            self.optimizer = make_optimizer(parameters)
+        self.update = self._update_of(parameters)
 
     @property
     def workers(self) -> range:
@@ -113,9 +121,7 @@ class ParameterServer(Strategy):
         else:
             self.peers = worker_turns(rank - servers, servers, workers)
 
-    def _prepare_update(
-        self, optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]
-    ) -> None:
+    def _update_of(self, parameters: list[nn.Parameter]) -> Update:
         """On a server the update of its slice; on a worker, what it learns of the updates."""
         sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
         by_server = pieces_by_slice(sizes, self.slices)
@@ -123,15 +129,10 @@ class ParameterServer(Strategy):
         before = sum(map(len, by_server[: self.comm.rank]))
         # Workers have to know only whether gradients have overflowed.
         ranks = range(self.comm.world_size if self.scaler.is_enabled() else self.servers)
-        parts = Parts(
-            self.comm,
-            ranks,
-            range(before, before + len(mine)),
-            sum(map(len, by_server)),
-            self.parameters.dtype,
-        )
-        self.update = Update(
-            optimizer,
+        places, count = range(before, before + len(mine)), sum(map(len, by_server))
+        parts = Parts(self.comm, ranks, places, count, self.parameters.dtype)
+        return Update(
+            self.optimizer,
             parameters,
             clip_norm=self.clip_norm,
             scaler=self.scaler,
@@ -144,7 +145,8 @@ class ParameterServer(Strategy):
             self.gradient.zero_()
         # In fp16 a sum over the batch would overflow sooner than the mean.
         divisor = batch_size if self.scaler.is_enabled() else 1
-        loss = self.local.add(inputs, targets, divisor)
+        sizes = self.common_sizes(batch_size)
+        loss = self.local.add(inputs, targets, divisor, sizes=sizes)
         if self.serves:
             self.serve(batch_size // divisor)
         else:
@@ -187,7 +189,7 @@ class ParameterServer(Strategy):
         return KeptElements(super().kept(), self.comm, self.slices)
 
     def end_epoch(self) -> None:
-        average_buffers(self.comm, self.model, self.workers)
+        average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)
 
     def full_state(self) -> dict[str, Tensor]:
         # Workers have all slices already; each of several servers has only its own.

@@ -39,7 +39,7 @@ class Pipeline(StagedModel):
         ValueError: unknown schedule, or ``micro_batches`` below 1.
     """
 
-    instead: ClassVar = {
+    instead: ClassVar = StagedModel.instead | {
         "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose "
         "their number with micro_batches"
     }

@@ -20,6 +20,7 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers
 from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.sync_batch_norm import convert
 from labkit.strategies.update import Update
 
 
@@ -28,10 +29,11 @@ class RingAllReduce(Strategy):
 
     Batch statistics (BatchNorm): each rank normalises with the statistics of its own share, as in
     DDP. At the end of an epoch the running averages are averaged over the ranks, and the counters
-    are taken from rank 0, so that replicas agree.
+    are taken from rank 0, so that replicas agree. With ``sync_batch_norm`` they are equal anyway.
 
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
         compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.collectives.compressed``: replicas
             still agree, but the run no longer equals that of one device.
 
@@ -45,6 +47,7 @@ class RingAllReduce(Strategy):
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
         compress: str | None = None,
+        sync_batch_norm: bool = False,
     ):
         if compress == "topk" and amp == "fp16":
             raise ValueError(
@@ -53,14 +56,20 @@ class RingAllReduce(Strategy):
             )
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
         self.all_reduce = all_reduce_of(compress)
+        self.sync_batch_norm = sync_batch_norm
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         self.model = model.to(comm.device).train()
+        if self.sync_batch_norm:
+            count = self.settings["accumulate"]
+            self.global_batch = convert(self.model, comm, self.workers, count)
         # parameters() lists a tied parameter once.
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
-        self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        self.gradients = LocalGradients(
+            comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
+        )
         self.scaler = self.gradients.scaler
         self.update = Update(
             self.optimizer, self.trained, clip_norm=self.clip_norm, scaler=self.scaler
@@ -73,7 +82,8 @@ class RingAllReduce(Strategy):
         # In fp16 a sum over the batch would overflow sooner than the mean.
         divisor = batch_size if self.scaler.is_enabled() else 1
         # A rank without a sample still takes part in the ring.
-        loss = self.gradients.add(inputs, targets, divisor)
+        sizes = self.common_sizes(batch_size)
+        loss = self.gradients.add(inputs, targets, divisor, sizes=sizes)
         self.average_gradients(batch_size // divisor)
         with self.comm.span("update"):
             self.update()
@@ -106,4 +116,4 @@ class RingAllReduce(Strategy):
             self.all_reduce.residual = own["residual"].to(self.comm.device)
 
     def end_epoch(self) -> None:
-        average_buffers(self.comm, self.model, self.workers)
+        average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)

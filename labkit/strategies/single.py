@@ -16,9 +16,11 @@ class Single(Strategy):
 
     Args:
         accumulate, amp: see ``LocalGradients``.
+        sync_batch_norm: nothing changes, as one device sees the whole batch.
     """
 
-    def __init__(self, accumulate: int = 1, amp: str | None = None):
+    def __init__(self, accumulate: int = 1, amp: str | None = None, sync_batch_norm: bool = False):
+        self.sync_batch_norm = sync_batch_norm
         self.settings = {"accumulate": accumulate, "amp": amp}
 
     def check_ranks(self, world_size: int) -> None:

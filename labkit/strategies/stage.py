@@ -14,7 +14,7 @@ Symbols: P ranks and stages, n samples in a micro-batch.
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -94,48 +94,42 @@ class Stage:
         # The shapes of all layers, without the other stages' memory.
         self.names, self.meta_model = names, meta_copy(model)
         self.outside = _outside(model, names, layers)
-        self.module = nn.Sequential(*stages[self.index]).to(comm.device).train()
-        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self.module = nn.Sequential(*stages[self.index])
+        used = [name_of[id(p)] for p in self.module.parameters()]
+        # Moving a module may replace its parameters, but keeps their order.
+        self.module.to(comm.device).train()
+        self.parameters = dict(zip(used, self.module.parameters()))
         # Without gradients, all stages make the same updates of them.
         unused = {id(v): v for v in self.outside.values() if isinstance(v, nn.Parameter)}
         for parameter in unused.values():
             parameter.data = parameter.data.to(comm.device)
-        in_layers, self.trained = (
-            trained,
-            trained + [p for p in unused.values() if p.requires_grad],
-        )
+        self.parameters |= {name_of[id(p)]: p for p in unused.values()}
+        self.trained = [p for p in self.parameters.values() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained) if self.trained else None
-        self._update = Update(
-            self.optimizer,
-            self.trained,
-            clip_norm=clip_norm,
-            scaler=self.precision.scaler,
-            parts=self._parts(model, in_layers) if self.count > 1 else None,
-        )
-        mine = [*self.module.parameters(), *unused.values()]
-        self.parameters = {name_of[id(p)]: p for p in mine}
+        # A tied parameter counts on its first stage, and one that no layer uses has no gradient.
+        elsewhere = {name_of[id(p)] for p, on in self.tied if self.index != on[0]}
+        parts, scaler = self._parts(model, set(used) - elsewhere), self.precision.scaler
+        settings = {"clip_norm": clip_norm, "scaler": scaler, "parts": parts}
+        self._update = Update(self.optimizer, self.trained, **settings)
         self.held_bytes = 0
         self._measures = True
         self._shapes: dict[tuple[Any, ...], list[Any]] = {}
         # With amp, the dtypes of what comes in and what goes out, as soon as they are known.
         self._dtypes: dict[str, torch.dtype] = {}
 
-    def _parts(self, model: nn.Module, in_layers: list[nn.Parameter]) -> Parts:
+    def _parts(self, model: nn.Module, counted: set[str]) -> Parts | None:
         """Where the norms of this stage's gradients are among those of the whole model.
 
-        A tied parameter counts on its first stage, and one that no layer uses has no gradient.
+        ``counted`` has the names of the parameters whose norm this stage fills in.
         """
-        all_trained = [p for p in model.parameters() if p.requires_grad]
-        place_of = {id(p): place for place, p in enumerate(all_trained)}
-        elsewhere = {id(p) for p, stages in self.tied if self.index != stages[0]}
-        counted = {id(p) for p in in_layers} - elsewhere
-        return Parts(
-            self.comm,
-            range(self.count),
-            [place_of[id(p)] if id(p) in counted else None for p in self.trained],
-            len(all_trained),
-            functools.reduce(torch.promote_types, (p.dtype for p in all_trained)),
-        )
+        if self.count == 1:
+            return None
+        trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+        place_of = {name: place for place, name in enumerate(trained) if name in counted}
+        mine = [name for name, p in self.parameters.items() if p.requires_grad]
+        places = [place_of.get(name) for name in mine]
+        dtype = functools.reduce(torch.promote_types, trained.values())
+        return Parts(self.comm, range(self.count), places, len(trained), dtype)
 
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1
@@ -413,6 +407,10 @@ class StagedModel(Strategy):
     """
 
     optimizes = "layers"
+    instead: ClassVar = {
+        "sync_batch_norm": "each layer is on one rank, and sees the whole (micro-)batch already; "
+        "leave it out"
+    }
 
     def __init__(self, split_points: Sequence[int] = (), amp: str | None = None):
         self.split_points, self.amp = as_split_points(split_points), amp

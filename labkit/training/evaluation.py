@@ -18,6 +18,8 @@ from labkit.workload.samples import on_device
 from labkit.workload.sampling import share
 
 _BATCH = 512
+# Of large images so many would take all memory: 512 of 32 x 32 pixels, 7 of 299 x 299.
+_MOST_VALUES = 2**21
 # Accuracy among the likeliest classes says something only where there are more classes.
 _TOP = 5
 # Characters of a kind of span, and bytes that suffice for a row of the board's kinds as JSON.
@@ -42,7 +44,8 @@ def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
     if work.test is None:
         return sums
     with comm.span("evaluate"):
-        parts = [share(b, index, count) for b in torch.arange(len(work.test)).split(_BATCH)]
+        size = min(_BATCH, max(1, _MOST_VALUES // work.test.sample_values))
+        parts = [share(b, index, count) for b in torch.arange(len(work.test)).split(size)]
         # Not every model takes an empty batch.
         parts = [part for part in parts if len(part)]
         for batch in work.test.batches(parts, pinned=strategy.uses_gpu):

@@ -30,7 +30,7 @@ from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
 from labkit.workload.losses import CountedLoss
 from labkit.workload.samples import on_device
-from labkit.workload.sampling import batch_slices, epoch_order, share
+from labkit.workload.sampling import batch_slices, epoch_order
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RankReport:
         checksum: of the parameters and buffers.
         state: these parameters and buffers, on rank 0 only.
         notes: the strategy's.
-        started_s: where ranks do not wait for each other, when the training began, in seconds of
-            the trace.
+        ends_s: where ranks do not wait for each other, in seconds of the trace, when the training
+            began here and when each epoch ended here.
         peak_memory: of its steps, see ``TrainResult``.
     """
 
@@ -55,7 +55,7 @@ class RankReport:
     state: dict[str, Tensor] | None
     notes: dict[str, Any] = field(default_factory=dict)
     peak_memory: PeakMemory | None = None
-    started_s: float | None = None
+    ends_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,17 +122,16 @@ def _fit(
     with Checkpoints(config, strategy, facts) as checkpoints:
         run = _Run(config, work, strategy, checkpoints, memory, logs, verbose)
         progress = checkpoints.load(agreed(comm, config, start), partial(_rehearse, run))
-        started_s = None
+        ends_s: list[float] = []
         if isinstance(strategy, OwnPaceStrategy):
-            started_s = time.perf_counter() - comm.session.recorder.origin - strategy.passed_s
-            _at_own_pace(run, progress)
+            ends_s = _at_own_pace(run, progress)
         else:
             _in_step(run, progress)
     state, notes = strategy.full_state(), strategy.notes()
     strategy.close()
     kept = state if comm.rank == 0 else None
     counts = progress.sent or (None, None)
-    return RankReport(progress.rows, *counts, checksum(state), kept, notes, memory.peak, started_s)
+    return RankReport(progress.rows, *counts, checksum(state), kept, notes, memory.peak, ends_s)
 
 
 def _in_step(run: _Run, progress: Progress) -> None:
@@ -166,8 +165,8 @@ def _train_epoch(run: _Run, progress: Progress) -> None:
     strategy.end_epoch()
 
 
-def _at_own_pace(run: _Run, progress: Progress) -> None:
-    """Train so that no rank waits for the others.
+def _at_own_pace(run: _Run, progress: Progress) -> list[float]:
+    """Train so that no rank waits for the others; return ``RankReport.ends_s``.
 
     What an epoch reports is measured from the parameters at its end, but not then: the ranks would
     have to wait for each other. It is measured when they wait anyway, for a checkpoint, or after
@@ -192,13 +191,17 @@ def _at_own_pace(run: _Run, progress: Progress) -> None:
 
     steps = len(_epoch_batches(run, 0))
     run.checkpoints.at_own_pace(progress, measure)
+    origin_s = strategy.comm.session.recorder.origin
+    ends_s = [time.perf_counter() - origin_s]
     with run.memory.counted():
         progress.start_clock(strategy)
         batches = _endless_shares(run, strategy.first_share())
         for end in strategy.train(batches, steps, run.config.epochs):
+            ends_s.append(time.perf_counter() - origin_s)
             ends.append((*end, strategy.accuracy, strategy.full_state()))
         progress.stop_clock(strategy)
     measure()
+    return ends_s
 
 
 def _epoch_batches(run: _Run, epoch: int) -> Sequence[Tensor]:
@@ -209,7 +212,7 @@ def _epoch_batches(run: _Run, epoch: int) -> Sequence[Tensor]:
 def _shares(run: _Run, batches: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
     """This rank's samples of each global batch, on its device, and the size of that batch."""
     strategy, workers = run.strategy, run.config.num_workers
-    mine = [share(batch, *strategy.share()) for batch in batches]
+    mine = [strategy.part_of(batch) for batch in batches]
     pinned = strategy.uses_gpu
     loaded = run.work.train.batches(mine, workers, pinned=pinned, epoch=epoch)
     for batch in batches:

@@ -33,7 +33,9 @@ def tolerance(dtype: str, on_gpu: bool) -> float:
 def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest relative difference between two states: max over tensors of |a - b| / |b|.
 
-    The norm is each tensor's largest magnitude, so that values near zero do not dominate. The
+    The norm is each tensor's largest magnitude, so that values near zero do not dominate. A tensor
+    that is zero but for rounding in both states has no such norm: then the difference is taken as
+    it is. (A bias that starts at zero and whose effect BatchNorm cancels is such a tensor.) The
     result is NaN if a tensor contains NaN.
 
     Raises:
@@ -45,7 +47,10 @@ def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> fl
     for name, tensor in other.items():
         if not tensor.numel():
             continue
-        scale = max(tensor.double().abs().max().item(), torch.finfo(torch.float64).tiny)
+        mine, theirs = (t.double().abs().max().item() for t in (state[name], tensor))
+        scale = max(theirs, torch.finfo(torch.float64).tiny)
+        if tensor.is_floating_point() and max(mine, theirs) < 100 * torch.finfo(tensor.dtype).eps:
+            scale = 1.0
         difference = (state[name].double() - tensor.double()).abs().max().item()
         if math.isnan(difference):
             return math.nan

@@ -1,5 +1,6 @@
 """Start a training run: check the settings, start the ranks, gather the result."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,7 +102,8 @@ def train_run(
     except UnpicklableError as error:
         raise ValueError(why_not_sent(own) or str(error)) from None
     finally:
-        remove_unfinished(config.checkpoint_dir)
+        if config.checkpoint_dir is not None and not under_torchrun():
+            remove_unfinished(config.checkpoint_dir)
     return _gather(config, strategy, result, [notes, start.told])
 
 
@@ -120,7 +122,7 @@ def _gather(
     seconds = result.trace.seconds_by_kind(lane=0 if strategy.in_one_process else None)
     return TrainResult(
         config=config,
-        epochs=_with_phases(first, result, strategy),
+        epochs=_with_phases(first, result),
         phases_s={kind: s / len(result.values) for kind, s in seconds.items()},
         bytes_sent=_by_rank(result, "bytes_sent") if is_counted else None,
         messages=_by_rank(result, "messages") if is_counted else None,
@@ -143,14 +145,17 @@ def _with_logs(config: RunConfig) -> RunConfig:
     return replace(config, log_dir=os.path.abspath(config.log_dir))
 
 
-def _with_phases(first: RankReport, result: RunResult, strategy: Strategy) -> list[dict[str, Any]]:
+def _with_phases(first: RankReport, result: RunResult) -> list[dict[str, Any]]:
     """The epochs; where ranks did not wait for each other, with the phases that the trace has."""
-    if first.started_s is None:
+    if not first.ends_s:
         return first.epochs
-    rows, end_s = [], first.started_s
-    for row in first.epochs:
-        start_s, end_s = end_s, end_s + row["seconds"]
-        inside = result.trace.between(start_s, end_s).seconds_by_kind()
+    before = len(first.epochs) - len(first.ends_s) + 1
+    # An earlier process has the spans of the epochs before it was stopped.
+    rows = [row | {"phases_s": {}} for row in first.epochs[:before]]
+    for row, window in zip(first.epochs[before:], itertools.pairwise(first.ends_s)):
+        seconds = result.trace.between(*window).seconds_by_kind()
+        # The training stops for these.
+        inside = {k: s for k, s in seconds.items() if k not in ("evaluate", "checkpoint")}
         rows.append(row | {"phases_s": {k: s / len(result.values) for k, s in inside.items()}})
     return rows
 

@@ -28,8 +28,8 @@ _NAMED: dict[str, Loss] = {
     )
 }
 LOSSES = tuple(_NAMED)
-# Batches whose predictions are kept before they are counted.
-_KEPT = 64
+# Batches whose outputs are kept before they are counted, and their elements together.
+_KEPT, _MOST_ELEMENTS = 16, 2**14
 
 
 def sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -57,9 +57,9 @@ def named_loss(name: str) -> Loss:
 
 def predicts_classes(outputs: Tensor, targets: Tensor) -> bool:
     """Whether targets are classes, and outputs have a column for each of two or more."""
-    if targets.dim() != 1 or not is_integer(targets):
+    if targets.ndim != 1 or outputs.ndim != 2:
         return False
-    return outputs.dim() == 2 and outputs.shape[1] > 1
+    return is_integer(targets) and outputs.shape[1] > 1
 
 
 class CountedLoss:
@@ -75,18 +75,25 @@ class CountedLoss:
 
     def __init__(self, loss: Loss):
         self.loss = loss
+        # Outputs and targets that are still to be compared: to compare many at once takes less
+        # time, and a step of a small model takes hardly longer than a comparison.
         self._kept: list[tuple[Tensor, Tensor]] = []
+        # Until it is known that the loss leaves the outputs as they are.
+        self._copies = True
         self._right: Tensor | int = 0
         self._judged = 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if predicts_classes(outputs, targets):
-            # Before the loss, which might change the outputs in place. Predictions are compared
-            # later, many at once: a step of a small model takes hardly longer than a comparison.
-            self._kept.append((outputs.detach().argmax(dim=1), targets))
-            if len(self._kept) == _KEPT:
-                self._count()
-        return self.loss(outputs, targets)
+        if not predicts_classes(outputs, targets):
+            return self.loss(outputs, targets)
+        version = outputs._version
+        kept = outputs.detach()
+        self._kept.append((kept.clone() if self._copies else kept, targets))
+        loss = self.loss(outputs, targets)
+        self._copies = outputs._version != version
+        if len(self._kept) == _KEPT or kept.numel() > _MOST_ELEMENTS // _KEPT:
+            self._count()
+        return loss
 
     def take(self) -> tuple[Tensor | int, int]:
         """Right predictions since the last call, a scalar, and of how many samples."""
@@ -97,7 +104,7 @@ class CountedLoss:
 
     def _count(self) -> None:
         if self._kept:
-            predicted, targets = map(torch.cat, zip(*self._kept))
+            outputs, targets = map(torch.cat, zip(*self._kept))
             self._kept.clear()
-            self._right = self._right + (predicted == targets).sum()
+            self._right = self._right + (outputs.argmax(dim=1) == targets).sum()
             self._judged += len(targets)

@@ -6,7 +6,7 @@ order, and also after a run was resumed.
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,52 +52,68 @@ def _mixed(value: np.ndarray) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def seeded(seed: int, numpys: Any = None) -> Iterator[None]:
-    """Random numbers of torch, ``random`` and NumPy from ``seed``; the states come back after.
-
-    Args:
-        seed: 0 or more.
-        numpys: a generator for NumPy to use meanwhile; by default a new one.
-    """
-    before = random.getstate()
-    # The CPU generator alone: torch.manual_seed would initialise CUDA.
-    with torch.random.fork_rng(devices=[]):
-        # Reading the state of a generator takes far longer than using another one.
-        numpys_before = np.random.get_bit_generator()
-        np.random.set_bit_generator(numpys or np.random.MT19937(0))
-        try:
-            _seed_all(seed)
-            yield
-        finally:
-            random.setstate(before)
-            np.random.set_bit_generator(numpys_before)
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch, ``random`` and NumPy from ``seed``; the states come back after."""
+    with _kept_states(np.random.MT19937(0)):
+        _seed_all(seed)
+        yield
 
 
-def read_seeded(
-    read: Callable[[Sequence[int]], list[Any]], numbers: Sequence[int], seeds: Sequence[int]
-) -> list[Any]:
-    """Samples of a learner's own Dataset, which may draw random numbers for each of them.
+class SeededReader:
+    """Reads samples of a learner's own Dataset, which may draw random numbers for each of them.
 
     Each sample is read with the random numbers of torch, ``random`` and NumPy that belong to it.
-    All are read at once first, since most Datasets draw nothing, and seeding takes longer than
-    reading from memory.
+    Most Datasets draw nothing, and seeding takes longer than reading from memory: so a batch is
+    read without seeds first, until one has drawn something.
 
     Args:
         read: numbers of samples -> these samples.
-        numbers: of the samples.
-        seeds: of each of them.
     """
-    with seeded(0, _for_numpy):
-        expected = _next_draws()
-        _seed_all(0)
-        items = read(numbers)
-        if _next_draws() == expected:
+
+    def __init__(self, read: Callable[[Sequence[int]], list[Any]]):
+        self.read, self.draws = read, False
+
+    def __call__(self, numbers: Sequence[int], seeds: Callable[[], Iterable[int]]) -> list[Any]:
+        """The samples of ``numbers``; ``seeds`` gives the seed of each of them."""
+        with _kept_states(_for_numpy) as rewind:
+            if not self.draws:
+                expected = _next_draws()
+                rewind()
+                items = self.read(numbers)
+                if _next_draws() == expected:
+                    return items
+                self.draws = True
+            items = []
+            for number, seed in zip(numbers, seeds()):
+                _seed_all(seed)
+                items += self.read([number])
             return items
-        items = []
-        for number, seed in zip(numbers, seeds):
-            _seed_all(seed)
-            items += read([number])
-        return items
+
+
+@contextlib.contextmanager
+def _kept_states(for_numpy: Any) -> Iterator[Callable[[], None]]:
+    """Let all generators go on afterwards as if nothing had been drawn.
+
+    What it gives rewinds them to the beginning: NumPy's, which is ``for_numpy`` meanwhile, is
+    then seeded.
+    """
+    # The CPU generator alone: torch.random.fork_rng would look for GPUs.
+    before = torch.default_generator.get_state(), random.getstate()
+    # Reading the state of NumPy's generator takes far longer than using another one.
+    numpys_before = np.random.get_bit_generator()
+    np.random.set_bit_generator(for_numpy)
+    np.random.seed(0)
+
+    def rewind() -> None:
+        torch.default_generator.set_state(before[0])
+        random.setstate(before[1])
+        np.random.seed(0)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+        np.random.set_bit_generator(numpys_before)
 
 
 def _seed_all(seed: int) -> None:

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import (
 
 from labkit.units import format_count
 from labkit.workload.images import Transform
-from labkit.workload.random_numbers import read_seeded, sample_keys
+from labkit.workload.random_numbers import SeededReader, sample_keys
 
 # Inputs [n, ...] and targets [n, ...].
 Pair = tuple[Tensor, Tensor]
@@ -67,6 +68,11 @@ class TensorSamples:
         pick = _picked_into_pinned if pinned else operator.getitem
         return ((pick(self.inputs, batch), pick(self.targets, batch)) for batch in numbers)
 
+    @cached_property
+    def sample_values(self) -> int:
+        """How many numbers the input of one sample has."""
+        return self.read(torch.arange(1))[0].numel()
+
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
         """The samples of one batch."""
         inputs = self.inputs[numbers]
@@ -112,6 +118,11 @@ class DatasetSamples:
         made = (self.read(batch, epoch) for batch in numbers)
         return map(_pinned, made) if pinned else made
 
+    @cached_property
+    def sample_values(self) -> int:
+        """As ``TensorSamples.sample_values``."""
+        return self.read(torch.arange(1))[0].numel()
+
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:
         """The samples of one batch; none of them as an empty one.
 
@@ -120,18 +131,27 @@ class DatasetSamples:
         """
         # An empty batch has the shape of a sample, too.
         some = numbers if len(numbers) else torch.zeros(1, dtype=torch.int64)
-        seeds = sample_keys(self.seed, -1 if epoch is None else epoch, some) >> 2
-        items = read_seeded(self._items, some.tolist(), seeds.tolist())
+        items = self._read(some.tolist(), partial(self._seeds, some, epoch))
         if self.transform and self.transform.resize:
             items = self.transform.one_size(items)
         inputs, targets = (as_dtype(part[: len(numbers)], self.dtype) for part in _stacked(items))
         return self.transform(inputs, numbers, epoch) if self.transform else inputs, targets
 
-    def _items(self, numbers: Sequence[int]) -> list[Any]:
-        # A Dataset may read several samples faster together; PyTorch's DataLoader asks so, too.
-        if getattr(self.dataset, "__getitems__", None):
-            return list(self.dataset.__getitems__(list(numbers)))  # type: ignore[attr-defined]
-        return [self.dataset[number] for number in numbers]
+    def _seeds(self, numbers: Tensor, epoch: int | None) -> list[int]:
+        keys = sample_keys(self.seed, -1 if epoch is None else epoch, numbers)
+        # torch takes seeds below 2^63.
+        return (keys >> 1).tolist()
+
+    @cached_property
+    def _read(self) -> SeededReader:
+        return SeededReader(partial(_items, self.dataset))
+
+
+def _items(dataset: Any, numbers: Sequence[int]) -> list[Any]:
+    # A Dataset may read several samples faster together; PyTorch's DataLoader asks so, too.
+    if getattr(dataset, "__getitems__", None):
+        return list(dataset.__getitems__(list(numbers)))
+    return [dataset[number] for number in numbers]
 
 
 class _Readers:

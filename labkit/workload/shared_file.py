@@ -140,8 +140,8 @@ def _views(memory: mmap.mmap, shapes: dict[str, Any], start: int) -> Iterator[tu
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         for name, (dtype_name, shape) in shapes.items():
             dtype, count = _DTYPES[dtype_name], math.prod(shape)
-            yield (
-                name,
-                torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape),
-            )
-            start += math.ceil(count * dtype.itemsize / _ALIGNED_BYTES) * _ALIGNED_BYTES
+            values = torch.empty(0, dtype=dtype)
+            if count:
+                values = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+            yield name, values.view(shape)
+            start += math.ceil(values.nbytes / _ALIGNED_BYTES) * _ALIGNED_BYTES

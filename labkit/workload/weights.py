@@ -5,6 +5,7 @@ torchvision's: the layers that have parameters are matched in their order.
 """
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,10 @@ def _read_safetensors(path: str | Path) -> Any:
 
 
 def _read_torch(path: str | Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with warnings.catch_warnings():
+        # That of a file of another pickle protocol, which is read or refused all the same.
+        warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _without_prefix(state: State, wanted: State) -> State:

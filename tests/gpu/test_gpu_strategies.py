@@ -4,7 +4,9 @@ import itertools
 
 import needs
 import pytest
+import torch
 from ranks import travel_by_value
+from torch import nn
 
 from labkit import train_with
 from labkit.strategies import STRATEGIES
@@ -54,6 +56,35 @@ def test_every_technique_equals_one_device(strategy, builtin, devices):
         )
         assert result.difference_from(alone(dtype)) < furthest
         assert result.replicas_agree in (True, None)
+
+
+def normed():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 36, 10)
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ring_all_reduce", "parameter_server"])
+@pytest.mark.parametrize("devices", [*needs.placed(2), *needs.placed(3)])
+def test_batch_norm_over_the_global_batch_equals_one_device(strategy, devices):
+    settings = {"world_size": len(devices.split(",")), "devices": devices, "model": normed()}
+    for options in ({}, {"accumulate": 2}):
+        synced = train_with(
+            strategy, dtype="float64", sync_batch_norm=True, **DATA | settings | options
+        )
+        assert synced.difference_from(alone(model=normed(), **options)) < 1e-10
+        assert synced.replicas_agree
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@needs.real
+def test_pytorchs_sync_batch_norm_equals_one_gpu(world_size):
+    if world_size > needs.GPUS:
+        pytest.skip(f"needs {world_size} GPUs, this machine has {needs.GPUS}")
+    settings = {"world_size": world_size, "device": "cuda", "dtype": "float64", "builtin": True}
+    synced = train_with("ddp", sync_batch_norm=True, **DATA | settings | {"model": normed()})
+    assert synced.notes == {"sync_batch_norm": {"by": "torch", "layers": 1}}
+    assert synced.difference_from(alone(model=normed())) < 1e-10
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from labkit import EmulatedLink, gpus, run
-from labkit.__main__ import config_of, make_parser
+from labkit.__main__ import config_of, main, make_parser
 from labkit.bench import compare
 from labkit.bench.compare import figures, summary
 from labkit.bench.spread import Spread
@@ -29,7 +29,7 @@ README = " ".join(TEXT.split())
 COMMANDS = [
     line.partition("#")[0]
     for block in re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)
-    for line in block.splitlines()
+    for line in block.replace("\\\n", " ").splitlines()
     if "-m labkit train" in line
 ]
 
@@ -117,6 +117,21 @@ def test_every_training_command_is_one_that_runs(command, monkeypatch):
     make_strategy(config)
     if config.split_points:
         assert config.world_size == 3, "# three stages"
+
+
+def test_the_recipe_runs_in_one_command(tmp_path, monkeypatch):
+    """On 140 samples: two epochs of two batches."""
+    (command,) = (one for one in COMMANDS if "resnet18" in one)
+    monkeypatch.chdir(tmp_path)
+    words = [*shlex.split(command)[3:], "--train-size", "140", "--json", "out.json"]
+    assert main([*words, "--epochs", "2"]) == 0
+    found = json.loads(Path("out.json").read_text())
+    assert len(found["epochs"]) == 2
+    assert found["replicas_agree"]
+    folders = {name: Path(words[words.index(name) + 1]) for name in words if name[-4:] == "-dir"}
+    checkpoints = sorted(folders["--checkpoint-dir"].glob("step-*"))
+    assert [path.name for path in checkpoints] == ["step-00000002", "step-00000004"]
+    assert (folders["--log-dir"] / "epochs.csv").read_text().count("\n") == 3
 
 
 def test_the_example_gives_what_its_comment_says():

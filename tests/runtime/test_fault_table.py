@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -27,7 +28,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from faults import Case, Kernel, Table, check_words
+from faults import PATIENCE, Case, Kernel, Row, Table, check_words
 from fifo_transport import streamed
 from odd_models import fit_in_turn
 from ranks import is_alive, running_ranks, travel_by_value, wait_until
@@ -640,7 +641,7 @@ def kernel_killed(case):
     ranks = [int(kernel.line().split()[-1]) for _ in range(2)]
     with case.timed():
         kernel.kill()
-        assert wait_until(lambda: not any(map(is_alive, ranks)), 2)
+        assert wait_until(lambda: not any(map(is_alive, ranks)), 2 * PATIENCE)
     # The forkserver may take longer.
     assert wait_until(lambda: not kernel.session, 20)
     kernel.close()
@@ -910,6 +911,53 @@ def data(case):
     case.patch.undo()
 
 
+@TABLE.row(
+    27,
+    "a checkpoint truncated, of another model, of another world size",
+    "what differs; the files untouched",
+)
+def checkpoints(case):
+    folder = case.folder / "run"
+    settings = {"train_size": 64, "batch_size": 16, "model": "mlp", "checkpoint_dir": str(folder)}
+
+    def train(strategy="ddp", **options):
+        return labkit.train_with(strategy, **settings | {"world_size": 2} | options)
+
+    def refused(*says, **options):
+        whole = contents(folder)
+        case.refused(lambda: train(epochs=2, resume=True, **options), *says)
+        assert contents(folder) == whole, "a file has changed"
+
+    train(epochs=1, checkpoint_every=2)
+    older, newer = sorted(folder.glob("step-*"))
+    next_step = "Next step: resume with the settings there"
+    says = f"cannot continue from {newer}", "model mlp there, small_cnn here", "1.weight [64, 64]"
+    refused(*says, next_step, model="small_cnn")
+    servers = {"strategy": "async_parameter_server", "world_size": 3}
+    refused("world_size 2 there, 3 here", "its workers", next_step, **servers)
+    (part,) = newer.glob("__0_*.distcp")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-10])
+    told = f"{part.name} has {len(whole) - 10} bytes, and {len(whole)} were written"
+    damaged = contents(newer)
+    with case.timed():
+        # On another number of ranks: what is left continues where one device would.
+        result = train(epochs=2, resume=True, world_size=1)
+    assert f"skipped {newer.name}: {told}; continues from {older.name}" in result.notes["note"]
+    kept = contents(folder)
+    assert set(damaged.values()) <= set(kept.values()), "what is damaged is kept"
+    once = labkit.train_with("single", **settings | {"epochs": 2, "checkpoint_dir": None})
+    assert largest_difference(result.state, once.state) < 1e-5
+    for path in folder.glob("step-*/__0_*"):
+        path.write_bytes(path.read_bytes()[:100])
+    refused(f"no checkpoint in {folder} is whole", "has 100 bytes, and", "They are as they were")
+
+
+def contents(folder):
+    """The bytes of all files, by name."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @TABLE.row(28, "the disk is full while a result is written", "the old file is intact")
 def disk_full(case):
     plots, progress = _of_the_course("labkit.plots"), _of_the_course("labkit.notebook.record")
@@ -937,6 +985,7 @@ def disk_full(case):
     assert set(found[""]) == {"first", "second", "third"}
     if case.kernel.has_disks:
         a_real_disk_full(case)
+        full_at_a_checkpoint(case)
 
 
 def a_real_disk_full(case):
@@ -954,6 +1003,42 @@ def a_real_disk_full(case):
     assert f"labkit: cannot write {disk}/weights: No space left on device\n" in printed
     assert "replicas agree: True" in printed
     assert printed.endswith("1\nold ['a.json', 'weights']\n")
+
+
+def full_at_a_checkpoint(case):
+    """The older checkpoint stays whole; the error says which one is missing, and what it needs."""
+    disk = case.kernel.disk
+    cell = f"""
+        from labkit.training.checkpoint import newest
+
+        def train(epochs, **options):
+            return labkit.train_with("ddp", world_size=2, device="cpu", model="mlp", epochs=epochs,
+                train_size=64, checkpoint_dir="{disk}/run", checkpoint_keep=1, **options)
+
+        def resize(kilobytes):
+            os.system(f"mount -o remount,size={{kilobytes}}k {disk}")
+
+        resize(4000)
+        train(1)
+        before = newest("{disk}/run")
+        used = os.statvfs("{disk}")
+        resize((used.f_blocks - used.f_bfree) * used.f_frsize // 1024 + 40)
+        try:
+            train(2, resume=True, log_dir="{disk}/logs")
+        except labkit.WorkerError as error:
+            print(error)
+        print(newest("{disk}/run") == before, sorted(os.listdir("{disk}/run")))
+        resize(4000)
+        print(len(train(2, resume=True).epochs))
+        """
+    with case.timed():
+        printed = case.kernel.runs(cell)
+    says = ["~rank [01] raised OutputError: cannot write .*step-00000002: No space left on device"]
+    says += ["~needs about 1.. KiB, and .* are free there", "before it are as they were"]
+    check_words(printed, says)
+    *_, unchanged, _, epochs = printed.splitlines()
+    assert unchanged.startswith("True ['.labkit-lock', 'best', 'step-00000001']")
+    assert epochs == "2"
 
 
 @TABLE.row(29, "the progress file is damaged", "said once, set aside, the course goes on")
@@ -1045,11 +1130,57 @@ def _of_the_course(name):
     [pytest.param(row, marks=[pytest.mark.fresh] * (row.number in FRESH)) for row in TABLE],
     ids=str,
 )
-def test_row(row, tmp_path, monkeypatch, capsys, request, record_property):
+def test_row(row, tmp_path, capsys, request, record_property):
     if row.number in FRESH:
         opened = request.getfixturevalue("kernel")
         if row.number != 17:
             opened.warm_up()
-    case = Case(tmp_path, monkeypatch, capsys, Path(__file__).name, request)
-    with case.row(row, record_property):
-        row.check(case)
+    # Not the fixture's: what a row undoes are its own changes.
+    with pytest.MonkeyPatch.context() as patch:
+        case = Case(tmp_path, patch, capsys, Path(__file__).name, request)
+        with case.row(row, record_property):
+            row.check(case)
+
+
+def test_what_a_row_leaves_is_found(monkeypatch, tmp_path, capsys, request):
+    """By each of the assertions at the end of a row."""
+    case = Case(tmp_path, pytest.MonkeyPatch(), capsys, Path(__file__).name, request)
+    monkeypatch.setattr("faults.WAIT_S", 0.05)
+    kept, over = [], threading.Event()
+
+    def leaves_a_segment(case):
+        name = f"labkit-test-{os.getpid()}"
+        kept.append(Path("/dev/shm", name))
+        kept[-1].touch()
+
+    def leaves_a_file(case):
+        kept.append(Path(tempfile.mkstemp()[1]))
+
+    def leaves_half_a_file(case):
+        kept.append(case.folder / "x.part")
+        kept[-1].touch()
+
+    def leaves_a_thread(case):
+        threading.Thread(target=over.wait, daemon=True).start()
+
+    def leaves_a_pipe(case):
+        kept.append(socket.socketpair())
+
+    def prints_a_traceback(case):
+        print("Traceback (most recent call last):", file=sys.stderr)
+
+    faults = [leaves_a_segment, leaves_a_file, leaves_half_a_file, leaves_a_thread, leaves_a_pipe]
+    for fault in (*faults, prints_a_traceback):
+        row = Row(0, fault.__name__, "nothing is left", fault)
+        with pytest.raises(AssertionError), case.row(row, lambda *_: None):
+            row.check(case)
+        while kept:
+            left = kept.pop()
+            if isinstance(left, Path):
+                left.unlink()
+            else:
+                for end in left:
+                    end.close()
+    over.set()
+    with pytest.raises(AssertionError, match="is not in"):
+        case.fails(lambda comm: 1 / 0, world_size=1, says=["other words".upper()])

@@ -89,10 +89,30 @@ def test_a_step_stays_on_the_ranks_gpu_and_waits_for_nothing(
             assert waits(gpus, strategies.get(technique)(**options), comm) == []
 
 
+@pytest.mark.parametrize(
+    ("technique", "ranks", "options"),
+    [
+        ("ring_all_reduce", 2, {"amp": "bf16"}),
+        ("parameter_server", 3, {"servers": 2, "amp": "bf16", "accumulate": 2}),
+        ("model_parallel", 2, {"split_points": (3,), "amp": "bf16", "accumulate": 2}),
+        ("pipeline", 2, {"split_points": (3,), "amp": "bf16", "schedule": "1f1b"}),
+    ],
+)
+def test_clipping_and_mixed_precision_wait_for_nothing(technique, ranks, options, monkeypatch):
+    for rank in range(ranks):
+        with pretended(monkeypatch) as gpus:
+            strategy = strategies.get(technique)(**options)
+            strategy.clip_norm = 0.5
+            assert waits(gpus, strategy, FakeComm(rank, ranks, f"cuda:{rank}")) == []
+
+
 @pytest.mark.parametrize(("technique", "devices"), IN_ONE_PROCESS)
 def test_in_one_process_each_tensor_is_where_it_has_to_be(technique, devices, monkeypatch):
     options = {"split_points": (3,)} if technique == "model_parallel" else {}
+    options |= {"accumulate": 2}
     strategy = strategies.get(technique, in_one_process=True)(devices=devices, **options)
+    # Between the host and a GPU, the norms cross as well.
+    strategy.clip_norm = None if "cpu" in devices else 0.5
     with pretended(monkeypatch) as gpus:
         found = waits(gpus, strategy, FakeComm(0, 1, devices[0]))
     if "cpu" not in devices:

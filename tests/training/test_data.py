@@ -1,6 +1,8 @@
 """The data of a run: the same samples for any number of ranks, and what is not trained stays."""
 
+import contextlib
 from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.data import Dataset
 
 from labkit import RunConfig, run
 from labkit.training.data import samples_for, with_full_paths
+from labkit.training.evaluation import evaluated
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own
@@ -131,6 +134,16 @@ def batches_of(samples, epoch, numbers, **options):
     return list(samples.batches(numbers, epoch=epoch, **options))
 
 
+def test_each_epoch_is_augmented_anew_and_held_out_images_are_not():
+    settings = {"train_size": 64, "epochs": 2, "lr": 1e-30, "model": "mlp"}
+    plain = train_with("single", **settings).epochs
+    moved = train_with("single", augment="crop", **settings).epochs
+    # Of a model that does not change.
+    assert plain[0]["loss"] == pytest.approx(plain[1]["loss"], rel=1e-5)
+    assert len({round(row["loss"], 4) for row in (*moved, plain[0])}) == 3
+    assert moved[0]["test_accuracy"] == plain[0]["test_accuracy"] == moved[1]["test_accuracy"]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(num_workers):
     settings = {"dataset": "digits", "augment": "crop,flip", "train_size": 64}
@@ -183,6 +196,29 @@ def test_images_of_any_shape_are_resized_for_a_model_of_that_shape():
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(norms) == 20
     assert all(map(is_frozen, norms))
+
+
+class Seen:
+    """A strategy that notes how many numbers it is given at a time."""
+
+    uses_gpu = False
+    comm = SimpleNamespace(device=torch.device("cpu"), span=lambda _: contextlib.nullcontext())
+
+    def __init__(self):
+        self.sizes = []
+
+    def predict(self, inputs):
+        self.sizes.append(inputs.numel())
+        return torch.zeros(len(inputs), 10)
+
+
+@pytest.mark.parametrize(("resize", "batches"), [(None, 1), (80, 2), (200, 7)])
+def test_fewer_large_images_are_evaluated_at_a_time(resize, batches):
+    seen = Seen()
+    work = work_of(RunConfig(resize=resize), NOTHING)
+    assert evaluated(work, seen, 0, 1)[1] == 360
+    assert len(seen.sizes) == batches
+    assert max(seen.sizes) < 2_200_000
 
 
 def test_own_images_are_augmented_and_resized_and_points_are_refused():

@@ -120,6 +120,23 @@ def test_a_command_with_logs_prints_each_epoch_once_and_logs_it_once(tmp_path, c
     assert "has the logs of another run (epochs.csv)" in capsys.readouterr().err
 
 
+def test_a_run_that_goes_on_continues_its_logs(tmp_path):
+    folders = {"log_dir": str(tmp_path / "logs"), "checkpoint_dir": str(tmp_path / "kept")}
+    settings = {"model": "mlp", "train_size": 64, "batch_size": 32, **folders}
+    before = train_with("ring_all_reduce", world_size=2, epochs=2, **settings)
+    after = train_with("ring_all_reduce", world_size=2, epochs=3, resume=True, **settings)
+    assert [row["loss"] for row in after.epochs[:2]] == [row["loss"] for row in before.epochs]
+    table = read(tmp_path / "logs" / "epochs.csv")
+    assert [int(found["epoch"]) for found in table] == [1, 2, 3]
+    assert [float(found["loss"]) for found in table] == [row["loss"] for row in after.epochs]
+    assert all(found["compute_s"] for found in table)
+    for rank in (0, 1):
+        text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert text.count(f" rank {rank} of 2 on ") == 2
+        epochs = [line.split()[3].rstrip(":") for line in text.splitlines() if " epoch " in line]
+        assert epochs == ["1/2", "2/2", "3/3"]
+
+
 # Whose folder it is
 
 

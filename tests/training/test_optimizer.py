@@ -1,5 +1,7 @@
 """An optimizer advances its own learning rate, wherever a technique makes its updates."""
 
+import itertools
+
 import pytest
 import torch
 from ranks import travel_by_value
@@ -11,6 +13,7 @@ from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.optimizer import continue_schedule, optimizer_maker, scheduler_of
 from labkit.training.own import Own
+from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
 
@@ -37,19 +40,20 @@ class Rateless(torch.optim.Optimizer):
 
 def make(strategy="single", own=None, num_samples=23, **settings):
     """An optimizer of one parameter, as a rank of this run would get it."""
-    settings = SCHEDULED | settings
+    settings = SCHEDULED | ({} if own else {"momentum": 0.0}) | settings
     config = RunConfig(strategy, optimizer="own" if own else "sgd", **settings)
     technique = strategies.get(strategy)()
     maker = optimizer_maker(config, own, technique, num_samples)
-    return maker([nn.Parameter(torch.ones(2))])
+    return maker([nn.Parameter(torch.ones(2, dtype=torch.float64))])
 
 
 def rates(optimizer, updates):
-    """The rate of each update of the first group."""
-    found = []
+    """By how much each update moves a parameter of the last group whose gradient is one."""
+    parameter, found = optimizer.param_groups[-1]["params"][0], []
     for _ in range(updates):
-        found.append(optimizer.param_groups[0]["lr"])
+        before, parameter.grad = parameter.detach().clone(), torch.ones_like(parameter)
         optimizer.step()
+        found.append((before - parameter).max().item())
     return found
 
 
@@ -57,7 +61,7 @@ def test_a_constant_rate_has_no_scheduler():
     optimizer = make(lr_schedule="constant", warmup_epochs=0)
     assert scheduler_of(optimizer) is None
     continue_schedule(optimizer, 5)
-    assert rates(optimizer, 3) == [0.05] * 3
+    assert rates(optimizer, 3) == pytest.approx([0.05] * 3)
     assert scheduler_of(make(lr_schedule="constant", warmup_epochs=0.1)) is not None
 
 
@@ -80,11 +84,11 @@ def test_it_continues_from_any_update():
         later = make()
         continue_schedule(later, update)
         assert scheduler_of(later).last_epoch == update
-        assert rates(later, 12 - update) == whole[update:]
+        assert rates(later, 12 - update) == pytest.approx(whole[update:])
     back = make()
     rates(back, 5)
     continue_schedule(back, 2)
-    assert rates(back, 10) == whole[2:]
+    assert rates(back, 10) == pytest.approx(whole[2:])
 
 
 def test_a_large_batch_makes_larger_updates():
@@ -134,7 +138,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-def test_the_updates_of_servers_and_stages_are_counted_where_they_are_made():
+def test_an_own_optimizer_follows_where_servers_and_stages_make_its_updates():
     """4 epochs of 3 batches; of the last batch (5 samples) both workers have a share."""
     settings = SCHEDULED | {"world_size": 3, "optimizer": "sgd (own)"}
     names = ("parameter_server", "pipeline", "async_parameter_server")
@@ -144,6 +148,9 @@ def test_the_updates_of_servers_and_stages_are_counted_where_they_are_made():
             config = RunConfig(name, builtin=builtin, **settings)
             jobs[name, builtin] = config, make_strategy(config, own=Own(optimizer=sgd)), sgd
     first, second, third = run(updates_made, jobs, world_size=3).values
+    alone = train_with("single", optimizer=sgd, **SCHEDULED).state
+    for name in itertools.product(names[:2], (False, True)):
+        assert largest_difference(first[name][0].state, alone) < 1e-10
     for builtin in (False, True):
         assert [p[1] for p in (first["pipeline", builtin], third["pipeline", builtin])] == [
             [12]

@@ -1,22 +1,25 @@
 """Every option with every technique: the run equals one device, or it is refused by name.
 
-Each option of ``TRIED`` is tried with each technique, and every third pair of options with one of
-them, in rotation; with ``LABKIT_FULL_MATRIX=1`` every pair with all of them. These fail a test: a
-field of ``RunConfig`` that is neither in ``TRIED`` nor in ``UNTRIED``, and a combination that is
-refused and not in the tables ``TAKEN_BY`` and ``APART``, or is taken and in one of them.
+Each technique is tried with each option of ``TRIED``, and with three pairs of an optimizer and a
+schedule, in rotation; every fifth pair of options is tried with one technique. With
+``LABKIT_FULL_MATRIX=1`` each technique is tried with all pairs. These fail a test: a field of
+``RunConfig`` that is neither in ``TRIED`` nor in ``UNTRIED``, and a combination that is refused
+and not in the tables ``TAKEN_BY`` and ``APART``, or is taken and in one of them.
 """
 
 import itertools
 import os
+import tempfile
 from collections import defaultdict
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import travel_by_value
 from torch import Tensor, nn
 
-from labkit import RunConfig, run
+from labkit import RunConfig, run, strategies
 from labkit.training.check_work import check_work
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
@@ -55,9 +58,14 @@ TRIED = {
     "lr_schedule": ("step:1:0.3", "cosine"),
     "warmup_epochs": (0.5,),
     "scale_lr": (3,),
-    "clip_norm": (0.5,),
+    "clip_norm": (0.05,),
+    "augment": ("crop,flip",),
+    "resize": (6,),
+    "weights": ("{weights}",),
+    "freeze": ("features",),
     "accumulate": (2,),
     "amp": ("bf16", "fp16"),
+    "sync_batch_norm": (True,),
     "compress": ("bf16", "topk"),
     "bucket_mb": (0.0,),
     "servers": (2,),
@@ -73,28 +81,24 @@ UNTRIED = {
     "a number with one meaning in all": "lr momentum seed",
     "how it runs, and not what": "transport link num_workers tf32",
     "files of a run": "checkpoint_dir checkpoint_every checkpoint_keep resume log_dir",
-    "coming": "augment resize weights freeze sync_batch_norm",
 }
 
 
-def ours(*names):
-    return {(name, False) for name in names}
-
-
 def both(*names):
-    return {(name, builtin) for name in names for builtin in (False, True)} & TECHNIQUES.keys()
+    return {technique for technique in TECHNIQUES if technique[0] in names}
 
 
-REPLICAS = both("ddp", "ring_all_reduce")
+IN_STEP = both("ddp", "ring_all_reduce")
 SERVED = both("parameter_server", "async_parameter_server")
 # Options of some techniques; all others are for all of them.
 TAKEN_BY = {
     "accumulate": TECHNIQUES.keys() - both("pipeline") - {("model_parallel", True)},
-    "straggler": REPLICAS | SERVED,
+    "sync_batch_norm": both("single", "parameter_server") | IN_STEP,
+    "straggler": IN_STEP | SERVED,
     "bucket_mb": both("ddp"),
-    "compress": ours("ring_all_reduce"),
-    "servers": ours("parameter_server"),
-    "max_staleness": ours("async_parameter_server"),
+    "compress": {("ring_all_reduce", False)},
+    "servers": {("parameter_server", False)},
+    "max_staleness": {("async_parameter_server", False)},
     "split_points": both("model_parallel", "pipeline"),
     "micro_batches": both("pipeline"),
     "schedule": both("pipeline"),
@@ -105,9 +109,11 @@ APART = [
     {"optimizer": "adam", "momentum": 0.9},
 ]
 # What one device has no use for.
-NOT_ALONE = TAKEN_BY.keys() - {"accumulate", "amp"}
+NOT_ALONE = TAKEN_BY.keys() - {"accumulate", "sync_batch_norm"}
+# What makes no difference on one device.
+CHANGE_NOTHING = {"accumulate", "sync_batch_norm"}
 # With these a run moves about as one device does, by this share of the way.
-NEAR = {"amp": 0.05, "compress": 2.0}
+NEAR = {"amp": 0.15, "compress": 2.0}
 
 
 def net() -> nn.Sequential:
@@ -116,14 +122,27 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), pool, nn.Flatten(), nn.Linear(12, 10))
 
 
+def normed() -> nn.Sequential:
+    """The same network with a layer that looks across samples."""
+    return net().insert(1, nn.BatchNorm2d(3))
+
+
 def images() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(14, 1, 8, 8, generator=generator), torch.arange(14) % 10
 
 
-OWN = Own(model=net, dataset=images)
+def own_of(options) -> Own:
+    return Own(model=normed if "sync_batch_norm" in options else net, dataset=images)
+
+
+# Files of other parameters than those of the network.
+WEIGHTS = {
+    make: Path(tempfile.gettempdir(), f"weights of {make.__name__} {os.getpid()}.pt")
+    for make in (net, normed)
+}
 EACH = [{name: value} for name, values in TRIED.items() for value in values]
-# Together with each technique they try each of their options.
+# Each optimizer with each schedule.
 RATES = [
     {"optimizer": optimizer, "lr_schedule": schedule, "warmup_epochs": warmup, "weight_decay": 0.1}
     for optimizer in ("sgd", "adam", "adamw")
@@ -140,13 +159,16 @@ def is_taken(technique, options) -> bool:
 
 def cases():
     """(technique, options) of the walk."""
-    singles = [{}, *RATES, *(one for one in EACH if one.keys().isdisjoint(RATES[0]))]
-    yield from itertools.product(TECHNIQUES, singles)
-    yield from ((("single", False), one) for one in EACH if not one.keys().isdisjoint(RATES[0]))
+    others = [{}, *(one for one in EACH if one.keys().isdisjoint(RATES[0]))]
+    yield from ((("single", False), one) for one in EACH)
     if os.environ.get("LABKIT_FULL_MATRIX"):
-        yield from itertools.product(TECHNIQUES, PAIRS)
+        yield from itertools.product(TECHNIQUES, [*others, *RATES, *PAIRS])
         return
-    for number, pair in enumerate(PAIRS[::3]):
+    for turn, technique in enumerate(TECHNIQUES):
+        # Three optimizers with three schedules; the next technique has the next three pairs.
+        rates = (RATES[3 * row + (row + turn) % 3] for row in range(3))
+        yield from ((technique, options) for options in (*others, *rates))
+    for number, pair in enumerate(PAIRS[::5]):
         able = [technique for technique in TECHNIQUES if is_taken(technique, pair)]
         some = able or list(TECHNIQUES)
         yield some[number % len(some)], pair
@@ -159,8 +181,9 @@ def settings_of(technique, options) -> dict:
     (name, builtin), dtype = technique, {"dtype": "float32"} if "amp" in options else {}
     found = BASE | TECHNIQUES[technique] | options | dtype
     found |= {"strategy": name.partition(" ")[0], "builtin": builtin}
-    last = found.get("world_size", 1) - 1
-    return {k: v.format(last=last) if k == "straggler" else v for k, v in found.items()}
+    names = {"last": found.get("world_size", 1) - 1, "weights": WEIGHTS[own_of(options).model]}
+    texts = {name: found[name].format(**names) for name in ("straggler", "weights") & found.keys()}
+    return found | texts
 
 
 def alone(options) -> tuple:
@@ -176,8 +199,8 @@ def job_of(technique, options):
     """(config, strategy), or the words of a refusal."""
     try:
         config = RunConfig(**settings_of(technique, options))
-        strategy = make_strategy(config, own=OWN)
-        check_work(config, OWN, strategy)
+        strategy = make_strategy(config, own=own_of(options))
+        check_work(config, own_of(options), strategy)
     except ValueError as error:
         return str(error)
     return config, strategy
@@ -187,13 +210,22 @@ def fit_each(comm, jobs):
     """By job, this rank's state (the first rank's alone) and checksum, or what was refused."""
     found = {}
     for key, (config, strategy) in jobs.items():
-        report = fit(comm, config, strategy, False, OWN)
+        report = fit(comm, config, strategy, False, own_of(dict(key[1:])))
         found[key] = report.state, report.checksum
     return found
 
 
 @pytest.fixture(scope="module")
-def trained():
+def weights():
+    for make, path in WEIGHTS.items():
+        torch.save({name: value + 0.1 for name, value in make().state_dict().items()}, path)
+    yield
+    for path in WEIGHTS.values():
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def trained(weights):
     """By technique and options: the words of a refusal, or (state, checksum) by rank."""
     singles = [(("single", False), dict(alone(options))) for _, options in CASES]
     found, jobs = {}, defaultdict(dict)
@@ -209,14 +241,14 @@ def trained():
         jobs[1 if strategy.in_one_process else config.world_size][key] = job
     torch.set_num_threads(threads)
     for ranks, some in jobs.items():
-        values = run(fit_each, some, world_size=ranks).values
+        values = run(fit_each, some, world_size=ranks, timeout_s=3600).values
         found |= {key: [reports[key] for reports in values] for key in some}
     return found
 
 
 def moved(state) -> Tensor:
     """How far the parameters are from where they began, [N]."""
-    start = net().state_dict()
+    start = (net() if len(state) == len(net().state_dict()) else normed()).state_dict()
     return torch.cat([(state[name].double() - start[name]).flatten() for name in start])
 
 
@@ -247,13 +279,24 @@ def test_every_combination_equals_one_device_or_is_refused_by_name(trained, tech
     assert {options: word for options, word in words.items() if word} == {}
 
 
+def test_the_tables_have_every_technique():
+    walked = {
+        strategies.get(name.partition(" ")[0], builtin=builtin, in_one_process=" " in name)
+        for name, builtin in TECHNIQUES
+    }
+    every = [{"builtin": True}, {"builtin": False}, {"in_one_process": True}]
+    assert walked == {
+        strategies.get(name, **one) for name in strategies.STRATEGIES for one in every
+    }
+
+
 def test_the_tables_have_every_setting():
     untried = set(" ".join(UNTRIED.values()).split())
     assert untried.isdisjoint(TRIED)
     assert untried | TRIED.keys() == set(SETTINGS)
 
 
-@pytest.mark.parametrize("name", sorted(TRIED.keys() - NOT_ALONE - {"accumulate"}))
+@pytest.mark.parametrize("name", sorted(TRIED.keys() - NOT_ALONE - CHANGE_NOTHING))
 def test_an_option_changes_the_run(trained, name):
     ((plain, _),) = trained[(("single", False),)]
     for value in TRIED[name]:

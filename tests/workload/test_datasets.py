@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.workload.datasets import DATASETS, fake_data, load_dataset
+from labkit.workload.datasets import DATASETS, fake_data, load_dataset, open_dataset
 
 DIGITS_FOLDER = Path(__file__).parents[2] / "data" / "digits"
 
@@ -76,6 +76,25 @@ def test_float64_digits_and_the_first_samples():
     assert torch.equal(small.train_targets, whole.train_targets[:100])
     assert len(small.test_targets) == 360
     assert small.train_targets.bincount(minlength=10).min() >= 5
+
+
+def test_augmented_digits_are_the_digits_and_then_copies_that_all_differ():
+    digits, most = load_dataset("digits"), load_dataset("digits_augmented")
+    assert most.train_inputs.shape == (50_000, 1, 8, 8)
+    assert torch.equal(most.train_inputs[:1437], digits.train_inputs)
+    assert torch.equal(most.train_targets, digits.train_targets.repeat(35)[:50_000])
+    assert torch.equal(most.test_inputs, digits.test_inputs)
+    found = {image.numpy().tobytes() for image in most.train_inputs}
+    assert len(found) == 50_000
+    assert not found & {image.numpy().tobytes() for image in digits.test_inputs}
+    # The same for any size, and on any machine.
+    some = open_dataset("digits_augmented", train_size=3000)
+    assert torch.equal(some.standard(some.train_images, torch.float32), most.train_inputs[:3000])
+    assert (some.train_images.max(), some.train_images.dtype) == (16, torch.uint8)
+    found = hashlib.sha256(some.train_images.numpy().tobytes()).hexdigest()
+    assert found.startswith("575c28601e675310")
+    with pytest.raises(ValueError, match=r"50001.*50000 training"):
+        load_dataset("digits_augmented", train_size=50_001)
 
 
 def test_torchvision_reads_the_same_files(mnist_root):
@@ -166,6 +185,25 @@ class TinyCifar:
         self.data = np.zeros((count, 32, 32, 3), dtype=np.uint8)
         self.data[:, 5, 7, 1] = 255
         self.targets = list(range(count))
+
+
+def test_a_set_is_read_once_and_shared(tmp_path, monkeypatch):
+    reads = []
+
+    class Counted(TinyCifar):
+        def __init__(self, *args, **options):
+            reads.append(1)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", Counted)
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    found = [open_dataset("cifar10", root=tmp_path, train_size=size) for size in (None, 4)]
+    assert len(reads) == 2
+    assert torch.equal(found[0].train_images[:4], found[1].train_images)
+    assert found[0].train_images.shape == (6, 3, 32, 32)
+    (tmp_path / "cifar-10-batches-py" / "test_batch").touch()
+    open_dataset("cifar10", root=tmp_path)
+    assert len(reads) == 4
 
 
 def test_download_puts_the_set_in_place_once(tmp_path, monkeypatch):

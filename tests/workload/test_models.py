@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,20 @@ from labkit.workload.models import MODELS, build_model
 
 DIGITS = (1, 8, 8)
 CIFAR = (3, 32, 32)
+# ResNet-50 has the blocks of torchvision and the stem of ResNet-18, and Inception takes no digits.
+LARGE = ("resnet50", "inception_v3")
+SMALL = [name for name in MODELS if name not in LARGE]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("input_shape", [DIGITS, CIFAR])
+@pytest.mark.parametrize(
+    ("name", "input_shape"),
+    [
+        *((name, shape) for name in SMALL for shape in (DIGITS, CIFAR)),
+        ("resnet50", DIGITS),
+        # The least for one sample.
+        ("inception_v3", (1, 107, 107)),
+    ],
+)
 def test_forward_and_backward_in_training_mode_even_on_one_sample(name, input_shape):
     model = build_model(name, num_classes=7, input_shape=input_shape, seed=0)
     for num_samples in (1, 2):
@@ -36,6 +47,9 @@ def test_forward_and_backward_in_training_mode_even_on_one_sample(name, input_sh
         # With 1000 classes and 224 pixels, the counts torchvision publishes.
         ("mobilenet", (3, 224, 224), 3_504_872),
         ("resnet18", (3, 224, 224), 11_689_512),
+        ("resnet50", (3, 224, 224), 25_557_032),
+        # 27.2 million with the auxiliary classifier.
+        ("inception_v3", (3, 224, 224), 23_834_568),
         ("vgg16", CIFAR, 14_714_688 + 512 * 10 + 10),
     ],
 )
@@ -53,6 +67,11 @@ def test_at_full_size_the_layers_compute_what_torchvision_computes():
     for name, constructor in (
         ("resnet18", torchvision.models.resnet18),
         ("mobilenet", torchvision.models.mobilenet_v2),
+        ("resnet50", torchvision.models.resnet50),
+        (
+            "inception_v3",
+            partial(torchvision.models.inception_v3, aux_logits=False, init_weights=False),
+        ),
     ):
         ours = build_model(name, num_classes=5, input_shape=(3, 96, 96), seed=0).eval()
         theirs = constructor(num_classes=5).eval()
@@ -77,11 +96,12 @@ def test_the_signal_does_not_die_out_in_vgg16_on_digits():
     assert 0.1 < model[:31](inputs).std().item() < 10
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*SMALL, "inception_v3"])
 def test_every_model_can_be_cut_between_any_two_layers(name):
-    model = build_model(name, num_classes=10, input_shape=DIGITS, seed=0)
+    shape = (3, 75, 75) if name == "inception_v3" else DIGITS
+    model = build_model(name, num_classes=10, input_shape=shape, seed=0)
     assert type(model) is nn.Sequential
-    activation = torch.randn(2, *DIGITS)
+    activation = torch.randn(2, *shape)
     for layer in model:
         # What a stage receives: a leaf that requires grad, which no layer may overwrite.
         received = activation.detach().requires_grad_()
@@ -90,14 +110,14 @@ def test_every_model_can_be_cut_between_any_two_layers(name):
         assert received.grad is not None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_no_model_is_random_in_its_forward_pass(name):
     model = build_model(name, num_classes=10, input_shape=DIGITS, seed=0)
     inputs = torch.randn(4, *DIGITS)
     assert torch.equal(model(inputs), model(inputs))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 def test_same_seed_same_parameters_and_global_state_untouched(name):
     torch.manual_seed(123)
     before = torch.get_rng_state()
@@ -129,6 +149,7 @@ def test_float64_starts_where_float32_starts():
         ({"input_shape": (1, 0, 8)}, r"\(1, 0, 8\)"),
         ({"input_shape": (1, 1, 8)}, r"2x2.*\(1, 1, 8\)"),
         ({"num_classes": 0}, "num_classes.*0"),
+        ({"name": "inception_v3", "input_shape": (3, 99, 74)}, r"75x75.*\(3, 99, 74\).*resize=75"),
     ],
 )
 def test_mistakes_are_named(changes, words):

@@ -1,9 +1,11 @@
-"""Batches in pinned memory, from which a GPU copies while the host goes on."""
+"""Batches: read ahead by processes, or in pinned memory, from which a GPU copies."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import is_alive, wait_until
 from torch.utils.data import Dataset
 
 from labkit.workload import samples
@@ -18,6 +20,36 @@ class Squares(Dataset):
 
     def __getitem__(self, index):
         return torch.full((2,), float(index)), index**2
+
+
+class Pids(Squares):
+    def __getitem__(self, index):
+        return index, os.getpid()
+
+
+def test_reading_processes_stay_for_all_epochs_and_end_with_the_samples():
+    before = torch.get_rng_state()
+    data, found = DatasetSamples(Pids(), torch.float32), []
+    for epoch in range(3):
+        batches = list(data.batches(NUMBERS, 2, epoch=epoch))
+        assert [inputs.tolist() for inputs, _ in batches] == [n.tolist() for n in NUMBERS]
+        found.append({pid for _, pids in batches for pid in pids.tolist()})
+    # A loop that was left, as at the end of a run that resumes.
+    next(data.batches(NUMBERS, 2))
+    batches = data.batches(NUMBERS[::-1], 2)
+    assert [inputs.tolist() for inputs, _ in batches] == [n.tolist() for n in NUMBERS[::-1]]
+    assert found[0] == found[1] == found[2]
+    assert os.getpid() not in set().union(*found)
+    assert torch.equal(torch.get_rng_state(), before)
+    del data, batches
+    assert wait_until(lambda: not any(map(is_alive, set().union(*found))), 10)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_own_tensors_are_read_ahead_too(num_workers):
+    data = TensorSamples(torch.arange(5.0), torch.arange(5))
+    batches = data.batches(NUMBERS, num_workers)
+    assert [targets.tolist() for _, targets in batches] == [n.tolist() for n in NUMBERS]
 
 
 @pytest.fixture

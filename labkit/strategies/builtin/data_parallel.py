@@ -1,7 +1,7 @@
 """PyTorch's DataParallel, in the same loop and with the same batches as ours."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ class TorchDataParallel(Strategy):
 
     in_one_process = True
     through_comm = False
+    instead: ClassVar = {
+        "sync_batch_norm": "PyTorch's layers for it refuse the replicas of nn.DataParallel; use "
+        "ddp or ring_all_reduce, with a rank for each device"
+    }
 
     def __init__(self, devices: Sequence[str], accumulate: int = 1, amp: str | None = None):
         self.devices = [torch.device(name) for name in devices]

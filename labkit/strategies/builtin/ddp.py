@@ -11,7 +11,10 @@ from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
 from labkit.strategies.update import Update
+
+_REPLACED_BY_TORCH = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
 
 
 class TorchDDP(Strategy):
@@ -31,6 +34,10 @@ class TorchDDP(Strategy):
             that the ranks have already.
         bucket_mb: DDP's ``bucket_cap_mb``.
         accumulate, amp, straggler: see ``LocalGradients``.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch. Over NCCL by
+            ``nn.SyncBatchNorm``, which refuses the CPU: there, and for a learner's own subclass of
+            BatchNorm, which it would replace, by labkit's layers over ``Comm``. ``notes`` say
+            which.
     """
 
     def __init__(
@@ -40,8 +47,9 @@ class TorchDDP(Strategy):
         accumulate: int = 1,
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
+        sync_batch_norm: bool = False,
     ):
-        self.backend = backend
+        self.backend, self.sync_batch_norm = backend, sync_batch_norm
         self.bucket_mb = bucket_mb
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
@@ -51,21 +59,42 @@ class TorchDDP(Strategy):
         chosen = self.backend != "auto"
         self.group: Any = dist.new_group(backend=self.backend) if chosen else None
         self.model = model.to(comm.device).train()
+        ours = self._synchronised()
         self.replica = DistributedDataParallel(
             self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb
         )
-        self.gradients = LocalGradients(comm, self.replica, loss=self.loss, **self.settings)
+        self.gradients = LocalGradients(
+            comm, self.replica, loss=self.loss, global_batch=ours, **self.settings
+        )
         self.optimizer = make_optimizer(self.replica.parameters())
         self.scaler = self.gradients.scaler
         self.update = Update(
             self.optimizer, self.model.parameters(), clip_norm=self.clip_norm, scaler=self.scaler
         )
 
+    def _synchronised(self) -> GlobalBatch | None:
+        """Convert the model's BatchNorm layers; returns the batch of labkit's own, if any."""
+        if not self.sync_batch_norm or self.comm.world_size == 1:
+            return None
+        count = self.settings["accumulate"]
+        kinds = {type(layer) for _, layer in batch_norms(self.model)}
+        if dist.get_backend(self.group) == "nccl" and kinds <= _REPLACED_BY_TORCH:
+            self.synchronised_by = "torch"
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, self.group)
+            self.global_batch = GlobalBatch(self.comm, self.model, self.workers, count)
+            return None
+        self.global_batch = convert(self.model, self.comm, self.workers, count)
+        return self.global_batch
+
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         ranks, no_sync = self.comm.world_size, self.replica.no_sync
         divisor = batch_size if self.scaler.is_enabled() else batch_size / ranks
-        loss = self.gradients.add(inputs, targets, divisor, no_sync, even_if_empty=True)
+        loss = self.gradients.add(
+            *(inputs, targets, divisor, no_sync),
+            even_if_empty=True,
+            sizes=self.common_sizes(batch_size),
+        )
         with self.comm.span("update"):
             if self.scaler.is_enabled():
                 for parameter in self.update.parameters:
@@ -84,7 +113,8 @@ class TorchDDP(Strategy):
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         # After its first backward DDP assigns the gradients to other buckets, in whose order it
         # adds up from then on.
-        self.gradients.add(inputs, targets, batch_size, even_if_empty=True)
+        sizes = self.common_sizes(batch_size)
+        self.gradients.add(inputs, targets, batch_size, even_if_empty=True, sizes=sizes)
         self.optimizer.zero_grad()
 
     def end_epoch(self) -> None:
@@ -93,4 +123,8 @@ class TorchDDP(Strategy):
             dist.broadcast(buffer, 0, group=self.group)
 
     def sent(self) -> tuple[int, int] | None:
-        return sent_on_our_backend() if dist.get_backend(self.group) == "labkit" else None
+        if dist.get_backend(self.group) != "labkit":
+            return None
+        messages, num_bytes = sent_on_our_backend()
+        # The statistics of BatchNorm.
+        return messages + self.comm.messages, num_bytes + self.comm.bytes_sent

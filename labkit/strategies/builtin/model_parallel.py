@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from labkit.strategies.builtin.pipeline import TorchPipeline
+from labkit.strategies.stage import StagedModel
 
 
 class TorchModelParallel(TorchPipeline):
@@ -14,7 +15,7 @@ class TorchModelParallel(TorchPipeline):
         amp: see ``TorchPipeline``.
     """
 
-    instead: ClassVar = {
+    instead: ClassVar = StagedModel.instead | {
         "accumulate": "PyTorch's schedules have several micro-batches under way: that is strategy "
         "pipeline with micro_batches; without builtin, model_parallel runs them in turn"
     }

@@ -96,9 +96,24 @@ class RpcParameterServer(ServedByRpc):
     The contract is the same: the result equals that of one device, batch statistics are those of
     each share (averaged over the workers, through ``Comm``), and the server works on no samples
     unless it is the only rank.
+
+    Args:
+        accumulate, amp, straggler: see ``LocalGradients``.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch, which the
+            workers tell each other through ``Comm``: PyTorch's RPC has nothing for it.
     """
 
     name = "parameter_server"
+
+    def __init__(
+        self,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
+        sync_batch_norm: bool = False,
+    ):
+        super().__init__(accumulate, amp, straggler)
+        self.sync_batch_norm = sync_batch_norm
 
     def prepare(self) -> None:
         global _server
@@ -114,7 +129,8 @@ class RpcParameterServer(ServedByRpc):
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()
-        loss = self.local.add(inputs, targets, divisor=batch_size)
+        sizes = self.common_sizes(batch_size)
+        loss = self.local.add(inputs, targets, divisor=batch_size, sizes=sizes)
         if self.comm.rank in self.workers:
             with self.comm.span("communicate"):
                 arguments = self.comm.rank, self.gradient.cpu()
@@ -137,7 +153,7 @@ class RpcParameterServer(ServedByRpc):
                 _server.values.copy_(self.values)
 
     def end_epoch(self) -> None:
-        average_buffers(self.comm, self.model, self.workers)
+        average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)
 
     def full_state(self) -> dict[str, Tensor]:
         if self.comm.rank == 0:

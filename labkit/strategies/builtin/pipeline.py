@@ -59,7 +59,7 @@ class TorchPipeline(StagedModel):
     """
 
     through_comm = False
-    instead: ClassVar = {
+    instead: ClassVar = StagedModel.instead | {
         "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose "
         "their number with micro_batches"
     }

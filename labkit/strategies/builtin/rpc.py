@@ -27,6 +27,7 @@ from labkit.errors import PeerLostError
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import lay_end_to_end
 from labkit.strategies.local_gradients import LocalGradients, check_straggler
+from labkit.strategies.sync_batch_norm import convert
 
 # Waiting for a straggler is not an error, and the run has its own deadline.
 _PATIENCE_S = 24 * 3600.0
@@ -67,7 +68,12 @@ class ServedByRpc(Strategy):
         self.check_ranks(comm.world_size)
         self.comm, self.make_optimizer = comm, make_optimizer
         self.model = model.to(comm.device).train()
-        self.local = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
+        if self.sync_batch_norm and comm.rank in self.workers:
+            count = self.settings["accumulate"]
+            self.global_batch = convert(self.model, comm, self.workers, count)
+        self.local = LocalGradients(
+            comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
+        )
         self.scaler = self.local.scaler
         self.values, self.gradient = lay_end_to_end(self.model)
         self.prepare()

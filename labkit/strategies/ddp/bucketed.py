@@ -8,8 +8,6 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 (2020), sections 3.2.2 and 3.2.3.
 """
 
-import atexit
-import functools
 from typing import Any
 
 import torch
@@ -19,12 +17,9 @@ from labkit.collectives import fast_ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.tensors import check_tensor
 from labkit.comm.work import Work
-from labkit.comm.work_queue import WorkQueue
+from labkit.comm.work_queue import work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.ddp.naive import NaiveDDP
-
-# How long a process that exits waits for a bucket that is under way.
-_LAST_PATIENCE_S = 2.0
 
 
 class BucketedDDP(NaiveDDP):
@@ -145,22 +140,10 @@ def start_all_reduce(
         ValueError: it is no tensor, or on another device.
     """
     check_tensor(tensor, comm.device)  # here, since an error of the other thread comes with wait()
-    return _work_queue_of(comm).add(
+    return work_queue_of(comm).add(
         "all_reduce",
         lambda comm: fast_ring_all_reduce(comm, tensor, op),
         [tensor],
         [tensor],
         is_waited_for,
     )
-
-
-@functools.cache
-def _work_queue_of(comm: Comm) -> WorkQueue:
-    """The work queue of all replicas on a comm.
-
-    They share one queue, so that two replicas in one backward do not mix their messages.
-    """
-    # No timeout here: the run has a deadline.
-    work_queue = WorkQueue("labkit-ddp", comm, timeout_s=float("inf"))
-    atexit.register(work_queue.end, _LAST_PATIENCE_S)
-    return work_queue

@@ -17,6 +17,7 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
+from labkit.strategies.sync_batch_norm import convert
 from labkit.strategies.update import Update
 
 
@@ -30,6 +31,7 @@ class DDP(Strategy):
     Args:
         bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
         accumulate, amp, straggler: see ``LocalGradients``; one synchronisation per update.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
     """
 
     def __init__(
@@ -38,16 +40,22 @@ class DDP(Strategy):
         accumulate: int = 1,
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
+        sync_batch_norm: bool = False,
     ):
-        self.bucket_mb = bucket_mb
+        self.bucket_mb, self.sync_batch_norm = bucket_mb, sync_batch_norm
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
         self.model = model.to(comm.device).train()
+        if self.sync_batch_norm:
+            count = self.settings["accumulate"]
+            self.global_batch = convert(self.model, comm, self.workers, count)
         self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, op="sum")
         self.optimizer = make_optimizer(self.replica.trained)
-        self.gradients = LocalGradients(comm, self.replica, loss=self.loss, **self.settings)
+        self.gradients = LocalGradients(
+            comm, self.replica, loss=self.loss, global_batch=self.global_batch, **self.settings
+        )
         self.scaler = self.gradients.scaler
         self.update = Update(
             self.optimizer, self.replica.trained, clip_norm=self.clip_norm, scaler=self.scaler
@@ -56,8 +64,9 @@ class DDP(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         no_sync = self.replica.no_sync
-        loss = self.gradients.add(inputs, targets, divisor=batch_size, no_sync=no_sync)
-        if not len(targets):
+        sizes = self.common_sizes(batch_size)
+        loss = self.gradients.add(inputs, targets, batch_size, no_sync, sizes=sizes)
+        if not len(targets) and sizes is None:
             self.replica.without_samples()
         with self.comm.span("update"):
             self.update()

@@ -1,0 +1,308 @@
+"""SyncBatchNorm: BatchNorm with the mean and variance of the global batch, not of a rank's share.
+
+Where ranks divide a batch between them, a layer sees only a share of it. Forward, by channel:
+
+1. Each worker counts its values, n_r, and computes their mean m_r and M_r, the sum of the squared
+   deviations from it. 2. All workers get these three numbers of all others (``share_only``, the
+   literature's all-gather), as one row of 2 C + 1. 3. They combine them: n = sum n_r,
+   m = sum n_r m_r / n, variance v = sum (M_r + n_r (m_r - m)^2) / n. A sum of squares minus the
+   square of the sum would cancel where the mean is large. 4. y = (x - m) / sqrt(v + eps), and
+   weight and bias.
+
+Backward, with g = dL/dy and z = (x - m) / sqrt(v + eps):
+
+5. Each worker computes sum g and sum g z over its share: the gradients of bias and weight there,
+   which the technique adds up like all gradients. 6. All workers get these 2 C numbers of all
+   others and add them. 7. dL/dx = weight / sqrt(v + eps) (g - sum g / n - z sum (g z) / n): m and
+   v depend on every x of the batch, so the gradient of each x depends on all workers' shares.
+
+The rows travel as float64, and all workers combine them in the same order: their statistics and
+running averages are equal to the bit.
+
+Symbols: W workers, r one of them, N samples, C channels, n values per channel in the whole batch.
+Sources: Ioffe and Szegedy, "Batch normalization" (2015), section 3; Chan, Golub and LeVeque,
+"Algorithms for computing the sample variance" (1983), for step 3; Peng et al., "MegDet" (2018),
+section 3.3, for the exchange; PyTorch's ``nn.SyncBatchNorm``, which runs on GPUs only.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from labkit.comm.comm import Comm
+from labkit.comm.work_queue import work_queue_of
+from labkit.schedules.ring import owned_chunk, ring_share_only
+from labkit.workload.sampling import share
+
+
+class GlobalBatch:
+    """What the workers that divide a batch tell each other about it.
+
+    Args:
+        comm: this rank's Comm.
+        model: its layers synchronise while it is in training mode, as a whole.
+        workers: the ranks that take part, this one included.
+        micro_batches: that a global batch is cut into, before each is divided: all workers have
+            the same number of them.
+
+    Attributes:
+        sits_out: this rank has no samples now, and its values do not count.
+    """
+
+    def __init__(
+        self, comm: Comm, model: nn.Module, workers: Sequence[int], micro_batches: int = 1
+    ):
+        self.comm, self.model, self.workers = comm, model, workers
+        self.index, self.micro_batches = workers.index(comm.rank), micro_batches
+        self.sits_out = False
+
+    def gathered(self, mine: Tensor) -> Tensor:
+        """All workers' rows [W, K], in their order, from this one's [K]; equal to the bit on all.
+
+        Takes W - 1 steps and messages, and sends (W - 1) K elements.
+        """
+        count = len(self.workers)
+        rows = mine.new_empty(count, len(mine))
+        rows[owned_chunk(self.index, count)] = mine
+        # Not on comm itself: buckets of DDP may be under way, and messages must not mix.
+        queue = work_queue_of(self.comm)
+        queue.add(
+            "sync_batch_norm", lambda comm: self._share(comm, rows), [mine], [rows], True
+        ).wait()
+        return rows.roll(-1, 0)
+
+    def _share(self, comm: Comm, rows: Tensor) -> None:
+        everyone = len(self.workers) == comm.world_size
+        # A rank that serves takes no part, and a collective is announced by all ranks.
+        announced = (
+            comm.collective("sync_batch_norm", rows) if everyone else contextlib.nullcontext()
+        )
+        with announced:
+            for step in ring_share_only(self.index, len(self.workers)):
+                dst, src = self.workers[step.dst], self.workers[step.src]
+                comm.exchange(rows[step.send_chunk], dst, rows[step.recv_chunk], src)
+
+    def parts(self, batch: Tensor) -> list[Tensor]:
+        """This worker's share of each micro-batch of a global batch [B, ...]; some may be empty.
+
+        A micro-batch then has the same samples as on one device, and so the same statistics.
+        """
+        cut = batch.tensor_split(max(1, min(self.micro_batches, len(batch))))
+        return [share(part, self.index, len(self.workers)) for part in cut]
+
+    @contextlib.contextmanager
+    def sitting_out(self) -> Iterator[None]:
+        """A context in which this rank runs the model on anything, and its values do not count."""
+        self.sits_out = True
+        try:
+            yield
+        finally:
+            self.sits_out = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GlobalBatch":
+        """A copy of a layer belongs to the same ranks; a comm cannot be copied."""
+        return self
+
+
+class SyncBatchNorm(_BatchNorm):
+    """What ``convert`` makes of BatchNorm1d, 2d and 3d: another class, the same object.
+
+    Parameters, buffers, names and hooks stay, and so do the methods of a learner's own subclass.
+    In evaluation mode of the model it is the layer that it was.
+    """
+
+    global_batch: GlobalBatch
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.__dict__["has_run"] = True
+        has_averages = self.running_mean is not None or self.running_var is not None
+        if (has_averages and not self.training) or not self.global_batch.model.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        factor = 0.0 if self.momentum is None else self.momentum
+        is_tracked = self.training and self.track_running_stats
+        if is_tracked and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1 / float(self.num_batches_tracked)
+        averages = (self.running_mean, self.running_var) if is_tracked else (None, None)
+        arguments = averages, factor, self.eps, self.global_batch
+        return _Normalise.apply(input, self.weight, self.bias, *arguments)
+
+
+class _Normalise(torch.autograd.Function):
+    """Steps 1 to 4 forward, steps 5 to 7 backward. 16-bit inputs are computed in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        averages: tuple[Tensor | None, Tensor | None],
+        factor: float,
+        eps: float,
+        batch: GlobalBatch,
+    ) -> Tensor:
+        with torch.autocast(inputs.device.type, enabled=False):
+            x = _wide(inputs)
+            count, mean, variance = _statistics(x, batch)
+            if count == 1:
+                size = torch.Size([1, *inputs.shape[1:]])
+                raise ValueError(
+                    f"Expected more than 1 value per channel when training, got input size {size}"
+                )
+            with torch.no_grad():
+                _update(averages, mean, variance * (count / max(1, count - 1)), factor, count)
+            ctx.batch, ctx.count, ctx.sits_out = batch, count, batch.sits_out
+            deviation = (variance + eps).sqrt()
+            mean, variance = mean.to(x.dtype), variance.to(x.dtype)
+            ctx.save_for_backward(inputs, weight, mean, deviation.to(x.dtype))
+            # What is left is BatchNorm in evaluation mode, with these averages.
+            weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+            normed = functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
+            return normed.to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, *gradients)
+
+
+@once_differentiable
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, weight, mean, deviation = ctx.saved_tensors
+    with torch.autocast(inputs.device.type, enabled=False):
+        x, g = _wide(inputs), _wide(gradient)
+        z = (x - _by_channel(mean, x)) / _by_channel(deviation, x)
+        axes = _but_channels(x)
+        mine = torch.stack([g.sum(axes), (g * z).sum(axes)])
+        if ctx.sits_out:
+            mine.zero_()
+        of_input, of_weight, of_bias = None, mine[1], mine[0]
+        if ctx.needs_input_grad[0]:
+            rows = ctx.batch.gathered(mine.double().flatten())
+            means = (rows.sum(0) / max(1, ctx.count)).to(x.dtype).view_as(mine)
+            slope = 1 / deviation if weight is None else weight.to(x.dtype) / deviation
+            of_input = g - _by_channel(means[0], x) - z * _by_channel(means[1], x)
+            of_input = (of_input * _by_channel(slope, x)).to(inputs.dtype)
+            if ctx.sits_out:
+                of_input.zero_()
+    found = (of_input, of_weight, of_bias)
+    needed = [f if needs else None for f, needs in zip(found, ctx.needs_input_grad)]
+    return *needed, None, None, None, None
+
+
+def _statistics(x: Tensor, batch: GlobalBatch) -> tuple[int, Tensor, Tensor]:
+    """Of the whole batch: values per channel, their mean and variance, each [C] float64."""
+    channels = x.shape[1]
+    row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+    if x.numel() and not batch.sits_out:
+        variance, mean = torch.var_mean(x, _but_channels(x), correction=0)
+        row[:channels], row[-1] = mean, x.numel() // channels
+        row[channels:-1] = variance.double() * row[-1]
+    rows = batch.gathered(row)
+    means, squares, counts = rows.split([channels, channels, 1], dim=1)
+    total = counts.sum().clamp(min=1)
+    mean = (counts * means).sum(0) / total
+    squares = squares + counts * (means - mean) ** 2
+    return int(counts.sum()), mean, squares.sum(0) / total
+
+
+def _update(
+    averages: tuple[Tensor | None, Tensor | None],
+    mean: Tensor,
+    variance: Tensor,
+    factor: float,
+    count: int,
+) -> None:
+    """Move the running averages towards the batch's; an empty batch has none."""
+    for average, now in zip(averages, (mean, variance)):
+        if average is not None and count:
+            average.mul_(1 - factor).add_(now.to(average.dtype), alpha=factor)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _but_channels(x: Tensor) -> list[int]:
+    return [axis for axis in range(x.dim()) if axis != 1]
+
+
+def _by_channel(values: Tensor, x: Tensor) -> Tensor:
+    """[C] as [1, C, 1, ...], so that it goes with ``x``, [N, C, ...]."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def convert(
+    model: nn.Module, comm: Comm, workers: Sequence[int], micro_batches: int = 1
+) -> GlobalBatch | None:
+    """Let every BatchNorm in ``model`` use the statistics of the global batch from now on.
+
+    In place, at any depth; parameters and buffers stay the same tensors with the same names. All
+    workers have to run the same layers in the same order, also those without samples: see
+    ``LocalGradients``. Statistics are shared while the model is in training mode; a layer that
+    itself stays in evaluation mode uses its running averages, as before. With gradient
+    checkpointing a layer runs twice in a step and its running averages are updated twice, on one
+    device as well.
+
+    Args:
+        model: on ``comm.device``.
+        comm: this rank's Comm.
+        workers: the ranks that divide each batch; None of the others may call this.
+        micro_batches: see ``GlobalBatch``.
+
+    Returns:
+        The batch that the layers share; None if there is one worker, which sees all of it.
+
+    Raises:
+        ValueError: a layer that cannot be converted.
+    """
+    if len(workers) < 2:
+        return None
+    batch = GlobalBatch(comm, model, workers, micro_batches)
+    for name, layer in batch_norms(model):
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} whose number of channels is not known yet: "
+                "run the model once on a sample before the training, or give the number"
+            )
+        if not isinstance(layer, SyncBatchNorm):
+            if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                layer.register_forward_hook(functools.partial(_check_has_run, name))
+            layer.__class__ = _synchronised(type(layer))
+        layer.__dict__["global_batch"] = batch
+    return batch
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """The BatchNorm layers of a model by name, each once."""
+    found = model.named_modules()
+    return [(name or "model", layer) for name, layer in found if isinstance(layer, _BatchNorm)]
+
+
+@functools.cache
+def _synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    """A subclass of ``kind`` with our forward in place of BatchNorm's.
+
+    That of a learner's own subclass stays, and its ``super().forward`` is ours.
+    """
+    order = (SyncBatchNorm, kind) if kind is nn.SyncBatchNorm else (kind, SyncBatchNorm)
+    return type(f"Sync{kind.__name__.removeprefix('Sync')}", order, {})
+
+
+def _check_has_run(name: str, layer: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    if not layer.__dict__.pop("has_run", False) and layer.training:
+        raise ValueError(
+            f"{name} is a BatchNorm with a forward of its own that does not call super().forward, "
+            "so sync_batch_norm cannot give it the statistics of the global batch: call it there, "
+            "override train() in a layer that always uses its averages, or leave out "
+            "sync_batch_norm"
+        )
