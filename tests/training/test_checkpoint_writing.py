@@ -28,7 +28,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from labkit import run
 from labkit.errors import OutputError, WorkerError
-from labkit.training.checkpoint import check_folder, newest, read_facts, remove_unfinished
+from labkit.training.checkpoint import (
+    check_folder,
+    newest,
+    read_facts,
+    remove_unfinished,
+    steps,
+    why_not_whole,
+)
 from labkit.training.checkpoint.folder import Lock
 from labkit.training.checkpoint.plan import Copies
 from labkit.training.checkpoint.reading import read_tensors
@@ -167,9 +174,9 @@ def test_ranks_agree_fail_together_and_go_on(tmp_path):
     assert "It needs about 395 KiB, and " in first["full"]
     assert first["after full"] == first["after refusals"]
     assert "another run is writing there" in first["second run"]
-    steps = [f"step-0000000{step}" for step in (3, 5, 6)]
-    assert first["thinned"] == [".labkit-lock", "best", *steps]
-    assert first["again"] == ({"again": True}, [".labkit-lock", "best", *steps[1:]])
+    left = [f"step-0000000{step}" for step in (3, 5, 6)]
+    assert first["thinned"] == [".labkit-lock", "best", *left]
+    assert first["again"] == ({"again": True}, [".labkit-lock", "best", *left[1:]])
     assert first["end"] == [".labkit-lock", "best", "step-00000006", "step-00000007"]
     assert newest(tmp_path).path.name == "step-00000007"
     assert read_tensors(tmp_path / "step-00000007") == {}
@@ -395,7 +402,8 @@ def test_interrupts_at_any_moment_leave_nothing_unfinished(tmp_path):
 
 def test_a_storm_of_interrupts_ends_no_checkpoint_that_is_whole(tmp_path):
     """One interrupt after another, until the process ends, also while it cleans up."""
-    draw, last = random.Random(0), 0
+    draw, last = random.Random(0), 1
+    write(tmp_path, last)
     for _ in range(10):
         timer = draw.uniform(0.0005, 0.03), draw.uniform(0.001, 0.004)
         if not (child := os.fork()):
@@ -403,13 +411,12 @@ def test_a_storm_of_interrupts_ends_no_checkpoint_that_is_whole(tmp_path):
                 save_until_interrupted(tmp_path, last, *timer)
             os._exit(0)
         os.waitpid(child, 0)
-        found = newest(tmp_path)
-        assert found.path is None or int(found.path.name[5:]) >= last
-        last = int(found.path.name[5:]) if found.path else 0
+        found = newest(tmp_path).path
+        assert int(found.name[5:]) >= last
+        last = int(found.name[5:])
         remove_unfinished(tmp_path)
         assert hidden(tmp_path) == []
         assert_newest_is_whole(tmp_path)
-    assert last > 0
 
 
 @pytest.fixture(autouse=True)
@@ -462,6 +469,8 @@ def assert_recovers(folder, after=0):
     remove_unfinished(folder)
     assert hidden(folder) == []
     assert newest(folder) == found
+    # Nor is an older one half removed.
+    assert [why_not_whole(path) for _, path in steps(folder)] == [""] * len(steps(folder))
     return step
 
 
