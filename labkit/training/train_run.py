@@ -87,8 +87,7 @@ def train_run(
     strategy = make_strategy(config, own=own, download=download)
     check_samples(config, own, download)
     notes = check_work(config, own, strategy)
-    start = find_start(config, own, strategy)
-    tell(start)
+    tell(start := find_start(config, own, strategy))
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
