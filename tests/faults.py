@@ -65,7 +65,7 @@ class Case:
 
     Attributes:
         folder: an empty folder of the row.
-        patch: pytest's monkeypatch, undone after each row.
+        patch: the changes of this row, undone at its end.
         capsys: pytest's; what is printed.
         here: the name of the test file, which errors must show with the learner's line.
         request: pytest's, for ``kernel``.

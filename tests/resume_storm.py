@@ -116,7 +116,7 @@ def kill_rank(name, folder, every, draw, most_s):
             agents.append(self)
             super().start()
 
-    ends = threading.Event()
+    ends, struck = threading.Event(), []
     after_s, chosen = draw.uniform(0, most_s), draw.random()
 
     def strike():
@@ -127,7 +127,8 @@ def kill_rank(name, folder, every, draw, most_s):
         alive = sorted(set(agents[-1].pids) - set(agents[-1].exit_codes))
         if alive:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(agents[-1].pids[alive[int(chosen * len(alive))]], signal.SIGKILL)
+                struck.append(alive[int(chosen * len(alive))])
+                os.kill(agents[-1].pids[struck[0]], signal.SIGKILL)
 
     (folder / "begun").unlink(missing_ok=True)
     supervisor.Ranks, keep = Seen, supervisor.Ranks
@@ -135,8 +136,8 @@ def kill_rank(name, folder, every, draw, most_s):
     timer.start()
     try:
         return train_with(**settings_of(name, folder, every))
-    except WorkerError as error:
-        if "was killed by SIGKILL" not in str(error):
+    except WorkerError:
+        if not struck:
             raise
         return None
     finally:

@@ -145,10 +145,9 @@ def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]
 
     strategy = DDP()
     step = ModelStep(model, BATCH_SIZES[model] // comm.world_size).of(strategy, comm)
-    for _ in range(2):
-        step()
+    step_s = min(timed(comm, step) for _ in range(3))
+    steps = agree(comm, max(1, min(_MOST_STEPS, int(_TURN_S / step_s))))
     with CheckpointWriter(comm, folder, keep=1) as writer:
-        steps = agree(comm, max(1, min(_MOST_STEPS, int(_TURN_S / timed(comm, step)))))
         turns = Turns(comm, writer, partial(_repeat, step, steps), partial(_state, comm, strategy))
         chosen = {ALONE: turns.alone, WRITING: turns.while_writing}
         seconds = take_turns(comm, chosen, repeats, _BUDGET_S)

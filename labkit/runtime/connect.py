@@ -115,6 +115,10 @@ def _join_group(
     try:
         if store is None:
             store, *_ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
+            # The ranks that torchrun has started again find the addresses of those before them in
+            # the same store.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"labkit/attempt_{attempt}", store)
         store.set_timeout(rendezvous_timeout)
         dist.init_process_group(
             backend,

@@ -72,7 +72,7 @@ def lr_factor(
         epochs: of the whole run, warm-up included.
         updates_per_epoch: an asynchronous server makes one for each worker's gradient.
     """
-    # 0.1 epochs of 30 updates are 3, not 3.0000000000000004.
+    # 2.2 epochs of 25 updates are 55, not 55.00000000000001.
     warmup = round(warmup_epochs * updates_per_epoch, 9)
     if update < warmup:
         return (update + 1) / (warmup + 1)

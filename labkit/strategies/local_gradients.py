@@ -49,7 +49,7 @@ class LocalGradients:
         global_batch: that the model's BatchNorm layers share; a rank without samples runs them,
             too, since the others wait for its statistics.
         straggler: (rank, factor): that rank takes ``factor`` times as long to compute, except for
-            its first micro-batch.
+            its first micro-batch. The messages of ``global_batch`` count as computing.
 
     Attributes:
         scaler: of the loss; ``Update`` divides the gradients by its scale.

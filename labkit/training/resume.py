@@ -191,6 +191,8 @@ def _bare(value: Any) -> Any:
 
 def _shapes_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    # Those with two shapes say most.
+    names.sort(key=lambda name: not (name in there and name in here))
     told = [
         f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
         for name in names[:_NAMED]

@@ -28,7 +28,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from faults import Case, Kernel, Row, Table, check_words
+from faults import PATIENCE, Case, Kernel, Row, Table, check_words
 from fifo_transport import streamed
 from odd_models import fit_in_turn
 from ranks import is_alive, running_ranks, travel_by_value, wait_until
@@ -641,7 +641,7 @@ def kernel_killed(case):
     ranks = [int(kernel.line().split()[-1]) for _ in range(2)]
     with case.timed():
         kernel.kill()
-        assert wait_until(lambda: not any(map(is_alive, ranks)), 2)
+        assert wait_until(lambda: not any(map(is_alive, ranks)), 2 * PATIENCE)
     # The forkserver may take longer.
     assert wait_until(lambda: not kernel.session, 20)
     kernel.close()
@@ -1130,27 +1130,22 @@ def _of_the_course(name):
     [pytest.param(row, marks=[pytest.mark.fresh] * (row.number in FRESH)) for row in TABLE],
     ids=str,
 )
-def test_row(row, tmp_path, monkeypatch, capsys, request, record_property):
+def test_row(row, tmp_path, capsys, request, record_property):
     if row.number in FRESH:
         opened = request.getfixturevalue("kernel")
         if row.number != 17:
             opened.warm_up()
-    case = Case(tmp_path, monkeypatch, capsys, Path(__file__).name, request)
-    with case.row(row, record_property):
-        row.check(case)
-
-
-@pytest.fixture
-def short_patience():
-    # Not by monkeypatch, which a row undoes.
+    # Not the fixture's: what a row undoes are its own changes.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("faults.WAIT_S", 0.05)
-        yield
+        case = Case(tmp_path, patch, capsys, Path(__file__).name, request)
+        with case.row(row, record_property):
+            row.check(case)
 
 
-def test_what_a_row_leaves_is_found(short_patience, tmp_path, monkeypatch, capsys, request):
+def test_what_a_row_leaves_is_found(monkeypatch, tmp_path, capsys, request):
     """By each of the assertions at the end of a row."""
-    case = Case(tmp_path, monkeypatch, capsys, Path(__file__).name, request)
+    case = Case(tmp_path, pytest.MonkeyPatch(), capsys, Path(__file__).name, request)
+    monkeypatch.setattr("faults.WAIT_S", 0.05)
     kept, over = [], threading.Event()
 
     def leaves_a_segment(case):
@@ -1188,4 +1183,4 @@ def test_what_a_row_leaves_is_found(short_patience, tmp_path, monkeypatch, capsy
                     end.close()
     over.set()
     with pytest.raises(AssertionError, match="is not in"):
-        case.fails(lambda comm: 1 / 0, world_size=1, says=["rank 1"])
+        case.fails(lambda comm: 1 / 0, world_size=1, says=["other words".upper()])

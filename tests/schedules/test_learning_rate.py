@@ -69,9 +69,9 @@ def test_a_warm_up_rises_equally_and_may_end_within_an_epoch(warmup_epochs):
 
 
 def test_a_step_is_counted_from_the_end_of_the_warm_up_to_the_very_update():
-    # 0.1 * 30 is a little more than 3.
-    found = factors("step:1:0.1", warmup_epochs=0.1, epochs=4, updates_per_epoch=30)
-    assert [found.index(0.1**power) for power in range(4)] == [3, 33, 63, 93]
+    # 2.2 * 25 is a little more than 55.
+    found = factors("step:1:0.001", warmup_epochs=2.2, epochs=5, updates_per_epoch=25)
+    assert [found.index(0.001**power) for power in range(3)] == [55, 80, 105]
 
 
 def test_a_run_that_is_all_warm_up():

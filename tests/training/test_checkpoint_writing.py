@@ -30,6 +30,7 @@ from labkit import run
 from labkit.errors import OutputError, WorkerError
 from labkit.training.checkpoint import check_folder, newest, read_facts, remove_unfinished
 from labkit.training.checkpoint.folder import Lock
+from labkit.training.checkpoint.plan import Copies
 from labkit.training.checkpoint.reading import read_tensors
 from labkit.training.checkpoint.writing import CheckpointWriter
 
@@ -353,21 +354,62 @@ def test_a_block_that_raises_leaves_nothing_unfinished(tmp_path):
     assert not [t for t in threading.enumerate() if t.name == "labkit-checkpoint"]
 
 
+def test_an_interrupt_while_tensors_are_copied_leaves_nothing_unfinished(tmp_path, monkeypatch):
+    def interrupted(*_):
+        assert len(hidden(tmp_path)) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Copies, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 1)
+    assert names(tmp_path) == [".labkit-lock"]
+
+
+def save_until_interrupted(folder, last, *timer):
+    """Write checkpoints after ``last`` until the timer interrupts it; returns the last step."""
+    with contextlib.suppress(KeyboardInterrupt), CheckpointWriter(ALONE, folder, 1) as writer:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        # Not for ever: an interrupt inside of Python's ``__del__`` is lost.
+        until_s = time.monotonic() + 2
+        while time.monotonic() < until_s:
+            last += 1
+            writer.save(last, tensors_of(last), {})
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return last
+
+
+def assert_newest_is_whole(folder):
+    found = newest(folder)
+    assert found.skipped == []
+    if found.path is not None:
+        assert_equal_trees(read_tensors(found.path), tensors_of(int(found.path.name[5:])))
+
+
 def test_interrupts_at_any_moment_leave_nothing_unfinished(tmp_path):
-    draw = random.Random(0)
-    last = 0
-    for _ in range(30):
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            CheckpointWriter(ALONE, tmp_path, 1) as writer,
-        ):
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0005, 0.03))
-            while True:
-                last += 1
-                writer.save(last, tensors_of(last), {})
+    draw, last = random.Random(0), 0
+    for _ in range(20):
+        last = save_until_interrupted(tmp_path, last, draw.uniform(0.0005, 0.03))
         assert hidden(tmp_path) == []
-        if (path := newest(tmp_path).path) is not None:
-            assert_equal_trees(read_tensors(path), tensors_of(int(path.name[5:])))
+        assert_newest_is_whole(tmp_path)
+
+
+def test_a_storm_of_interrupts_ends_no_checkpoint_that_is_whole(tmp_path):
+    """One interrupt after another, until the process ends, also while it cleans up."""
+    draw, last = random.Random(0), 0
+    for _ in range(10):
+        timer = draw.uniform(0.0005, 0.03), draw.uniform(0.001, 0.004)
+        if not (child := os.fork()):
+            with contextlib.suppress(BaseException):
+                save_until_interrupted(tmp_path, last, *timer)
+            os._exit(0)
+        os.waitpid(child, 0)
+        found = newest(tmp_path)
+        assert found.path is None or int(found.path.name[5:]) >= last
+        last = int(found.path.name[5:]) if found.path else 0
+        remove_unfinished(tmp_path)
+        assert hidden(tmp_path) == []
+        assert_newest_is_whole(tmp_path)
+    assert last > 0
 
 
 @pytest.fixture(autouse=True)
@@ -412,6 +454,8 @@ def assert_recovers(folder, after=0):
     assert step >= after
     if step:
         assert_equal_trees(read_tensors(found.path), tensors_of(step))
+    # The first checkpoint is the best one before the second is begun.
+    assert step < 2 or (folder / "best").is_symlink()
     if (folder / "best").is_symlink():
         best = folder / os.readlink(folder / "best")
         assert_equal_trees(read_tensors(best), tensors_of(int(best.name[5:])))

@@ -15,7 +15,7 @@ REFUSED = {
     "straggler=0:2 world_size=1": "its options are accumulate, amp",
     "bucket_mb=1.0 builtin=True": "strategy single with builtin takes no option bucket_mb",
     "devices=cpu,cpu": "single trains on one rank, got world_size 2",
-    "strategy=parameter_server bucket_mb=1.0": "options are accumulate, amp, servers, straggler",
+    "strategy=parameter_server bucket_mb=1.0": "its options are accumulate, amp, sync_b",
     "strategy=model_parallel world_size=2 schedule=1f1b": "takes no option schedule",
     "strategy=ring_all_reduce compress=fp16 builtin=True": "takes no option compress",
     "strategy=async_parameter_server builtin=True max_staleness=4": "takes no option max_stale",

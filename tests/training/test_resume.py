@@ -1,21 +1,29 @@
 """A run that was interrupted and goes on ends as one that was not, to the bit."""
 
 import random
+import re
 import shutil
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import resume_storm
 import torch
 from ranks import travel_by_value
+from safetensors.torch import load_file
 from torch import nn
 
 from labkit import RunConfig, run, train_with
 from labkit.runtime.prepare import seed_random_numbers
+from labkit.strategies.base import Strategy
 from labkit.training.loop import fit
 from labkit.training.make_strategy import make_strategy
-from labkit.training.own import Own
+from labkit.training.own import NOTHING, Own
+from labkit.training.resume import find_start
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
@@ -132,6 +140,13 @@ MOVES = {
     "stages": [("pipeline", 3), ("parameter_server", 2)],
     "alone": [("ddp", 3), ("single", 1)],
 }
+# Further runs, which cannot go on with other ranks.
+BOUND = {
+    "dropout": ("ring_all_reduce", 3, {"model": "Net (own)"}),
+    "batch_norm": ("ring_all_reduce", 3, {"model": "Net (own)"}),
+    "topk": ("ring_all_reduce", 3, {"compress": "topk"}),
+}
+OWN = {"dropout": Own(model=make_model), "batch_norm": Own(model=without_dropout)}
 
 
 def arranged(move, folder, name, **settings):
@@ -147,16 +162,18 @@ def moved_in_turn(comm, configs, step=None):
     for name, config in configs.items():
         spoil_random_numbers()
         start = step and Path(config.checkpoint_dir, f"step-{step:08d}")
-        report = fit(comm, config, make_strategy(config), False, start=start)
+        own = OWN.get(name, NOTHING)
+        report = fit(comm, config, make_strategy(config, own=own), False, own, start)
         found[name] = report.state, report.epochs, report.checksum
     return found
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with the checkpoints of all ``MOVES``; read only."""
+    """A folder with the checkpoints of all ``MOVES`` and ``BOUND``; read only."""
     folder = tmp_path_factory.mktemp("saved")
-    configs = {name: arranged(moves[0], folder, name) for name, moves in MOVES.items()}
+    moves = {name: moves[0] for name, moves in MOVES.items()} | BOUND
+    configs = {name: arranged(move, folder, name) for name, move in moves.items()}
     run(moved_in_turn, configs, world_size=3)
     return folder
 
@@ -179,3 +196,167 @@ def test_other_ranks_and_techniques_end_where_one_device_ends(saved, tmp_path):
             assert [row[one] for one in accuracies] == [expected[one] for one in accuracies], name
     for name in on_two:
         assert values[0][name][2] == values[1][name][2], name
+
+
+def start_of(saved, name, step=None, **changes):
+    """Where a run starts that resumes one of ``saved`` with other settings."""
+    strategy, world_size, *options = BOUND.get(name) or MOVES[name][0]
+    settings = SMALL | EXACT | dict(*options) | {"strategy": strategy, "world_size": world_size}
+    settings |= {"checkpoint_dir": str(saved / name), "resume": True} | changes
+    settings = {key: value for key, value in settings.items() if value is not None}
+    config, own = RunConfig(**settings), OWN.get(name, NOTHING)
+    return find_start(config, own, make_strategy(config, own=own))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model": "small_cnn"}, "model mlp there, small_cnn here; the model: "),
+        ({"optimizer": "adam"}, "optimizer adamw there, adam here; weight_decay 0.01 there, 0.0"),
+        ({"lr": 0.03}, "lr 0.02 there, 0.03 here"),
+        ({"dtype": "float32"}, "dtype float64 there, float32 here"),
+        ({"train_size": 100}, "train_size 110 there, 100 here"),
+        ({"batch_size": 21}, "batch_size 20 there, 21 here"),
+        ({"seed": 1}, "seed 0 there, 1 here"),
+        ({"lr_schedule": "constant"}, "lr_schedule cosine there, constant here"),
+        ({"clip_norm": 1.0}, "clip_norm None there, 1.0 here"),
+        ({"epochs": 3}, "epochs 2 there, 3 here, on which the rates of lr_schedule cosine depend"),
+        ({"epochs": 1}, "epochs 2 begun there, 1 in all here"),
+        ({"strategy": "async_parameter_server"}, "counts the shares of each of its workers"),
+    ],
+)
+def test_what_differs_is_said_and_the_checkpoint_left_as_it_is(saved, changes, told):
+    before = contents(saved / "ring")
+    with pytest.raises(ValueError, match="cannot continue from") as caught:
+        start_of(saved, "ring", **changes)
+    assert told in str(caught.value)
+    assert "Next step: resume with the settings there, or choose another" in str(caught.value)
+    assert contents(saved / "ring") == before
+
+
+def test_shapes_that_differ_are_named_and_the_rest_counted(saved):
+    with pytest.raises(ValueError, match="cannot continue") as caught:
+        start_of(saved, "ring", model="small_cnn")
+    assert "the model: 3.weight [64, 64] there, [64, 32, 3, 3] here, " in str(caught.value)
+    assert re.search(r"and \d+ more", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("dropout", "has drawn random numbers in its steps"),
+        ("batch_norm", "2.running_mean differs from rank to rank in the middle of an epoch"),
+        ("topk", "gradients that compress topk has not sent yet"),
+    ],
+)
+def test_what_cannot_be_divided_anew_is_refused(saved, tmp_path, name, why):
+    shutil.copytree(saved / name, tmp_path / name, symlinks=True)
+    for later in ("step-00000012", "step-00000006"):
+        shutil.rmtree(tmp_path / name / later, ignore_errors=True)
+    assert start_of(tmp_path, name).path.name == "step-00000008"
+    with pytest.raises(ValueError, match=f"world_size 3 there, 2 here.*{why}"):
+        start_of(tmp_path, name, world_size=2)
+
+
+def test_batch_statistics_agree_at_the_end_of_an_epoch(saved):
+    assert start_of(saved, "batch_norm", world_size=2).path.name == "step-00000012"
+
+
+def test_what_may_differ(saved):
+    changes = {"num_workers": 2, "checkpoint_every": 1, "checkpoint_keep": 1, "transport": "gloo"}
+    assert "is finished (step-00000012, 2 of 2 epochs)" in start_of(saved, "ring", **changes).told
+
+
+def test_a_folder_without_checkpoints_begins_at_the_beginning(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        start = find_start(
+            RunConfig("single", checkpoint_dir=str(folder), resume=True), NOTHING, Strategy()
+        )
+        assert start.path is None
+        assert "no checkpoint in" in start.told
+    assert not (tmp_path / "missing").exists()
+
+
+def test_two_runs_are_not_mixed_in_one_folder(saved):
+    with pytest.raises(ValueError, match="has checkpoints already, the newest step-00000012"):
+        start_of(saved, "ring", resume=None)
+
+
+def test_damaged_checkpoints_are_skipped_and_said(saved, tmp_path):
+    shutil.copytree(saved / "ring", tmp_path / "ring", symlinks=True)
+    part = next((tmp_path / "ring" / "step-00000012").glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1])
+    start = start_of(tmp_path, "ring")
+    assert start.path.name == "step-00000008"
+    assert "skipped step-00000012: __" in start.told
+    for folder in (tmp_path / "ring").glob("step-*"):
+        (folder / "labkit.json").unlink()
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: step-00000012: "):
+        start_of(tmp_path, "ring")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("changes", [{"resume": True}, {"checkpoint_every": 3}])
+def test_options_without_a_folder_are_refused(changes):
+    with pytest.raises(ValueError, match="needs checkpoint_dir"):
+        RunConfig(**changes)
+
+
+def test_a_technique_whose_state_is_out_of_reach_is_refused_by_name(tmp_path):
+    config = RunConfig(
+        "async_parameter_server", world_size=2, builtin=True, checkpoint_dir=str(tmp_path)
+    )
+    with pytest.raises(ValueError, match="async_parameter_server with builtin cannot be contin"):
+        find_start(config, NOTHING, make_strategy(config))
+
+
+def test_a_run_whose_rank_is_killed_goes_on_to_the_bit():
+    name = "ring_all_reduce"
+    whole = train_with(**resume_storm.settings_of(name))
+    most_s = sum(row["seconds"] for row in whole.epochs)
+    due, draw = resume_storm.end_of(whole), random.Random(0)
+    _, kills = resume_storm.killed_and_resumed(name, due, most_s / 2, draw, launcher=False)
+    assert kills
+
+
+TORCHRUN = """
+    import os, signal, sys
+    from pathlib import Path
+    from torch.nn import functional
+    from labkit import train_with
+
+    class KilledOnce:
+        calls, flag = 0, Path({flag!r})
+
+        def __call__(self, outputs, targets):
+            self.calls += 1
+            if os.environ.get("RANK") == "1" and self.calls == 12 and not self.flag.exists():
+                self.flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return functional.cross_entropy(outputs, targets)
+
+    if __name__ == "__main__":
+        settings = {settings!r} | dict(loss=KilledOnce(), checkpoint_dir={folder!r})
+        train_with("ddp", world_size=2, resume=True, **settings).save_state({end!r})
+"""
+
+
+@pytest.mark.fresh
+def test_ranks_that_torchrun_starts_again_go_on_to_the_bit(tmp_path):
+    script, settings = tmp_path / "killed.py", SMALL | {"model": "mlp", "checkpoint_every": 3}
+    paths = {name: str(tmp_path / name) for name in ("flag", "folder", "end")}
+    script.write_text(textwrap.dedent(TORCHRUN).format(settings=settings, **paths))
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "flag").exists()
+    due = train_with("ddp", world_size=2, loss=nn.CrossEntropyLoss(), **SMALL, model="mlp")
+    found = load_file(tmp_path / "end")
+    assert largest_difference(found, due.state) == 0.0

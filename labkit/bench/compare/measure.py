@@ -83,8 +83,7 @@ def compare(
     comparison = Comparison(contenders, settings, common, say)
     comparison.check()
     say(f"{len(contenders)} contenders: {', '.join(one.name for one in contenders)}")
-    warm_up()
-    comparison.load()
+    comparison.prepare()
     comparison.run(repeats, budget_s)
     return comparison.record({"target": target, "repeats": repeats, "gpus_used": gpus})
 
@@ -148,8 +147,9 @@ class Comparison:
             **machine(),
         }
 
-    def load(self) -> None:
-        """Time how long a rank takes to load each number of samples, in turns."""
+    def prepare(self) -> None:
+        """Prepare the launch of ranks, and time in turns how long one takes to load samples."""
+        warm_up()
         sizes = sorted({setting.train_size for setting in self.settings})
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         for _ in range(_LOADS + 1):

@@ -113,7 +113,8 @@ class TorchDDP(Strategy):
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         # After its first backward DDP assigns the gradients to other buckets, in whose order it
         # adds up from then on.
-        self.gradients.add(inputs, targets, batch_size, even_if_empty=True)
+        sizes = self.common_sizes(batch_size)
+        self.gradients.add(inputs, targets, batch_size, even_if_empty=True, sizes=sizes)
         self.optimizer.zero_grad()
 
     def end_epoch(self) -> None:

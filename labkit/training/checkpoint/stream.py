@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 # The part of its time in which the writing thread may compute.
-SHARE = 1 / 20
+SHARE = 1 / 30
 _CHUNK_BYTES = 1 << 20
 # Shorter rests are saved up: the system's clock would make them longer.
 _LEAST_REST_S = 0.001
