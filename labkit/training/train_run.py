@@ -71,8 +71,7 @@ def train_run(
 
     Args:
         config: the settings.
-        own: the learner's own model, data set, loss and optimizer; MODULE:NAME in the config
-            imports one.
+        own: the learner's own parts; MODULE:NAME in the config imports one.
         timeout_s: the run's deadline, in seconds.
         download: fetch the data set first if it is absent.
         verbose: print a line per epoch.

@@ -30,6 +30,7 @@ TECHNIQUES = [
     ("data_parallel", False, {}),
     ("ddp", False, {}),
     ("ddp", True, {}),
+    ("ddp", False, {"sync_batch_norm": True}),
     ("ring_all_reduce", False, {"accumulate": 2}),
     ("parameter_server", False, {}),
     ("model_parallel", False, {}),
