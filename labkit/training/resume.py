@@ -300,7 +300,9 @@ def agreed(comm: Comm, config: RunConfig, start: Path | None) -> Path | None:
     return path
 
 
-def tell(start: Start) -> None:
-    """Say where the run begins."""
+def told_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
+    """``find_start``, which is said on stderr if somebody has asked for it."""
+    start = find_start(config, own, strategy)
     if start.told and os.environ.get("RANK", "0") == "0":
         print(start.told, file=sys.stderr)
+    return start

@@ -22,7 +22,7 @@ from labkit.training.loop import RankReport, fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
 from labkit.training.result import TrainResult
-from labkit.training.resume import find_start, tell
+from labkit.training.resume import told_start
 from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
 
 # The arguments of ``train_with`` that are not fields of ``RunConfig``.
@@ -86,7 +86,7 @@ def train_run(
     strategy = make_strategy(config, own=own, download=download)
     check_samples(config, own, download)
     notes = check_work(config, own, strategy)
-    tell(start := find_start(config, own, strategy))
+    start = told_start(config, own, strategy)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
