@@ -100,8 +100,7 @@ def train_run(
     except UnpicklableError as error:
         raise ValueError(why_not_sent(own) or str(error)) from None
     finally:
-        if config.checkpoint_dir is not None and not under_torchrun():
-            remove_unfinished(config.checkpoint_dir)
+        remove_unfinished(config.checkpoint_dir)
     return _gather(config, strategy, result, [notes, start.told])
 
 
