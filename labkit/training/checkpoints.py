@@ -63,7 +63,8 @@ class Checkpoints:
         if config.checkpoint_dir is not None and not (self.is_alone and strategy.comm.rank):
             comm: Any = _Alone() if self.is_alone else strategy.comm
             self.writer = _writer(comm, config.checkpoint_dir, config.checkpoint_keep)
-        self._draws, self._before = False, random_states(self.devices)
+        self._draws = False
+        self._before = random_states(self.devices) if config.checkpoint_dir else {}
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -15,6 +15,8 @@ from torch import nn
 from labkit import RunConfig, strategies
 from labkit.comm import reported_loss
 from labkit.training import loop
+from labkit.training.checkpoints import Checkpoints
+from labkit.training.progress import Progress
 from labkit.workload.samples import TensorSamples, on_device
 
 STEPS = 3
@@ -124,7 +126,7 @@ def test_in_one_process_each_tensor_is_where_it_has_to_be(technique, devices, mo
 
 @pytest.mark.parametrize(
     ("rank", "needed"),
-    [(0, "num_samples = self.reports"), (1, "go_on, done = bool(answer[0])")],
+    [(0, "num_samples = int(samples)"), (1, "word, done = int(answer[0])")],
 )
 def test_an_asynchronous_server_and_its_worker_wait_for_one_number_a_push(
     rank, needed, monkeypatch
@@ -157,8 +159,14 @@ def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypat
         data = TensorSamples(torch.randn(20, 1, 8, 8), torch.zeros(20, dtype=torch.int64))
         work = SimpleNamespace(train=data)
         gpus.waits.clear()
-        for epoch in range(2):
-            loop._train_epoch(config, work, strategy, epoch)
+        run = SimpleNamespace(
+            config=config,
+            work=work,
+            strategy=strategy,
+            checkpoints=Checkpoints(config, strategy, {}),
+        )
+        for _ in range(2):
+            loop._train_epoch(run, Progress.none(comm.device))
         assert gpus.waits == []
         assert comm.session.board.ranks[0]["loss"] == 1
 

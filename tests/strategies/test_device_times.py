@@ -15,7 +15,7 @@ from labkit.strategies import local_gradients
 from labkit.strategies.data_parallel import DataParallel
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
-from labkit.training import loop
+from labkit.training import progress
 
 COPY_S = 0.003
 
@@ -208,17 +208,17 @@ def test_only_a_straggler_waits_for_its_gpu(machine, plain):
 
 @pytest.mark.parametrize("devices", [(), ("cuda:1", "cuda:2"), ("cpu", "cuda:1")])
 def test_an_epoch_ends_when_all_its_devices_have_ended(machine, monkeypatch, devices):
-    monkeypatch.setattr(loop, "time", machine.clock())
+    monkeypatch.setattr(progress, "time", machine.clock())
     own = torch.device("cpu" if "cpu" in devices else "cuda:0")
     strategy = SimpleNamespace(
         comm=SimpleNamespace(device=own), devices=[torch.device(name) for name in devices]
     )
-    before_s = loop._now_s(strategy)
+    before_s = progress.now_s(strategy)
     for place, name in enumerate(dict.fromkeys([own, *strategy.devices])):
         if name.type == "cuda":
             machine.stream(name).work(1.0 + place)
     last = max(machine.stream(d).free_s for d in [own, *strategy.devices] if d.type == "cuda")
-    assert loop._now_s(strategy) == last > before_s
+    assert progress.now_s(strategy) == last > before_s
 
 
 def test_every_used_gpu_is_waited_for_and_no_other(machine, monkeypatch):
