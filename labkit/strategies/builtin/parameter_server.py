@@ -151,6 +151,8 @@ class RpcParameterServer(ServedByRpc):
         if self.comm.rank == 0:
             with torch.no_grad():
                 _server.values.copy_(self.values)
+        # RPC's threads would serve the first pushes before the server is as it was.
+        self.comm.barrier()
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)
