@@ -40,6 +40,8 @@ AUGMENTATIONS = ("crop", "flip")
 _MOST_PIXELS = 8192
 # The largest factor by which a straggler may be slower.
 _MOST_SLOWDOWN = 1e6
+# No gradient that a run can use has a larger norm.
+_MOST_NORM = 1e12
 
 
 def _setting(
@@ -56,6 +58,10 @@ def _setting(
 
 def _text(default: str | None, metavar: str, help: str) -> Any:
     return _setting(default, metavar, help, _check_text)
+
+
+def _path(default: str | None, metavar: str, help: str) -> Any:
+    return _setting(default, metavar, help, _check_path)
 
 
 def _choice(default: str | None, choices: tuple[str, ...], help: str) -> Any:
@@ -77,6 +83,12 @@ def _number(default: float | None, metavar: str, help: str, most: float) -> Any:
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a string, got {value!r}")
+
+
+def _check_path(name: str, value: Any) -> None:
+    _check_text(name, value)
+    if not value or "\0" in value:
+        raise ValueError(f"{name} must be the name of a file or a folder, got {value!r}")
 
 
 def _check_devices(name: str, value: Any) -> None:
@@ -135,7 +147,9 @@ class RunConfig:
     )
     # With a momentum of 1 the weight of past gradients would never decrease.
     momentum: float | None = _number(None, "X", "momentum of sgd (0.9)", most=0.999999)
-    weight_decay: float | None = _number(None, "X", "of the optimizer (0; adamw 0.01)", most=1e6)
+    weight_decay: float | None = _number(
+        None, "DECAY", "of the optimizer (0; adamw 0.01)", most=1e6
+    )
     lr_schedule: str = _setting(
         "constant",
         "S",
@@ -143,7 +157,7 @@ class RunConfig:
         _check_lr_schedule,
     )
     warmup_epochs: float = _number(
-        0.0, "E", "first epochs (2 or 0.5), in which the learning rate rises", most=units.MOST
+        0.0, "EPOCHS", "first epochs (2 or 0.5), in which the learning rate rises", most=units.MOST
     )
     scale_lr: int | None = _integer(
         None, "B", "lr is for batches of B samples: use lr * batch_size / B, with a warm-up"
@@ -152,7 +166,7 @@ class RunConfig:
         None,
         "NORM",
         "scale gradients down to this global norm",
-        check=partial(units.check_above_zero, most=float("inf")),
+        check=partial(units.check_above_zero, most=_MOST_NORM),
         parse=units.parse_number,
     )
     dtype: str = _choice("float32", tuple(_MOST_LR), "type of parameters; float64 is for tests")
@@ -172,20 +186,20 @@ class RunConfig:
     resize: int | None = _integer(
         None, "PIXELS", "scale images to this height and width, such as 224", most=_MOST_PIXELS
     )
-    weights: str | None = _text(None, "FILE", "start from these parameters: safetensors or .pt")
+    weights: str | None = _path(None, "FILE", "start from these parameters: safetensors or .pt")
     freeze: str | None = _setting(
         None,
         "NAME,NAME",
         "layers that are not trained; features: all but the last",
         _check_freeze,
     )
-    checkpoint_dir: str | None = _text(None, "DIR", "folder of the run's checkpoints")
+    checkpoint_dir: str | None = _path(None, "DIR", "folder of the run's checkpoints")
     checkpoint_every: int | None = _integer(None, "N", "steps between checkpoints (an epoch)")
     checkpoint_keep: int = _integer(2, "N", "newest checkpoints that are kept, beside the best")
     resume: bool = _setting(
         False, "", "continue from the newest checkpoint in checkpoint_dir", _check_flag
     )
-    log_dir: str | None = _text(None, "DIR", "folder for epochs.csv, TensorBoard and rank logs")
+    log_dir: str | None = _path(None, "DIR", "folder for epochs.csv, TensorBoard and rank logs")
     tf32: bool = _setting(
         False, "", "on GPUs: round the factors of float32 products to 10 bits", _check_flag
     )
