@@ -36,10 +36,8 @@ BAD = {
     "PIXELS": BAD_INTEGERS,
     "A,A": ["", "crop,", "crop flip", "rotate"],
     "NAME,NAME": ["", ",", "features,"],
-    **dict.fromkeys(
-        ("--lr-schedule",), ["", "linear", "step", "step:0:0.1", "step:2:0", "cosine:2"]
-    ),
-    **dict.fromkeys(("--weights", "--checkpoint-dir", "--log-dir"), [""]),
+    "--lr-schedule": ["", "linear", "step", "step:0:0.1", "step:2:0", "cosine:2"],
+    **dict.fromkeys(("--weights", "--checkpoint-dir", "--log-dir"), ("",)),
     "RATE": [*BAD_NUMBERS, "0"],
     "PERCENT": [*BAD_NUMBERS, "0", "101", "95%%"],
     "SIZE,SIZE": [*BAD_LISTS, "4KB", "4XiB", "99999999TiB", "999999999GiB"],
