@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from labkit.schedules.pipeline import pipeline_schedule, with_hops
-from labkit.strategies.stage import StagedModel
+from labkit.strategies.stage import PIPELINED_INSTEAD, StagedModel
 from labkit.units import check_integer
 
 
@@ -39,10 +39,7 @@ class Pipeline(StagedModel):
         ValueError: unknown schedule, or ``micro_batches`` below 1.
     """
 
-    instead: ClassVar = StagedModel.instead | {
-        "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose "
-        "their number with micro_batches"
-    }
+    instead: ClassVar = PIPELINED_INSTEAD
 
     def __init__(
         self,

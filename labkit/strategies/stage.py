@@ -448,3 +448,10 @@ class StagedModel(Strategy):
         held = torch.tensor([self.stage.held_bytes], device=self.comm.device)
         by_stage = torch.cat(all_gather(self.comm, held)).tolist()
         return {"split_points": list(self.split_points), "held_bytes": by_stage}
+
+
+# Of the techniques that cut a batch into micro-batches anyway.
+PIPELINED_INSTEAD = StagedModel.instead | {
+    "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose their "
+    "number with micro_batches"
+}

@@ -18,7 +18,7 @@ from labkit.workload.samples import on_device
 from labkit.workload.sampling import share
 
 _BATCH = 512
-# Of large images so many would take all memory: 512 of 32 x 32 pixels, 7 of 299 x 299.
+# A batch of large images has fewer, to save memory: 512 of 32 x 32 pixels, 7 of 299 x 299.
 _MOST_VALUES = 2**21
 # Accuracy among the likeliest classes says something only where there are more classes.
 _TOP = 5

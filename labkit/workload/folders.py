@@ -16,7 +16,7 @@ from labkit.workload.models import import_torchvision
 IMAGENET = Standard(255, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # The first that is there is held out.
 _HELD_OUT = ("val", "test")
-# Of so many images the sizes are compared before a run; the others, when they are read.
+# The number of images whose sizes are compared before a run; others are compared when read.
 _COMPARED = 50
 
 
@@ -121,7 +121,7 @@ def open_folder(
     Args:
         name: a folder with a folder ``train`` and perhaps ``val`` or ``test``, each with a folder
             per class; or with the folders of the classes themselves, all to train on.
-        train_size: only so many training images, spread evenly over all of them.
+        train_size: the number of training images, spread evenly over all of them; None for all.
         resize, crop: see ``ImageFiles``; held-out images are not cropped.
 
     Raises:

@@ -376,7 +376,7 @@ def save_until_interrupted(folder, last, *timer):
     """Write checkpoints after ``last`` until the timer interrupts it; returns the last step."""
     with contextlib.suppress(KeyboardInterrupt), CheckpointWriter(ALONE, folder, 1) as writer:
         signal.setitimer(signal.ITIMER_REAL, *timer)
-        # Not for ever: an interrupt inside of Python's ``__del__`` is lost.
+        # With an end, because an interrupt inside Python's ``__del__`` is lost.
         until_s = time.monotonic() + 2
         while time.monotonic() < until_s:
             last += 1

@@ -28,7 +28,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.pipeline import pipeline_schedule
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.mixed_precision import MixedPrecision
-from labkit.strategies.stage import StagedModel
+from labkit.strategies.stage import PIPELINED_INSTEAD, StagedModel
 from labkit.units import check_integer
 from labkit.workload.activations import NonLeaf
 from labkit.workload.layers import output_shapes
@@ -59,10 +59,7 @@ class TorchPipeline(StagedModel):
     """
 
     through_comm = False
-    instead: ClassVar = StagedModel.instead | {
-        "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose "
-        "their number with micro_batches"
-    }
+    instead: ClassVar = PIPELINED_INSTEAD
 
     def __init__(
         self,

@@ -189,7 +189,7 @@ def newest(folder: str | Path) -> Found:
 
 
 def why_not_taken(path: Path) -> str:
-    """Why this is no whole checkpoint of a run; empty if it is one.
+    """Why this is not a whole checkpoint of a run; empty if it is one.
 
     Stricter than ``why_not_whole``: another user may have put it there, or a link to another one.
     """
