@@ -16,8 +16,8 @@ def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float | Non
     """
     by_role: dict[str, list[dict[str, float]]] = {}
     for rank in trace.ranks:
-        seconds = _epoch_seconds(trace.of(rank), epochs)
-        by_role.setdefault(_role(seconds), []).append(seconds)
+        spans = trace.of(rank)
+        by_role.setdefault(_role(spans), []).append(_epoch_seconds(spans, epochs))
     return {role: _means(rows) for role, rows in sorted(by_role.items(), reverse=True)}
 
 
@@ -40,18 +40,19 @@ def epochs_by_role(
     for rank, bounds in windows.items():
         own = Trace(tuple(trace.of(rank)))
         epochs = [own.between(*bound).seconds_by_kind() for bound in bounds]
-        kinds = {kind: s for epoch in epochs for kind, s in epoch.items()}
-        by_role.setdefault(_role(kinds), []).append(epochs)
+        by_role.setdefault(_role(own.spans), []).append(epochs)
     return {
         role: [_means(list(rows)) for rows in zip(*ranks)]
         for role, ranks in sorted(by_role.items(), reverse=True)
     }
 
 
-def _role(seconds: dict[str, float]) -> str:
-    if seconds.get("compute"):
+def _role(spans: Iterable[Span]) -> str:
+    # From all spans of the rank: in one epoch of others, a rank that is late may do nothing.
+    kinds = {span.kind for span in spans}
+    if "compute" in kinds:
         return "worker"
-    return "stage" if seconds.keys() & {"forward", "backward"} else "server"
+    return "stage" if kinds & {"forward", "backward"} else "server"
 
 
 def _epoch_seconds(spans: list[Span], epochs: int) -> dict[str, float]:
