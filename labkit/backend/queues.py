@@ -120,9 +120,11 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{part}", store)
     hosts = meeting.find_hosts(store, rank, size)
-    neighbours = next(ranks for ranks in hosts if rank in ranks)
+    neighbours = hosts.neighbours(rank)
     arena = meeting.meet(store, rank, size, neighbours)
-    near = arena and SharedTransport(arena, rank, timeout.total_seconds())
+    board = near = None
+    if arena is not None:
+        board, near = arena.board, SharedTransport(arena, rank, timeout.total_seconds())
     if near is not None and len(neighbours) == size:
         transport = near
     else:
@@ -131,5 +133,6 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
         if near is not None:
             transport = HostsTransport(near, transport, neighbours)
     _traffic.append(transport.sent)
-    board = arena and arena.board
-    return Comm(rank, size, cpu, over_link(transport), board, keep_spans=_KEPT_SPANS, hosts=hosts)
+    return Comm(
+        rank, size, cpu, over_link(transport), board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks
+    )

@@ -76,7 +76,7 @@ def connect(
         group_connections[:] = opened
     group_store = dist.distributed_c10d._get_default_store()
     hosts = find_hosts(group_store, rank, world_size)
-    neighbours = next(ranks for ranks in hosts if rank in ranks)
+    neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
     if arena is None:
         arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
@@ -86,7 +86,7 @@ def connect(
     if arena is not None and arena.has_semaphores:
         bells = {one: arena.doorbell(one) for one in neighbours}
         doorbells = Doorbells(arena.board, rank, patience_s, bells)
-    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts)
+    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts.ranks)
     if comm.session.queue is not None:
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
@@ -95,6 +95,8 @@ def connect(
 
 # Those of the default process group of this process.
 group_connections: list[Connection] = []
+# Of the hosts of this process's latest run.
+host_names: list[str] = []
 
 
 def own_store(run: int) -> dist.Store:

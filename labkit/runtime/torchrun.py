@@ -22,7 +22,7 @@ from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, tell_once
 from labkit.runtime.between_hosts import reports
 from labkit.runtime.between_hosts.watch import Watch
-from labkit.runtime.connect import PATIENCE_S, connect, group_connections, own_store
+from labkit.runtime.connect import PATIENCE_S, connect, group_connections, host_names, own_store
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_value
 from labkit.runtime.prepare import seed_random_numbers
@@ -139,6 +139,7 @@ def _watch(comm: Comm) -> Watch | None:
         board,
         comm.hosts[comm.host],
         comm.hosts,
+        host_names,
         (lambda: own_store(run)) if len(comm.hosts) > 1 else None,
         f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
         group_connections,
