@@ -29,7 +29,7 @@ from labkit.schedules.ring import (
 )
 
 # The ranks of each host. In a ring they stand in this order.
-Hosts = Sequence[Sequence[int]]
+Hosts = tuple[tuple[int, ...], ...]
 # The first block, and the one behind the last.
 Blocks = tuple[int, int]
 
