@@ -57,9 +57,9 @@ ip link set lo up
 _NO_NAMESPACES = "namespaces (or this container may not make them)"
 _PATIENCE_S = 20.0
 # A bucket must hold what the kernel hands over at once (64 KiB), and what the rate lets through
-# between two of the kernel's wake-ups.
-_LEAST_BURST_BYTES = 128 * 1024
-_WAKE_UP_S = 1e-3
+# while the kernel wakes up. Not more: it is what a message after a pause sends for nothing.
+_LEAST_BURST_BYTES = 65 * 1024
+_WAKE_UP_S = 0.5e-3
 # A sender stops when so much is waiting, long before the filter would drop anything.
 _QUEUE_BYTES = 16 * 1024 * 1024
 
@@ -80,6 +80,7 @@ class TwoHosts:
         _check_programs()
         self._holders: list[subprocess.Popen[bytes]] = []
         self.pids: list[int] = []
+        self._bits_per_s: float | None = None
         try:
             for name in NAMES:
                 self._start(name)
@@ -142,6 +143,9 @@ class TwoHosts:
 
     def set_rate(self, bits_per_s: float | None) -> None:
         """Let the cable carry so many bits per second in each direction; None for no limit."""
+        if bits_per_s == self._bits_per_s:
+            return
+        self._bits_per_s = bits_per_s
         if bits_per_s is None:
             for host in (0, 1):
                 with contextlib.suppress(CommandError):  # there was no limit
