@@ -2,7 +2,7 @@
 
     hosts      the two hosts: network namespaces that end with the program that made them
     raw_rate   what the cable really carries, in plain TCP
-    jobs       ranks on the hosts, started by torchrun, that take turns as told; ranks: their program
+    jobs       ranks on the hosts, started by torchrun; ranks: their program, turns as told
     work       what is trained, and by which contenders; the published figures
     dealt_out  a ring whose ranks were dealt out to the hosts in turn
     model      the predicted steps and all-reduces

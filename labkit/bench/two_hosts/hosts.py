@@ -125,7 +125,7 @@ class TwoHosts:
         # In other mounts a program starts in the root folder.
         there = ["env", f"--chdir={os.getcwd()}"]
         settings = os.environ | {"TMPDIR": SCRATCH} | dict(env or {})
-        options = {"start_new_session": True} | options
+        options.setdefault("start_new_session", True)
         return subprocess.Popen([*enter, *there, *words], env=settings, **options)
 
     def run(self, host: int, *words: str) -> str:
@@ -134,8 +134,8 @@ class TwoHosts:
         Raises:
             CommandError: it failed; the message is what it said.
         """
-        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        process = self.popen(host, words, stdin=subprocess.DEVNULL, text=True, **pipes)
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        process = self.popen(host, words, stderr=subprocess.PIPE, text=True, **pipes)
         said, complaint = process.communicate(timeout=_PATIENCE_S)
         if process.returncode:
             raise CommandError(" ".join(complaint.split()) or f"{words[0]} failed")
@@ -179,7 +179,8 @@ class TwoHosts:
             start_new_session=True,
         )
         self._holders.append(holder)
-        assert holder.stdout is not None and holder.stderr is not None
+        assert holder.stdout is not None
+        assert holder.stderr is not None
         said = holder.stdout.readline()
         with holder.stderr as complaints:
             if not said:

@@ -3,7 +3,6 @@
 All of them are made from ``data/results/two_hosts.json``, or from the record of a run of your own.
 """
 
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +62,9 @@ def cable_table(record: Mapping[str, Any]) -> Table:
 
 
 def slow_downs(record: Mapping[str, Any], rate: str = "1 Gb/s") -> dict[str, tuple[float, float]]:
-    """By contender on two hosts, how many times as long as at the unlimited cable: (measured, model).
+    """By contender on two hosts, its step against that at the unlimited cable: (measured, model).
 
-    Measured: the median over the repeats of the ratio within a repeat.
+    Measured is the median over the repeats of the ratio within a repeat.
     """
     rows = _chosen(record["steps"], [rate])
     return {
