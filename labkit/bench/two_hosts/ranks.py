@@ -115,12 +115,12 @@ class Turns:
         return partial(torch.zeros_like(addend).add_, addend)
 
     def _all_reduce(self, name: str) -> Action:
-        function: Callable[..., Any] = {
+        functions: dict[str, Any] = {
             work.FLAT: collectives.ring_all_reduce,
             work.DEALT_OUT: dealt_out_ring,
             work.HIERARCHICAL: getattr(collectives, "hierarchical_all_reduce", None),
-        }[name]
-        return partial(function, self.comm, torch.ones(work.PARAMETERS))
+        }
+        return partial(functions[name], self.comm, torch.ones(work.PARAMETERS))
 
 
 def _seconds_by_kind(comm: Comm) -> dict[str, float]:

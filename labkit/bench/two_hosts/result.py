@@ -55,15 +55,12 @@ class TwoHostsResult(Result):
 
     def __str__(self) -> str:
         record = self.record()
+        steps, size = table.two_hosts_table(record), f"{work.GRADIENT_BYTES / 1e6:.1f} MB"
         parts = {
             "The cable": table.cable_table(record),
-            "Steps, computing asleep: median (quartiles), in turns": table.two_hosts_table(record),
-            f"One all-reduce of {work.GRADIENT_BYTES / 1e6:.1f} MB": table.all_reduce_table(
-                record
-            ),
-            "Steps of a real ResNet-18, whose workers share this machine's cores": (
-                table.real_table(record)
-            ),
+            "Steps, computing asleep: median (quartiles), in turns": steps,
+            f"One all-reduce of {size}": table.all_reduce_table(record),
+            "A real ResNet-18, whose workers share this machine's cores": table.real_table(record),
         }
         return "\n".join(f"{title}\n\n{part}\n" for title, part in parts.items() if part.rows)
 

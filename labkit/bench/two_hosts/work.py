@@ -17,10 +17,10 @@ from labkit.workload.emulated_layer import EmulatedLayer
 # ResNet-18 for 100 classes and images of 32 x 32 pixels, as the published run trained it.
 PARAMETERS = 11_220_132
 GRADIENT_BYTES = 4 * PARAMETERS
-# Seconds per sample of a forward; a backward takes twice as long. These GPUs took 142 ms for a step
-# of one worker (128 samples), and 280 ms for one of four (64 samples each): 209 ms more than half
-# of the first. In these a ring sends 3/2 x 44.9 MB, which makes 2.6 Gb/s. Here computing is 2.7
-# times as slow as there, so that on a cable of 1 Gb/s it stands to communication as it did there.
+# Seconds per sample of a forward; a backward takes twice as long. The published GPUs took 142 ms
+# for a step of one worker (128 samples), and 280 ms for one of four (64 samples each): 209 ms more
+# than half of the first. In these a ring sends 3/2 x 44.9 MB, which makes 2.6 Gb/s. Here computing
+# is 2.7 times as slow as there, so that at 1 Gb/s it stands to communication as it did there.
 SAMPLE_S = 1e-3
 # One worker's batch, and that of each of several: the published run divided a batch of 128 by the
 # workers of a host, so that two hosts together had 256.
@@ -76,7 +76,11 @@ ALONE, ONE_HOST, FLAT = "one worker", "two on one host", "ring"
 HIERARCHICAL, DEALT_OUT = "hierarchical", "ring, ranks dealt out"
 # Ten epochs of 50,000 samples by DDP on TITAN RTX, in seconds; on one host with both of PyTorch's
 # launchers. How fast the cable was is not known.
-PUBLISHED_S = {ALONE: (555.08,), ONE_HOST: (302.00, 324.26), FLAT: (549.25,)}
+PUBLISHED_S: dict[str, tuple[float, ...]] = {
+    ALONE: (555.08,),
+    ONE_HOST: (302.00, 324.26),
+    FLAT: (549.25,),
+}
 CONTENDERS = {
     ALONE: Contender(1, "ring_all_reduce"),
     ONE_HOST: Contender(2, "ring_all_reduce"),
@@ -106,5 +110,5 @@ def share(name: str) -> float:
 
 def published_speed_ups(name: str) -> list[float]:
     """One worker's published seconds / this contender's; empty if it was not published."""
-    (alone_s,) = PUBLISHED_S[ALONE]
+    alone_s = PUBLISHED_S[ALONE][0]
     return [alone_s / seconds for seconds in PUBLISHED_S.get(name, ())]
