@@ -4,7 +4,6 @@
     raw_rate   what the cable really carries, in plain TCP
     jobs       ranks on the hosts, started by torchrun; ranks: their program, turns as told
     work       what is trained, and by which contenders; the published figures
-    dealt_out  a ring whose ranks were dealt out to the hosts in turn
     model      the predicted steps and all-reduces
     measure    the measurement; result: its numbers and its record
     table      the tables of a record; figure: its figure

@@ -28,6 +28,15 @@ def hosts_of(world_size: int, num_hosts: int, dealt_out: bool = False) -> Hosts:
     return tuple(tuple(range(host * each, (host + 1) * each)) for host in range(num_hosts))
 
 
+def dealt_out_order(world_size: int, num_hosts: int = 2) -> list[int]:
+    """Ranks that are numbered host by host, in the order in which the hosts take turns.
+
+    Schedulers number ranks host by host (Slurm: ``--distribution=block``) or so (``cyclic``); then
+    every message of a ring crosses the cable. Of 4 ranks on 2 hosts: [0, 2, 1, 3].
+    """
+    return [rank for place in zip(*hosts_of(world_size, num_hosts)) for rank in place]
+
+
 def all_reduce_s(name: str, world_size: int, inside: Link, between: Link) -> float:
     """Predicted seconds of an all-reduce of ``work.GRADIENT_BYTES``, by its contender's name."""
     hosts = hosts_of(world_size, 2, dealt_out=name == work.DEALT_OUT)

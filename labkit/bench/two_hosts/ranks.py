@@ -20,8 +20,9 @@ from labkit import collectives, strategies
 from labkit.bench import model_step
 from labkit.bench.turns import timed
 from labkit.bench.two_hosts import work
-from labkit.bench.two_hosts.dealt_out import dealt_out_ring
+from labkit.bench.two_hosts.model import dealt_out_order
 from labkit.comm.comm import Comm
+from labkit.comm.sub_comm import SubComm
 from labkit.strategies.ring_all_reduce import RingAllReduce
 
 _TIMEOUT_S = 3600.0
@@ -117,10 +118,16 @@ class Turns:
     def _all_reduce(self, name: str) -> Action:
         functions: dict[str, Any] = {
             work.FLAT: collectives.ring_all_reduce,
-            work.DEALT_OUT: dealt_out_ring,
-            work.HIERARCHICAL: getattr(collectives, "hierarchical_all_reduce", None),
+            work.DEALT_OUT: _dealt_out_ring,
+            work.HIERARCHICAL: collectives.hierarchical_all_reduce,
         }
         return partial(functions[name], self.comm, torch.ones(work.PARAMETERS))
+
+
+def _dealt_out_ring(comm: Comm, tensor: Tensor) -> Tensor:
+    """A ring on which the hosts take turns, as where a scheduler deals the ranks out to them."""
+    order = dealt_out_order(comm.world_size)
+    return collectives.ring_all_reduce(SubComm(comm, order), tensor)
 
 
 def _seconds_by_kind(comm: Comm) -> dict[str, float]:
