@@ -28,6 +28,8 @@ class Comm:
     Attributes:
         rank: this rank, 0 .. world_size - 1.
         world_size: P, the number of ranks.
+        hosts: the ranks of each host, host by host; one host with all ranks on one machine.
+        host: the number of this rank's host, 0 .. len(hosts) - 1.
         device: where this rank's tensors live.
         transport: moves the bytes, and counts them.
         session: posts and records the operations; needed only by code that manages runs.
@@ -42,13 +44,16 @@ class Comm:
         board: Board | None = None,
         keep_spans: int | None = None,
         doorbells: Doorbells | None = None,
+        hosts: tuple[tuple[int, ...], ...] | None = None,
     ):
         self.rank = rank
         self.world_size = world_size
+        self.hosts = (tuple(range(world_size)),) if hosts is None else hosts
+        self.host = next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
         self.device = device
         self.transport = transport
         board = board or Board(world_size)
-        self.session = Session(rank, device, transport, board, doorbells, keep_spans)
+        self.session = Session(rank, device, transport, board, doorbells, keep_spans, self.hosts)
         self._any_source = AnySource(self.session)
         self._inside_collective = False
 
@@ -125,8 +130,8 @@ class Comm:
 
         If several sources wait, the one that has waited longest is served first, so none starves.
         A source that has ended is reported by one error; later calls continue with the others.
-        Counts no message. Between machines this needs gloo, and no rank outside ``sources`` may
-        send to this rank at the same time: see ``can_choose``.
+        Counts no message. From another host this needs gloo (see ``can_choose``), and then a
+        send may end as soon as any ``recv_any`` has named its rank.
 
         Raises:
             ValueError: as for ``recv``, or ``sources`` is empty.
@@ -244,8 +249,9 @@ class Comm:
 
     @property
     def can_choose(self) -> bool:
-        """Whether ``recv_any`` can let other ranks' messages wait (on one machine it can)."""
-        return self.session.doorbells is not None
+        """Whether ``recv_any`` can receive from the others: on one host, or over gloo."""
+        on_board = all(map(self.session.doorbells.has, range(self.world_size)))
+        return on_board or self.transport.receives_from_any
 
     def _check_peer(self, peer: int, verb: str) -> None:
         if isinstance(peer, bool) or not isinstance(peer, int):

@@ -14,7 +14,7 @@ alpha-beta model of ``labkit.costs.link``: alpha is the latency, beta is 1 / ban
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,10 +118,11 @@ class LinkTransport(Transport):
         self._transport.recv_add(tensor, src)
         self._travel(tensor.device, in_bytes=tensor.nbytes)
 
-    def recv_any(self, tensor: Tensor) -> int:
-        src = self._transport.recv_any(tensor)
-        self._travel(tensor.device, in_bytes=tensor.nbytes)
-        return src
+    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
+        self._transport.expect(tensor, sources, ring)
+
+    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
+        return self._transport.arrived(tensor, sources)
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         self._transport.exchange(send, dst, recv, src)
