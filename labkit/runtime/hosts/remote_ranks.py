@@ -180,7 +180,8 @@ class RemoteRanks:
             for rank in news.there:
                 self._board.ranks["pid"][rank] = news.pids.get(rank, 0)
             self._news[number] = replace(news, data=())
-        for rank, kind, data in news.data:
+        # The reports last: a rank has printed what it prints before it reports.
+        for rank, kind, data in sorted(news.data, key=lambda part: part[1] != OUTPUT):
             self._write(self._ends[rank][kind], kind, data)
         with self._changing:
             # Last: a rank that has ended is not expected to send anything more.
