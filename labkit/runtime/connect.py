@@ -71,13 +71,13 @@ def connect(
     if arena is None and local_world_size == world_size:
         arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
     patience_s = timeout_s + PATIENCE_S
-    plug_in(link)
+    hosts = plug_in(link, rank, arena)
     transport = over_link(_transport(plan, arena, rank, device, patience_s))
     doorbells = None
     if arena is not None and arena.has_semaphores:
         doorbells = Doorbells(arena, rank, patience_s)
     board = None if arena is None else arena.board
-    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells)
+    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts)
     if comm.session.queue is not None:
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
