@@ -19,7 +19,7 @@ alpha-beta model of ``labkit.costs.link``: alpha is the latency, beta is 1 / ban
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,10 +181,11 @@ class LinkTransport(Transport):
         self._transport.recv_add(tensor, src)
         self._travel(tensor, src=src)
 
-    def recv_any(self, tensor: Tensor) -> int:
-        src = self._transport.recv_any(tensor)
-        self._travel(tensor, src=src)
-        return src
+    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
+        self._transport.expect(tensor, sources, ring)
+
+    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
+        return self._transport.arrived(tensor, sources)
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         self._transport.exchange(send, dst, recv, src)
