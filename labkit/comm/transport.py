@@ -18,7 +18,8 @@ class Transport(ABC):
     Attributes:
         sent: the counters of what was sent. A message is one send, or one chunk that a collective
             writes directly into a channel, however many segments it has.
-        shares_memory: whether there are channels (``channel_to``, ``channel_from``).
+        shares_memory: whether there are channels (``channel_to``, ``channel_from``) between all
+            ranks. Between some of them: ``shares_memory_with``.
         receives_from_any: whether ``recv_any`` is supported.
         ends_together: whether all ranks have to meet before one may close.
         queues: whether operations are only queued when they return, in one order (NCCL). Then
@@ -60,6 +61,10 @@ class Transport(ABC):
     def recv_any(self, tensor: Tensor) -> int:
         """Receive into ``tensor`` from any other rank; returns that rank."""
         raise NotImplementedError(f"{type(self).__name__} receives from named ranks only")
+
+    def shares_memory_with(self, peer: int) -> bool:
+        """Whether there are channels to and from ``peer``."""
+        return self.shares_memory
 
     def channel_to(self, dst: int) -> Channel:
         """The slots in which rank ``dst`` reads what this rank writes."""
