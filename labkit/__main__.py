@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import Field, fields
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from labkit import units
 from labkit.config import RunConfig
-from labkit.errors import MismatchError, OutputError, WorkerError
+from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
 from labkit.files import check_outputs, write_each
 
 if TYPE_CHECKING:
@@ -309,6 +310,10 @@ def main(argv: list[str] | None = None) -> int:
     except (WorkerError, OutputError, ConnectionError, MismatchError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         return 1
+    except PreemptedError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"labkit: {error}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except (ValueError, OSError) as error:
         _refuse(str(error))
     except KeyboardInterrupt:

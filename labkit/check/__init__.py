@@ -19,6 +19,8 @@ its counterpart in ``labkit.collectives``:
     check.hops.forward   .backward
     check.placement.bytes_over_cuts   .step_seconds   .best_cuts
     check.pipeline.micro_batches   .gpipe   .bubble   .one_f_one_b   .hop   .step
+    check.rendezvous.meet
+    check.hosts.inside   .between   .all_reduce   .place
     check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
         .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
 
@@ -41,6 +43,7 @@ from labkit.check import (
     ddp,
     fairness,
     hops,
+    hosts,
     messages,
     naive,
     overlap,
@@ -48,6 +51,7 @@ from labkit.check import (
     pipeline,
     placement,
     puzzles,
+    rendezvous,
     ring,
     staleness,
     step,
@@ -58,7 +62,7 @@ from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "fairness", "hops"]
-__all__ += ["messages", "naive", "overlap", "parameter_server", "pipeline", "placement"]
-__all__ += ["puzzles", "ring", "staleness", "step", "tree"]
+__all__ += ["hosts", "messages", "naive", "overlap", "parameter_server", "pipeline", "placement"]
+__all__ += ["puzzles", "rendezvous", "ring", "staleness", "step", "tree"]
 
 __getattr__ = unknown_name(__name__)
