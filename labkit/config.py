@@ -174,7 +174,10 @@ class RunConfig:
     transport: str = _text("auto", "auto|shared|gloo", "how messages travel, see labkit.run")
     train_size: int | None = _integer(None, "N", "only the first N training samples")
     link: str | None = _text(
-        None, "LATENCY,BANDWIDTH", "emulate a slower link, for example 10ms,100MB/s"
+        None,
+        "LATENCY,BANDWIDTH",
+        "emulate a slower link, for example 10ms,100MB/s; with ',2 per host' it is between hosts "
+        "of two ranks each",
     )
     num_workers: int = _integer(0, "N", "processes per rank that read your data set", least=0)
     augment: str | None = _setting(
@@ -417,31 +420,47 @@ def parse_freeze(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_link(text: str) -> tuple[float, float]:
+def parse_link(text: str) -> tuple[Any, ...]:
     """``"10ms,100MB/s"`` is (0.01, 1e8): latency in seconds, and bandwidth in bytes per second.
 
     One of the two may be left out: no latency, or a bandwidth without a limit. MB are 10^6 bytes,
-    MiB are 2^20, and Mbit are 10^6 bits.
+    MiB are 2^20, and Mbit are 10^6 bits. With ``2 per host`` as one of the parts, a third number
+    says how many ranks stand on each emulated host.
 
     Raises:
         ValueError: not of this form, or beyond the limits.
     """
     found: dict[str, float] = {}
     for word in str(text).split(","):
-        match = re.fullmatch(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zA-Zµ/]+)", word.strip())
-        kind = "bandwidth" if match and match[2].endswith("/s") else "latency"
-        scale = _LINK_UNITS.get(match[2]) if match else None
-        if match is None or scale is None or kind in found:
+        kind, value = _link_part(word.strip())
+        if not kind or kind in found:
             raise ValueError(
                 f"link must be LATENCY,BANDWIDTH, as in 10ms,100MB/s, got {shortened(text)} "
-                f"(units: {', '.join(_LINK_UNITS)})"
+                f"(units: {', '.join(_LINK_UNITS)}; for emulated hosts, as in 2 per host)"
             )
-        found[kind] = units.parse_number(match[1]) * scale
+        found[kind] = value
     latency_s = found.get("latency", 0.0)
     units.check_number(f"link {shortened(text)}: the latency", latency_s, 0, units.MOST_SECONDS)
     bandwidth = found.get("bandwidth", float("inf"))
     units.check_above_zero(f"link {shortened(text)}: the bandwidth", bandwidth, float("inf"))
-    return latency_s, bandwidth
+    if "hosts" not in found:
+        return latency_s, bandwidth
+    per_host = int(found["hosts"])
+    name = f"link {shortened(text)}: the ranks per host"
+    units.check_integer(name, per_host, least=1, most=units.MOST_RANKS)
+    return latency_s, bandwidth, per_host
+
+
+def _link_part(word: str) -> tuple[str, float]:
+    """What a part of a link's text says, and its value in seconds, bytes per second or ranks."""
+    if match := re.fullmatch(r"([0-9]{1,9})\s*(?:ranks?\s+)?per\s+host", word):
+        return "hosts", int(match[1])
+    match = re.fullmatch(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zA-Zµ/]+)", word)
+    scale = _LINK_UNITS.get(match[2]) if match else None
+    if match is None or scale is None:
+        return "", 0.0
+    kind = "bandwidth" if match[2].endswith("/s") else "latency"
+    return kind, units.parse_number(match[1]) * scale
 
 
 def check_servers(servers: int, world_size: int) -> None:

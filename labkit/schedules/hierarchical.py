@@ -82,11 +82,9 @@ def all_reduce_between(rank: int, hosts: Hosts) -> Iterator[HostStep]:
 
 def rings_between(rank: int, hosts: Hosts) -> Iterator[tuple[list[int], Blocks]]:
     """The rings between hosts that ``rank`` is in: their ranks, one per host, and their blocks."""
-    if len(hosts) == 1:
-        return
     first, end = own_blocks(rank, hosts)
     # Wherever a part of some host begins, another ring begins.
-    begins = {start for ranks in hosts for start, _ in _parts(len(ranks), hosts)}
+    begins = {start for ranks in hosts for start, _ in parts_inside(len(ranks), hosts)}
     begins = sorted(begin for begin in begins if first <= begin < end)
     for start, stop in zip(begins, [*begins[1:], end]):
         yield [_owner(ranks, start, hosts) for ranks in hosts], (start, stop)
@@ -95,7 +93,13 @@ def rings_between(rank: int, hosts: Hosts) -> Iterator[tuple[list[int], Blocks]]
 def own_blocks(rank: int, hosts: Hosts) -> Blocks:
     """The blocks of which ``rank`` has its host's sum after ``share_reduce_inside``."""
     ranks = hosts[host_of(rank, hosts)]
-    return _parts(len(ranks), hosts)[owned_chunk(ranks.index(rank), len(ranks))]
+    return parts_inside(len(ranks), hosts)[owned_chunk(ranks.index(rank), len(ranks))]
+
+
+def parts_inside(num_ranks: int, hosts: Hosts) -> list[Blocks]:
+    """The blocks of each part on a host of ``num_ranks`` ranks."""
+    size = num_blocks(hosts) // num_ranks
+    return [(size * part, size * (part + 1)) for part in range(num_ranks)]
 
 
 def host_of(rank: int, hosts: Hosts) -> int:
@@ -177,16 +181,10 @@ def _inside(
     half: Callable[[int, int], Iterator[RingStep]], rank: int, hosts: Hosts
 ) -> Iterator[HostStep]:
     ranks = hosts[host_of(rank, hosts)]
-    parts = _parts(len(ranks), hosts)
+    parts = parts_inside(len(ranks), hosts)
     for step in half(ranks.index(rank), len(ranks)):
         sent, received = parts[step.send_chunk], parts[step.recv_chunk]
         yield HostStep(step.phase, False, ranks[step.dst], sent, ranks[step.src], received)
-
-
-def _parts(num_ranks: int, hosts: Hosts) -> list[Blocks]:
-    """The blocks of each part on a host of ``num_ranks`` ranks."""
-    size = num_blocks(hosts) // num_ranks
-    return [(size * part, size * (part + 1)) for part in range(num_ranks)]
 
 
 def _owner(ranks: Sequence[int], block: int, hosts: Hosts) -> int:
