@@ -122,7 +122,7 @@ def plain_entries(entries: Sequence[Entry], group: str) -> list[Entry]:
 def _record(comm: Comm, cases: Sequence[Fault], seed: int) -> list[list[Entry]]:
     """This rank's dump of each case; what still waits then is left to its timeout."""
     timeout = timedelta(seconds=_WAIT_S)
-    groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in cases]
+    groups: list[Any] = [dist.new_group(backend="gloo", timeout=timeout) for _ in cases]
     waiting, dumps = [], []
     for number, (fault, group) in enumerate(zip(cases, groups)):
         work = _run_case(comm, fault, group, Random(seed + number))

@@ -10,8 +10,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from labkit.check import early_stop
 from labkit.check.detective_dumps import Dumps, plain_entries
+from labkit.check.early_stop import losses_of
 from labkit.check.grading.exercise import new_seed
 from labkit.runtime.agents import show_line, start_agents
 
@@ -23,7 +23,7 @@ _ANSWER_S = 20.0
 _DEFAULT_GROUP = "0"
 # Of what torchrun and a failed rank print: the errors, and whom torchrun takes for the cause.
 _WORTH_SHOWING = re.compile(r"Error: |Root Cause|^  (rank|exitcode) ")
-_PROGRAM = Path(early_stop.__file__)
+_PROGRAM = Path(__file__).with_name("early_stop.py")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HungRun:
 
     @property
     def culprit(self) -> int:
-        losses = early_stop.losses_of(self.seed, self.world_size)
+        losses = losses_of(self.seed, self.world_size)
         return int(losses.min(0).values.argmin())
 
     @property
