@@ -16,6 +16,7 @@ import torch.distributed as dist
 from labkit.comm import meeting
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import over_link
+from labkit.comm.hosts_transport import HostsTransport
 from labkit.comm.sent import Traffic
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
@@ -118,12 +119,17 @@ def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta
     """A Comm for one kind of traffic: through shared memory, or over gloo between machines."""
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{part}", store)
-    arena = meeting.meet(store, rank, size)
-    if arena is None:
-        meeting.stay_on_loopback()
-        group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        transport, board = TorchTransport("gloo", cpu, group), None
+    hosts = meeting.find_hosts(store, rank, size)
+    neighbours = next(ranks for ranks in hosts if rank in ranks)
+    arena = meeting.meet(store, rank, size, neighbours)
+    near = arena and SharedTransport(arena, rank, timeout.total_seconds())
+    if near is not None and len(neighbours) == size:
+        transport = near
     else:
-        transport, board = SharedTransport(arena, rank, timeout.total_seconds()), arena.board
+        meeting.stay_on_loopback()
+        transport = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
+        if near is not None:
+            transport = HostsTransport(near, transport, neighbours)
     _traffic.append(transport.sent)
-    return Comm(rank, size, cpu, over_link(transport), board, keep_spans=_KEPT_SPANS)
+    board = arena and arena.board
+    return Comm(rank, size, cpu, over_link(transport), board, keep_spans=_KEPT_SPANS, hosts=hosts)

@@ -19,6 +19,8 @@ its counterpart in ``labkit.collectives``:
     check.hops.forward   .backward
     check.placement.bytes_over_cuts   .step_seconds   .best_cuts
     check.pipeline.micro_batches   .gpipe   .bubble   .one_f_one_b   .hop   .step
+    check.rendezvous.meet
+    check.hosts.inside   .between   .all_reduce   .place
     check.detective.culprit
     check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
         .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
@@ -43,6 +45,7 @@ from labkit.check import (
     detective,
     fairness,
     hops,
+    hosts,
     messages,
     naive,
     overlap,
@@ -50,6 +53,7 @@ from labkit.check import (
     pipeline,
     placement,
     puzzles,
+    rendezvous,
     ring,
     staleness,
     step,
@@ -60,7 +64,7 @@ from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "detective"]
-__all__ += ["fairness", "hops", "messages", "naive", "overlap", "parameter_server"]
-__all__ += ["pipeline", "placement", "puzzles", "ring", "staleness", "step", "tree"]
+__all__ += ["fairness", "hops", "hosts", "messages", "naive", "overlap", "parameter_server"]
+__all__ += ["pipeline", "placement", "puzzles", "rendezvous", "ring", "staleness", "step", "tree"]
 
 __getattr__ = unknown_name(__name__)
