@@ -41,7 +41,7 @@ class Agents:
         returncodes: of the agents, by host; None for one that still runs.
     """
 
-    def __init__(self, processes: Sequence[subprocess.Popen]):
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]):
         self._processes = processes
         self._selector = selectors.DefaultSelector()
         for host, process in enumerate(processes):
@@ -122,7 +122,7 @@ def start_agents(
             tempfile.TemporaryDirectory(prefix="labkit-hosts-", ignore_cleanup_errors=True)
         )
         settings = os.environ | _settings(folder) | (environment or {}) | {_MARK: mark}
-        processes: list[subprocess.Popen] = []
+        processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes, mark)
         for host in range(hosts):
             words = [*_options(folder, host, hosts, ranks_per_host), *options, *map(str, program)]
@@ -153,7 +153,7 @@ def _options(folder: str, host: int, hosts: int, ranks_per_host: int) -> list[st
     ]
 
 
-def _start(words: Sequence[str], settings: dict[str, str]) -> subprocess.Popen:
+def _start(words: Sequence[str], settings: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "labkit.runtime.agents", *words],
         env=settings,
@@ -165,7 +165,7 @@ def _start(words: Sequence[str], settings: dict[str, str]) -> subprocess.Popen:
     )
 
 
-def _end(processes: Sequence[subprocess.Popen], mark: str) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
     try:
         for process in processes:
             if process.stdin is not None:
