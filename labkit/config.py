@@ -95,6 +95,10 @@ def _check_devices(name: str, value: Any) -> None:
     parse_devices(value)
 
 
+def _check_hosts(name: str, value: Any) -> None:
+    parse_hosts(value)
+
+
 def _check_lr_schedule(name: str, value: Any) -> None:
     _check_text(name, value)
     parse_lr_schedule(value)
@@ -179,6 +183,12 @@ class RunConfig:
         "emulate a slower link, for example 10ms,100MB/s; with ',2 per host' it is between hosts "
         "of two ranks each",
     )
+    hosts: str | None = _setting(
+        None,
+        "H",
+        "run on that many nodes of a Ray cluster, or on those with the addresses A,A",
+        _check_hosts,
+    )
     num_workers: int = _integer(0, "N", "processes per rank that read your data set", least=0)
     augment: str | None = _setting(
         None,
@@ -248,13 +258,17 @@ class RunConfig:
             if value is not None or setting.default is not None:
                 setting.metadata["check"](setting.name, value)
         self._complete_rates()
+        if self.hosts is not None:
+            named = parse_hosts(self.hosts)
+            text = str(named) if isinstance(named, int) else ",".join(named)
+            object.__setattr__(self, "hosts", text)
         if self.devices is not None:
             object.__setattr__(self, "devices", ",".join(parse_devices(self.devices)))
         if self.devices is not None and self.split_points is not None:
             check_devices(len(parse_devices(self.devices)), parse_split_points(self.split_points))
         if self.devices is not None:
-            # torchrun's ranks on each machine get the devices of this list.
-            machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+            # The ranks on each machine get the devices of this list.
+            machines = self.num_hosts or int(os.environ.get("GROUP_WORLD_SIZE", 1))
             self._follow("devices", machines * len(parse_devices(self.devices)))
         if self.split_points is not None:
             self._follow("split_points", len(parse_split_points(self.split_points)) + 1)
@@ -295,6 +309,14 @@ class RunConfig:
         if self.used_lr is not None:
             scaled = f"lr {self.lr} scaled to batches of {self.batch_size}"
             units.check_above_zero(scaled, self.used_lr, _MOST_LR[self.dtype])
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts ``hosts`` asks for; 0 without it."""
+        if self.hosts is None:
+            return 0
+        named = parse_hosts(self.hosts)
+        return named if isinstance(named, int) else len(named)
 
     @property
     def changes_lr(self) -> bool:
@@ -500,6 +522,30 @@ def parse_devices(devices: str | Sequence[Any]) -> tuple[str, ...]:
                 f"{shortened(name)}{hint} in {shortened(devices)}"
             )
     return names
+
+
+def parse_hosts(hosts: int | str | Sequence[str]) -> int | tuple[str, ...]:
+    """``2`` and ``"2"`` are 2, ``"10.0.0.1,10.0.0.2"`` is ("10.0.0.1", "10.0.0.2").
+
+    Args:
+        hosts: a number, or addresses in one text or a sequence.
+
+    Raises:
+        ValueError: neither a number above 0 nor addresses.
+    """
+    if isinstance(hosts, str) and re.fullmatch(r"-?[0-9]+", hosts.strip()):
+        hosts = units.parse_integer(hosts)
+    if isinstance(hosts, int) and not isinstance(hosts, bool):
+        units.check_integer("hosts", hosts, most=units.MOST_RANKS)
+        return hosts
+    names = hosts.split(",") if isinstance(hosts, str) else hosts
+    is_list = isinstance(names, list | tuple) and len(names) > 0
+    if not is_list or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError(
+            "hosts must be how many, as in 2, or their addresses, as in 10.0.0.1,10.0.0.2, got "
+            f"{shortened(hosts)}"
+        )
+    return tuple(name.strip() for name in names)
 
 
 def parse_split_points(text: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
+from labkit.runtime import rounds
 from labkit.runtime.nccl_sharing import SHARING, shares_gpus
 from labkit.runtime.prepare import allow_tf32
 
@@ -132,11 +133,7 @@ def _join_group(
     rendezvous_timeout = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
     try:
         if store is None:
-            store, *_ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
-            # The ranks that torchrun has started again find the addresses of those before them in
-            # the same store.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"labkit/attempt_{attempt}", store)
+            store = rounds.join(rendezvous_timeout.total_seconds()).store
         store.set_timeout(rendezvous_timeout)
         dist.init_process_group(
             backend,
@@ -166,17 +163,8 @@ def _not_joined(error: RuntimeError, waited_s: float, backend: str) -> Exception
         said = "\n".join(line for line in lines if not line.startswith(("frame #", "Exception")))
         return RuntimeError(f"rank {os.environ['RANK']} could not start {backend}: {said}")
     if isinstance(error, dist.DistError):
-        return _unreachable(error, waited_s)
+        return rounds.unreachable(error, waited_s)
     return _not_connected(error)
-
-
-def _unreachable(error: dist.DistError, waited_s: float) -> ConnectionError:
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return ConnectionError(
-        f"rank {os.environ['RANK']} could not join the others at {where} in {waited_s:.0f} s: "
-        "check that rank 0 runs there and that no firewall blocks the connection "
-        f"({str(error).splitlines()[0]})"
-    )
 
 
 def _not_connected(error: RuntimeError) -> PeerLostError:
