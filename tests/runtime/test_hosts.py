@@ -154,7 +154,7 @@ class TestFailures:
         assert "Rank 0 (host 0) was waiting for it in recv" in str(error.value)
 
     def test_a_deadlock_over_hosts_is_explained(self, hosts):
-        with pytest.raises(DeadlockError, match="rank 0 .* -> rank 1 .* -> rank 2 .* -> rank 0"):
+        with pytest.raises(DeadlockError, match=r"rank 0 .* -> rank 1 .* -> rank 2 .*-> rank 0"):
             run(in_a_circle, world_size=3, hosts=2)
 
     @pytest.mark.parametrize("fn", [of_other_shapes, other_collectives])

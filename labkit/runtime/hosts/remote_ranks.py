@@ -23,6 +23,7 @@ from labkit.runtime.start_ranks import Place
 
 _POLL_S = 0.05
 _RETRY_S = 0.001
+_READ_BYTES = 1 << 10
 
 
 class RemoteRanks:
@@ -139,20 +140,21 @@ class RemoteRanks:
     def _forward(self) -> None:
         """Hand on what the supervisor writes to the ranks."""
         ranks = {control: rank for rank, (control, _) in enumerate(self._ends)}
-        while ranks and not self.finished.is_set():
+        while not self.finished.is_set():
+            ranks = {control: rank for control, rank in ranks.items() if not control.closed}
+            found: list[Any] = []
+            # The thread of a host may close a pipe meanwhile.
             with contextlib.suppress(OSError, ValueError):
                 found = wait(list(ranks), _POLL_S)
-                told: dict[int, list[tuple[int, bytes]]] = {}
-                for control in found:
-                    assert isinstance(control, Connection)
-                    rank = ranks[control]
-                    if data := os.read(control.fileno(), 1 << 10):
+            told: dict[int, list[tuple[int, bytes]]] = {}
+            for control in found:
+                rank = ranks.pop(control)
+                with contextlib.suppress(OSError):
+                    if data := os.read(control.fileno(), _READ_BYTES):
                         told.setdefault(self._host_of[rank], []).append((rank, data))
-                    else:
-                        del ranks[control]
-                for number, data in told.items():
-                    self._order([number], Orders(data=data))
-            ranks = {control: rank for control, rank in ranks.items() if not control.closed}
+                        ranks[control] = rank
+            for number, data in told.items():
+                self._order([number], Orders(data=data))
 
     def _follow(self, number: int) -> None:
         """Start the ranks of a host, and take its news until they have ended."""
