@@ -61,8 +61,8 @@ class Agents:
         return self.started[name].wait(PATIENCE_S)
 
     def wait_until(self, condition) -> None:
-        told = "\n".join(f"{name}: {self.told(name)[-3000:]}" for name in self.started)
-        assert wait_until(condition, PATIENCE_S), told
+        if not wait_until(condition, PATIENCE_S):
+            raise AssertionError("\n".join(f"{one}: {self.told(one)}" for one in self.started))
 
     def steps(self) -> dict[int, list[list[int]]]:
         """By process of a rank, the samples of each of its steps so far."""

@@ -1,4 +1,4 @@
-"""What the tests under torchrun train: a small model, whose steps say of which samples they are."""
+"""What the tests under torchrun train: a small model, whose steps say which samples they had."""
 
 import os
 import sys
