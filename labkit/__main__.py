@@ -112,7 +112,8 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Field) -> None:
 def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     add = bench.add_argument
-    names = "launch, all-reduce, ddp, placement, pipeline; all of them if left out"
+    names = "launch, all-reduce, ddp, placement, pipeline, checkpoint: all of them if left out; "
+    names += "two-hosts (root)"
     add("names", nargs="*", metavar="NAME", help=names)
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
@@ -125,7 +126,7 @@ def _add_bench(commands) -> None:
     add("--devices", type=_list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    draw = "all-reduce, placement: draw the times, to FILE.png"
+    draw = "all-reduce, placement, two-hosts: draw the times, to FILE.png"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 

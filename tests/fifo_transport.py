@@ -31,7 +31,6 @@ class FifoTransport(Transport):
     """``inner`` carried out by one thread, in the order of the calls."""
 
     queues = True
-    receives_from_any = True
 
     def __init__(self, inner):
         super().__init__()
@@ -89,12 +88,6 @@ class FifoTransport(Transport):
     def barrier(self):
         self._add("barrier", []).wait()
         self.take_queued()
-
-    def recv_any(self, tensor):
-        found = []
-        self._do([tensor], lambda: found.append(self._inner.recv_any(tensor))).wait()
-        self.take_queued()
-        return found[0]
 
     def pending(self, tensors):
         """The operations on these tensors' memory that have not ended."""

@@ -1,9 +1,11 @@
 """``recv_any``: receiving from whichever of several ranks sends first.
 
-Ranks of one machine see on the status board which ranks have a message for them, and sleep on a
-doorbell while none has (``labkit.comm.waiting``). Between machines gloo takes the first message of
-any rank.
+Ranks of one host see on the status board which ranks have a message for them, and sleep on a
+doorbell while none has (``labkit.comm.waiting``). Of messages from other hosts one is received
+ahead from each source, where the transport can do so (gloo), and rings the same bell.
 """
+
+from functools import partial
 
 from torch import Tensor
 
@@ -11,7 +13,6 @@ from labkit.comm.board import RECV_ANY
 from labkit.comm.session import Session
 from labkit.comm.source_lines import caller_location
 from labkit.comm.tensors import describe
-from labkit.comm.waiting import Doorbells
 from labkit.errors import PeerLostError
 
 
@@ -27,24 +28,20 @@ class AnySource:
 
         Raises:
             PeerLostError: a source has ended (reported once for each), or all have.
-            ValueError: the ranks share no board and do not use gloo; another rank has sent.
+            ValueError: a source shares no board with this rank, and the transport is not gloo.
         """
         left = [source for source in sources if source not in self._known_lost]
         if not left:
             raise PeerLostError(f"all the sources have ended: ranks {sources}")
-        if (doorbells := self._session.doorbells) is None:
-            return self._recv_from_all(landing, left)
-        return self._recv_first(doorbells, tensor, landing, left)
-
-    def _recv_first(
-        self, doorbells: Doorbells, tensor: Tensor, landing: Tensor, sources: list[int]
-    ) -> int:
-        """Sleep until the board shows a sender among ``sources``, and receive from that rank."""
         session, what = self._session, describe(tensor)
+        far = [source for source in left if not session.doorbells.has(source)]
+        if far:
+            self._expect(landing, far)
         start = session.recorder.timer.mark()
-        session.board.enter_any(session.rank, sources, what, caller_location())
+        session.board.enter_any(session.rank, left, what, caller_location())
         try:
-            src = doorbells.wait_for_sender(sources)
+            arrived = partial(session.transport.arrived, landing, far)
+            src = session.doorbells.wait_for_sender(left, arrived)
             with session.operation(RECV_ANY, expected=(src, what), start=start):
                 session.transport.recv(landing, src)
         except PeerLostError as error:
@@ -54,24 +51,11 @@ class AnySource:
             raise
         return src
 
-    def _recv_from_all(self, landing: Tensor, sources: list[int]) -> int:
-        """Receive from any rank over gloo, where no shared board shows who sends."""
+    def _expect(self, landing: Tensor, far: list[int]) -> None:
         session = self._session
         if not session.transport.receives_from_any:
             raise ValueError(
-                f"recv_any from ranks {sources} needs a status board that these ranks share: "
+                f"recv_any from ranks {far} needs a status board that these ranks share: "
                 "between machines use gloo"
             )
-        start = session.recorder.timer.mark()
-        try:
-            src = session.transport.recv_any(landing)
-        except PeerLostError as error:
-            raise PeerLostError(f"{RECV_ANY} broke off: {error}") from error
-        if src not in sources:
-            raise ValueError(
-                f"rank {src} has sent to rank {session.rank}, which receives from {sources} only: "
-                "between machines no other rank may send to it at the same time"
-            )
-        session.operations += 1
-        session.record(start, 0, src)
-        return src
+        session.transport.expect(landing, far, session.doorbells.ring_mine)

@@ -1,4 +1,4 @@
-"""The status board: what every rank is doing, in memory that all processes of a run share.
+"""The status board: what every rank is doing, in memory that all ranks of one host share.
 
 A rank writes to it before and after each operation with plain stores, so the fast path costs no
 system call. A transfer is a meeting of two ranks: message number k on the edge a -> b completes if
@@ -8,6 +8,7 @@ waits for whom, and a deadlock is found without waiting for a timeout.
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,14 +40,14 @@ KINDS = 16
 # (numpy truncates it, like all texts here, to the length of its field.)
 _WHAT = "S96"
 
-_EDGE = np.dtype(
+EDGE = np.dtype(
     [("count", "i8"), ("begun", "i8"), ("posted_s", "f8", DEPTH), ("what", _WHAT, DEPTH)]
 )
 
 # One end of an edge on which operations are queued: their descriptions, and the callers' lines.
-_QUEUED_EDGE = np.dtype([("what", _WHAT, QUEUED), ("where", "S160", QUEUED)])
+QUEUED_EDGE = np.dtype([("what", _WHAT, QUEUED), ("where", "S160", QUEUED)])
 
-_RANK = np.dtype(
+RANK = np.dtype(
     [
         ("state", "i8"),
         ("pid", "i8"),
@@ -100,6 +101,7 @@ class Board:
     Attributes:
         ranks: [P] what each rank is doing.
         collectives: [P] how many collectives each rank has called.
+        edges: [side, source, destination] the two ends of every edge: the four fields below.
         counts: [side, source, destination] the number of operations that each end of an edge has
             posted so far.
         begun: [side, source, destination] the number of queued operations that each end of an edge
@@ -116,26 +118,26 @@ class Board:
             memory = bytearray(self.num_bytes(world_size))
         self.world_size = world_size
         self.memory = memory
-        edges_at = world_size * _RANK.itemsize
-        wanted_at = edges_at + 2 * world_size**2 * _EDGE.itemsize
+        edges_at = world_size * RANK.itemsize
+        wanted_at = edges_at + 2 * world_size**2 * EDGE.itemsize
         late_at = wanted_at + world_size**2
         view = memoryview(memory).cast("B")
-        self.ranks = np.frombuffer(view[:edges_at], dtype=_RANK)
+        self.ranks = np.frombuffer(view[:edges_at], dtype=RANK)
         self.collectives = self.ranks["collectives"]
-        edges = np.frombuffer(view[edges_at:wanted_at], dtype=_EDGE)
-        edges = edges.reshape(2, world_size, world_size)
+        edges = np.frombuffer(view[edges_at:wanted_at], dtype=EDGE)
+        self.edges = edges = edges.reshape(2, world_size, world_size)
         self.counts, self.posted_s, self.what = edges["count"], edges["posted_s"], edges["what"]
         self.begun = edges["begun"]
         wanted = np.frombuffer(view[wanted_at:late_at], dtype=bool)
         self.wanted = wanted.reshape(world_size, world_size)
         self.late: np.ndarray[Any, np.dtype[Any]] | None = None
         if len(view) > late_at:
-            late = np.frombuffer(view[late_at : self.num_bytes(world_size)], dtype=_QUEUED_EDGE)
+            late = np.frombuffer(view[late_at : self.num_bytes(world_size)], dtype=QUEUED_EDGE)
             self.late = late.reshape(2, world_size, world_size)
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
-        return _num_bytes_seen(world_size) + 2 * world_size**2 * _QUEUED_EDGE.itemsize
+        return _num_bytes_seen(world_size) + 2 * world_size**2 * QUEUED_EDGE.itemsize
 
     def copy(self, *, whole: bool = False) -> "Board":
         """A copy of the board as it is now, in private memory.
@@ -247,13 +249,18 @@ class Board:
 
     def first_sender(self, rank: int, sources: list[int]) -> int | None:
         """The source whose message to ``rank`` has waited longest; None if there is none."""
+        since_s = self.senders(rank, sources)
+        return min(since_s, key=since_s.__getitem__, default=None)
+
+    def senders(self, rank: int, sources: list[int]) -> dict[int, float]:
+        """The sources that have a message for ``rank``, and since when, in seconds."""
         since_s = {}
         for source in sources:
             received = int(self.counts[RECV, source, rank])
             if self.counts[SEND, source, rank] > received:
                 posted_s = self.posted_s[SEND, source, rank]
                 since_s[source] = float(posted_s[received % DEPTH])
-        return min(since_s, key=since_s.__getitem__, default=None)
+        return since_s
 
     def arrived_s(self, rank: int, sent_to: int | None, received_from: int | None) -> float:
         """When the last peer came to the transfer that ``rank`` has just ended, in seconds."""
@@ -268,12 +275,16 @@ class Board:
         mine = int(self.counts[1 - peers_side, source, destination]) - 1
         return float(self.posted_s[peers_side, source, destination][mine % DEPTH])
 
-    def meeting_arrived_s(self, rank: int) -> float:
-        """When the last rank came to the meeting that ``rank`` is in or has just left, in s."""
+    def meeting_arrived_s(self, rank: int, among: Sequence[int] | None = None) -> float:
+        """When the last rank came to the meeting that ``rank`` is in or has just left, in s.
+
+        ``among``: the last of these ranks; by default of all.
+        """
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
-        return float(self.ranks["meeting_s"][:, index].max())
+        came_s = self.ranks["meeting_s"][:, index]
+        return float((came_s if among is None else came_s[list(among)]).max())
 
 
 def _num_bytes_seen(world_size: int) -> int:
     """The size of the part that the launcher looks at many times a second."""
-    return world_size * _RANK.itemsize + world_size**2 * (2 * _EDGE.itemsize + 1)
+    return world_size * RANK.itemsize + world_size**2 * (2 * EDGE.itemsize + 1)

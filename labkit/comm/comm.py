@@ -20,6 +20,7 @@ from labkit.comm.session import Session
 from labkit.comm.tensors import check_tensor, deliver, describe, to_receive, to_send
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
+from labkit.schedules.hierarchical import Hosts, host_of
 
 
 class Comm:
@@ -28,6 +29,7 @@ class Comm:
     Attributes:
         rank: this rank, 0 .. world_size - 1.
         world_size: P, the number of ranks.
+        hosts: the ranks of each host, host by host; one host with all ranks on one machine.
         device: where this rank's tensors live.
         transport: moves the bytes, and counts them.
         session: posts and records the operations; needed only by code that manages runs.
@@ -42,15 +44,22 @@ class Comm:
         board: Board | None = None,
         keep_spans: int | None = None,
         doorbells: Doorbells | None = None,
+        hosts: Hosts | None = None,
     ):
         self.rank = rank
         self.world_size = world_size
+        self.hosts: Hosts = hosts or (tuple(range(world_size)),)
         self.device = device
         self.transport = transport
         board = board or Board(world_size)
-        self.session = Session(rank, device, transport, board, doorbells, keep_spans)
+        self.session = Session(rank, device, transport, board, doorbells, keep_spans, self.hosts)
         self._any_source = AnySource(self.session)
         self._inside_collective = False
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host, 0 .. len(hosts) - 1."""
+        return host_of(self.rank, self.hosts)
 
     @property
     def messages(self) -> int:
@@ -125,8 +134,8 @@ class Comm:
 
         If several sources wait, the one that has waited longest is served first, so none starves.
         A source that has ended is reported by one error; later calls continue with the others.
-        Counts no message. Between machines this needs gloo, and no rank outside ``sources`` may
-        send to this rank at the same time: see ``can_choose``.
+        Counts no message. From another host this needs gloo (see ``can_choose``), and then a
+        send may end as soon as any ``recv_any`` has named its rank.
 
         Raises:
             ValueError: as for ``recv``, or ``sources`` is empty.
@@ -244,8 +253,9 @@ class Comm:
 
     @property
     def can_choose(self) -> bool:
-        """Whether ``recv_any`` can let other ranks' messages wait (on one machine it can)."""
-        return self.session.doorbells is not None
+        """Whether ``recv_any`` can receive from the others: on one host, or over gloo."""
+        on_board = all(map(self.session.doorbells.has, range(self.world_size)))
+        return on_board or self.transport.receives_from_any
 
     def _check_peer(self, peer: int, verb: str) -> None:
         if isinstance(peer, bool) or not isinstance(peer, int):

@@ -1,7 +1,10 @@
-"""How ranks without a common launcher map the same arena.
+"""How ranks without a common launcher find their hosts, and map one arena on each of them.
 
-At first they share only a ``torch.distributed`` store. Under torchrun it listens on every
-interface without a password, and anyone who reaches it can write into it. So the note in the store
+A host is the ranks of one torchrun agent, or of one node of a cluster: two of them on one machine
+are two hosts, which talk over the network.
+
+At first the ranks share only a ``torch.distributed`` store. Under torchrun it listens on every
+interface without a password, and anyone who reaches it can write into it. So what is in the store
 consists of plain numbers of fixed length, and only says where the memory should be. A rank maps
 what it finds there only if it looks like an arena made by ``meet``: memory of the same user,
 sealed, of the right size. Whether all ranks have come is then read from that memory, which no
@@ -16,6 +19,7 @@ import os
 import stat
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,9 @@ from labkit.comm.shared_memory import Arena
 # Mark, process id, descriptor, inode, and the boot id of the machine.
 NOTE = struct.Struct("!8sqqQ36s")
 MARK = b"labkit-1"
+# Mark, and the number of a rank's host.
+HOST = struct.Struct("!8sq")
+HOST_MARK = b"labkit-h"
 _HIGHEST = 2**31 - 1
 _OPEN, _NOT_OPEN = b"open", b"not open"
 _SUSPICION = (
@@ -33,22 +40,54 @@ _SUSPICION = (
 )
 
 
-def meet(store: Any, rank: int, world_size: int) -> Arena | None:
-    """Map one arena on all ranks: rank 0 makes it, the others open it.
+def find_hosts(store: Any, rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, in the order of their first ranks.
 
     Args:
-        store: the ``torch.distributed`` store of these ranks. (PyTorch's type stubs allow strings
-            only, but it also takes bytes.)
-
-    Returns:
-        The arena; None on all ranks if one of them cannot open it (another machine or container).
+        store: the ``torch.distributed`` store of these ranks.
 
     Raises:
         ConnectionError: the store holds something that no rank has written.
     """
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    if local_world_size is None or local_world_size == os.environ.get("WORLD_SIZE"):
+        return (tuple(range(world_size)),)
+    place = f"labkit/host/{store.add(f'labkit/hosts/{rank}', 1)}"
+    store.set(f"{place}/{rank}", HOST.pack(HOST_MARK, int(os.environ.get("GROUP_RANK", "0"))))
+    hosts: dict[int, list[int]] = {}
+    for other in range(world_size):
+        answer = store.get(f"{place}/{other}")
+        mark, host = HOST.unpack(answer) if len(answer) == HOST.size else (b"", 0)
+        if mark != HOST_MARK:
+            raise ConnectionError(
+                f"the host of rank {other} is {answer[:20]!r} in the store, which labkit does not "
+                f"write (is it the same labkit on all machines?). {_SUSPICION}"
+            )
+        hosts.setdefault(host, []).append(other)
+    return tuple(map(tuple, hosts.values()))
+
+
+def meet(
+    store: Any, rank: int, world_size: int, ranks: Sequence[int] | None = None
+) -> Arena | None:
+    """Map one arena on all ranks of a host: the first of them makes it, the others open it.
+
+    Args:
+        store: the ``torch.distributed`` store of these ranks. (PyTorch's type stubs allow strings
+            only, but it also takes bytes.)
+        world_size: of the whole run: the arena has a place for each of its ranks.
+        ranks: of this host; None for all.
+
+    Returns:
+        The arena; None on all of ``ranks`` if one of them cannot open it (another container).
+
+    Raises:
+        ConnectionError: the store holds something that no rank has written.
+    """
+    ranks = range(world_size) if ranks is None else ranks
     # A store may outlive a group: the next group must not read the notes of this one.
-    place = f"labkit/arena/{store.add(f'labkit/arenas/{rank}', 1)}"
-    if rank == 0:
+    place = f"labkit/arena/{ranks[0]}/{store.add(f'labkit/arenas/{rank}', 1)}"
+    if rank == ranks[0]:
         arena = Arena(world_size)
         store.set(place, _note(arena.descriptor))
     else:
@@ -62,24 +101,24 @@ def meet(store: Any, rank: int, world_size: int) -> Arena | None:
         arena.board.ranks[rank]["pid"] = os.getpid()
     store.set(f"{place}/{rank}", _OPEN if arena else _NOT_OPEN)
     # The file must not be closed before all have opened it.
-    answers = [store.get(f"{place}/{other}") for other in range(world_size)]
+    answers = {other: store.get(f"{place}/{other}") for other in ranks}
     return _agree(answers, arena, rank)
 
 
-def _agree(answers: list[bytes], arena: Arena | None, rank: int) -> Arena | None:
-    """The arena if all ranks have opened it; None if one has not."""
-    for other, answer in enumerate(answers):
+def _agree(answers: dict[int, bytes], arena: Arena | None, rank: int) -> Arena | None:
+    """The arena if all ranks of a host have opened it; None if one has not."""
+    for other, answer in answers.items():
         if answer not in (_OPEN, _NOT_OPEN):
             raise ConnectionError(f"the answer of rank {other} is {answer[:20]!r}. {_SUSPICION}")
     if arena is None:
         return None
     arena.close_file()
-    if _NOT_OPEN in answers:
+    if _NOT_OPEN in answers.values():
         # A rank that got other answers, from a forged store, must not wait for this one.
         arena.board.ranks[rank]["state"] = LEFT
         return None
-    for other, pid in enumerate(arena.board.ranks["pid"]):
-        if not pid:
+    for other in answers:
+        if not arena.board.ranks[other]["pid"]:
             raise ConnectionError(
                 f"the store says that rank {other} has opened the shared memory of the ranks, "
                 f"but it has not. {_SUSPICION}"

@@ -5,7 +5,8 @@ deadlock can be explained, and a span in the trace. The runtime, the backend and
 manage a comm through its session; strategies and learners never need it.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +22,7 @@ from labkit.comm.reported_loss import ReportedLoss
 from labkit.comm.source_lines import caller_location
 from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
-from labkit.comm.waiting import Doorbells
+from labkit.comm.waiting import Bell, Doorbells
 from labkit.errors import PeerLostError
 from labkit.trace import ClockTimer, CudaTimer, Meeting, Recorder, Span
 
@@ -35,6 +36,7 @@ class Session:
     Args:
         device: where the rank's tensors live; on a GPU, spans are timed with CUDA events.
         doorbells: wake up a rank in recv_any; None where ranks share no semaphores.
+        hosts: the ranks of each host; None for one host with all of them.
         keep_spans: keep only this many spans, the latest; None keeps all.
 
     Attributes:
@@ -57,11 +59,13 @@ class Session:
         board: Board,
         doorbells: Doorbells | None = None,
         keep_spans: int | None = None,
+        hosts: tuple[tuple[int, ...], ...] | None = None,
     ):
         self.rank = rank
         self.transport = transport
         self.board = board
-        self.doorbells = doorbells
+        self.doorbells = doorbells or Doorbells(board, rank, math.inf, {rank: Bell()})
+        self._has_one_host = hosts is None or len(hosts) == 1
         self.operations = self.barriers = 0
         self.device = device
         self.queue = Queue(rank, board, transport) if transport.queues else None
@@ -135,7 +139,7 @@ class Session:
             check_message(self.board, SEND, self.rank, sent[0], queues)
         if expected:
             check_message(self.board, RECV, expected[0], self.rank, queues)
-        if sent and self.doorbells is not None:
+        if sent:
             self.doorbells.ring(sent[0])
         return queued
 
@@ -202,11 +206,11 @@ class Session:
             self.queue.finish(where)
 
     @contextmanager
-    def streaming(self, name: str, dst: int) -> Iterator[None]:
+    def streaming(self, name: str, dst: int, ranks: Sequence[int] | None = None) -> Iterator[None]:
         """Wrap a collective that writes its segments for ``dst`` directly into a channel.
 
         Every rank has to take part. The collective is one span; each message that the channel
-        counts is one operation.
+        counts is one operation. ``ranks``: those whose messages it waits for; by default all.
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
@@ -214,7 +218,7 @@ class Session:
         with self.meeting(name):
             yield
         self.operations += sent.messages - messages
-        arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank)
+        arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank, ranks)
         number = int(self.board.ranks[self.rank]["meetings"])
         meets = ((-1, -1, number),) if self._compares else ()
         self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
@@ -236,7 +240,11 @@ class Session:
         self.memory = MemoryMeter(self.device)
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
-        # Ranks of one machine read the same clock: the latest arrival is the same on all of them.
+        if not self._has_one_host:
+            # Hosts have clocks of their own, and the barrier ends at about one time on all.
+            self.board.ranks[self.rank]["origin_s"] = self._host.mark()
+            self.transport.barrier()
+        # Ranks of one host read the same clock: the latest arrival is the same on all of them.
         # A GPU's clock is set by it.
         origins_s = self.board.ranks["origin_s"]
         timer = self.timers.of(self.device)

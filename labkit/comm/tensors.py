@@ -6,7 +6,12 @@ from torch import Tensor
 
 def describe(tensor: Tensor) -> str:
     """What both ends of a message must agree on, for example ``float32 [3, 4]``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return name_of(tensor.dtype, tensor.shape)
+
+
+def name_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    """See ``describe``."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def check_tensor(tensor: Tensor, device: torch.device) -> None:

@@ -3,15 +3,19 @@
 import re
 import sys
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.comm.arrivals import Arrivals
+from labkit.comm.tensors import name_of
 from labkit.comm.transport import Transport, as_bytes
 from labkit.errors import PeerLostError
 
@@ -33,6 +37,10 @@ class TorchTransport(Transport):
     Tensors are sent as bytes, so that every dtype works. With gloo, CUDA tensors are staged
     through host memory, because gloo's point-to-point moves host memory only.
 
+    Over gloo a message has a tag made of its shape and dtype, and meets only a receive with the
+    same tag: two ends that do not fit both wait, and no data moves. (Without tags gloo aborts one
+    of the processes, or delivers other values.) NCCL ignores tags.
+
     Args:
         backend: of the group, ``gloo`` or ``nccl``.
         device: where this rank's tensors live.
@@ -47,38 +55,66 @@ class TorchTransport(Transport):
         self.queues = backend == "nccl"
         self._queued = threading.local()
         self._group = group or dist.distributed_c10d._get_default_group()
+        self._arrivals = _arrivals_of(self._group)
         # The argument of each wait; empty for the group's own timeout.
         self._patience: tuple[timedelta, ...] = ()
 
     def send(self, tensor: Tensor, dst: int) -> None:
         outgoing = self._outgoing(tensor)
         with loss_of_a_peer():
-            self._end([self._group.send([outgoing], dst, 0)])
+            self._end([self._group.send([outgoing], dst, tag_of(tensor))])
+        self.sent.to[dst].count(outgoing.nbytes)
+
+    @contextmanager
+    def sending(self, tensor: Tensor, dst: int) -> Iterator[None]:
+        """Send ``tensor`` while the block runs."""
+        outgoing = self._outgoing(tensor)
+        with loss_of_a_peer():
+            works = [self._group.send([outgoing], dst, tag_of(tensor))]
+            yield
+            self._end(works)
         self.sent.to[dst].count(outgoing.nbytes)
 
     def recv(self, tensor: Tensor, src: int) -> None:
-        with self._landing(tensor) as landing:
-            self._end([self._group.recv([landing], src, 0)])
+        with self.receiving(tensor, src):
+            pass
 
-    def recv_any(self, tensor: Tensor) -> int:
+    @contextmanager
+    def receiving(self, tensor: Tensor, src: int) -> Iterator[None]:
+        """Receive into ``tensor`` while the block runs."""
+        tag = tag_of(tensor)
         with self._landing(tensor) as landing:
-            work = self._group.recv_anysource([landing], 0)
-            work.wait(*self._patience)
-        return work._source_rank()
+            if self._arrivals.awaits(src, tag):
+                yield
+                landing.copy_(self._arrivals.take(src, tag))
+            else:
+                works = [self._group.recv([landing], src, tag)]
+                yield
+                self._end(works)
+
+    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
+        _arrivals[id(self._group)] = self._group, self._arrivals
+        self._arrivals.post(tensor.nbytes, sources, tag_of(tensor), ring)
+
+    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
+        return self._arrivals.ended(sources, tag_of(tensor))
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
+        if self.queues:
+            self._exchange_as_one(send, dst, recv, src)
+            return
+        with self.sending(send, dst), self.receiving(recv, src):
+            pass
+
+    def _exchange_as_one(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
+        """Exchange over NCCL, which matches the two ends only when they are issued as a group."""
         outgoing = self._outgoing(send)
         with self._landing(recv) as landing:
-            if landing.device.type == "cuda":
-                # NCCL matches the two only when they are issued as one group.
-                ends = [
-                    dist.P2POp(dist.isend, outgoing, dst),
-                    dist.P2POp(dist.irecv, landing, src),
-                ]
-                works = dist.batch_isend_irecv(ends)
-            else:
-                works = [self._group.send([outgoing], dst, 0), self._group.recv([landing], src, 0)]
-            self._end(works)
+            ends = [
+                dist.P2POp(dist.isend, outgoing, dst),
+                dist.P2POp(dist.irecv, landing, src),
+            ]
+            self._end(dist.batch_isend_irecv(ends))
         self.sent.to[dst].count(outgoing.nbytes)
 
     def _end(self, works: list[Any]) -> None:
@@ -139,6 +175,37 @@ class TorchTransport(Transport):
             yield landing
         if self.staged:
             tensor.copy_(landing)
+
+
+# By the id of a process group. A posted receive belongs to its group, and may outlive a run.
+_arrivals: dict[int, tuple[Any, Arrivals]] = {}
+
+
+def _arrivals_of(group: Any) -> Arrivals:
+    def receive(landing: Tensor, src: int, tag: int) -> None:
+        with loss_of_a_peer():
+            group.recv([landing], src, tag).wait()
+
+    known = _arrivals.get(id(group))
+    return known[1] if known and known[0] is group else Arrivals(receive)
+
+
+def close_arrivals() -> None:
+    """End all posted receives, before their process groups are destroyed."""
+    while _arrivals:
+        _, (_, arrivals) = _arrivals.popitem()
+        arrivals.close()
+
+
+def tag_of(tensor: Tensor) -> int:
+    """The tag of a message: equal at both ends if they agree on shape and dtype."""
+    return _tag(tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=1024)
+def _tag(dtype: torch.dtype, shape: torch.Size) -> int:
+    # Positive, in 31 bits. PyTorch's own messages have the tag 0.
+    return zlib.crc32(name_of(dtype, shape).encode()) % (2**31 - 1) + 1
 
 
 @contextmanager

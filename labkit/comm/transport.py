@@ -1,6 +1,7 @@
 """The interface of all transports, which move the bytes for ``Comm``."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ class Transport(ABC):
     Attributes:
         sent: the counters of what was sent. A message is one send, or one chunk that a collective
             writes directly into a channel, however many segments it has.
-        shares_memory: whether there are channels (``channel_to``, ``channel_from``).
-        receives_from_any: whether ``recv_any`` is supported.
+        shares_memory: whether there are channels (``channel_to``, ``channel_from``) between all
+            ranks. Between some of them: ``shares_memory_with``.
+        receives_from_any: whether it can ``expect`` messages of several ranks at once.
         ends_together: whether all ranks have to meet before one may close.
         queues: whether operations are only queued when they return, in one order (NCCL). Then
             ``take_queued`` says what was queued, and ``abort`` ends it.
@@ -57,9 +59,22 @@ class Transport(ABC):
         self.recv(landing, src)
         tensor += landing
 
-    def recv_any(self, tensor: Tensor) -> int:
-        """Receive into ``tensor`` from any other rank; returns that rank."""
+    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
+        """Begin to receive one message like ``tensor`` from each source; ``recv`` takes it later.
+
+        Args:
+            sources: ranks that post nothing on this rank's board.
+            ring: called in another thread whenever one of them has come.
+        """
         raise NotImplementedError(f"{type(self).__name__} receives from named ranks only")
+
+    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
+        """The sources whose expected message has come, or will not come, and when, in seconds."""
+        return {}
+
+    def shares_memory_with(self, peer: int) -> bool:
+        """Whether there are channels to and from ``peer``."""
+        return self.shares_memory
 
     def channel_to(self, dst: int) -> Channel:
         """The slots in which rank ``dst`` reads what this rank writes."""

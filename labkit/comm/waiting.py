@@ -7,13 +7,14 @@ second to check whether the peer's process still runs.
 """
 
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from labkit.comm.board import LEFT, LOST, Board
 from labkit.comm.mismatch import uneven_collectives
 from labkit.comm.processes import is_running
-from labkit.comm.shared_memory import Arena, Semaphore
+from labkit.comm.shared_memory import Semaphore
 from labkit.errors import PeerLostError
 
 # The interval at which a sleeping rank checks whether its peer is still alive.
@@ -98,52 +99,89 @@ def why_gone(board: Board, peer: int) -> str:
     pid, state = int(board.ranks[peer]["pid"]), int(board.ranks[peer]["state"])
     if state == LEFT:
         return f"rank {peer} has left: its process group was destroyed, or its program has ended"
+    # The board of another host does not say the process id.
     if state == LOST or (pid and not is_running(pid)):
-        return f"the process of rank {peer} (pid {pid}) has ended"
+        return f"the process of rank {peer}{f' (pid {pid})' if pid else ''} has ended"
     return ""
 
 
+class Bell:
+    """A doorbell that only threads of this process ring."""
+
+    def __init__(self):
+        self._rings = threading.Semaphore(0)
+
+    def post(self) -> None:
+        self._rings.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._rings.acquire(timeout=timeout_s)
+
+
 class Doorbells:
-    """The doorbells of all ranks of a machine, one each, and the wait for this rank's.
+    """The doorbells of the ranks that share a board, one each, and the wait for this rank's.
 
     A sender posts its message on the board, then rings; the receiver looks at the board, then
     sleeps until its bell rings. Rings that no rank has waited for add up: at worst, a later wait
-    wakes up early and finds no message.
+    wakes up early and finds no message. For messages of any other rank, the transport rings.
+
+    Args:
+        bells: of the ranks that share ``board``, by rank; this rank's own among them.
     """
 
-    def __init__(self, arena: Arena, rank: int, timeout_s: float):
-        self._board = arena.board
-        self._bells = [arena.doorbell(other) for other in range(arena.world_size)]
+    def __init__(
+        self, board: Board, rank: int, timeout_s: float, bells: Mapping[int, Semaphore | Bell]
+    ):
+        self._board, self._bells = board, bells
         self._rank = rank
         self._timeout_s = timeout_s
         self._looked_s = time.monotonic()
 
-    def ring(self, rank: int) -> None:
-        self._bells[rank].post()
+    def has(self, rank: int) -> bool:
+        """Whether ``rank`` shares the board."""
+        return rank in self._bells
 
-    def wait_for_sender(self, sources: list[int]) -> int:
+    def ring(self, rank: int) -> None:
+        if rank in self._bells:
+            self._bells[rank].post()
+
+    def ring_mine(self) -> None:
+        self._bells[self._rank].post()
+
+    def wait_for_sender(
+        self, sources: list[int], arrived: Callable[[], Mapping[int, float]] = dict
+    ) -> int:
         """The source whose message has waited longest; sleeps until there is one.
+
+        Args:
+            arrived: the sources that share no board with this rank and have come, and when.
 
         Raises:
             PeerLostError: a source has ended without a message, or none came in ``timeout_s``.
         """
         started_s = time.monotonic()
+        near = [source for source in sources if source in self._bells]
         while True:
-            source = self._board.first_sender(self._rank, sources)
+            since_s = self._board.senders(self._rank, near) | arrived()
             now_s = time.monotonic()
             # Also while messages keep coming, so that a source that has ended is noticed.
             if now_s - self._looked_s > LOOK_S:
                 self._looked_s = now_s
-                self._look_for_losses(sources, now_s - started_s)
-            if source is not None:
-                return source
+                self._look_for_losses(sources, since_s, now_s - started_s)
+            if since_s:
+                return min(since_s, key=since_s.__getitem__)
             self._bells[self._rank].wait(LOOK_S)
 
-    def _look_for_losses(self, sources: list[int], waited_s: float) -> None:
+    def _look_for_losses(
+        self, sources: list[int], came: Mapping[int, float], waited_s: float
+    ) -> None:
         for source in sources:
             lost = why_gone(self._board, source)
             # A message posted before its end may still arrive; if not, the transfer fails.
-            if lost and self._board.first_sender(self._rank, [source]) is None:
+            if lost and source not in came and source not in self._near_senders(source):
                 raise PeerLostError(lost, rank=source)
         if waited_s > self._timeout_s:
             raise PeerLostError(f"nothing from ranks {sources} in {self._timeout_s:g} s")
+
+    def _near_senders(self, source: int) -> Mapping[int, float]:
+        return self._board.senders(self._rank, [source]) if source in self._bells else {}

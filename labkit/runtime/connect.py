@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
-from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
-from labkit.comm.meeting import meet, stay_on_loopback
+from labkit.comm.emulated_link import EmulatedLink, emulated_hosts, over_link, plug_in
+from labkit.comm.hosts_transport import HostsTransport
+from labkit.comm.meeting import find_hosts, meet, stay_on_loopback
 from labkit.comm.reads import flush_before_reads
 from labkit.comm.session import Session
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
-from labkit.comm.torch_transport import TorchTransport, means_loss
+from labkit.comm.torch_transport import TorchTransport, close_arrivals, means_loss
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
@@ -51,7 +52,8 @@ def connect(
     Args:
         plan: the devices, the backend and the transport.
         timeout_s: the run's deadline, in seconds.
-        arena: the shared memory that the launcher has made; None under ``torchrun``.
+        arena: the memory of this host's ranks that the launcher has made, with a place for every
+            rank of the run; None under ``torchrun``.
         meeting: where the ranks find each other; without it they meet at the address in the
             environment (``torchrun``).
         link: the emulated link of this process's messages; None for no emulation.
@@ -69,16 +71,21 @@ def connect(
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
         store = meeting.store(world_size) if meeting else None
         _join_group(plan.backend, group_timeout_s, device, store)
-    if arena is None and local_world_size == world_size:
-        arena = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
+    group_store = dist.distributed_c10d._get_default_store()
+    hosts = find_hosts(group_store, rank, world_size)
+    neighbours = next(ranks for ranks in hosts if rank in ranks)
+    if arena is None:
+        arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
-    plug_in(link)
-    transport = over_link(_transport(plan, arena, rank, device, patience_s))
-    doorbells = None
+    plug_in(link, rank, arena if len(hosts) == 1 else None)
+    transport = over_link(_transport(plan, arena, neighbours, rank, device, patience_s))
+    doorbells, board = None, None if arena is None else arena.board
     if arena is not None and arena.has_semaphores:
-        doorbells = Doorbells(arena, rank, patience_s)
-    board = None if arena is None else arena.board
-    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells)
+        bells = {one: arena.doorbell(one) for one in neighbours}
+        doorbells = Doorbells(arena.board, rank, patience_s, bells)
+    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts)
+    # The clocks and the board are those of one host nevertheless.
+    comm.hosts = emulated_hosts(range(world_size)) or hosts
     if comm.session.queue is not None:
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
@@ -99,13 +106,24 @@ def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:
 
 
 def _transport(
-    plan: Plan, arena: Arena | None, rank: int, device: torch.device, patience_s: float
+    plan: Plan,
+    arena: Arena | None,
+    neighbours: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    patience_s: float,
 ) -> Transport:
-    if arena is None or plan.transport != "shared":
+    """Shared memory between ``neighbours``, the ranks of this host, if the plan says so."""
+    is_alone = arena is not None and len(neighbours) == 1 < arena.world_size
+    if arena is None or plan.transport != "shared" or is_alone:
         return TorchTransport(plan.backend, device)
     if device.type == "cuda":
-        return CudaTransport(arena, rank, device, timeout_s=patience_s)
-    return SharedTransport(arena, rank, patience_s)
+        near = CudaTransport(arena, rank, device, timeout_s=patience_s)
+    else:
+        near = SharedTransport(arena, rank, patience_s)
+    if len(neighbours) == arena.world_size:
+        return near
+    return HostsTransport(near, TorchTransport(plan.backend, device), neighbours)
 
 
 def _join_group(
@@ -171,6 +189,7 @@ def _leave_group() -> None:
     """
     if not dist.is_initialized():
         return
+    close_arrivals()
     broken = [session for session in _leaving if not session.ended_well]
     if not broken:
         dist.destroy_process_group()

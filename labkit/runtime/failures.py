@@ -23,7 +23,7 @@ from labkit.comm.source_lines import (
 )
 from labkit.comm.torch_transport import means_loss
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
-from labkit.runtime.forkserver import server_fault
+from labkit.runtime.agent import Agent
 from labkit.runtime.messages import Report, described, shortened
 from labkit.runtime.pickling import UnpicklableError
 from labkit.runtime.prepare import NO_DEBUGGER
@@ -76,6 +76,7 @@ class Evidence:
     Attributes:
         board: the status board, to which the ranks write.
         may_lose: ranks that the run can do without.
+        agent: what has started the ranks.
         pids: {rank: process id} of the ranks that were started.
         reports: {rank: report} of the ranks that have sent one.
         exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
@@ -84,6 +85,7 @@ class Evidence:
 
     board: Board
     may_lose: frozenset[int]
+    agent: Agent
     pids: Mapping[int, int] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     exit_codes: Mapping[int, int | None] = field(default_factory=dict)
@@ -110,6 +112,10 @@ class Evidence:
         lost = self.lost
         return [r for r in self.reports.values() if r.kind != "value" and r.rank not in lost]
 
+    def name(self, rank: int) -> str:
+        """``rank 2``, or ``rank 2 on host 1 (10.0.0.2)``."""
+        return f"rank {rank}{self.agent.where(rank)}"
+
     def why_lost(self, rank: int) -> str:
         """Why a rank was lost: ``raised ValueError: ... at Cell In[3], line 4``, for example."""
         if rank not in self.reports:
@@ -125,7 +131,7 @@ class Evidence:
         if state == RETURNED:
             when = "after its function had returned"
         if code is None:
-            why = server_fault() or "its exit code has not arrived"
+            why = self.agent.fault(rank) or "its exit code has not arrived"
             return f"has ended {when}, and how it ended is not known: {why}"
         if code == 1 and not state:
             return (
@@ -146,7 +152,8 @@ class Evidence:
             if other != rank and takes_part(board, other, rank):
                 op, where = waits_in(board, other)
                 where = readable(where)
-                sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
+                name = self.name(other)
+                sentences.append(f" R{name[1:]} was waiting for it in {op} at {where}.")
         return "".join(sentences)
 
 
@@ -164,7 +171,8 @@ def failure_error(evidence: Evidence) -> WorkerError:
     )
     how, waiting = evidence.how_it_left(rank), evidence.who_waited_for(rank)
     kind = DeadlockError if waiting and "exit code 0" in how else WorkerError
-    return kind(f"rank {rank} {how}.{waiting} The other ranks were ended.", rank=rank)
+    name = evidence.name(rank)
+    return kind(f"{name} {how}.{waiting} The other ranks were ended.", rank=rank)
 
 
 def _report_error(evidence: Evidence, report: Report) -> WorkerError:
@@ -172,15 +180,16 @@ def _report_error(evidence: Evidence, report: Report) -> WorkerError:
     trace = readable(report.traceback, quote=False)
     if report.kind == "mismatch":
         return DeadlockError(readable(report.summary), rank=report.rank, location=where)
-    message, kind = f"rank {report.rank} {report.summary}", WorkerError
+    name = evidence.name(report.rank)
+    message, kind = f"{name} {report.summary}", WorkerError
     if report.kind == "exited" and (waiting := evidence.who_waited_for(report.rank)):
         message, kind = f"{message}.{waiting}", DeadlockError
     if where:
         message += f"\n  at {where}"
     for rank in sorted(evidence.lost):
-        message += f"\n  before that, rank {rank} {evidence.why_lost(rank)}"
+        message += f"\n  before that, {evidence.name(rank)} {evidence.why_lost(rank)}"
     if report.kind == "raised":
-        message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
+        message += f"\n\nTraceback of {name}:\n{trace.rstrip()}"
     return kind(message, rank=report.rank, location=where, worker_traceback=trace)
 
 
@@ -202,20 +211,20 @@ def deadline_error(
         stacks: {rank: stack dump} of the running ranks.
         stopped: the ranks that could not be asked, because a signal has suspended them.
     """
-    board = evidence.board
+    board, name = evidence.board, evidence.name
     lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
-    lines += [f"rank {rank} {_doing(board, rank, stacks[rank])}" for rank in sorted(stacks)]
+    lines += [f"{name(rank)} {_doing(board, rank, stacks[rank])}" for rank in sorted(stacks)]
     lines += map(readable, explain_queues(board))
     lines += [
-        f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
+        f"{name(rank)} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
         f"{evidence.pids[rank]} would have let it continue."
         for rank in stopped
     ]
     returned = [rank for rank in evidence.ranks if board.ranks[rank]["state"] == RETURNED]
     if returned:
         lines.append(f"ranks that had returned: {returned}.")
-    lines += [f"rank {rank} {evidence.why_lost(rank)}." for rank in sorted(evidence.lost)]
-    if fault := server_fault():
+    lines += [f"{name(rank)} {evidence.why_lost(rank)}." for rank in sorted(evidence.lost)]
+    if fault := evidence.agent.fault():
         lines.append(f"{fault}.")
     elif not stopped:
         lines.append("Next step: look for an endless loop, or give the run a larger timeout_s.")
@@ -244,5 +253,5 @@ def stopped_note(evidence: Evidence, stacks: Mapping[int, str]) -> str:
         _, where = waits_in(evidence.board, rank)
         if where := where or innermost_location(stacks.get(rank, "")):
             doing += f", at {readable(where)}"
-        lines.append(f"  rank {rank} {doing}")
+        lines.append(f"  {evidence.name(rank)} {doing}")
     return "\n".join(lines)

@@ -95,7 +95,7 @@ def train_run(
     may_lose = range(1, ranks) if strategy.survives_lost_workers else ()
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
-    settings |= {"transport": config.transport, "timeout_s": timeout_s}
+    settings |= {"transport": config.transport, "timeout_s": timeout_s, "hosts": config.hosts}
     work = fit, with_full_paths(_with_logs(config, start)), strategy, verbose, own, start.path
     try:
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)

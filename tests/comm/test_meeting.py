@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 # As /proc shows files without a name: arenas, and temporary files.
 UNNAMED = "(deleted)"
-NOTE, ANSWER = re.compile(r"labkit/arena/\d+"), re.compile(r"labkit/arena/\d+/\d+")
+NOTE, ANSWER = re.compile(r"labkit/arena/0/\d+"), re.compile(r"labkit/arena/0/\d+/\d+")
 
 
 def meet_all(stores):
@@ -165,13 +165,13 @@ class TestHostileStore:
 
     def test_an_answer_for_a_rank_that_never_came_is_found_in_the_memory(self):
         store = table()
-        store.set("labkit/arena/1/1", "open")
+        store.set("labkit/arena/0/1/1", "open")
         with pytest.raises(ConnectionError, match=r"rank 1 has opened.*but it has not"):
             meet(store, 0, 2)
 
     def test_ranks_told_different_things_do_not_wait_for_each_other(self):
         store = table()
-        refused = Lying(store, re.compile("labkit/arena/1/1"), lambda _: b"not open")
+        refused = Lying(store, re.compile("labkit/arena/0/1/1"), lambda _: b"not open")
         nothing, arena = meet_all([refused, store])
         assert nothing is None
         started_s = time.monotonic()
