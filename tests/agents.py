@@ -21,7 +21,7 @@ class Agents:
 
     Args:
         folder: where they run.
-        pace_s: how long each step takes at least.
+        pace_s: how long each step takes at least, until ``hurry``.
         variables: of the environment, added to the test's own.
     """
 
@@ -48,6 +48,10 @@ class Agents:
 
     def told(self, name: str) -> str:
         return (self.folder / name).read_text()
+
+    def hurry(self) -> None:
+        """Let the ranks train as fast as they can."""
+        (self.folder / "hurry").touch()
 
     def kill(self, name: str) -> None:
         """Kill an agent and its ranks at once, as when a machine loses its power."""
