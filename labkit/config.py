@@ -538,7 +538,7 @@ def parse_hosts(hosts: int | str | Sequence[str]) -> int | tuple[str, ...]:
         ValueError: neither a number above 0 nor addresses.
     """
     if isinstance(hosts, str) and re.fullmatch(r"-?[0-9]+", hosts.strip()):
-        hosts = units.parse_integer(hosts)
+        hosts = units.parse_integer(hosts.strip())
     if isinstance(hosts, int) and not isinstance(hosts, bool):
         units.check_integer("hosts", hosts, most=units.MOST_RANKS)
         return hosts
