@@ -229,6 +229,9 @@ class RunConfig:
     compress: str | None = _choice(
         None, ("fp16", "bf16", "topk"), "ring_all_reduce: compress gradients on the wire"
     )
+    hierarchical: bool = _setting(
+        False, "", "sum gradients inside each host first, then between hosts", _check_flag
+    )
     servers: int | None = _integer(None, "S", "parameter_server: ranks that hold parameters")
     straggler: str | None = _text(
         None, "RANK:FACTOR", "1:4.0 makes rank 1 compute four times as slowly"

@@ -8,15 +8,19 @@ Symbols: P ranks on H hosts, S bytes of a rank's tensor.
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade
 from labkit.check.grading.exercise import DRAWN, Cards
 from labkit.check.ring import reduced, ring_target
+from labkit.collectives import hierarchical_all_reduce
 from labkit.collectives.ring import split_chunks
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.hosts import card_bytes
 from labkit.schedules.ring import chunk_bounds
 
@@ -26,6 +30,8 @@ Hosts = tuple[tuple[int, ...], ...]
 _RANKS = {4: (2, 2), 5: (3, 2), 6: (1, 3, 2)}
 _WORDS = {P: f"hosts of {' + '.join(map(str, sizes))}" for P, sizes in _RANKS.items()}
 _WORLD_SIZES = tuple(_RANKS)
+# The card of each host in a run that is drawn: 1 MB takes 25 ms.
+_LINK = EmulatedLink(0.001, 40e6, ranks_per_host=2)
 # Divisible by 1, 2 and 3 parts of 2 and 3 pieces, and large beside the rounding of the others.
 _SIZES = (240, 50, 7, 1, 0)
 
@@ -40,8 +46,11 @@ def inside(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verd
         "hosts.inside",
         signature="comm, chunks, host",
         inputs=lambda rank, case: (_chunks(rank, case), _host(rank, case)),
-        expected=_sum_of_own_chunk,
+        expected=lambda rank, case: _own_chunk_over(_host(rank, case), rank, case),
         chunked=True,
+        mistakes={
+            "hosts.over_all": lambda r, c: _own_chunk_over(range(c.world_size), r, c),
+        },
         target=_inside_target,
         sizes=_SIZES,
         drawn_size=DRAWN,
@@ -54,7 +63,7 @@ def between(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Ver
     """Grade ``fn(comm, chunk, peers)``: the sum over ``peers``, one rank per host, in place.
 
     It is called on these ranks only. Target per rank: the ring of H ranks, 2 (H - 1) messages of
-    one piece of the chunk each, to the next of ``peers``.
+    one piece of the chunk each, to others of ``peers``.
     """
     exercise = Exercise(
         "hosts.between",
@@ -66,6 +75,7 @@ def between(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Ver
         any_chunks=True,
         sizes=_SIZES,
         drawn_size=DRAWN,
+        drawn_link=_LINK,
         ranks_words=_WORDS,
     )
     return grade(fn, exercise, world_sizes)
@@ -83,12 +93,25 @@ def all_reduce(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
         inputs=lambda rank, case: (case.tensor(rank), hosts_of(case)),
         expected=lambda rank, case: reduced("sum", rank, case),
         cards=_cards,
+        mistakes={"hosts.not_inside": _not_inside, "hosts.not_shared": _not_shared},
         same_bits=True,
         sizes=_SIZES,
+        library=_labkits,
         drawn_size=DRAWN,
+        drawn_link=_LINK,
         ranks_words=_WORDS,
     )
     return grade(fn, exercise, world_sizes)
+
+
+def _labkits(comm: Comm, tensor: Tensor, hosts: Hosts) -> None:
+    """labkit's own function, with the hosts of the exercise."""
+    before = comm.hosts
+    comm.hosts = hosts
+    try:
+        hierarchical_all_reduce(comm, tensor)
+    finally:
+        comm.hosts = before
 
 
 def hosts_of(case: Case) -> Hosts:
@@ -110,11 +133,15 @@ def _chunks(rank: int, case: Case) -> list[Tensor]:
     return split_chunks(case.tensor(rank), _parts(case))
 
 
-def _sum_of_own_chunk(rank: int, case: Case) -> list[Tensor | None]:
+def _own_chunk_over(ranks: Iterable[int], rank: int, case: Case) -> list[Tensor | None]:
+    """The sum over ``ranks`` of the chunk that ``rank`` keeps; None for the others."""
     host = _host(rank, case)
-    of_host = [[chunk.double() for chunk in _chunks(other, case)] for other in host]
-    sums = [sum(same).float() for same in zip(*of_host)]
+    sums = [_sum(chunks) for chunks in zip(*(_chunks(other, case) for other in ranks))]
     return [total if host[i] == rank else None for i, total in enumerate(sums)]
+
+
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([tensor.double() for tensor in tensors]).sum(0).float()
 
 
 def _inside_target(rank: int, case: Case) -> Target:
@@ -130,15 +157,13 @@ def _peers(rank: int, case: Case) -> tuple[int, ...]:
     return tuple(host[place if place < _parts(case) else 0] for host in hosts_of(case))
 
 
-def _call_if_peer(fn: Callable, comm: Comm, chunk: Tensor, peers: tuple[int, ...]) -> None:
-    if comm.rank in peers:
-        fn(comm, chunk, peers)
+def _call_if_peer(fn: Callable, comm: Comm, chunk: Tensor, peers: tuple[int, ...]) -> Any:
+    return fn(comm, chunk, peers) if comm.rank in peers else None
 
 
 def _sum_over_peers(rank: int, case: Case) -> Tensor | None:
     peers = _peers(rank, case)
-    total = sum(case.tensor(peer).double() for peer in peers).float()
-    return total if rank in peers else None
+    return _sum(map(case.tensor, peers)) if rank in peers else None
 
 
 def _between_target(rank: int, case: Case) -> Target:
@@ -147,8 +172,22 @@ def _between_target(rank: int, case: Case) -> Target:
         return Target(0, 0, peers=frozenset())
     ring = Case(len(peers), case.size)
     due = ring_target(case.size, 4, peers.index(rank), ring)
-    right = peers[(peers.index(rank) + 1) % len(peers)]
-    return due._replace(peers=frozenset({right}))
+    return due._replace(peers=frozenset(peers) - {rank})
+
+
+def _not_inside(rank: int, case: Case) -> Tensor:
+    """The result if each chunk is summed between the hosts alone."""
+    by_place = zip(*(host[: _parts(case)] for host in hosts_of(case)))
+    return torch.cat(
+        [_sum(_chunks(peer, case)[i] for peer in peers) for i, peers in enumerate(by_place)]
+    )
+
+
+def _not_shared(rank: int, case: Case) -> Tensor:
+    """The result if nobody brings the complete chunks to the other ranks of the host."""
+    complete = _own_chunk_over(range(case.world_size), rank, case)
+    own = _chunks(rank, case)
+    return torch.cat([mine if done is None else done for mine, done in zip(own, complete)])
 
 
 def _cards(case: Case) -> Cards:

@@ -29,7 +29,7 @@ _STEPS, _TOGETHER_S = 6, 0.3
 _POLL_S = 0.001
 # What tells a process its rank, or that of others.
 _TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_READS = ("get", "add")
+_READS = ("get", "add", "check")
 
 _calls = itertools.count()
 
@@ -225,7 +225,8 @@ def _ranks(visits: Sequence[Visit], attempt: int, former: set[str]) -> Mistake |
 
 def _addresses(visits: Sequence[Visit], former: set[str]) -> Mistake | None:
     P, known = len(visits), {one.address for one in visits}
-    for one in visits:
+    # The first to come knows the fewest.
+    for one in sorted(visits, key=lambda visit: len(visit.result[1])):
         rank, addresses = one.result
         if old := former & {*addresses}:
             return Mistake("rendezvous.former", address=one.address, old=min(old))

@@ -243,12 +243,13 @@ class LinkTransport(Transport):
             raise PeerLostError("this rank is ending")
 
 
-# This process's card, and the ranks of the run that are on the same emulated host.
+# This process's card; the ranks of the run on each emulated host, if any, and on its own.
 _card: Card | None = None
+_hosts: Hosts | None = None
 _near: frozenset[int] = frozenset()
 
 
-def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None) -> Hosts | None:
+def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None) -> None:
     """Give this process a card for ``link``, or take its card away: a rank has one card.
 
     Args:
@@ -256,28 +257,22 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
         rank: this rank.
         arena: the memory that it shares with all others; needed where ranks share a card.
 
-    Returns:
-        The ranks of each emulated host; None where none are emulated.
-
     Raises:
         ValueError: hosts cannot be emulated here.
     """
-    global _card, _near
-    _card, _near = None, frozenset()
-    if link is None:
-        return None
-    if link.ranks_per_host is None:
-        _card = Card(link)
-        return None
+    global _card, _hosts, _near
+    _card, _hosts, _near = None, None, frozenset()
+    if link is None or link.ranks_per_host is None:
+        _card = None if link is None else Card(link)
+        return
     if arena is None or not arena.has_semaphores:
         raise ValueError(
             f"link {str(link)!r}: ranks_per_host emulates hosts on one machine, whose ranks share "
             "a lock in memory (on Linux). On several machines leave it out: they are hosts already"
         )
-    hosts = link.hosts(arena.world_size)
-    host = host_of(rank, hosts)
-    _card, _near = HostCard(link, *arena.card(host)), frozenset(hosts[host])
-    return hosts
+    _hosts = link.hosts(arena.world_size)
+    host = host_of(rank, _hosts)
+    _card, _near = HostCard(link, *arena.card(host)), frozenset(_hosts[host])
 
 
 def over_link(transport: Transport, ranks: Sequence[int] | None = None) -> Transport:
@@ -291,3 +286,11 @@ def over_link(transport: Transport, ranks: Sequence[int] | None = None) -> Trans
         return transport
     near = _near if ranks is None else {n for n, rank in enumerate(ranks) if rank in _near}
     return LinkTransport(transport, _card, near)
+
+
+def emulated_hosts(ranks: Sequence[int]) -> Hosts | None:
+    """The hosts of some ranks of the run, by their places in ``ranks``; None for real hosts."""
+    if _hosts is None:
+        return None
+    places = ([n for n, rank in enumerate(ranks) if rank in host] for host in _hosts)
+    return tuple(tuple(host) for host in places if host)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from labkit.comm.comm import Comm
 from labkit.comm.cuda_ipc import CudaTransport
-from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
+from labkit.comm.emulated_link import EmulatedLink, emulated_hosts, over_link, plug_in
 from labkit.comm.hosts_transport import HostsTransport
 from labkit.comm.meeting import find_hosts, meet, stay_on_loopback
 from labkit.comm.reads import flush_before_reads
@@ -77,15 +77,15 @@ def connect(
     if arena is None:
         arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
-    emulated = plug_in(link, rank, arena if len(hosts) == 1 else None)
+    plug_in(link, rank, arena if len(hosts) == 1 else None)
     transport = over_link(_transport(plan, arena, neighbours, rank, device, patience_s))
     doorbells, board = None, None if arena is None else arena.board
     if arena is not None and arena.has_semaphores:
         bells = {one: arena.doorbell(one) for one in neighbours}
         doorbells = Doorbells(arena.board, rank, patience_s, bells)
     comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts)
-    # All else of this run is on one host.
-    comm.hosts = emulated or hosts
+    # The clocks and the board are those of one host nevertheless.
+    comm.hosts = emulated_hosts(range(world_size)) or hosts
     if comm.session.queue is not None:
         flush_before_reads(comm.session)
         _leaving.append(comm.session)

@@ -122,7 +122,14 @@ def run(
         where = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *where))
     chosen = _planned(world_size, device, transport, devices, bool(may_lose))
-    shared = dump_call(fn, args), cell_sources(), chosen, world_size, timeout_s, frozenset(may_lose)
+    shared = (
+        dump_call(fn, args),
+        cell_sources(),
+        chosen,
+        world_size,
+        timeout_s,
+        frozenset(may_lose),
+    )
     supervisor = Supervisor(Job(*shared, link=link, in_notebook=kernel() is not None))
     return _result(supervisor.run(), supervisor.lost)
 

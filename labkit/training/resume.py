@@ -63,7 +63,9 @@ def arrangement(config: RunConfig) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in _ARRANGEMENT}
     # Which devices they are does not matter.
     devices = found.pop("devices")
-    return found | {"devices": devices and len(devices.split(","))}
+    # Older checkpoints do not say it.
+    over_hosts = {"hierarchical": True} if config.hierarchical else {}
+    return found | {"devices": devices and len(devices.split(","))} | over_hosts
 
 
 def facts_of(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[str, Any]:

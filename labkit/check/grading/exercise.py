@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.traffic import Cost
 from labkit.units import format_count, spelled
 
@@ -229,6 +230,7 @@ class Exercise:
             if the exercise has no tensor of variable size.
         library: labkit's own function with the same arguments, shown beside the learner's run.
         drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
+        drawn_link: the link of that run, if it is on four ranks.
         root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         case_words: a size that means a special case -> what is special about it, in words.
@@ -256,6 +258,7 @@ class Exercise:
     sizes: tuple[int, ...] = SIZES
     library: Callable | None = None
     drawn_size: int = 0
+    drawn_link: EmulatedLink | None = None
     root_name: str = ""
     nouns: tuple[str, str] = ("rank", "element")
     case_words: Mapping[int, str] = field(default_factory=dict)

@@ -112,6 +112,7 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
     options = {"world_size": world_size, "device": "cpu", "timeout_s": TIMEOUT_S}
+    options |= {"link": exercise.drawn_link} if world_size == WORLD_SIZE else {}
     try:
         with undrawn():
             result = run(_spend, fns, exercise.to_run(), case, **options)

@@ -44,7 +44,7 @@ class _NeverSet(RuntimeError):
     """Raised in a learner's function where a real store would raise after its timeout."""
 
 
-class SharedStore:
+class SharedStore(dist.Store):
     """A ``torch.distributed`` store that notes its uses, and can hold a process back after each.
 
     Args:
@@ -59,6 +59,7 @@ class SharedStore:
         after_use: Callable[[int], None] = lambda number: None,
         before_wait: Callable[[], None] = lambda: None,
     ):
+        super().__init__()
         self._real, self._after_use, self._before_wait = real, after_use, before_wait
         self.uses: list[Use] = []
         self.waited_for = ""
@@ -71,7 +72,7 @@ class SharedStore:
         """The values of several keys; waits until all are set."""
         return [self.get(key) for key in keys]
 
-    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set."""
         return self._use("wait", ", ".join(keys), self._waiting, list(keys), lambda: None)
 
@@ -88,9 +89,22 @@ class SharedStore:
         """Add to a number, 0 at first, and return the sum, in one step."""
         return self._use("add", key, self._real.add, key, amount, told=amount)
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
-        return partial(self._use, name, "", found) if callable(found) else found
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key if it holds what is expected ("" if it is not set); returns what it holds."""
+        do = self._real.compare_set
+        return self._use("compare_set", key, do, key, expected, desired, told=desired)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return self._use("check", ", ".join(keys), self._real.check, list(keys))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+        return self._use("delete_key", key, self._real.delete_key, key)
+
+    def num_keys(self) -> int:
+        """The number of keys."""
+        return self._use("num_keys", "", self._real.num_keys)
 
     def _use(self, op: str, key: str, do: Callable, *args: Any, told: Any = None, **more: Any):
         start_s = time.monotonic()

@@ -161,7 +161,9 @@ class HostRun:
         self._made_s, self._heard_s = time.time(), time.monotonic()
         self._error = ""
         self._closed = threading.Event()
-        threading.Thread(target=self._watch_driver, name="labkit-driver-watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch_driver, name="labkit-driver-watch", daemon=True
+        ).start()
         self._ranks.warm_up()
         self._ranks.start()
 
@@ -251,4 +253,3 @@ class HostRun:
         remove_empty_segments(self._made_s - 0.1)
         if self._file is not None:
             self._file.close()
-

@@ -137,4 +137,3 @@ def _tell(remote: list[RemoteHost], prepared: list[Prepared], places: list[range
         if len(ranks) > 4 * one.cores:
             told = f"{host} has {one.cores} cores for {len(ranks)} ranks: they take turns"
             tell_once([(f"cores {host}", told)])
-
