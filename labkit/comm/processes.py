@@ -32,6 +32,24 @@ def start_of(pid: int) -> str:
         return ""
 
 
+def is_debugged(pid: int) -> bool:
+    """Whether it is a debugger that has stopped the process."""
+    return _state(pid) == "t"
+
+
+def exit_code(pid: int) -> int | None:
+    """How a process has ended, as Python's ``exitcode``; None if that is not known (any more).
+
+    Linux tells it of a process that its parent has not waited for yet.
+    """
+    try:
+        fields = (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # proc(5) counts from 1, and the name in parentheses is number 2.
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] in _ENDED else None
+
+
 def signal_name(number: int) -> str:
     """``SIGKILL`` for 9; ``signal 40`` for one without a name (real-time signals)."""
     try:
