@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from labkit.comm.meeting import loopback
+from labkit.comm.processes import loopback
 from labkit.runtime.marked import kill_marked
 
 _MARK = "LABKIT_AGENTS"
