@@ -6,6 +6,7 @@
     placement     the cuts of VGG16: hops by placement, and every single cut against the planner
     pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
     checkpoint    a step with and without a checkpoint being written in the background
+    two-hosts     one worker, two on one host, four on two hosts, over cables of several rates
 
 ``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
 command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce bench with MPI as an

@@ -6,7 +6,7 @@ manage a comm through its session; strategies and learners never need it.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -206,11 +206,11 @@ class Session:
             self.queue.finish(where)
 
     @contextmanager
-    def streaming(self, name: str, dst: int) -> Iterator[None]:
+    def streaming(self, name: str, dst: int, ranks: Sequence[int] | None = None) -> Iterator[None]:
         """Wrap a collective that writes its segments for ``dst`` directly into a channel.
 
         Every rank has to take part. The collective is one span; each message that the channel
-        counts is one operation.
+        counts is one operation. ``ranks``: those whose messages it waits for; by default all.
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
@@ -218,7 +218,7 @@ class Session:
         with self.meeting(name):
             yield
         self.operations += sent.messages - messages
-        arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank)
+        arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank, ranks)
         number = int(self.board.ranks[self.rank]["meetings"])
         meets = ((-1, -1, number),) if self._compares else ()
         self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)

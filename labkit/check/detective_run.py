@@ -1,0 +1,130 @@
+"""A run on two hosts that stands still, and what PyTorch's own tools say about it.
+
+The program is ``labkit.check.early_stop``: which rank is to blame depends on a seed.
+"""
+
+import json
+import re
+import socket
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from labkit.check.detective_dumps import Dumps, plain_entries
+from labkit.check.early_stop import losses_of
+from labkit.check.grading.exercise import new_seed
+from labkit.runtime.agents import show_line, start_agents
+
+HOSTS, RANKS_PER_HOST = 2, 2
+# Nothing is printed for this long: the run stands still. (A step takes milliseconds.)
+_QUIET_S = 2.0
+_ANSWER_S = 20.0
+# PyTorch's name of the default process group.
+_DEFAULT_GROUP = "0"
+# Of what torchrun and a failed rank print: the errors, and whom torchrun takes for the cause.
+_WORTH_SHOWING = re.compile(r"Error: |Root Cause|^  (rank|exitcode) ")
+_PROGRAM = Path(__file__).with_name("early_stop.py")
+
+
+@dataclass(frozen=True)
+class HungRun:
+    """What is known of a run that stood still, from the outside.
+
+    Attributes:
+        stacks: by rank, what each of its threads was doing, the newest call first.
+        dumps: by rank, the entries of its flight recorder.
+        seed: of the program.
+    """
+
+    stacks: dict[int, str]
+    dumps: Dumps
+    seed: int
+    world_size: int = HOSTS * RANKS_PER_HOST
+    ranks_per_host: int = RANKS_PER_HOST
+
+    @property
+    def culprit(self) -> int:
+        losses = losses_of(self.seed, self.world_size)
+        return int(losses.min(0).values.argmin())
+
+    @property
+    def host(self) -> int:
+        return self.culprit // self.ranks_per_host
+
+    @property
+    def line(self) -> int:
+        """Where the culprit stands."""
+        return _line_with("dist.barrier()")
+
+    @property
+    def others_line(self) -> int:
+        return _line_with("dist.all_reduce(")
+
+    @property
+    def cause_line(self) -> int:
+        return _line_with("break")
+
+    def show_stacks(self) -> None:
+        """Print the lines of the program, and of PyTorch just above them, on which ranks stand."""
+        for rank, stack in self.stacks.items():
+            frames = [line for line in stack.splitlines() if "distributed_c10d" in line]
+            frames += [line for line in stack.splitlines() if _PROGRAM.name in line]
+            print(f"rank {rank}", *map(_short, frames), sep="\n")
+
+
+def _line_with(code: str) -> int:
+    lines = _PROGRAM.read_text("utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if code in line)
+
+
+def _short(frame: str) -> str:
+    return re.sub(r'File ".*/', 'File "', frame)
+
+
+def hang(seed: int | None = None) -> HungRun:
+    """Run the program on two hosts, show each host's output, and look into the ranks.
+
+    While nothing moves, PyTorch's debug server is asked for all stacks and flight recorders. Then
+    the ranks' timeouts end the run.
+
+    Args:
+        seed: decides which rank stops early; by default another one each time.
+    """
+    seed, port = new_seed() if seed is None else seed, _free_port()
+    with start_agents(
+        [_PROGRAM, str(seed), str(port)],
+        hosts=HOSTS,
+        ranks_per_host=RANKS_PER_HOST,
+        environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
+    ) as agents:
+        agents.follow(quiet_s=_QUIET_S, show=_show_a_step)
+        print(f"... nothing for {_QUIET_S:g} s", flush=True)
+        stacks = _page(port, "stacks")
+        dumps = [json.loads(text)["entries"] for text in _page(port, "fr_trace_json")]
+        agents.follow(show=_show_an_error)
+    entries = {rank: plain_entries(dump, _DEFAULT_GROUP) for rank, dump in enumerate(dumps)}
+    return HungRun(dict(enumerate(stacks)), entries, seed)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _page(port: int, name: str) -> list[str]:
+    """What the debug server's page says, by rank."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=_ANSWER_S) as page:
+        text = page.read().decode()
+    return re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)
+
+
+def _show_a_step(host: int, line: str) -> None:
+    if ": step " in line:
+        show_line(host, line)
+
+
+def _show_an_error(host: int, line: str) -> None:
+    if _WORTH_SHOWING.search(line):
+        # Without the place in gloo's sources.
+        show_line(host, re.sub(r"\[/\S+\] ", "", line))

@@ -1,0 +1,53 @@
+"""Ranks on two hosts with a network between them: the same results, and a cut cable is named."""
+
+import json
+import time
+
+import pytest
+from hosts_program import BASE, CASES
+from safetensors.torch import load_file
+from two_hosts import ROOT, Torchrun, why_not
+
+from labkit import train_with
+from labkit.bench.two_hosts import TwoHosts
+from labkit.training.state import largest_difference
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if missing := why_not():
+        pytest.skip(missing)
+    with TwoHosts() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trained(hosts, tmp_path_factory):
+    """(folder of states, whether replicas agree by case, the job, which is sending endlessly)."""
+    folder = tmp_path_factory.mktemp("states")
+    words = [str(ROOT / "tests" / "hosts_program.py"), str(folder), "endless"]
+    job = Torchrun(hosts, 2, words, 29500)
+    return folder, json.loads(job.line("trained ")), job
+
+
+def test_every_technique_equals_one_device_over_two_hosts(trained):
+    folder, agree, _ = trained
+    alone = train_with("single", **BASE).state
+    differences = {name: largest_difference(load_file(folder / name), alone) for name in CASES}
+    assert {name: d for name, d in differences.items() if d >= 1e-10} == {}
+    assert agree == dict.fromkeys(CASES, True)
+
+
+def test_a_cut_cable_names_the_lost_host(trained, hosts):
+    *_, job = trained
+    job.line("endless")
+    started_s = time.monotonic()
+    hosts.cut()
+    try:
+        said, _ = job.said()
+    finally:
+        hosts.mend()
+    print(time.monotonic() - started_s, said)
+    assert "host 1" in said
