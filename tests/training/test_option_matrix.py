@@ -236,8 +236,8 @@ def trained(weights):
     threads = torch.get_num_threads()
     # The checks run a tiny model; several threads would wait for each other.
     torch.set_num_threads(1)
-    for technique, options in (*singles, *CASES):
-        key, job = key_of(technique, options), job_of(technique, options)
+    for key, (technique, options) in {key_of(*one): one for one in (*singles, *CASES)}.items():
+        job = job_of(technique, options)
         if isinstance(job, str):
             found[key] = job
             continue
