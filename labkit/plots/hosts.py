@@ -98,7 +98,8 @@ def _alike(found: Sequence[Round], cards: Sequence[Fraction]) -> list[tuple[int,
 def _heading(first: int, last: int, card: Fraction) -> str:
     if first == last:
         return f"round {first + 1}\ncard: {_part(card)}"
-    return f"rounds {first + 1} to {last + 1}\ncard: {_part(card)} each"
+    each = " each" if card else ""
+    return f"rounds {first + 1} to {last + 1}\ncard: {_part(card)}{each}"
 
 
 def _part(part: Fraction) -> str:
