@@ -18,12 +18,12 @@ import fcntl
 import os
 import stat
 import struct
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from labkit.comm.board import LEFT
+from labkit.comm.processes import loopback
 from labkit.comm.shared_memory import Arena
 
 # Mark, process id, descriptor, inode, and the boot id of the machine.
@@ -181,8 +181,3 @@ def stay_on_loopback() -> None:
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if local is not None and local == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-
-
-def loopback() -> str:
-    """The name of the network interface that only processes of this machine can reach."""
-    return "lo0" if sys.platform == "darwin" else "lo"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 PROCESSES = Path("/proc")
@@ -78,3 +79,8 @@ def _state(pid: int) -> str:
         return (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def loopback() -> str:
+    """The name of the network interface that only processes of this machine can reach."""
+    return "lo0" if sys.platform == "darwin" else "lo"
