@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from labkit.comm.board import LEFT, RUNNING, Board
 from labkit.comm.deadlock import stuck_ranks, takes_part
@@ -70,7 +71,7 @@ class Faults:
         return self.explained(failure_error(self._evidence(exit_codes=codes, gone=set(codes))))
 
     def _evidence(self, **known: object) -> Evidence:
-        return Evidence(self.board.copy(whole=True), frozenset(), **known)
+        return Evidence(self.board.copy(whole=True), frozenset(), _TORCHRUN, **known)
 
     def standing_still(self, beats: Mapping[int, Beat]) -> Verdict | None:
         """A mismatch or a deadlock, if nobody has moved since it was first seen."""
@@ -176,3 +177,19 @@ class Faults:
     def has_left(self, rank: int) -> bool:
         """Whether a rank has ended the run by itself, so that its end means nothing."""
         return int(self.board.ranks[rank]["state"]) == LEFT
+
+
+class _Torchrun:
+    """What has started the ranks, as far as an explanation asks: ``explained`` names the hosts."""
+
+    def fault(self) -> str:
+        return ""
+
+    def lost_with(self, rank: int) -> str:
+        return ""
+
+    def with_hosts(self, text: str) -> str:
+        return text
+
+
+_TORCHRUN: Any = _Torchrun()
