@@ -7,12 +7,10 @@ and written back in two steps is taken twice; in the second they come one after 
 Symbols: P processes.
 """
 
-import contextlib
 import itertools
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,8 +25,6 @@ ATTEMPTS = (0, 1)
 # So many operations of each process are made step by step together, for so long at most.
 _STEPS, _TOGETHER_S = 6, 0.3
 _POLL_S = 0.001
-# What tells a process its rank, or that of others.
-_TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _READS = ("get", "add", "check")
 
 _calls = itertools.count()
@@ -106,26 +102,14 @@ def _meet_twice(fn: Callable, comm: Comm, case: Case) -> list[Visit]:
     meeting, visits = _Meeting(notes, place, case.world_size), []
     for attempt in ATTEMPTS:
         address = _address(comm.rank, attempt, case)
-        with _untold():
-            visits.append(
-                visit(fn, meeting.store(real, attempt), address, case.world_size, attempt)
-            )
+        store = meeting.store(real, attempt)
+        visits.append(visit(fn, store, address, case.world_size, attempt))
         if visits[-1].waited_for:
             notes.set("in vain", "1")
         meeting.end(attempt)
         if notes.check(["in vain"]):
             break
     return visits
-
-
-@contextlib.contextmanager
-def _untold() -> Iterator[None]:
-    """Take what tells a process its rank out of the environment."""
-    told = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(told)
 
 
 def _address(rank: int, attempt: int, case: Case) -> str:

@@ -1,8 +1,9 @@
 """A store of ``torch.distributed`` as a learner's function sees it: every use of it is noted."""
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,6 +15,8 @@ from labkit.check.grading.compare import plain
 
 # A process waits this long for a key: the others need some milliseconds to set it.
 _PATIENCE_S = 1.0
+# What tells a process its rank, or that of others.
+_TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class Use(NamedTuple):
@@ -85,14 +88,14 @@ class SharedStore(dist.Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         """Add to a number, 0 at first, and return the sum, in one step."""
-        return self._use("add", key, self._real.add, key, amount, told=amount)
+        return self._use("add", key, self._real.add, key, value, told=value)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """Set a key if it holds what is expected ("" if it is not set); returns what it holds."""
-        do = self._real.compare_set
-        return self._use("compare_set", key, do, key, expected, desired, told=desired)
+        do, values = self._real.compare_set, (expected_value, desired_value)
+        return self._use("compare_set", key, do, key, *values, told=desired_value)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
@@ -126,8 +129,18 @@ class SharedStore(dist.Store):
 
 
 def visit(fn: Callable, store: SharedStore, address: str, world_size: int, attempt: int) -> Visit:
-    """Call ``fn`` on one process; what it did, and what it returned."""
+    """Call ``fn`` on one process, which is not told its rank; what it did, and returned."""
     result = None
-    with contextlib.suppress(_NeverSet):
+    with untold(), contextlib.suppress(_NeverSet):
         result = plain(fn(store, address, world_size, attempt))
     return Visit(address, result, tuple(store.uses), store.waited_for)
+
+
+@contextlib.contextmanager
+def untold() -> Iterator[None]:
+    """Take what tells a process its rank out of the environment."""
+    told = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(told)
