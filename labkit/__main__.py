@@ -308,7 +308,9 @@ def main(argv: list[str] | None = None) -> int:
         return _COMMANDS[arguments.command](arguments)
     # Under torchrun this process is a rank: lost peers and mismatches reach it as they are.
     except (WorkerError, OutputError, ConnectionError, MismatchError) as error:
-        print(f"labkit: {error}", file=sys.stderr)
+        # (is_told: what torchrun's ranks have in common is told once on each host.)
+        if not getattr(error, "is_told", False):
+            print(f"labkit: {error}", file=sys.stderr)
         return 1
     except PreemptedError as error:
         if os.environ.get("RANK", "0") == "0":

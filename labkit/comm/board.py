@@ -86,8 +86,13 @@ RANK = np.dtype(
         ("head_expected", _WHAT),
         ("head_location", "S256"),
         ("resting", "S64"),
+        # When the thread that watches this rank was last seen at work, on its host's clock.
+        ("watched_s", "f8"),
     ]
 )
+
+# What ends the run on this host, where no launcher does.
+_CONCLUSION = np.dtype([("length", "i8"), ("text", "S16384")])
 
 
 class Board:
@@ -132,12 +137,16 @@ class Board:
         self.wanted = wanted.reshape(world_size, world_size)
         self.late: np.ndarray[Any, np.dtype[Any]] | None = None
         if len(view) > late_at:
-            late = np.frombuffer(view[late_at : self.num_bytes(world_size)], dtype=QUEUED_EDGE)
+            end = late_at + 2 * world_size**2 * QUEUED_EDGE.itemsize
+            late = np.frombuffer(view[late_at:end], dtype=QUEUED_EDGE)
             self.late = late.reshape(2, world_size, world_size)
+            rest = view[end : self.num_bytes(world_size)]
+            self._concluded = np.frombuffer(rest, dtype=_CONCLUSION)
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
-        return _num_bytes_seen(world_size) + 2 * world_size**2 * QUEUED_EDGE.itemsize
+        late_bytes = 2 * world_size**2 * QUEUED_EDGE.itemsize
+        return _num_bytes_seen(world_size) + late_bytes + _CONCLUSION.itemsize
 
     def copy(self, *, whole: bool = False) -> "Board":
         """A copy of the board as it is now, in private memory.
@@ -223,6 +232,16 @@ class Board:
         """Post that this rank will not continue, and why, unless another rank has done so."""
         if not self.gave_up():
             self.ranks[rank]["gave_up"] = why.encode()
+
+    def conclude(self, text: bytes) -> None:
+        """Post what ends the run for all ranks of this host, unless it is known already."""
+        if not self.conclusion():
+            self._concluded["text"] = text
+            self._concluded["length"] = min(len(text), _CONCLUSION["text"].itemsize)
+
+    def conclusion(self) -> bytes:
+        """What ends the run; empty while it goes on."""
+        return bytes(self._concluded["text"][0])[: int(self._concluded["length"][0])]
 
     def progress(self, rank: int, done: int, total: int, label: str, samples: int = 0) -> None:
         slot = self.ranks[rank]

@@ -18,12 +18,12 @@ import fcntl
 import os
 import stat
 import struct
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from labkit.comm.board import LEFT
+from labkit.comm.processes import loopback
 from labkit.comm.shared_memory import Arena
 
 # Mark, process id, descriptor, inode, and the boot id of the machine.
@@ -34,7 +34,7 @@ HOST = struct.Struct("!8sq")
 HOST_MARK = b"labkit-h"
 _HIGHEST = 2**31 - 1
 _OPEN, _NOT_OPEN = b"open", b"not open"
-_SUSPICION = (
+SUSPICION = (
     "Another program writes to this run's store, which has no password: make it listen where only "
     "your own processes can reach it (SECURITY.md)"
 )
@@ -61,7 +61,7 @@ def find_hosts(store: Any, rank: int, world_size: int) -> tuple[tuple[int, ...],
         if mark != HOST_MARK:
             raise ConnectionError(
                 f"the host of rank {other} is {answer[:20]!r} in the store, which labkit does not "
-                f"write (is it the same labkit on all machines?). {_SUSPICION}"
+                f"write (is it the same labkit on all machines?). {SUSPICION}"
             )
         hosts.setdefault(host, []).append(other)
     return tuple(map(tuple, hosts.values()))
@@ -109,7 +109,7 @@ def _agree(answers: dict[int, bytes], arena: Arena | None, rank: int) -> Arena |
     """The arena if all ranks of a host have opened it; None if one has not."""
     for other, answer in answers.items():
         if answer not in (_OPEN, _NOT_OPEN):
-            raise ConnectionError(f"the answer of rank {other} is {answer[:20]!r}. {_SUSPICION}")
+            raise ConnectionError(f"the answer of rank {other} is {answer[:20]!r}. {SUSPICION}")
     if arena is None:
         return None
     arena.close_file()
@@ -121,7 +121,7 @@ def _agree(answers: dict[int, bytes], arena: Arena | None, rank: int) -> Arena |
         if not arena.board.ranks[other]["pid"]:
             raise ConnectionError(
                 f"the store says that rank {other} has opened the shared memory of the ranks, "
-                f"but it has not. {_SUSPICION}"
+                f"but it has not. {SUSPICION}"
             )
     return arena
 
@@ -141,7 +141,7 @@ def _read_note(note: bytes) -> tuple[int, int, int, bytes]:
             return pid, descriptor, inode, boot
     raise ConnectionError(
         f"rank 0's note in the store is {len(note)} bytes that labkit does not write (is it the "
-        f"same labkit on all machines?). {_SUSPICION}"
+        f"same labkit on all machines?). {SUSPICION}"
     )
 
 
@@ -181,8 +181,3 @@ def stay_on_loopback() -> None:
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if local is not None and local == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-
-
-def loopback() -> str:
-    """The name of the network interface that only processes of this machine can reach."""
-    return "lo0" if sys.platform == "darwin" else "lo"

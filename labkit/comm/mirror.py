@@ -26,7 +26,7 @@ from labkit.comm.board import EDGE, KINDS, LOST, QUEUED_EDGE, RANK, RECV, SEND, 
 _HEAD = struct.Struct("!8sIIB")
 _MARK = b"labkit-m"
 
-_NOT_OF_ROWS = ("pid", "origin_s", "meeting_s")
+_NOT_OF_ROWS = ("pid", "origin_s", "meeting_s", "watched_s")
 _NOT_OF_ENDS = ("posted_s",)
 
 
@@ -39,6 +39,7 @@ _ROW, _END = _without(RANK, _NOT_OF_ROWS), _without(EDGE, _NOT_OF_ENDS)
 
 # Of the numbers of a row the least and the largest value; those of all others are +-_MOST.
 _MOST = 2**62
+_COUNTERS = ("count", "begun", "collectives", "ticks")
 _COUNTED = ("ticks", "meetings", "collectives", "queued", "ended")
 
 
@@ -54,8 +55,9 @@ def pack(board: Board, ranks: Sequence[int]) -> bytes:
     queues = board.late is not None and bool(board.ranks["queued"][list(ranks)].any())
     packed = np.zeros(len(ranks), _layout(board.world_size, queues))
     for mine, rank in zip(packed, ranks):
-        for part, place in _places(board, rank, queues):
-            _copy(place, mine[part])
+        # A rank counts an entry after it has written it: so the counter is read before the entry.
+        for part, place in reversed(list(_places(board, rank, queues))):
+            _copy(place, mine[part], counters_last=False)
     head = _HEAD.pack(_MARK, board.world_size, len(ranks), queues)
     return head + zlib.compress(packed.tobytes(), level=1)
 
@@ -73,7 +75,7 @@ def unpack(board: Board, ranks: Sequence[int], data: bytes) -> None:
     _check_texts(found)
     for mine, rank in zip(found, ranks):
         for part, place in _places(board, rank, queues):
-            _copy(mine[part], place)
+            _copy(mine[part], place, counters_last=True)
 
 
 def _read(
@@ -102,10 +104,7 @@ def _read(
 
 
 def _places(board: Board, rank: int, queues: bool) -> Iterator[tuple[str, Any]]:
-    """The parts of what a rank writes, and their places on the board, the counters last.
-
-    A reader that sees a new count also sees the entry that it counts.
-    """
+    """The parts of what a rank writes, and their places on the board; counters come late."""
     if queues and board.late is not None:
         yield "late_sends", board.late[SEND, rank]
         yield "late_recvs", board.late[RECV, :, rank]
@@ -115,13 +114,13 @@ def _places(board: Board, rank: int, queues: bool) -> Iterator[tuple[str, Any]]:
     yield "recvs", board.edges[RECV, :, rank]
 
 
-def _copy(source: Any, target: Any) -> None:
-    """Copy the fields that both have; the counters last."""
+def _copy(source: Any, target: Any, counters_last: bool) -> None:
+    """Copy the fields that both have."""
     if (names := source.dtype.names) is None:
         target[...] = source
         return
     both = [name for name in names if name in target.dtype.names]
-    for name in sorted(both, key=lambda name: name in ("count", "collectives", "ticks")):
+    for name in sorted(both, key=lambda name: (name in _COUNTERS) == counters_last):
         target[name] = source[name]
 
 

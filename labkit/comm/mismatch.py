@@ -67,6 +67,27 @@ def check_collective(board: Board, rank: int) -> None:
             )
 
 
+def find_mismatch(board: Board) -> str:
+    """Why two ranks that are in an operation at this moment do not fit; empty if all may.
+
+    Each rank looks for itself when it posts an operation. Ranks of other hosts become known only
+    later: then this finds it.
+    """
+    try:
+        for rank in range(board.world_size):
+            check_collective(board, rank)
+            slot = board.ranks[rank]
+            dst, src = int(slot["dst"]), int(slot["src"])
+            queued = bool(slot["queued"])
+            if slot["op"] and dst >= 0:
+                check_message(board, SEND, rank, dst, queued)
+            if slot["op"] and src >= 0:
+                check_message(board, RECV, src, rank, queued)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
 def latest_collectives(board: Board, rank: int, up_to: int | None = None, length: int = 3) -> str:
     """The latest collectives of a rank: ``1. broadcast float32 [4], 2. barrier``."""
     announced, count = board.ranks[rank]["announced"], int(board.collectives[rank])

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 PROCESSES = Path("/proc")
@@ -30,6 +31,24 @@ def start_of(pid: int) -> str:
         return (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
+
+
+def is_debugged(pid: int) -> bool:
+    """Whether it is a debugger that has stopped the process."""
+    return _state(pid) == "t"
+
+
+def exit_code(pid: int) -> int | None:
+    """How a process has ended, as Python's ``exitcode``; None if that is not known (any more).
+
+    Linux tells it of a process that its parent has not waited for yet.
+    """
+    try:
+        fields = (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # proc(5) counts from 1, and the name in parentheses is number 2.
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] in _ENDED else None
 
 
 def signal_name(number: int) -> str:
@@ -60,3 +79,8 @@ def _state(pid: int) -> str:
         return (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def loopback() -> str:
+    """The name of the network interface that only processes of this machine can reach."""
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from labkit.comm.meeting import loopback
+from labkit.comm.processes import loopback
 from labkit.runtime.marked import kill_marked
 
 _MARK = "LABKIT_AGENTS"
 _FOLDER = "LABKIT_AGENTS_FOLDER"
 # Time for an agent to end its ranks; then they are killed.
 _GRACE_S, _KILLED_S = 10.0, 10.0
+_ENDED = 128 + signal.SIGTERM
 
 Show = Callable[[int, str], object]
 
@@ -187,24 +189,15 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
 # In the agent's process
 
 
-def _end_with_the_caller(pipe: int) -> None:
-    """Wait until the caller has closed its end of ``pipe``, or is gone; then end this agent."""
-    while os.read(pipe, 1 << 10):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def main() -> int:
     """Be one agent: ``torchrun`` with the words of the command line.
 
     It ends with its caller. A failure of a rank is told in torchrun's summary, without the
     traceback of the agent.
     """
-    pipe = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    threading.Thread(target=_end_with_the_caller, args=(pipe,), daemon=True).start()
+    # Until torchrun has a handler of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED))
+    caller = _Caller()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -215,8 +208,31 @@ def main() -> int:
         print(error, flush=True)
         return 1
     except SignalException:
-        return 128 + signal.SIGTERM
+        return _ENDED
+    finally:
+        if caller.is_gone:
+            # Nobody else is left to remove it. (The last agent does it for all of them.)
+            shutil.rmtree(os.environ[_FOLDER], ignore_errors=True)
     return 0
+
+
+class _Caller(threading.Thread):
+    """Ends this agent when its caller closes the other end of its standard input, or dies."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.is_gone = False
+        # The ranks get an empty input.
+        self._pipe, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        self.start()
+
+    def run(self) -> None:
+        while os.read(self._pipe, 1 << 10):
+            pass
+        self.is_gone = True
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.comm.comm import Comm
+from labkit.comm.connections import Connection, new_connections
 from labkit.comm.cuda_ipc import CudaTransport
 from labkit.comm.emulated_link import EmulatedLink, emulated_hosts, over_link, plug_in
 from labkit.comm.hosts_transport import HostsTransport
@@ -34,6 +35,7 @@ from labkit.runtime.prepare import allow_tf32
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
 PATIENCE_S = 30.0
 _RENDEZVOUS_S = 60.0
+_FOREVER = timedelta(days=365)
 
 # PyTorch kills the process at an error or a timeout of NCCL, before it can say what was wrong.
 # With 2 ("CleanUpOnly", ProcessGroupNCCL.hpp) it only aborts the group, which raises an error.
@@ -70,7 +72,9 @@ def connect(
         # If there is a launcher (``arena``), it enforces the deadline itself.
         group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
         store = meeting.store(world_size) if meeting else None
-        _join_group(plan.backend, group_timeout_s, device, store)
+        with new_connections() as opened:
+            _join_group(plan.backend, group_timeout_s, device, store)
+        group_connections[:] = opened
     group_store = dist.distributed_c10d._get_default_store()
     hosts = find_hosts(group_store, rank, world_size)
     neighbours = next(ranks for ranks in hosts if rank in ranks)
@@ -90,6 +94,22 @@ def connect(
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
     return comm
+
+
+# Those of the default process group of this process.
+group_connections: list[Connection] = []
+
+
+def own_store(run: int) -> dist.Store:
+    """A new connection to torchrun's store, for the watch over the ``run``-th run of this process.
+
+    A connection serves one request at a time, and the group's may be kept busy by the ranks.
+    """
+    joined = rounds.current()
+    assert joined is not None, "only torchrun's ranks are watched from within"
+    store = joined.connection()
+    store.set_timeout(_FOREVER)
+    return dist.PrefixStore(f"watch/{run}", store)
 
 
 def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:

@@ -14,6 +14,7 @@ from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import Plan, check_world_size, plan, tell_once
 from labkit.runtime import torchrun
+from labkit.runtime.between_hosts.reports import load_plain
 from labkit.runtime.forkserver import late_variables
 from labkit.runtime.limits import Limit, what_limited, without_spans
 from labkit.runtime.messages import Report, trace_of
@@ -172,7 +173,7 @@ def _planned(
 
 def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None) -> RunResult:
     started_s = time.perf_counter()
-    values = [report and load_value(report) for report in reports]
+    values = [report and _value(report) for report in reports]
     if note := _cost_note(
         [report for report in reports if report], time.perf_counter() - started_s
     ):
@@ -186,6 +187,10 @@ def _result(reports: Sequence[Report | None], lost: dict[int, str] | None = None
         lost=lost or {},
         peak_memory=[report.peak_memory if report else None for report in reports],
     )
+
+
+def _value(report: Report) -> Any:
+    return load_plain(report.payload) if report.is_plain else load_value(report)
 
 
 def _cost_note(reports: Sequence[Report], load_s: float) -> str:

@@ -46,6 +46,7 @@ class Report:
         duration_s: how long the function took.
         returned_at_s: when it returned, on the clock that all processes of a machine share.
         travel_s: the time from then until the launcher had the report; 0 until it has arrived.
+        is_plain: whether the payload is no pickle but plain data, see ``between_hosts.reports``.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Report:
     duration_s: float = 0.0
     returned_at_s: float = 0.0
     travel_s: float = 0.0
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """``labkit.run`` in a process that ``torchrun`` has started, which is itself one of the ranks."""
 
+import itertools
 import os
 import pickle
 import sys
@@ -12,19 +13,26 @@ import torch.distributed as dist
 
 from labkit import gpus
 from labkit.collectives import all_gather
+from labkit.comm.board import RETURNED, RUNNING
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.meeting import meet
 from labkit.comm.shared_transport import SharedTransport
+from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, tell_once
-from labkit.runtime.connect import PATIENCE_S, connect
+from labkit.runtime.between_hosts import reports
+from labkit.runtime.between_hosts.watch import Watch
+from labkit.runtime.connect import PATIENCE_S, connect, group_connections, own_store
 from labkit.runtime.messages import Report
+from labkit.runtime.pickling import dump_value
 from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.worker import success
 from labkit.units import format_count
 
 # Whether ``run_as_rank`` is calling a function in this process at the moment.
 inside_a_run = False
+# The runs of this process so far.
+_runs = itertools.count()
 
 
 def run_as_rank(
@@ -45,15 +53,51 @@ def run_as_rank(
     Raises:
         ValueError: ``world_size`` is not the number of ranks that torchrun has started.
         ConnectionError: the other ranks cannot be reached.
-        Any exception of ``fn``: torchrun then ends the other ranks.
+        WorkerError: another rank has failed, or the ranks can never finish; says why.
+        Any exception of ``fn`` on this rank.
     """
-    global inside_a_run
-    local_world_size = _local_world_size(world_size, transport)
-    chosen = plan(local_world_size, device, transport, devices=devices)
+    chosen = plan(_local_world_size(world_size), device, transport, devices=devices)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         tell_once(chosen.notes)
     comm = connect(chosen, timeout_s, link=link)
-    memory = _report_memory(comm, local_world_size, timeout_s)
+    watch = _watch(comm)
+    try:
+        memory = _report_memory(comm, timeout_s)
+        if watch is not None:
+            watch.also_ends(memory.session.board)
+            watch.start()
+        mine = _call(comm, fn, args)
+        return _exchange(memory, mine)
+    except BaseException as error:
+        raised = error if watch is None else watch.failed(error)
+        if raised is error:
+            raise
+        _tell_briefly(comm.rank)
+        # The explanation names the cause; what this rank ran into is a consequence.
+        raise raised from None
+    finally:
+        if watch is not None:
+            watch.close()
+
+
+def _tell_briefly(rank: int) -> None:
+    """Print no traceback for an explanation that is on stderr already, once for each host."""
+    print_error = sys.excepthook
+
+    def print_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if getattr(error, "is_told", False):
+            print(f"labkit: rank {rank} ends with this {kind.__name__}", file=sys.stderr)
+        else:
+            print_error(kind, error, trace)
+
+    sys.excepthook = print_once
+
+
+def _call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
+    """Call ``fn`` as the rank of a run; returns this rank's report."""
+    global inside_a_run
+    slot = comm.session.board.ranks[comm.rank]
+    slot["state"] = RUNNING
     seed_random_numbers(comm.rank)
     comm.session.start_together()
     started_s = time.perf_counter()
@@ -64,16 +108,14 @@ def run_as_rank(
         gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False
-    mine = success(comm, value, time.perf_counter() - started_s)
-    if memory is not None:
-        return [pickle.loads(packed) for packed in _gather_bytes(memory, pickle.dumps(mine))]
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    dump = dump_value if len(comm.hosts) == 1 else reports.dump_plain
+    mine = success(comm, value, time.perf_counter() - started_s, dump)
+    slot["state"] = RETURNED
+    return mine
 
 
-def _local_world_size(world_size: int, transport: str) -> int:
-    """The number of ranks on this machine.
+def _local_world_size(world_size: int) -> int:
+    """The number of ranks on this host.
 
     Raises:
         ValueError: the run does not fit the ranks that torchrun has started.
@@ -84,31 +126,41 @@ def _local_world_size(world_size: int, transport: str) -> int:
             f"world_size is {world_size}, but torchrun started {format_count(started, 'rank')}: "
             f"use world_size={started}, or another --nproc-per-node"
         )
-    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    if transport == "shared" and local_world_size < world_size:
-        raise ValueError(
-            f"transport 'shared' is for ranks of one machine, and this machine has only "
-            f"{local_world_size} of the {world_size} ranks: use 'auto' or 'gloo'"
-        )
-    return local_world_size
+    return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def _report_memory(comm: Comm, local_world_size: int, timeout_s: float) -> Comm | None:
-    """A Comm over memory that only this user's processes can open, to exchange reports.
+def _watch(comm: Comm) -> Watch | None:
+    """The watch over this run; None where a rank cannot see how the others of its host are."""
+    if not sys.platform.startswith("linux"):
+        return None
+    run, board = next(_runs), comm.session.board
+    return Watch(
+        comm.rank,
+        board,
+        comm.hosts[comm.host],
+        comm.hosts,
+        (lambda: own_store(run)) if len(comm.hosts) > 1 else None,
+        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+        group_connections,
+        comm.transport.abort,
+    )
 
-    Reports are pickles, and a pickle can make its reader run any code. gloo takes its addresses
-    from the store, and its sockets do not check who connects. The result is None on several
-    machines, and where the system has no such memory: the reports then travel over gloo.
+
+def _report_memory(comm: Comm, timeout_s: float) -> Comm:
+    """A Comm to exchange reports with.
+
+    Reports of one host are pickles, and a pickle can make its reader run any code: they travel
+    through memory that only this user's processes can open. gloo takes its addresses from the
+    store, and its sockets do not check who connects: the reports of several hosts are plain data.
 
     Raises:
         ConnectionError: the ranks of one machine cannot open the memory, though the system has it.
     """
-    if local_world_size < comm.world_size:
-        return None
+    if len(comm.hosts) > 1 or not sys.platform.startswith("linux"):
+        moved = comm.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        return Comm(comm.rank, comm.world_size, moved, TorchTransport(dist.get_backend(), moved))
     arena = meet(dist.distributed_c10d._get_default_store(), comm.rank, comm.world_size)
     if arena is None:
-        if not sys.platform.startswith("linux"):
-            return None
         raise ConnectionError(
             "the ranks of this machine cannot open each other's memory through /proc/PID/fd, and "
             "labkit takes pickled results only from there: run it without torchrun"
@@ -117,10 +169,18 @@ def _report_memory(comm: Comm, local_world_size: int, timeout_s: float) -> Comm 
     return Comm(comm.rank, comm.world_size, torch.device("cpu"), transport)
 
 
+def _exchange(comm: Comm, mine: Report) -> list[Report]:
+    """The reports of all ranks, in rank order."""
+    if comm.transport.shares_memory:
+        return [pickle.loads(packed) for packed in _gather_bytes(comm, pickle.dumps(mine))]
+    packed = _gather_bytes(comm, reports.to_bytes(mine))
+    return [reports.from_bytes(data, rank) for rank, data in enumerate(packed)]
+
+
 def _gather_bytes(comm: Comm, mine: bytes) -> list[bytes]:
     """Every rank's bytes, in rank order."""
-    lengths = [int(length) for length in all_gather(comm, torch.tensor(len(mine)))]
+    lengths = [int(one) for one in all_gather(comm, torch.tensor(len(mine), device=comm.device))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    everyone = all_gather(comm, padded)
-    return [bytes(data[:length].numpy()) for data, length in zip(everyone, lengths)]
+    everyone = all_gather(comm, padded.to(comm.device))
+    return [bytes(data[:length].cpu().numpy()) for data, length in zip(everyone, lengths)]

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -132,8 +133,13 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
     return report
 
 
-def success(comm: Comm, value: Any, duration_s: float) -> Report:
+def success(
+    comm: Comm, value: Any, duration_s: float, dump: Callable[[Any], bytes] = dump_value
+) -> Report:
     """Close the Comm of a rank whose function has returned ``value``, and return its report.
+
+    Args:
+        dump: makes bytes of the value.
 
     Raises:
         UnpicklableError: the value cannot be pickled.
@@ -141,7 +147,7 @@ def success(comm: Comm, value: Any, duration_s: float) -> Report:
     returned_at_s = time.monotonic()
     meter = comm.session.memory
     peak_memory = meter.total() if meter else None
-    payload = dump_value(value)
+    payload = dump(value)
     comm.session.close()
     return Report(
         comm.rank,

@@ -17,6 +17,7 @@ from torch import Tensor
 from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import Part, PeakMemory
 from labkit.config import RunConfig
+from labkit.runtime.between_hosts.reports import PLAIN
 from labkit.runtime.prepare import allow_tf32
 from labkit.strategies.base import Batch, OwnPaceStrategy, Strategy
 from labkit.training.checkpoints import Checkpoints
@@ -57,6 +58,9 @@ class RankReport:
     notes: dict[str, Any] = field(default_factory=dict)
     peak_memory: PeakMemory | None = None
     ends_s: list[float] = field(default_factory=list)
+
+
+PLAIN.append(RankReport)
 
 
 @dataclass(frozen=True, eq=False)

@@ -311,7 +311,7 @@ STRANGER = """
     os.setuid(65534)
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
     for round in range(2):
-        note = re.compile(rf".*round {round}.*labkit/arena/1")
+        note = re.compile(rf".*round {round}.*labkit/arena/0/1")
         while not (found := [key for key in store.list_keys() if note.fullmatch(key)]):
             time.sleep(0.05)
         _, pid, descriptor, *_ = struct.unpack("!8sqqQ36s", store.get(found[0]))

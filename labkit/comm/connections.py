@@ -1,0 +1,95 @@
+"""The connections that a process group has opened, as the operating system knows them.
+
+gloo can neither interrupt a wait nor notice that a peer's machine is gone: without an answer it
+waits until its timeout. Both can be had from the system. A connection that is shut down lets every
+wait on it raise, and with keep-alive the system itself asks an idle peer for a sign of life: a
+peer's kernel answers as long as it runs and can be reached, however busy its processes are.
+
+Source: tcp(7), TCP_KEEPIDLE to TCP_USER_TIMEOUT; proc(5), /proc/PID/fd.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_DESCRIPTORS = "/proc/self/fd"
+# After 3 s without a byte a question each second; three without an answer end the connection. So
+# does anything sent that is not acknowledged in 6 s.
+_INFO, _ESTABLISHED = getattr(socket, "TCP_INFO", 11), 1
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 6000}
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An open socket of this process: its descriptor, and what that leads to."""
+
+    descriptor: int
+    target: str
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[socket.socket | None]:
+        """A second handle of it; None if it has been closed, or is connected to nobody."""
+        with contextlib.ExitStack() as stack:
+            try:
+                # First a handle, then the check: the number may be given to another file.
+                handle = stack.enter_context(socket.socket(fileno=os.dup(self.descriptor)))
+                is_it = os.readlink(f"{_DESCRIPTORS}/{handle.fileno()}") == self.target
+                handle.getpeername()
+            except OSError:
+                is_it = False
+            yield handle if is_it else None
+
+
+def open_sockets() -> set[Connection]:
+    """All sockets of this process; none where the system does not list them."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{_DESCRIPTORS}/{name}")
+                if target.startswith("socket:"):
+                    found.add(Connection(int(name), target))
+    return found
+
+
+@contextlib.contextmanager
+def new_connections() -> Iterator[list[Connection]]:
+    """The TCP connections that are opened within the block, known after it; kept alive."""
+    before, found = open_sockets(), list[Connection]()
+    yield found
+    for connection in open_sockets() - before:
+        with connection.opened() as handle:
+            if handle is not None and handle.family in (socket.AF_INET, socket.AF_INET6):
+                found.append(connection)
+                _keep_alive(handle)
+
+
+def _keep_alive(handle: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:
+                handle.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def are_alive(connections: Sequence[Connection]) -> bool:
+    """Whether all of them still stand; False if none is known."""
+    for connection in connections:
+        with connection.opened() as handle:
+            # The first byte of tcp_info is the state. (SO_ERROR would take gloo's error away.)
+            if (
+                handle is None
+                or handle.getsockopt(socket.IPPROTO_TCP, _INFO, 1)[0] != _ESTABLISHED
+            ):
+                return False
+    return bool(connections)
+
+
+def cut(connections: Sequence[Connection]) -> None:
+    """Shut the connections down: whoever waits for a message on one of them gets an error."""
+    for connection in connections:
+        with connection.opened() as handle, contextlib.suppress(OSError):
+            if handle is not None:
+                handle.shutdown(socket.SHUT_RDWR)

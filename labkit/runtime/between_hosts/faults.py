@@ -1,0 +1,151 @@
+"""Finding, on a board with the rows of all hosts, why a run cannot go on.
+
+The explanations are those of ``labkit.run``, with the hosts of the ranks.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from labkit.comm.board import LEFT, RUNNING, Board
+from labkit.comm.deadlock import stuck_ranks, takes_part
+from labkit.comm.explain import explain_rank, waits_in
+from labkit.comm.mismatch import find_mismatch
+from labkit.comm.processes import is_debugged, is_stopped
+from labkit.comm.source_lines import readable
+from labkit.errors import DeadlockError, WorkerError
+from labkit.runtime.between_hosts.rows import Beat
+from labkit.runtime.between_hosts.verdict import Verdict, ranks_of, with_hosts
+from labkit.runtime.failures import Evidence, deadlock_error, failure_error
+from labkit.runtime.messages import Report
+
+# How long a rank may be stopped, and a host silent, while others wait.
+STOPPED_S = 3.0
+SILENT_S = 6.0
+# If the host's own system still answers, its ranks may only be busy.
+BUSY_S = 30.0
+# How many beats of every other host must pass without any rank moving: the look that led to the
+# last of them began after this host had seen that nobody moves.
+_STILL_BEATS = 3
+
+
+class Faults:
+    """What one rank of a host finds, while it watches for its host.
+
+    Args:
+        board: of this host, with mirrored rows of the others.
+        hosts: the ranks of each host.
+        near: the ranks whose processes this rank can see.
+
+    Attributes:
+        names: of the other hosts, as far as they are known.
+    """
+
+    def __init__(self, board: Board, hosts: Sequence[Sequence[int]], near: Sequence[int]):
+        self.board, self.hosts, self.near = board, hosts, near
+        self.names: Mapping[int, str] = {}
+        self._candidate: tuple[object, ...] | None = None
+        self._seen: dict[int, int] = {}
+        self._looks = 0
+        self._stopped_s: dict[int, float] = {}
+
+    def explained(self, error: WorkerError, is_raised: bool = False) -> Verdict:
+        verdict = Verdict.of(error, is_raised)
+        return replace(verdict, text=with_hosts(verdict.text, self.hosts, self.names))
+
+    def of_reports(self, *reports: Report) -> Verdict:
+        """What ranks have reported of themselves."""
+        found = {report.rank: report for report in reports}
+        error = failure_error(self._evidence(reports=found))
+        return self.explained(error, is_raised=True)
+
+    def of_ends(self, codes: Mapping[int, int | None]) -> Verdict:
+        """Of ranks whose processes have ended, by exit code; the first of them is the cause."""
+        return self.explained(failure_error(self._evidence(exit_codes=codes, gone=set(codes))))
+
+    def _evidence(self, **known: object) -> Evidence:
+        return Evidence(self.board.copy(whole=True), frozenset(), **known)
+
+    def standing_still(self, beats: Mapping[int, Beat]) -> Verdict | None:
+        """A mismatch or a deadlock, if nobody has moved since it was first seen."""
+        self._looks += 1
+        board = self.board.copy(whole=True)
+        mismatch = find_mismatch(board)
+        stuck = [] if mismatch else stuck_ranks(board)
+        if not mismatch and not stuck:
+            self._candidate = None
+            return None
+        candidate = mismatch, tuple(stuck), board.ticks()
+        counts = {host: beat.count for host, beat in beats.items()}
+        if candidate != self._candidate:
+            self._candidate, self._seen, self._looks = candidate, counts, 0
+            return None
+        if self._looks < 1 or any(counts[h] < self._seen[h] + _STILL_BEATS for h in counts):
+            return None
+        if mismatch:
+            return self.explained(DeadlockError(readable(mismatch)))
+        return self.explained(deadlock_error(self._evidence(), stuck))
+
+    def stopped(self) -> Verdict | None:
+        """A rank of this host that a signal has stopped, and that another rank waits for."""
+        now_s, pids = time.monotonic(), self.board.ranks["pid"]
+        for rank in self.near:
+            pid = int(pids[rank])
+            if pid == os.getpid() or not is_stopped(pid) or is_debugged(pid):
+                self._stopped_s.pop(rank, None)
+                continue
+            since_s = self._stopped_s.setdefault(rank, now_s)
+            waiting = self._evidence().who_waited_for(rank)
+            if waiting and now_s - since_s > STOPPED_S:
+                text = (
+                    f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT {pid} "
+                    f"would have let it continue.{waiting}"
+                )
+                return self.explained(WorkerError(text, rank=rank))
+        return None
+
+    def silent(self, beats: Mapping[int, Beat], still_connected: bool) -> Verdict | None:
+        """A host of which nothing is heard any more, though ranks wait for it."""
+        now_s = time.monotonic()
+        patience_s = BUSY_S if still_connected else SILENT_S
+        why = "its network is cut, or the machine has ended"
+        if still_connected:
+            why = "its processes are stopped, or in a call that lets no thread run"
+        for host, beat in beats.items():
+            silent_s = now_s - beat.heard_s
+            if silent_s > patience_s and self.is_needed(host):
+                return self._host_is_gone(
+                    host, f"nothing was heard of it for {silent_s:.0f} s: {why}"
+                )
+        return None
+
+    def is_needed(self, host: int) -> bool:
+        """Whether a rank of another host is in an operation with a rank of ``host``."""
+        theirs = self.hosts[host]
+        others = (r for r in range(self.board.world_size) if r not in theirs)
+        return any(takes_part(self.board, r, peer) for r in others for peer in theirs)
+
+    def store_is_gone(self, address: str, why: str) -> Verdict:
+        """The store of the run does not answer: it is on the host of rank 0."""
+        host = next(host for host, ranks in enumerate(self.hosts) if 0 in ranks)
+        held = f"the store at {address}, which its torchrun holds"
+        return self._host_is_gone(host, f"{held}, does not answer ({why})")
+
+    def _host_is_gone(self, host: int, why: str) -> Verdict:
+        ranks = self.hosts[host]
+        lines = [f"host {host} ({ranks_of(ranks)}) is gone: {why}."]
+        lines += [f"  rank {rank}, when last heard of, {self._last_seen(rank)}" for rank in ranks]
+        return self.explained(WorkerError("\n".join(lines), rank=ranks[0]))
+
+    def _last_seen(self, rank: int) -> str:
+        known = "had not started, or had returned"
+        if self.board.ranks[rank]["state"] == RUNNING:
+            _, where = waits_in(self.board, rank)
+            where = f", at {readable(where)}" if where else ""
+            known = f"was {explain_rank(self.board, rank)}{where}"
+        return f"{known}.{self._evidence().who_waited_for(rank)}"
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has ended the run by itself, so that its end means nothing."""
+        return int(self.board.ranks[rank]["state"]) == LEFT

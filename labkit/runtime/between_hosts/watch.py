@@ -1,0 +1,324 @@
+"""Watching a run that no launcher watches: under torchrun, in a thread of every rank.
+
+torchrun sees the processes of its own host and knows nothing of what they do. Here the ranks watch
+each other. In each rank a thread wakes up four times a second. It sees at once when a process of
+its host ends. On each host the first rank that can do so publishes what its ranks are doing,
+mirrors what the others do, and looks for a deadlock, a mismatch, a stopped rank, a silent host.
+
+Whoever finds a fault writes the explanation into the store, and each host's board; the first one
+counts, on all hosts. On each host one rank prints it. In all ranks the operations that wait raise
+an error, so that the learner's ``finally`` runs, and ``labkit.run`` raises the explanation. A rank
+that does not come back in ``_GRACE_S`` is ended.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from labkit.comm.board import LEFT, Board
+from labkit.comm.connections import Connection, are_alive, cut, new_connections
+from labkit.comm.processes import exit_code, is_running, is_stopped
+from labkit.errors import PreemptedError, WorkerError
+from labkit.runtime.between_hosts.faults import Faults
+from labkit.runtime.between_hosts.rows import Rows
+from labkit.runtime.between_hosts.verdict import Verdict
+from labkit.runtime.failures import report_of_failure
+
+_TICK_S = 0.25
+# A watching thread that was not seen for so long does not watch.
+_AWAKE_S = 1.0
+# After the first sign of a failure: time for its cause to become known.
+_SETTLE_S = 2.0
+# A rank that was asked to end (by torchrun, because it ends all ranks) is not the cause.
+_ENDING_S = 1.0
+_ASKED_TO_END = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+# From the explanation: until the learner's code is interrupted, and until the rank is ended.
+_INTERRUPT_S = 1.0
+_GRACE_S = 3.0
+# How long a rank that has failed stays, so that all others hear of it.
+_TELL_S = 0.5
+_OVER, _WELL = "over", b"well"
+
+
+class Watch:
+    """The watch over one run, in one rank.
+
+    Args:
+        rank: this rank.
+        board: of this host.
+        near: the ranks that share the board.
+        hosts: the ranks of each host.
+        connect: opens a connection of its own to the store of this run; None for one host.
+        address: where the store is, for messages.
+        connections: those of the process group, to be cut when the run has failed.
+        abort: ends what is queued in the process group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        board: Board,
+        near: Sequence[int],
+        hosts: Sequence[Sequence[int]],
+        connect: Callable[[], Any] | None,
+        address: str,
+        connections: Sequence[Connection],
+        abort: Callable[[], None],
+    ):
+        self._rank, self._board, self._near, self._hosts = rank, board, near, hosts
+        self._address, self._connections, self._abort = address, connections, abort
+        self._faults = Faults(board, hosts, near)
+        self._more_boards: list[Board] = []
+        self._rows: Rows | None = None
+        self._store: Any = None
+        self._waiter: threading.Thread | None = None
+        if connect is not None:
+            with new_connections():
+                self._store, self._waiting_store = connect(), connect()
+            host = next(host for host, ranks in enumerate(hosts) if rank in ranks)
+            self._rows = Rows(self._store, board, hosts, host)
+            self._waiter = threading.Thread(
+                target=self._await_word, name="labkit-word", daemon=True
+            )
+        self._verdict: Verdict | None = None
+        self._found = threading.Event()
+        self._left = threading.Event()
+        self._lock = threading.Lock()
+        self._ended: dict[int, int | None] = {}
+        self._ended_s = self._store_lost_s = 0.0
+        self._store_error = ""
+        self._wake_end, self._wake = os.pipe()
+        self._handles = self._open_handles()
+        self._thread = threading.Thread(target=self._work, name="labkit-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        if self._waiter is not None:
+            self._waiter.start()
+
+    def also_ends(self, board: Board) -> None:
+        """Let a fault also end the operations that wait on another board."""
+        self._more_boards.append(board)
+
+    # Called by the rank
+
+    def failed(self, error: BaseException) -> BaseException:
+        """The error to raise for one that has ended this rank's function, or came after it."""
+        # (Of a preemption, all ranks have agreed that they end here.)
+        if self._verdict is None and isinstance(error, KeyboardInterrupt | PreemptedError):
+            return error
+        if self._verdict is None:
+            self._tell(error)
+        assert self._verdict is not None
+        self._leave()
+        if self._verdict.is_raised and self._verdict.rank == self._rank:
+            time.sleep(_TELL_S)
+            self._record()
+            return error
+        self._record()
+        return self._verdict.error()
+
+    def close(self) -> None:
+        """Stop watching: the run has ended on this rank."""
+        self._leave()
+        self._board.ranks[self._rank]["state"] = LEFT
+        if self._verdict is None and self._store is not None:
+            # The thread that waits for a word has to end, too.
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(_OVER, "", _WELL.decode())
+        os.write(self._wake, b".")
+        threads = [thread for thread in (self._thread, self._waiter) if thread is not None]
+        for thread in threads:
+            thread.join(_AWAKE_S)
+        if not any(thread.is_alive() for thread in threads):
+            for handle in (self._wake, self._wake_end, *self._handles):
+                os.close(handle)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._left.set()
+
+    def _tell(self, error: BaseException) -> None:
+        """Find out, or say, why this rank's function has ended with an error."""
+        report = report_of_failure(self._rank, error)
+        if report.kind == "peer_lost" and self._found.wait(_SETTLE_S):
+            return
+        if report.kind == "exited" and self._found.wait(_TELL_S):
+            return
+        self._conclude(self._faults.of_reports(report))
+
+    def _record(self) -> None:
+        """Give the explanation to torchrun, for the summary that it prints."""
+        if self._verdict is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            try:
+                # It records the traceback of the exception that is being handled.
+                raise self._verdict.error() from None
+            except WorkerError as error:
+                with contextlib.suppress(OSError):
+                    get_error_handler().record_exception(error)
+
+    # In the thread
+
+    def _work(self) -> None:
+        try:
+            while not self._left.is_set() and self._verdict is None:
+                self._sleep()
+                if not self._left.is_set():
+                    self._look()
+            if self._verdict is not None:
+                self._end()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            print(f"labkit: the run goes on, and is no longer watched: {what}", file=sys.stderr)
+
+    def _sleep(self) -> None:
+        """Until the next look is due, or a process of this host ends, or somebody wakes it."""
+        poll = select.poll()
+        poll.register(self._wake_end, select.POLLIN)
+        for handle, rank in self._handles.items():
+            if rank not in self._ended:
+                poll.register(handle, select.POLLIN)
+        for handle, _ in poll.poll(_TICK_S * 1000):
+            if handle == self._wake_end:
+                os.read(self._wake_end, 64)
+
+    def _open_handles(self) -> dict[int, int]:
+        """{handle: rank} of this host's other processes: readable once the process has ended."""
+        found = {}
+        for rank in self._near:
+            if rank != self._rank and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):
+                    found[os.pidfd_open(int(self._board.ranks[rank]["pid"]))] = rank
+        return found
+
+    def _look(self) -> None:
+        self._board.ranks[self._rank]["watched_s"] = time.monotonic()
+        if found := self._board.conclusion():
+            self._take(found)
+            return
+        verdict = self._of_ends()
+        if verdict is None and self._is_on_duty():
+            verdict = self._on_duty()
+        if verdict is not None:
+            self._conclude(verdict)
+
+    def _of_ends(self) -> Verdict | None:
+        """Of the processes of this host, those that have ended."""
+        now_s = time.monotonic()
+        for rank in self._near:
+            pid = int(self._board.ranks[rank]["pid"])
+            if rank not in self._ended and not is_running(pid) and not self._faults.has_left(rank):
+                self._ended[rank] = exit_code(pid)
+                self._ended_s = self._ended_s or now_s
+        if not self._ended:
+            return None
+        asked = set(self._ended.values()) <= _ASKED_TO_END
+        if asked and now_s - self._ended_s < _ENDING_S:
+            return None
+        return self._faults.of_ends(self._ended)
+
+    def _is_on_duty(self) -> bool:
+        """Whether this is the first rank of its host whose thread is at work."""
+        now_s = time.monotonic()
+        slots = self._board.ranks
+        awake = (r for r in self._near if now_s - slots[r]["watched_s"] < _AWAKE_S)
+        return next(awake, self._rank) == self._rank
+
+    def _on_duty(self) -> Verdict | None:
+        beats = {}
+        if self._rows is not None:
+            try:
+                self._rows.exchange()
+                self._store_lost_s = 0.0
+            except ConnectionError as error:
+                return Verdict.of(WorkerError(str(error)))
+            except RuntimeError as error:
+                return self._without_store(error)
+            beats, self._faults.names = self._rows.beats, self._rows.names
+        connected = are_alive(self._connections)
+        return (
+            self._faults.standing_still(beats)
+            or self._faults.stopped()
+            or self._faults.silent(beats, connected)
+        )
+
+    def _without_store(self, error: RuntimeError) -> Verdict | None:
+        """A verdict, if the store has been away for so long that nobody can say more."""
+        now_s = time.monotonic()
+        self._store_lost_s = self._store_lost_s or now_s
+        if now_s - self._store_lost_s < _SETTLE_S:
+            return None
+        return self._faults.store_is_gone(self._address, str(error).splitlines()[0])
+
+    def _await_word(self) -> None:
+        """Wait until a host has found a fault, or the run has ended."""
+        with contextlib.suppress(RuntimeError, OSError):
+            found = self._waiting_store.get(_OVER)
+            if found != _WELL and self._verdict is None:
+                self._board.conclude(found)
+                if not self._left.is_set():
+                    os.write(self._wake, b".")
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """Say on this host and all others why the run ends; what was said first counts."""
+        mine = verdict.to_bytes()
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                first = self._store.compare_set(_OVER, "", mine.decode())
+                mine = first if first != _WELL else mine
+        self._board.conclude(mine)
+        self._take(self._board.conclusion())
+
+    def _take(self, found: bytes) -> None:
+        try:
+            verdict = Verdict.from_bytes(found, self._board.world_size)
+        except (ValueError, RecursionError) as error:
+            what = f"the store holds an explanation that no rank has written: {error}"
+            verdict = Verdict.of(WorkerError(what))
+        with self._lock:
+            self._verdict = self._verdict or verdict
+        self._found.set()
+
+    def _end(self) -> None:
+        """End this rank: print why if it is this rank's turn, and let its function raise."""
+        assert self._verdict is not None
+        if self._speaks(self._verdict):
+            print(f"labkit: {self._verdict.text}", file=sys.stderr, flush=True)
+        first_line = self._verdict.text.splitlines()[0]
+        for board in (self._board, *self._more_boards):
+            board.give_up(self._rank, first_line)
+        cut(self._connections)
+        self._abort()
+        if self._left.wait(_INTERRUPT_S):
+            return
+        self._interrupt()
+        if not self._left.wait(_GRACE_S - _INTERRUPT_S):
+            self._record()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _speaks(self, verdict: Verdict) -> bool:
+        """Whether this is the first rank of its host that is left, and no traceback will tell."""
+        slots = self._board.ranks
+        for rank in self._near:
+            raises = verdict.is_raised and verdict.rank == rank
+            pid = int(slots[rank]["pid"])
+            if rank == self._rank or (is_running(pid) and not is_stopped(pid) and not raises):
+                return rank == self._rank and not raises
+        return False
+
+    def _interrupt(self) -> None:
+        """Interrupt the learner's code as Ctrl-C does, unless it handles that itself."""
+        with self._lock:
+            main = threading.main_thread().ident
+            handled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+            if not self._left.is_set() and not handled and main is not None:
+                signal.pthread_kill(main, signal.SIGINT)
