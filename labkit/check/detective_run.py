@@ -24,6 +24,7 @@ _DEFAULT_GROUP = "0"
 # Of what torchrun and a failed rank print: the errors, and whom torchrun takes for the cause.
 _WORTH_SHOWING = re.compile(r"Error: |Root Cause|^  (rank|exitcode) ")
 _PROGRAM = Path(__file__).with_name("early_stop.py")
+_WITH_LABKIT = Path(__file__).with_name("early_stop_labkit.py")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,22 @@ def hang(seed: int | None = None) -> HungRun:
         agents.follow(show=_show_an_error)
     entries = {rank: plain_entries(dump, _DEFAULT_GROUP) for rank, dump in enumerate(dumps)}
     return HungRun(dict(enumerate(stacks)), entries, seed)
+
+
+def explain(run: HungRun) -> None:
+    """Run the same program with labkit on two hosts, and print what it says on each of them."""
+    lines: list[list[str]] = [[] for _ in range(HOSTS)]
+    with start_agents(
+        [_WITH_LABKIT, str(run.seed)], hosts=HOSTS, ranks_per_host=RANKS_PER_HOST
+    ) as agents:
+        agents.follow(show=lambda host, line: lines[host].append(line))
+    for host, told in enumerate(lines):
+        begins = (number for number, line in enumerate(told) if ": labkit: " in line)
+        first = next(begins, len(told))
+        for line in told[first:]:
+            show_line(host, line)
+            if "Next step" in line:
+                break
 
 
 def _free_port() -> int:
