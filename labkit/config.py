@@ -131,7 +131,9 @@ class RunConfig:
     """
 
     strategy: str = _text("single", "S", "the technique, for example ring_all_reduce")
-    world_size: int = _integer(1, "N", "number of ranks", most=units.MOST_RANKS)
+    world_size: int = _integer(
+        1, "N", "number of ranks; under torchrun as many as it starts", most=units.MOST_RANKS
+    )
     # Global, so that runs with other world sizes do the same arithmetic.
     batch_size: int = _integer(64, "B", "global batch size, over all ranks together")
     epochs: int = _integer(1, "E", "passes over the training samples")
@@ -206,11 +208,13 @@ class RunConfig:
         "layers that are not trained; features: all but the last",
         _check_freeze,
     )
-    checkpoint_dir: str | None = _path(None, "DIR", "folder of the run's checkpoints")
+    checkpoint_dir: str | None = _path(
+        None, "DIR", "folder of the run's checkpoints, which all machines share"
+    )
     checkpoint_every: int | None = _integer(None, "N", "steps between checkpoints (an epoch)")
     checkpoint_keep: int = _integer(2, "N", "newest checkpoints that are kept, beside the best")
     resume: bool = _setting(
-        False, "", "continue from the newest checkpoint in checkpoint_dir", _check_flag
+        False, "", "continue from the newest checkpoint in checkpoint_dir, if any", _check_flag
     )
     log_dir: str | None = _path(None, "DIR", "folder for epochs.csv, TensorBoard and rank logs")
     tf32: bool = _setting(
@@ -534,7 +538,7 @@ def parse_hosts(hosts: int | str | Sequence[str]) -> int | tuple[str, ...]:
         ValueError: neither a number above 0 nor addresses.
     """
     if isinstance(hosts, str) and re.fullmatch(r"-?[0-9]+", hosts.strip()):
-        hosts = units.parse_integer(hosts)
+        hosts = units.parse_integer(hosts.strip())
     if isinstance(hosts, int) and not isinstance(hosts, bool):
         units.check_integer("hosts", hosts, most=units.MOST_RANKS)
         return hosts

@@ -21,7 +21,7 @@ class Agents:
 
     Args:
         folder: where they run.
-        pace_s: how long each step takes at least.
+        pace_s: how long each step takes at least, until ``hurry``.
         variables: of the environment, added to the test's own.
     """
 
@@ -49,6 +49,10 @@ class Agents:
     def told(self, name: str) -> str:
         return (self.folder / name).read_text()
 
+    def hurry(self) -> None:
+        """Let the ranks train as fast as they can."""
+        (self.folder / "hurry").touch()
+
     def kill(self, name: str) -> None:
         """Kill an agent and its ranks at once, as when a machine loses its power."""
         agent = self.started[name]
@@ -61,8 +65,8 @@ class Agents:
         return self.started[name].wait(PATIENCE_S)
 
     def wait_until(self, condition) -> None:
-        told = "\n".join(f"{name}: {self.told(name)[-3000:]}" for name in self.started)
-        assert wait_until(condition, PATIENCE_S), told
+        if not wait_until(condition, PATIENCE_S):
+            raise AssertionError("\n".join(f"{one}: {self.told(one)}" for one in self.started))
 
     def steps(self) -> dict[int, list[list[int]]]:
         """By process of a rank, the samples of each of its steps so far."""

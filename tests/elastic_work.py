@@ -1,4 +1,4 @@
-"""What the tests under torchrun train: a small model, whose steps say of which samples they are."""
+"""What the tests under torchrun train: a small model, whose steps say which samples they had."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ def _told(step, folder, pace_s):
         numbers = [round(float(x) * SAMPLES) for x in inputs.flatten(1)[:, 0]]
         with open(folder / str(os.getpid()), "a") as file:
             print(*numbers, file=file)
-        time.sleep(pace_s)
+        time.sleep(pace_s * (not (folder.parent / "hurry").exists()))
         return step(strategy, inputs, targets, batch_size)
 
     return telling

@@ -13,14 +13,19 @@ class Agent(Protocol):
     """The ranks of one run, as their supervisor sees them.
 
     Attributes:
-        exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
         error: why the ranks could not be started; None if there was no error.
         finished: set once no rank is left and none will be started.
+        settle_s: how long after the first sign of a failure its cause may still become known.
     """
 
-    exit_codes: Mapping[int, int | None]
     error: BaseException | None
     finished: threading.Event
+    settle_s: float
+
+    @property
+    def exit_codes(self) -> Mapping[int, int | None]:
+        """{rank: exit code} in the order in which ranks ended; None if unknown."""
+        ...
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -47,16 +52,20 @@ class Agent(Protocol):
         """Whether a process of some rank is left."""
         ...
 
-    def fault(self, rank: int | None = None) -> str:
-        """Why this rank (None: any) cannot be started or known to have ended; empty if it can."""
+    def fault(self) -> str:
+        """Why ranks can neither be started nor be known to have ended; empty if they can."""
+        ...
+
+    def lost_with(self, rank: int) -> str:
+        """What has become of the host of this rank, if it was lost; else empty."""
+        ...
+
+    def with_hosts(self, text: str) -> str:
+        """``text`` with the hosts of the ranks that it names; unchanged on one machine."""
         ...
 
     def looks(self) -> Mapping[int, int]:
         """By host, how often its part of the status board has arrived; empty on one machine."""
-        ...
-
-    def where(self, rank: int) -> str:
-        """Where a rank runs, as `` on host 1 (10.0.0.2)``; empty on one machine."""
         ...
 
     def lose(self, ranks: frozenset[int]) -> None:

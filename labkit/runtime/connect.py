@@ -105,10 +105,11 @@ def own_store(run: int) -> dist.Store:
 
     A connection serves one request at a time, and the group's may be kept busy by the ranks.
     """
-    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=_FOREVER)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"labkit/watch/{attempt}/{run}", store)
+    joined = rounds.current()
+    assert joined is not None, "only torchrun's ranks are watched from within"
+    store = joined.connection()
+    store.set_timeout(_FOREVER)
+    return dist.PrefixStore(f"watch/{run}", store)
 
 
 def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:

@@ -112,10 +112,6 @@ class Evidence:
         lost = self.lost
         return [r for r in self.reports.values() if r.kind != "value" and r.rank not in lost]
 
-    def name(self, rank: int) -> str:
-        """``rank 2``, or ``rank 2 on host 1 (10.0.0.2)``."""
-        return f"rank {rank}{self.agent.where(rank)}"
-
     def why_lost(self, rank: int) -> str:
         """Why a rank was lost: ``raised ValueError: ... at Cell In[3], line 4``, for example."""
         if rank not in self.reports:
@@ -130,8 +126,10 @@ class Evidence:
         when = "in mid-run" if state else "before it had started"
         if state == RETURNED:
             when = "after its function had returned"
+        if code is None and (lost := self.agent.lost_with(rank)):
+            return f"was lost {when}: {lost}"
         if code is None:
-            why = self.agent.fault(rank) or "its exit code has not arrived"
+            why = self.agent.fault() or "its exit code has not arrived"
             return f"has ended {when}, and how it ended is not known: {why}"
         if code == 1 and not state:
             return (
@@ -152,8 +150,7 @@ class Evidence:
             if other != rank and takes_part(board, other, rank):
                 op, where = waits_in(board, other)
                 where = readable(where)
-                name = self.name(other)
-                sentences.append(f" R{name[1:]} was waiting for it in {op} at {where}.")
+                sentences.append(f" Rank {other} was waiting for it in {op} at {where}.")
         return "".join(sentences)
 
 
@@ -169,35 +166,46 @@ def failure_error(evidence: Evidence) -> WorkerError:
     rank = min(
         sorted(evidence.missing), key=lambda r: order.index(r) if r in order else len(order)
     )
+    if lost := evidence.agent.lost_with(rank):
+        # Of the ranks of a lost host, one that others wait for says more.
+        together = [r for r in sorted(evidence.missing) if evidence.agent.lost_with(r) == lost]
+        rank = max(together, key=lambda r: len(evidence.who_waited_for(r)))
     how, waiting = evidence.how_it_left(rank), evidence.who_waited_for(rank)
     kind = DeadlockError if waiting and "exit code 0" in how else WorkerError
-    name = evidence.name(rank)
-    return kind(f"{name} {how}.{waiting} The other ranks were ended.", rank=rank)
+    told = f"rank {rank} {how}.{waiting} The other ranks were ended."
+    return kind(evidence.agent.with_hosts(told), rank=rank)
 
 
 def _report_error(evidence: Evidence, report: Report) -> WorkerError:
     where = readable(report.location)
     trace = readable(report.traceback, quote=False)
     if report.kind == "mismatch":
-        return DeadlockError(readable(report.summary), rank=report.rank, location=where)
-    name = evidence.name(report.rank)
-    message, kind = f"{name} {report.summary}", WorkerError
+        told = evidence.agent.with_hosts(readable(report.summary))
+        return DeadlockError(told, rank=report.rank, location=where)
+    message, kind = f"rank {report.rank} {report.summary}", WorkerError
     if report.kind == "exited" and (waiting := evidence.who_waited_for(report.rank)):
         message, kind = f"{message}.{waiting}", DeadlockError
     if where:
         message += f"\n  at {where}"
     for rank in sorted(evidence.lost):
-        message += f"\n  before that, {evidence.name(rank)} {evidence.why_lost(rank)}"
+        message += f"\n  before that, rank {rank} {evidence.why_lost(rank)}"
     if report.kind == "raised":
-        message += f"\n\nTraceback of {name}:\n{trace.rstrip()}"
-    return kind(message, rank=report.rank, location=where, worker_traceback=trace)
+        message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
+    told = evidence.agent.with_hosts(message)
+    return kind(told, rank=report.rank, location=where, worker_traceback=trace)
 
 
 def deadlock_error(evidence: Evidence, stuck: list[int]) -> DeadlockError:
     """The error for ranks that can never continue."""
     board = evidence.board.copy()
     where = readable(waits_in(board, stuck[0])[1])
-    return DeadlockError(readable(explain_deadlock(board, stuck)), rank=stuck[0], location=where)
+    told = evidence.agent.with_hosts(readable(explain_deadlock(board, stuck)))
+    return DeadlockError(told, rank=stuck[0], location=where)
+
+
+def mismatch_error(evidence: Evidence, mismatch: str) -> DeadlockError:
+    """The error for ranks of several hosts that do not fit, see ``find_mismatch``."""
+    return DeadlockError(evidence.agent.with_hosts(readable(mismatch)))
 
 
 def deadline_error(
@@ -211,24 +219,24 @@ def deadline_error(
         stacks: {rank: stack dump} of the running ranks.
         stopped: the ranks that could not be asked, because a signal has suspended them.
     """
-    board, name = evidence.board, evidence.name
+    board = evidence.board
     lines = [f"the run was still going at its deadline of {timeout_s:g} s (timeout_s)."]
-    lines += [f"{name(rank)} {_doing(board, rank, stacks[rank])}" for rank in sorted(stacks)]
+    lines += [f"rank {rank} {_doing(board, rank, stacks[rank])}" for rank in sorted(stacks)]
     lines += map(readable, explain_queues(board))
     lines += [
-        f"{name(rank)} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
+        f"rank {rank} is stopped by a signal (SIGSTOP, or Ctrl-Z): kill -CONT "
         f"{evidence.pids[rank]} would have let it continue."
         for rank in stopped
     ]
     returned = [rank for rank in evidence.ranks if board.ranks[rank]["state"] == RETURNED]
     if returned:
         lines.append(f"ranks that had returned: {returned}.")
-    lines += [f"{name(rank)} {evidence.why_lost(rank)}." for rank in sorted(evidence.lost)]
+    lines += [f"rank {rank} {evidence.why_lost(rank)}." for rank in sorted(evidence.lost)]
     if fault := evidence.agent.fault():
         lines.append(f"{fault}.")
     elif not stopped:
         lines.append("Next step: look for an endless loop, or give the run a larger timeout_s.")
-    return DeadlineError("\n".join(lines))
+    return DeadlineError(evidence.agent.with_hosts("\n".join(lines)))
 
 
 def _doing(board: Board, rank: int, stack: str) -> str:
@@ -253,5 +261,5 @@ def stopped_note(evidence: Evidence, stacks: Mapping[int, str]) -> str:
         _, where = waits_in(evidence.board, rank)
         if where := where or innermost_location(stacks.get(rank, "")):
             doing += f", at {readable(where)}"
-        lines.append(f"  {evidence.name(rank)} {doing}")
-    return "\n".join(lines)
+        lines.append(f"  rank {rank} {doing}")
+    return evidence.agent.with_hosts("\n".join(lines))

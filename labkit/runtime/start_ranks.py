@@ -83,7 +83,10 @@ class Ranks(api.SimpleElasticAgent):
         exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
         error: why the ranks could not be started; None if there was no error.
         finished: set once no rank is left and none will be started.
+        settle_s: time for the ranks' reports and exit codes to arrive after the first of them.
     """
+
+    settle_s = 0.5
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class Ranks(api.SimpleElasticAgent):
         """Whether a process of some rank is left."""
         return any(map(is_running, self.pids.values()))
 
-    def fault(self, rank: int | None = None) -> str:
+    def fault(self) -> str:
         """Why ranks can neither be started nor be known to have ended; empty if they can."""
         return server_fault()
 
@@ -169,8 +172,11 @@ class Ranks(api.SimpleElasticAgent):
         """The status board is in memory that the ranks share, so it is never behind."""
         return {}
 
-    def where(self, rank: int) -> str:
+    def lost_with(self, rank: int) -> str:
         return ""
+
+    def with_hosts(self, text: str) -> str:
+        return text
 
     def lose(self, ranks: frozenset[int]) -> None:
         """Nothing to do: the other ranks read it on the board."""
@@ -222,7 +228,8 @@ class Ranks(api.SimpleElasticAgent):
             return api.RunResult(state=api.WorkerState.FAILED)
         if len(self.exit_codes) < len(self._processes):
             return api.RunResult(state=api.WorkerState.HEALTHY)
-        return api.RunResult(state=api.WorkerState.SUCCEEDED, return_values=dict(self.exit_codes))
+        codes = {rank - self._place.ranks.start: code for rank, code in self.exit_codes.items()}
+        return api.RunResult(state=api.WorkerState.SUCCEEDED, return_values=codes)
 
     def _look(self) -> None:
         for rank, process in zip(self._place.ranks, self._processes):

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from labkit.comm.board import LOST, RETURNED, RUNNING, Board
 from labkit.comm.deadlock import stuck_ranks
+from labkit.comm.mismatch import find_mismatch
 from labkit.comm.shared_memory import Arena
 from labkit.errors import WorkerError
 from labkit.runtime.agent import Agent
@@ -23,6 +24,7 @@ from labkit.runtime.failures import (
     deadline_error,
     deadlock_error,
     failure_error,
+    mismatch_error,
     stopped_note,
 )
 from labkit.runtime.messages import Inbox, Report, Shown, let_go, trace_of
@@ -37,8 +39,8 @@ from labkit.trace import Trace
 Elsewhere = Callable[[Job, list[tuple[Connection, Connection]], Board], Agent]
 
 _POLL_S = 0.05
-# After the first sign of a failure: time for the ranks' reports and exit codes to arrive.
-_SETTLE_S = 0.5
+# Time for another rank to wait for one that has exited.
+_EXITED_S = 0.5
 _EXIT_CODE_S = 0.6
 _STACKS_S = 0.5
 _START_PATIENCE_S = 120.0
@@ -145,6 +147,8 @@ class Supervisor:
                     return failure_error(seen)
             elif stuck := self._check_stuck():
                 return deadlock_error(seen, stuck)
+            elif self.agent.looks() and (mismatch := find_mismatch(seen.board.copy())):
+                return mismatch_error(seen, mismatch)
             if now_s > self._deadline_s():
                 return self._deadline_error()
 
@@ -203,12 +207,12 @@ class Supervisor:
         kinds = {report.kind for report in self._seen.failures} - {"peer_lost"}
         if kinds == {"exited"}:
             # A rank that needs the one that exited will soon wait for it, and can then be named.
-            return waited_s > _SETTLE_S
+            return waited_s > _EXITED_S
         if kinds:
             return True
         if missing := self._seen.missing:
             return missing <= self._seen.exit_codes.keys() or waited_s > _EXIT_CODE_S
-        return waited_s > _SETTLE_S
+        return waited_s > self.agent.settle_s
 
     def _check_stuck(self) -> list[int]:
         """The ranks that can never continue: found stuck twice, with no progress in between."""

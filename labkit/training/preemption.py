@@ -24,6 +24,8 @@ from labkit.runtime import rounds
 _POLL_S = 0.2
 # How long the ranks may take to publish their numbers. One whose machine is gone never does.
 _PATIENCE_S = 8.0
+# How long the watch over the ranks may take to say which of them is gone, and to end this one.
+_EXPLAINED_S = 5.0
 _STOP, _FAILED = "stop", -1
 STATUS = 128 + signal.SIGTERM
 
@@ -160,7 +162,7 @@ class Preemption:
         return any(pid and not is_running(int(pid)) for pid in pids)
 
     def _ends_itself(self) -> bool:
-        until_s = time.monotonic() + 1.0
+        until_s = time.monotonic() + _EXPLAINED_S
         while time.monotonic() < until_s and not self._is_closed:
             time.sleep(_POLL_S / 10)
         return self._is_closed

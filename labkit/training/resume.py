@@ -186,12 +186,17 @@ def _check_fits(config: RunConfig, own: Own, path: Path, facts: Mapping[str, Any
             f"epochs {facts['config']['epochs']} there, {config.epochs} here, on which the rates "
             "of lr_schedule cosine depend"
         )
+    next_step = "resume with the settings there, or choose another checkpoint_dir for a new run"
     if not differences and facts["arrangement"] != here["arrangement"]:
         differences = _that_cannot_be_divided(config, facts, path)
+        if rounds.current() is not None:
+            next_step = (
+                f"start torchrun for {facts['config']['world_size']} ranks, with one number of "
+                "machines and not MIN:MAX: it waits for a machine that was lost"
+            )
     if differences:
         raise ValueError(
-            f"cannot continue from {path}: {'; '.join(differences)}. Next step: resume with the "
-            "settings there, or choose another checkpoint_dir for a new run"
+            f"cannot continue from {path}: {'; '.join(differences)}. Next step: {next_step}"
         )
 
 
@@ -242,7 +247,8 @@ def _that_cannot_be_divided(config: RunConfig, facts: Mapping[str, Any], path: P
     old, new = facts["arrangement"], arrangement(config)
     moved = ", ".join(_that_differ("", old, new)).replace(": ", "")
     if "async_parameter_server" in (old["strategy"], new["strategy"]):
-        return [f"{moved}: an asynchronous server counts the shares of each of its workers"]
+        why = "async_parameter_server counts the shares of each of its workers"
+        return [f"{moved}: {why}"]
     ranks = read_tensors(path, ["ranks"])["ranks"]
     if any("residual" in rank.get("own", {}) for rank in ranks.values()):
         return [f"{moved}: each rank has gradients that compress topk has not sent yet"]

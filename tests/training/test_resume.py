@@ -75,6 +75,7 @@ def in_turn_from(comm, jobs, folder, step):
         return numbers(fit(comm, config, strategy, False, own, start))
 
     for name, (config, own) in jobs.items():
+        comm.hosts = ((0, 1), (2,)) if config.hierarchical else (tuple(range(comm.world_size)),)
         place = {"checkpoint_dir": f"{folder}/{name}", "checkpoint_every": 2}
         kept = replace(config, **place, checkpoint_keep=9)
         found[name] = [once(config, own), once(kept, own)]
@@ -125,6 +126,7 @@ def test_techniques_on_three_ranks_go_on_to_the_bit(tmp_path):
         "ring": job("ring_all_reduce", 3, **SCHEDULED),
         "ddp": job("ddp", 3, bucket_mb=0.001),
         "ddp_builtin": job("ddp", 3, builtin=True, bucket_mb=0.001),
+        "topk_over_hosts": job("ring_all_reduce", 3, compress="topk", hierarchical=True),
         "one_server": job("parameter_server", 3),
         "two_servers": job("parameter_server", 3, servers=2, **SCHEDULED),
         "pipeline": job("pipeline", 3, schedule="1f1b", micro_batches=3),

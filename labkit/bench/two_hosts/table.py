@@ -13,7 +13,7 @@ from labkit.units import format_number, format_seconds, html_table, text_table
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """A table as text, and as HTML in a notebook."""
 
@@ -22,6 +22,8 @@ class Table:
 
     def __str__(self) -> str:
         return text_table(self.heads, self.rows)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html_table(self.heads, self.rows)

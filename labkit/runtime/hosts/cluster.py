@@ -6,6 +6,7 @@ asks Ray for no cores, so that it never keeps other work from running, and for t
 ranks.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,22 @@ class HostLostError(Exception):
     """A host does not answer any more; the message says which, and why."""
 
 
+# By connection of this driver to a cluster: {node id: (GPUs, actor)}.
+_actors: dict[str, dict[str, tuple[float, Any]]] = {}
+_lost_nodes: set[str] = set()
+
+
+def _kept_actors() -> dict[str, tuple[float, Any]]:
+    """The actors of this driver in the cluster to which it is connected now."""
+    import ray
+
+    context = ray.get_runtime_context()
+    connection = f"{context.gcs_address} {context.get_job_id()}"
+    if connection not in _actors:
+        _actors.clear()
+    return _actors.setdefault(connection, {})
+
+
 def nodes_for(hosts: int | str | Sequence[str]) -> list[Node]:
     """The nodes of this process's cluster that ``hosts`` asks for, in the order of the ranks.
 
@@ -59,8 +76,9 @@ def nodes_for(hosts: int | str | Sequence[str]) -> list[Node]:
     ray = _connected(hosts)
     here = ray.get_runtime_context().get_node_id()
     nodes = [_node(facts) for facts in ray.nodes() if facts["Alive"]]
-    # This process's own node is the first host; nodes that offer no cores are the last.
-    nodes.sort(key=lambda node: (not node.cpus, node.id != here, node.address, node.id))
+    # This process's own node is the first host. The last ones are nodes that offer no cores, and
+    # those that did not answer: Ray takes some time to notice.
+    nodes.sort(key=lambda n: (n.id in _lost_nodes, not n.cpus, n.id != here, n.address, n.id))
     known = ", ".join(sorted(node.address for node in nodes))
     if isinstance(wanted, int):
         if wanted > len(nodes):
@@ -111,7 +129,7 @@ def _connected(hosts: object) -> Any:
             f"hosts={hosts!r}: this process is connected to no Ray cluster. {_ASK_RAY}"
         )
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise ValueError(
             f"hosts={hosts!r}: no Ray cluster answers at RAY_ADDRESS={address} "
@@ -128,10 +146,6 @@ class RemoteHost:
         node: the node of the cluster.
     """
 
-    # {node id: (GPUs, actor)} of this driver's connection to its cluster.
-    _actors: dict[str, tuple[float, Any]] = {}
-    _connection = ""
-
     def __init__(self, number: int, node: Node):
         self.number, self.node = number, node
         self._actor: Any = None
@@ -147,16 +161,14 @@ class RemoteHost:
         """
         import ray
 
-        connection = ray.get_runtime_context().get_job_id() + ray.get_runtime_context().gcs_address
-        if connection != RemoteHost._connection:
-            RemoteHost._actors.clear()
-            RemoteHost._connection = connection
-        has, actor = self._actors.pop(self.node.id, (0.0, None))
+        kept = _kept_actors()
+        has, actor = kept.pop(self.node.id, (0.0, None))
         if actor is not None and (renew or has != gpus):
             ray.kill(actor)
             actor = None
         self._actor = actor or self._new_actor(gpus, sent)
-        self._actors[self.node.id] = gpus, self._actor
+        _lost_nodes.discard(self.node.id)
+        kept[self.node.id] = gpus, self._actor
 
     def _new_actor(self, gpus: float, sent: Sent) -> Any:
         import ray
@@ -168,12 +180,13 @@ class RemoteHost:
             max_concurrency=_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node.id, soft=False),
         )
-        self._actor = made.remote(self.node.address, sent)
+        self._actor = made.remote(self.node.address)
         try:
-            theirs, mine = self.call("versions", timeout_s=_START_S), versions()
+            theirs, mine = self.call("settle_in", sent, timeout_s=_START_S), versions()
         except HostLostError as error:
+            _lost_nodes.add(self.node.id)
             asked = f" It asks for {gpus:g} GPUs of {self.node.gpus:g}." if gpus else ""
-            raise ValueError(f"labkit could not be started there: {error}.{asked}") from None
+            raise ValueError(f"labkit could not be started on a host: {error}.{asked}") from None
         if theirs != mine:
             told = [f"{name} {theirs[name]} (here {mine[name]})" for name in mine]
             raise ValueError(
@@ -201,6 +214,7 @@ class RemoteHost:
         try:
             return ray.get(asked, timeout=timeout_s)
         except GetTimeoutError:
+            _lost_nodes.add(self.node.id)
             raise HostLostError(
                 f"{self} has not answered for {timeout_s:g} s: it was killed, or it is cut off "
                 "from the network"
@@ -209,6 +223,7 @@ class RemoteHost:
             kind = ValueError if isinstance(error.cause, ValueError) else WorkerError
             raise kind(f"{self}: {error.cause}") from None
         except RayError as error:
+            _lost_nodes.add(self.node.id)
             raise HostLostError(_why_lost(str(self), error)) from None
 
 

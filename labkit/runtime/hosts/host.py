@@ -67,25 +67,29 @@ class Host:
 
     Args:
         address: by which the other nodes reach this one.
-        sent: what the ranks get of the driver's process.
     """
 
-    def __init__(self, address: str, sent: Sent):
+    def __init__(self, address: str):
         self._address = address
         self._runs: dict[str, HostRun] = {}
         self._stores: dict[str, dist.TCPStore] = {}
         self._variables: dict[str, str] = {}
+
+    def settle_in(self, sent: Sent) -> dict[str, str]:
+        """Make this process, which is the actor's alone, fit to start ranks; its versions.
+
+        Args:
+            sent: what the ranks get of the driver's process.
+        """
         # A rank would run the main file of its parent, here Ray's own.
         vars(sys.modules["__main__"]).pop("__file__", None)
         # Ray gives a worker one core's worth of threads; ranks share the cores by themselves.
         os.environ.pop("OMP_NUM_THREADS", None)
-        if interface := interface_of(address):
+        if interface := interface_of(self._address):
             for name in _FOR_NETWORKS:
                 os.environ.setdefault(name, interface)
-        self._take(sent)
+        self.take(sent)
         warm_up()
-
-    def versions(self) -> dict[str, str]:
         return versions()
 
     def prepare(
@@ -116,7 +120,7 @@ class Host:
 
     def start(self, run: str, job: Job, place: Place, meeting: MeetingStore, sent: Sent) -> None:
         """Start this host's ranks of a run."""
-        self._take(sent)
+        self.take(sent)
         self._runs[run] = HostRun(job, place, meeting)
 
     def listen(self, run: str) -> News:
@@ -133,7 +137,7 @@ class Host:
         if (ended := self._runs.pop(run, None)) is not None:
             ended.close()
 
-    def _take(self, sent: Sent) -> None:
+    def take(self, sent: Sent) -> None:
         """Set what the driver has set in its own process; unset what it has unset since."""
         gone = dict.fromkeys(self._variables.keys() - sent.variables.keys())
         set_variables(gone | sent.variables)

@@ -16,12 +16,14 @@ from typing import Any
 
 from labkit.comm import mirror
 from labkit.comm.board import Board
-from labkit.runtime.hosts.cluster import HostLostError, RemoteHost
+from labkit.runtime.between_hosts.verdict import with_hosts
+from labkit.runtime.hosts.cluster import ANSWER_S, HostLostError, RemoteHost
 from labkit.runtime.hosts.news import OUTPUT, News, Orders
 from labkit.runtime.start_ranks import Place
 
 _POLL_S = 0.05
 _RETRY_S = 0.001
+_READ_BYTES = 1 << 10
 
 
 class RemoteRanks:
@@ -35,6 +37,9 @@ class RemoteRanks:
         ends: ``(control, output)``, a rank's ends of its two pipes, by rank.
         board: the driver's status board.
     """
+
+    # Ranks may notice that a host is lost long before it is known that it does not answer.
+    settle_s = ANSWER_S + 1
 
     def __init__(
         self,
@@ -92,20 +97,21 @@ class RemoteRanks:
     def any_runs(self) -> bool:
         return len(self.exit_codes) < len(self._ends)
 
-    def fault(self, rank: int | None = None) -> str:
-        numbers = range(len(self._hosts)) if rank is None else [self._host_of[rank]]
-        for number in numbers:
-            if told := self._lost.get(number):
-                return told
+    def fault(self) -> str:
+        for number, host in enumerate(self._hosts):
             if told := self._news[number].error or self._news[number].fault:
-                return f"{self._hosts[number]}: {told}"
+                return f"{host}: {told}"
         return ""
+
+    def lost_with(self, rank: int) -> str:
+        return self._lost.get(self._host_of[rank], "")
+
+    def with_hosts(self, text: str) -> str:
+        names = {host.number: host.node.address for host in self._hosts}
+        return with_hosts(text, [place.ranks for place in self._places], names)
 
     def looks(self) -> Mapping[int, int]:
         return {number: self._looks[number] for number in list(self._left)}
-
-    def where(self, rank: int) -> str:
-        return f" on {self._hosts[self._host_of[rank]]}"
 
     def lose(self, ranks: frozenset[int]) -> None:
         if ranks != self._told_lost:
@@ -134,20 +140,21 @@ class RemoteRanks:
     def _forward(self) -> None:
         """Hand on what the supervisor writes to the ranks."""
         ranks = {control: rank for rank, (control, _) in enumerate(self._ends)}
-        while ranks and not self.finished.is_set():
+        while not self.finished.is_set():
+            ranks = {control: rank for control, rank in ranks.items() if not control.closed}
+            found: list[Any] = []
+            # The thread of a host may close a pipe meanwhile.
             with contextlib.suppress(OSError, ValueError):
                 found = wait(list(ranks), _POLL_S)
-                told: dict[int, list[tuple[int, bytes]]] = {}
-                for control in found:
-                    assert isinstance(control, Connection)
-                    rank = ranks[control]
-                    if data := os.read(control.fileno(), 1 << 10):
+            told: dict[int, list[tuple[int, bytes]]] = {}
+            for control in found:
+                rank = ranks.pop(control)
+                with contextlib.suppress(OSError):
+                    if data := os.read(control.fileno(), _READ_BYTES):
                         told.setdefault(self._host_of[rank], []).append((rank, data))
-                    else:
-                        del ranks[control]
-                for number, data in told.items():
-                    self._order([number], Orders(data=data))
-            ranks = {control: rank for control, rank in ranks.items() if not control.closed}
+                        ranks[control] = rank
+            for number, data in told.items():
+                self._order([number], Orders(data=data))
 
     def _follow(self, number: int) -> None:
         """Start the ranks of a host, and take its news until they have ended."""

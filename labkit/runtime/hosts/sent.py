@@ -49,7 +49,7 @@ def of_this_process() -> Sent:
 
 
 def sources() -> dict[str, list[str]]:
-    """The sources that other hosts do not have, by file name, for the tracebacks of their ranks."""
+    """The sources that other hosts do not have, by file name, for their ranks' tracebacks."""
     modules = [sys.modules["__main__"], *_local_modules()]
     files = [path for module in modules if (path := getattr(module, "__file__", None))]
     return {path: linecache.getlines(path) for path in files} | cell_sources()

@@ -1,5 +1,7 @@
 """Which ranks each host gets."""
 
+from itertools import pairwise
+
 from labkit.units import format_count
 
 
@@ -16,4 +18,4 @@ def spread(world_size: int, num_hosts: int) -> list[range]:
         )
     each, more = divmod(world_size, num_hosts)
     starts = [host * each + min(host, more) for host in range(num_hosts + 1)]
-    return [range(start, end) for start, end in zip(starts, starts[1:])]
+    return [range(start, end) for start, end in pairwise(starts)]
