@@ -1,6 +1,6 @@
 """A run on two hosts that stands still, and what PyTorch's own tools say about it.
 
-The program is ``labkit.check.early_stop``: which rank is to blame depends on a seed.
+The program is ``labkit.check.programs.early_stop``: which rank is to blame depends on a seed.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.check.detective_dumps import Dumps, plain_entries
-from labkit.check.early_stop import losses_of
+from labkit.check.programs.early_stop import losses_of
 from labkit.check.grading.exercise import new_seed
 from labkit.runtime.agents import show_line, start_agents
 
@@ -23,8 +23,8 @@ _ANSWER_S = 20.0
 _DEFAULT_GROUP = "0"
 # Of what torchrun and a failed rank print: the errors, and whom torchrun takes for the cause.
 _WORTH_SHOWING = re.compile(r"Error: |Root Cause|^  (rank|exitcode) ")
-_PROGRAM = Path(__file__).with_name("early_stop.py")
-_WITH_LABKIT = Path(__file__).with_name("early_stop_labkit.py")
+_PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
+_WITH_LABKIT = _PROGRAM.with_name("early_stop_labkit.py")
 
 
 @dataclass(frozen=True)
