@@ -224,17 +224,16 @@ def _check_fits(config: RunConfig, own: Own, path: Path, facts: Mapping[str, Any
     if facts["arrangement"] == here["arrangement"]:
         return
     if why := _why_not_divided(config, facts, path):
-        ranks = format_count(facts["config"]["world_size"], "rank")
-        raise _NotDividedError(
-            path,
-            why,
-            _NEXT_STEP
-            if not agents()
-            else (
-                f"start torchrun for {ranks}, with one number of machines and not MIN:MAX: it waits "
-                "for a machine that was lost"
-            ),
-        )
+        raise _NotDividedError(path, why, _next_step(facts["config"]["world_size"]))
+
+
+def _next_step(world_size: int) -> str:
+    if not agents():
+        return _NEXT_STEP
+    return (
+        f"start torchrun for {format_count(world_size, 'rank')}, with one number of machines and "
+        "not MIN:MAX: it waits for a machine that was lost"
+    )
 
 
 def _settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
