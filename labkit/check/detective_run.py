@@ -1,6 +1,6 @@
 """A run on two hosts that stands still, and what PyTorch's own tools say about it.
 
-The program is ``labkit.check.early_stop``: which rank is to blame depends on a seed.
+The program is ``labkit.check.programs.early_stop``: which rank is to blame depends on a seed.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.check.detective_dumps import Dumps, plain_entries
-from labkit.check.early_stop import losses_of
+from labkit.check.programs.early_stop import losses_of
 from labkit.check.grading.exercise import new_seed
 from labkit.runtime.agents import show_line, start_agents
 
@@ -23,7 +23,8 @@ _ANSWER_S = 20.0
 _DEFAULT_GROUP = "0"
 # Of what torchrun and a failed rank print: the errors, and whom torchrun takes for the cause.
 _WORTH_SHOWING = re.compile(r"Error: |Root Cause|^  (rank|exitcode) ")
-_PROGRAM = Path(__file__).with_name("early_stop.py")
+_PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
+_WITH_LABKIT = _PROGRAM.with_name("early_stop_labkit.py")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,22 @@ def hang(seed: int | None = None) -> HungRun:
         agents.follow(show=_show_an_error)
     entries = {rank: plain_entries(dump, _DEFAULT_GROUP) for rank, dump in enumerate(dumps)}
     return HungRun(dict(enumerate(stacks)), entries, seed)
+
+
+def explain(run: HungRun) -> None:
+    """Run the same program with labkit on two hosts, and print what it says on each of them."""
+    lines: list[list[str]] = [[] for _ in range(HOSTS)]
+    with start_agents(
+        [_WITH_LABKIT, str(run.seed)], hosts=HOSTS, ranks_per_host=RANKS_PER_HOST
+    ) as agents:
+        agents.follow(show=lambda host, line: lines[host].append(line))
+    for host, told in enumerate(lines):
+        begins = (number for number, line in enumerate(told) if ": labkit: " in line)
+        first = next(begins, len(told))
+        for line in told[first:]:
+            show_line(host, line)
+            if "Next step" in line:
+                break
 
 
 def _free_port() -> int:

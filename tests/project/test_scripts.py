@@ -204,7 +204,7 @@ def test_a_slurm_job_whose_time_is_over_goes_on_in_the_next(tmp_path):
         # The next start of the job has the same command; here it only says it.
         (bin_folder / "torchrun").write_text('#!/usr/bin/env bash\necho "$@" >> torchrun.log\n')
         (bin_folder / "torchrun").chmod(0o755)
-        agents.start("job", "slurm.sbatch", *words, PATH=path, PATIENCE="0")
+        agents.start("job", "slurm.sbatch", *words, PATH=path, SLURM_JOB_NUM_NODES="1")
         assert agents.wait("job") == 0, agents.told("job")
     started = (tmp_path / "torchrun.log").read_text().splitlines()
     assert started

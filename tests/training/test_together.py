@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from labkit.config import RunConfig
 from labkit.runtime import rounds
-from labkit.training import resume, together
+from labkit.training import resume, together, train_run
 from labkit.training.checkpoint.writing import CheckpointWriter
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING
@@ -184,3 +184,19 @@ def test_the_world_size_is_that_of_torchrun(monkeypatch):
     with pytest.raises(ValueError, match=r"world_size is 3, but torchrun started 2 ranks: leave"):
         together._check_world_size(CONFIG)
     together._check_world_size(replace(CONFIG, world_size=2))
+
+
+@pytest.mark.parametrize("forged", ["", "[]", '{"error": 1}', '{"error": "", "same": 7}', "["])
+def test_what_no_rank_has_written_is_refused(forged):
+    with pytest.raises(ConnectionError, match="which labkit does not write"):
+        together._read(forged, {"error": str, "same": dict})
+
+
+def test_the_world_size_that_is_left_out_is_that_of_torchrun(monkeypatch):
+    configs = []
+    monkeypatch.setattr(train_run, "train_run", lambda config, **_: configs.append(config))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    train_run.train_with("ddp")
+    train_run.train_with("ddp", world_size=2)
+    assert [config.world_size for config in configs] == [3, 2]

@@ -1,6 +1,6 @@
 """A program with a fault, for two hosts: each rank stops by its own loss. Plain PyTorch.
 
-Usage: ``torchrun ... -m labkit.check.early_stop SEED PORT``. The debug server listens at PORT.
+Usage: ``torchrun ... early_stop.py SEED PORT``. PyTorch's debug server listens at PORT.
 """
 
 import sys
