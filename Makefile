@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench html \
+.PHONY: help env cluster lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -48,9 +48,11 @@ help:
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
+	@echo "make two-hosts       train on two hosts on this machine, and record it (root; five minutes)"
 	@echo "make html            the notebooks as web pages in build/html"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
-	@echo "make pins            renew requirements.txt and tools/uv.txt, with hashes"
+	@echo "make pins            renew requirements.txt, tools/uv.txt and tools/cluster.txt, with hashes"
+	@echo "make cluster         add Ray to .venv, for runs on several machines: labkit.run(..., hosts=2)"
 	@echo "make env             set up only (.venv, about 6 GB)"
 	@echo "make env TORCH=auto  the same with the PyTorch that this machine's driver can run; also"
 	@echo "                     TORCH=cpu (no CUDA, 3 GB less), TORCH=12.8 (that CUDA), TORCH=default"
@@ -118,6 +120,11 @@ endif
 	@printf '%s\n' "$(CURDIR)" $(BUILD) > $@
 	@rm -f $(READY).was $(VENV)/.before
 
+# What the extra "cluster" adds to requirements.txt.
+cluster: env
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --require-hashes \
+	  -r tools/cluster.txt
+
 lab: env
 	@$(BIN)/python -m labkit lab $(ARGS)
 
@@ -175,6 +182,11 @@ storm-resume: env
 bench: env
 	@$(BIN)/python -m labkit bench $(ARGS)
 
+# Two network namespaces with a cable of 10 and 1 Gb/s: they end with the command, whatever ends it.
+two-hosts: env
+	@$(BIN)/python -m labkit bench two-hosts --json data/results/two_hosts.json \
+	  --figure data/results/two_hosts.png $(ARGS)
+
 html: env
 	@mkdir -p build/html
 	@$(if $(NOTEBOOKS),$(BIN)/jupyter nbconvert --to html --output-dir build/html $(NOTEBOOKS),\
@@ -186,9 +198,12 @@ notebooks: env
 # Keeps the versions that are pinned already; newer ones: make pins ARGS=--upgrade
 PINS := --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
         --custom-compile-command "make pins"
+EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cluster"])
 pins: env
 	$(BIN)/uv pip compile $(PINS) $(ARGS) --extra test pyproject.toml -o requirements.txt
 	echo uv | $(BIN)/uv pip compile $(PINS) $(ARGS) - -o tools/uv.txt
+	$(BIN)/python -c '$(EXTRA)' | $(BIN)/uv pip compile $(PINS) $(ARGS) -c requirements.txt - \
+	  -o tools/cluster.txt
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache notebooks/.ipynb_checkpoints

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import Field, fields
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from labkit import units
 from labkit.config import RunConfig
-from labkit.errors import MismatchError, OutputError, WorkerError
+from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
 from labkit.files import check_outputs, write_each
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Field) -> None:
 def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     add = bench.add_argument
-    names = "launch, all-reduce, ddp, placement, pipeline; all of them if left out"
+    names = "launch, all-reduce, ddp, placement, pipeline, checkpoint: all of them if left out; "
+    names += "two-hosts (root)"
     add("names", nargs="*", metavar="NAME", help=names)
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
@@ -124,7 +126,7 @@ def _add_bench(commands) -> None:
     add("--devices", type=_list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    draw = "all-reduce, placement: draw the times, to FILE.png"
+    draw = "all-reduce, placement, two-hosts: draw the times, to FILE.png"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 
@@ -310,6 +312,10 @@ def main(argv: list[str] | None = None) -> int:
         if not getattr(error, "is_told", False):
             print(f"labkit: {error}", file=sys.stderr)
         return 1
+    except PreemptedError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"labkit: {error}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except (ValueError, OSError) as error:
         _refuse(str(error))
     except KeyboardInterrupt:

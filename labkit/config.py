@@ -95,6 +95,10 @@ def _check_devices(name: str, value: Any) -> None:
     parse_devices(value)
 
 
+def _check_hosts(name: str, value: Any) -> None:
+    parse_hosts(value)
+
+
 def _check_lr_schedule(name: str, value: Any) -> None:
     _check_text(name, value)
     parse_lr_schedule(value)
@@ -127,7 +131,9 @@ class RunConfig:
     """
 
     strategy: str = _text("single", "S", "the technique, for example ring_all_reduce")
-    world_size: int = _integer(1, "N", "number of ranks", most=units.MOST_RANKS)
+    world_size: int = _integer(
+        1, "N", "number of ranks; under torchrun as many as it starts", most=units.MOST_RANKS
+    )
     # Global, so that runs with other world sizes do the same arithmetic.
     batch_size: int = _integer(64, "B", "global batch size, over all ranks together")
     epochs: int = _integer(1, "E", "passes over the training samples")
@@ -174,7 +180,16 @@ class RunConfig:
     transport: str = _text("auto", "auto|shared|gloo", "how messages travel, see labkit.run")
     train_size: int | None = _integer(None, "N", "only the first N training samples")
     link: str | None = _text(
-        None, "LATENCY,BANDWIDTH", "emulate a slower link, for example 10ms,100MB/s"
+        None,
+        "LATENCY,BANDWIDTH",
+        "emulate a slower link, for example 10ms,100MB/s; with ',2 per host' it is between hosts "
+        "of two ranks each",
+    )
+    hosts: str | None = _setting(
+        None,
+        "H",
+        "run on that many nodes of a Ray cluster, or on those with the addresses A,A",
+        _check_hosts,
     )
     num_workers: int = _integer(0, "N", "processes per rank that read your data set", least=0)
     augment: str | None = _setting(
@@ -193,11 +208,13 @@ class RunConfig:
         "layers that are not trained; features: all but the last",
         _check_freeze,
     )
-    checkpoint_dir: str | None = _path(None, "DIR", "folder of the run's checkpoints")
+    checkpoint_dir: str | None = _path(
+        None, "DIR", "folder of the run's checkpoints, which all machines share"
+    )
     checkpoint_every: int | None = _integer(None, "N", "steps between checkpoints (an epoch)")
     checkpoint_keep: int = _integer(2, "N", "newest checkpoints that are kept, beside the best")
     resume: bool = _setting(
-        False, "", "continue from the newest checkpoint in checkpoint_dir", _check_flag
+        False, "", "continue from the newest checkpoint in checkpoint_dir, if any", _check_flag
     )
     log_dir: str | None = _path(None, "DIR", "folder for epochs.csv, TensorBoard and rank logs")
     tf32: bool = _setting(
@@ -215,6 +232,9 @@ class RunConfig:
     )
     compress: str | None = _choice(
         None, ("fp16", "bf16", "topk"), "ring_all_reduce: compress gradients on the wire"
+    )
+    hierarchical: bool = _setting(
+        False, "", "sum gradients inside each host first, then between hosts", _check_flag
     )
     servers: int | None = _integer(None, "S", "parameter_server: ranks that hold parameters")
     straggler: str | None = _text(
@@ -242,13 +262,17 @@ class RunConfig:
             if value is not None or setting.default is not None:
                 setting.metadata["check"](setting.name, value)
         self._complete_rates()
+        if self.hosts is not None:
+            named = parse_hosts(self.hosts)
+            text = str(named) if isinstance(named, int) else ",".join(named)
+            object.__setattr__(self, "hosts", text)
         if self.devices is not None:
             object.__setattr__(self, "devices", ",".join(parse_devices(self.devices)))
         if self.devices is not None and self.split_points is not None:
             check_devices(len(parse_devices(self.devices)), parse_split_points(self.split_points))
         if self.devices is not None:
-            # torchrun's ranks on each machine get the devices of this list.
-            machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+            # The ranks on each machine get the devices of this list.
+            machines = self.num_hosts or int(os.environ.get("GROUP_WORLD_SIZE", 1))
             self._follow("devices", machines * len(parse_devices(self.devices)))
         if self.split_points is not None:
             self._follow("split_points", len(parse_split_points(self.split_points)) + 1)
@@ -289,6 +313,14 @@ class RunConfig:
         if self.used_lr is not None:
             scaled = f"lr {self.lr} scaled to batches of {self.batch_size}"
             units.check_above_zero(scaled, self.used_lr, _MOST_LR[self.dtype])
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts ``hosts`` asks for; 0 without it."""
+        if self.hosts is None:
+            return 0
+        named = parse_hosts(self.hosts)
+        return named if isinstance(named, int) else len(named)
 
     @property
     def changes_lr(self) -> bool:
@@ -417,31 +449,47 @@ def parse_freeze(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_link(text: str) -> tuple[float, float]:
+def parse_link(text: str) -> tuple[Any, ...]:
     """``"10ms,100MB/s"`` is (0.01, 1e8): latency in seconds, and bandwidth in bytes per second.
 
     One of the two may be left out: no latency, or a bandwidth without a limit. MB are 10^6 bytes,
-    MiB are 2^20, and Mbit are 10^6 bits.
+    MiB are 2^20, and Mbit are 10^6 bits. With ``2 per host`` as one of the parts, a third number
+    says how many ranks stand on each emulated host.
 
     Raises:
         ValueError: not of this form, or beyond the limits.
     """
     found: dict[str, float] = {}
     for word in str(text).split(","):
-        match = re.fullmatch(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zA-Zµ/]+)", word.strip())
-        kind = "bandwidth" if match and match[2].endswith("/s") else "latency"
-        scale = _LINK_UNITS.get(match[2]) if match else None
-        if match is None or scale is None or kind in found:
+        kind, value = _link_part(word.strip())
+        if not kind or kind in found:
             raise ValueError(
                 f"link must be LATENCY,BANDWIDTH, as in 10ms,100MB/s, got {shortened(text)} "
-                f"(units: {', '.join(_LINK_UNITS)})"
+                f"(units: {', '.join(_LINK_UNITS)}; for emulated hosts, as in 2 per host)"
             )
-        found[kind] = units.parse_number(match[1]) * scale
+        found[kind] = value
     latency_s = found.get("latency", 0.0)
     units.check_number(f"link {shortened(text)}: the latency", latency_s, 0, units.MOST_SECONDS)
     bandwidth = found.get("bandwidth", float("inf"))
     units.check_above_zero(f"link {shortened(text)}: the bandwidth", bandwidth, float("inf"))
-    return latency_s, bandwidth
+    if "hosts" not in found:
+        return latency_s, bandwidth
+    per_host = int(found["hosts"])
+    name = f"link {shortened(text)}: the ranks per host"
+    units.check_integer(name, per_host, least=1, most=units.MOST_RANKS)
+    return latency_s, bandwidth, per_host
+
+
+def _link_part(word: str) -> tuple[str, float]:
+    """What a part of a link's text says, and its value in seconds, bytes per second or ranks."""
+    if match := re.fullmatch(r"([0-9]{1,9})\s*(?:ranks?\s+)?per\s+host", word):
+        return "hosts", int(match[1])
+    match = re.fullmatch(r"([0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-zA-Zµ/]+)", word)
+    scale = _LINK_UNITS.get(match[2]) if match else None
+    if match is None or scale is None:
+        return "", 0.0
+    kind = "bandwidth" if match[2].endswith("/s") else "latency"
+    return kind, units.parse_number(match[1]) * scale
 
 
 def check_servers(servers: int, world_size: int) -> None:
@@ -478,6 +526,30 @@ def parse_devices(devices: str | Sequence[Any]) -> tuple[str, ...]:
                 f"{shortened(name)}{hint} in {shortened(devices)}"
             )
     return names
+
+
+def parse_hosts(hosts: int | str | Sequence[str]) -> int | tuple[str, ...]:
+    """``2`` and ``"2"`` are 2, ``"10.0.0.1,10.0.0.2"`` is ("10.0.0.1", "10.0.0.2").
+
+    Args:
+        hosts: a number, or addresses in one text or a sequence.
+
+    Raises:
+        ValueError: neither a number above 0 nor addresses.
+    """
+    if isinstance(hosts, str) and re.fullmatch(r"-?[0-9]+", hosts.strip()):
+        hosts = units.parse_integer(hosts.strip())
+    if isinstance(hosts, int) and not isinstance(hosts, bool):
+        units.check_integer("hosts", hosts, most=units.MOST_RANKS)
+        return hosts
+    names = hosts.split(",") if isinstance(hosts, str) else hosts
+    is_list = isinstance(names, list | tuple) and len(names) > 0
+    if not is_list or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError(
+            "hosts must be how many, as in 2, or their addresses, as in 10.0.0.1,10.0.0.2, got "
+            f"{shortened(hosts)}"
+        )
+    return tuple(name.strip() for name in names)
 
 
 def parse_split_points(text: str) -> tuple[int, ...]:

@@ -51,5 +51,9 @@ class PeerLostError(ConnectionError):
         self.rank = rank
 
 
+class PreemptedError(RuntimeError):
+    """Raised inside a rank that was told to end (SIGTERM), when its checkpoint is written."""
+
+
 class OutputError(OSError):
     """An output could not be written, for example to a full disk; an old file stays intact."""

@@ -212,7 +212,7 @@ def format_value(value: float, unit: str) -> str:
 
 def format_count(count: int, noun: str) -> str:
     """``format_count(2, "rank")`` is ``2 ranks``, ``format_count(1, "rank")`` is ``1 rank``."""
-    plural = f"{noun}es" if noun.endswith("tch") else f"{noun}s"
+    plural = f"{noun}es" if noun.endswith(("tch", "ss")) else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
 
 

@@ -32,6 +32,7 @@ ANYWHERE = {
     *{"TCPStore", "ProcessGroupGloo", "init_process_group", "new_group", "rendezvous"},
     *{"init_rpc", "rpc_sync", "rpc_async", "remote"},
     *{"listen", "create_server", "initialize_server", "ThreadingHTTPServer"},
+    *{"start_debug_server"},
 }
 
 

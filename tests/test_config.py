@@ -123,6 +123,8 @@ def test_stragglers_that_cannot_be(text, message):
 )
 def test_a_link_is_a_latency_and_a_bandwidth(text, latency_s, bytes_per_s):
     assert parse_link(text) == pytest.approx((latency_s, bytes_per_s))
+    assert parse_link(f"{text},2 per host") == pytest.approx((latency_s, bytes_per_s, 2))
+    assert parse_link(f" 12 ranks per host , {text}") == (*parse_link(text), 12)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,9 @@ def test_a_link_is_a_latency_and_a_bandwidth(text, latency_s, bytes_per_s):
         ("1e9s", "the latency must be at most 1,000,000, got 1000000000.0"),
         ("0MB/s", "the bandwidth must be a number above 0, got 0.0"),
         ("nans", "must be LATENCY,BANDWIDTH"),
+        ("1ms,2 hosts", "for emulated hosts, as in 2 per host"),
+        ("0 per host", "the ranks per host must be an integer from 1 up, got 0"),
+        ("4097 per host", "the ranks per host must be at most 4,096, got 4097"),
     ],
 )
 def test_links_that_cannot_be(text, message):

@@ -27,7 +27,11 @@ BAD = {
     **dict.fromkeys(("N,N", "B,B"), BAD_LISTS),
     **dict.fromkeys(("S", "M", "D", "S,S", "M,M", "D,D", "FILE", "FILE.png", "DIR"), ()),
     **dict.fromkeys(("L", "O"), ()),
-    "LATENCY,BANDWIDTH": ["", "10", "x", "10ms,20ms", "-1ms", "1e400s", "10Mb/s", "0MB/s", "1ms,"],
+    "LATENCY,BANDWIDTH": [
+        *("", "10", "x", "10ms,20ms", "-1ms", "1e400s", "10Mb/s", "0MB/s", "1ms,"),
+        *("0 per host", "-1 per host", "1.5 per host", "x per host", "2 per host,3 per host"),
+        *("99999 per host", "2 hosts"),
+    ],
     "SECONDS": [*BAD_NUMBERS, "0", "-0.0"],
     "MB": BAD_NUMBERS,
     "X": [*BAD_NUMBERS, "1"],

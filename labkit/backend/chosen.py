@@ -16,19 +16,23 @@ AllReduce = Callable[[Comm, Tensor], Tensor | None]
 _learners: AllReduce | None = None
 
 
-def use(all_reduce: AllReduce | None) -> None:
+def use(all_reduce: AllReduce | None) -> AllReduce | None:
     """Let every "labkit" group of this process, and ``ddp_hook``, sum with ``all_reduce``.
 
     Args:
         all_reduce: ``all_reduce(comm, tensor)`` sums a flat tensor [N] over the ranks, in place
-            or by returning the sum; None restores ``fast_ring_all_reduce``.
+            or by returning the sum; None restores ``fast_ring_all_reduce``. On several hosts
+            ``labkit.collectives.fast_hierarchical_all_reduce`` sends less between them.
+
+    Returns what was used before.
 
     Call it on every rank. DDP asks for sums only; other reductions always use labkit's functions.
     """
     global _learners
     if all_reduce is not None and not callable(all_reduce):
         raise ValueError(f"use() takes a function of comm and tensor, got {all_reduce!r:.60}")
-    _learners = all_reduce
+    before, _learners = _learners, all_reduce
+    return before
 
 
 def all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:

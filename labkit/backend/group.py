@@ -12,7 +12,7 @@ all-reduce below DDP (``labkit.backend.chosen``). What is not supported is in
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -60,14 +60,23 @@ class LabkitGroup(ProcessGroup):
     group_name = group_desc = ""
     _device_types = (torch.device("cpu"),)
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        ranks: Sequence[int] | None = None,
+    ):
         try:
             super().__init__(store, rank, size)
         except TypeError:
             # In torch 2.11 a subclass cannot have a store.
             super().__init__(rank, size)
         self._store, self._timeout = store, timeout
-        self._queues = Queues(store, rank, size, timeout)
+        # As they are numbered in the run.
+        self._ranks = ranks or range(size)
+        self._queues = Queues(store, rank, size, timeout, self._ranks)
         self._mailbox = Mailbox(rank, size, self._queues.edge, timeout.total_seconds())
 
     def getBackendName(self) -> str:
@@ -111,7 +120,8 @@ class LabkitGroup(ProcessGroup):
             return None
         store = dist.PrefixStore(f"labkit/split/{group_name}", self._store)
         timeout = timeout or self._timeout
-        group = LabkitGroup(store, ranks.index(self.rank()), len(ranks), timeout)
+        in_run = [self._ranks[rank] for rank in ranks]
+        group = LabkitGroup(store, ranks.index(self.rank()), len(ranks), timeout, in_run)
         group.group_name, group.group_desc = group_name or "", group_desc or ""
         return group
 

@@ -8,6 +8,7 @@ import atexit
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -15,11 +16,12 @@ import torch.distributed as dist
 
 from labkit.comm import meeting
 from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import over_link
+from labkit.comm.emulated_link import emulated_hosts, over_link
 from labkit.comm.hosts_transport import HostsTransport
 from labkit.comm.sent import Traffic
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
+from labkit.comm.transport import Transport
 from labkit.comm.work_queue import WorkQueue
 
 # How many spans a group keeps: training for days must not fill the memory with spans.
@@ -39,13 +41,22 @@ def sent() -> tuple[int, int]:
 class Queues:
     """The work queues of one rank of a process group; each starts with its first operation.
 
-    One operation may take up to ``timeout``.
+    One operation may take up to ``timeout``. ``ranks`` are the group's, as they are numbered in
+    the run; None is all of them.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        ranks: Sequence[int] | None = None,
+    ):
         # Messages of an edge are first in, first out, so each kind of traffic has its own Comm.
         self._comms = {
-            part: _comm(part, store, rank, size, timeout) for part in ("collectives", "pairs")
+            part: _comm(part, store, rank, size, timeout, ranks)
+            for part in ("collectives", "pairs")
         }
         self._timeout_s = timeout.total_seconds()
         self._queues: dict[tuple[str, ...], WorkQueue] = {}
@@ -115,24 +126,30 @@ def abandon_all() -> None:
         queues.abandon()
 
 
-def _comm(part: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Comm:
-    """A Comm for one kind of traffic: through shared memory, or over gloo between machines."""
+def _comm(
+    part: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    ranks: Sequence[int] | None,
+) -> Comm:
+    """A Comm for one kind of traffic: through shared memory, or over gloo between hosts."""
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{part}", store)
     hosts = meeting.find_hosts(store, rank, size)
     neighbours = hosts.neighbours(rank)
     arena = meeting.meet(store, rank, size, neighbours)
-    board = near = None
-    if arena is not None:
-        board, near = arena.board, SharedTransport(arena, rank, timeout.total_seconds())
+    transport: Transport
+    near = None if arena is None else SharedTransport(arena, rank, timeout.total_seconds())
     if near is not None and len(neighbours) == size:
         transport = near
     else:
         meeting.stay_on_loopback()
-        transport = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
-        if near is not None:
-            transport = HostsTransport(near, transport, neighbours)
+        far = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
+        transport = far if near is None else HostsTransport(near, far, neighbours)
     _traffic.append(transport.sent)
-    return Comm(
-        rank, size, cpu, over_link(transport), board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks
-    )
+    linked, board = over_link(transport, ranks), None if arena is None else arena.board
+    comm = Comm(rank, size, cpu, linked, board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks)
+    comm.hosts = emulated_hosts(ranks or range(size)) or hosts.ranks
+    return comm

@@ -28,11 +28,14 @@ def register_backend() -> None:
 def _register(distributed: ModuleType) -> None:
     # A build of PyTorch without distributed has no Backend.
     if hasattr(distributed, "Backend") and not hasattr(distributed.Backend, _NAME.upper()):
-        distributed.Backend.register_backend(_NAME, _new_group, devices=["cpu"])
+        distributed.Backend.register_backend(_NAME, _new_group, extended_api=True, devices=["cpu"])
 
 
-def _new_group(*args: Any) -> Any:
-    return importlib.import_module("labkit.backend.group").LabkitGroup(*args)
+def _new_group(group: Any, options: object) -> Any:
+    """Make a group; the extended interface says which ranks of the run are in it."""
+    make = importlib.import_module("labkit.backend.group").LabkitGroup
+    ranks = group.global_ranks_in_group
+    return make(group.store, group.group_rank, group.group_size, group.timeout, ranks)
 
 
 class _WhenTorchComes:

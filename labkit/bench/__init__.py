@@ -6,12 +6,16 @@
     placement     the cuts of VGG16: hops by placement, and every single cut against the planner
     pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
     checkpoint    a step with and without a checkpoint being written in the background
+    two-hosts     one worker, two on one host, four on two hosts, over cables of several rates
 
 ``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
 command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce bench with MPI as an
 additional contender.
 """
 
-from labkit.bench.command import BENCHES, main
+import lazy_loader
 
-__all__ = ["BENCHES", "main"]
+# Lazy: what compares or reports records must not wait for all that is measured.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={"command": ["BENCHES", "main"]}
+)

@@ -14,6 +14,7 @@ from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.placement import bench_placement
 from labkit.bench.record import Figures, Result, command_line, flag, machine, merged, write
 from labkit.bench.turns import Where
+from labkit.bench.two_hosts.measure import bench_two_hosts
 from labkit.files import check_writable
 from labkit.units import check_choice
 
@@ -24,8 +25,11 @@ BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "placement": bench_placement,
     "pipeline": bench_pipeline,
     "checkpoint": bench_checkpoint,
+    "two-hosts": bench_two_hosts,
 }
-DRAWN = ("all-reduce", "placement")
+# Takes root, and so runs only when it is named.
+_NEEDS_ROOT = ("two-hosts",)
+DRAWN = ("all-reduce", "placement", "two-hosts")
 _PICTURES = (".png", ".svg")
 
 
@@ -39,7 +43,7 @@ def main(
     """Run the benches of these names (all of them if none is given); print and record them.
 
     Args:
-        names: out of ``BENCHES``.
+        names: out of ``BENCHES``; if empty, all that need no root.
         json_path: where to write one bench's results, with hardware and versions.
         figure_path: where to write its figures.
         words: the command line, for the record.
@@ -52,7 +56,7 @@ def main(
         ValueError: before anything runs, for options that are wrong or belong to another bench.
         OutputError: after the runs, a file could not be written.
     """
-    chosen = names or list(BENCHES)
+    chosen = names or [name for name in BENCHES if name not in _NEEDS_ROOT]
     _check(chosen, settings, json_path, figure_path)
     # A bench checks its settings when it is called, and runs when its results are iterated over.
     runs = {name: BENCHES[name](**settings) for name in chosen}

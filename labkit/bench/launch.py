@@ -18,7 +18,7 @@ from labkit.bench.spread import ratios
 from labkit.bench.turns import Where, check_settings, repeat_turns
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
-from labkit.comm.meeting import loopback
+from labkit.comm.processes import loopback
 from labkit.devices import Plan
 from labkit.runtime.launch import run
 from labkit.units import format_seconds

@@ -19,11 +19,14 @@ its counterpart in ``labkit.collectives``:
     check.hops.forward   .backward
     check.placement.bytes_over_cuts   .step_seconds   .best_cuts
     check.pipeline.micro_batches   .gpipe   .bubble   .one_f_one_b   .hop   .step
+    check.rendezvous.meet
+    check.hosts.inside   .between   .all_reduce   .place
+    check.detective.culprit
     check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
         .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
 
 Others belong to a page: ``check.fairness.synchronisations``, ``.interleaved_ratio``,
-``.useful_rate`` and ``.replicas_agree``.
+``.useful_rate`` and ``.replicas_agree``; ``check.detective.named``.
 
 A page's own exercise, graded by what each rank returns, is ``returns(fn, expected, ...)``;
 anything else is an ``Exercise`` for ``grade(fn, exercise)``. A function that needs no ranks is
@@ -39,8 +42,10 @@ from labkit.check import (
     compressed,
     data_parallel,
     ddp,
+    detective,
     fairness,
     hops,
+    hosts,
     messages,
     naive,
     overlap,
@@ -48,6 +53,7 @@ from labkit.check import (
     pipeline,
     placement,
     puzzles,
+    rendezvous,
     ring,
     staleness,
     step,
@@ -57,8 +63,8 @@ from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade
 from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
-__all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "fairness", "hops"]
-__all__ += ["messages", "naive", "overlap", "parameter_server", "pipeline", "placement"]
-__all__ += ["puzzles", "ring", "staleness", "step", "tree"]
+__all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "detective"]
+__all__ += ["fairness", "hops", "hosts", "messages", "naive", "overlap", "parameter_server"]
+__all__ += ["pipeline", "placement", "puzzles", "rendezvous", "ring", "staleness", "step", "tree"]
 
 __getattr__ = unknown_name(__name__)

@@ -8,6 +8,7 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     tree_all_reduce         tree            log2 P              log2 P x S
     ring_all_reduce         ring            2 (P - 1)           2 (P - 1) / P x S
     fast_ring_all_reduce    fast_ring       2 (P - 1)           2 (P - 1) / P x S
+    hierarchical_all_reduce hierarchical    2 (m + H - 2)       2 (P - 1) / P x S, see below
     share_reduce            ring            P - 1               (P - 1) / P x S
     share_only              ring            P - 1               (P - 1) / P x S
     reduce_scatter          ring            P - 1               (P - 1) S
@@ -20,12 +21,17 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     sparse_all_reduce       sparse          3 (P - 1)           (P - 1) x entries, padded
     dissemination_barrier   barrier         ceil(log2 P)        1 per step
 
-The exact numbers are in ``labkit.costs.traffic``. The module ``compressed`` sends gradients in
-half the bytes or fewer.
+On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
+card of each host. The exact numbers are in ``labkit.costs.traffic`` and ``labkit.costs.hosts``.
+The module ``compressed`` sends gradients in half the bytes or fewer.
 """
 
 from labkit.collectives.barrier import dissemination_barrier as dissemination_barrier
 from labkit.collectives.fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
+from labkit.collectives.hierarchical import (
+    fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,
+    hierarchical_all_reduce as hierarchical_all_reduce,
+)
 from labkit.collectives.naive import naive_all_reduce as naive_all_reduce
 from labkit.collectives.pairwise import all_to_all as all_to_all
 from labkit.collectives.reduction import Reduction as Reduction

@@ -11,22 +11,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from labkit.collectives import all_gather, ring_all_reduce, share_only
+from labkit.collectives import all_gather, ring_all_reduce, share_only, share_reduce
+from labkit.collectives.hierarchical import hierarchical_all_reduce, parts_of, rings_of
 from labkit.collectives.ring import phase, split_chunks
 from labkit.comm.comm import Comm
+from labkit.comm.sub_comm import SubComm
 from labkit.schedules.ring import ring_share_reduce
 from labkit.schedules.top_k import kept_elements
 
 AllReduce = Callable[[Comm, Tensor], Tensor]
 
 
-def all_reduce_of(compress: str | None) -> AllReduce:
+def all_reduce_of(compress: str | None, hierarchical: bool = False) -> AllReduce:
     """The all-reduce behind ``--compress``: ``fp16``, ``bf16``, ``topk``; None is the exact ring.
 
-    Each call makes a new object, since a ``TopK`` keeps the values that it has not sent yet.
+    ``hierarchical`` is the same inside and between hosts, where only what travels between hosts
+    is compressed. Each call makes a new object, since ``topk`` keeps what it has not sent yet.
     """
     if compress is None:
-        return ring_all_reduce
+        return hierarchical_all_reduce if hierarchical else ring_all_reduce
+    if hierarchical:
+        return CompressedBetween(compress)
     return TopK() if compress == "topk" else HalfRing(compress)
 
 
@@ -81,8 +86,8 @@ class TopK:
         residual: [N], the values not sent yet; None before the first call.
     """
 
-    def __init__(self) -> None:
-        self.residual: Tensor | None = None
+    def __init__(self, residual: Tensor | None = None):
+        self.residual = residual
 
     @torch.no_grad()
     def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
@@ -104,3 +109,50 @@ class TopK:
                 values, indices = packed.chunk(2)
                 flat.index_add_(0, indices.long(), values.view(flat.dtype))
         return flat
+
+
+class CompressedBetween:
+    """Hierarchical all-reduce whose messages between hosts are compressed.
+
+    Inside a host the sums are exact: nothing is gained by sending less through memory. Between
+    hosts, ``HalfRing`` rounds each sum once per host, not once per rank. ``TopK`` takes the
+    largest elements of a host's sum, as if each host were one worker: what it does not send stays
+    with the rank that has this part of the sum, which adds it to its own next gradient.
+
+    With one host, or one rank per host, it is ``HalfRing`` or ``TopK`` over all ranks.
+
+    Args:
+        compress: ``fp16``, ``bf16`` or ``topk``.
+
+    Attributes:
+        residual: [N], with ``topk``, the values not sent yet, elsewhere 0; None before the first
+            call.
+    """
+
+    def __init__(self, compress: str):
+        self.compress = compress
+        self.residual: Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
+        """Sum ``flat`` [N] over the ranks, in place, and return it."""
+        if self.compress == "topk" and self.residual is None:
+            self.residual = torch.zeros_like(flat)
+        if len(comm.hosts) in (1, comm.world_size):
+            return self._of_part(0, flat.numel())(comm, flat)
+        with comm.collective("hierarchical_all_reduce", flat, f"as {self.compress}"):
+            if self.residual is not None:
+                with comm.span("compress"):
+                    flat += self.residual
+                    self.residual.zero_()
+            inside = SubComm(comm, comm.hosts[comm.host])
+            share_reduce(inside, parts_of(comm, flat))
+            for ring, begin, end in rings_of(comm, flat.numel()):
+                self._of_part(begin, end)(ring, flat[begin:end])
+            share_only(inside, parts_of(comm, flat))
+        return flat
+
+    def _of_part(self, begin: int, end: int) -> AllReduce:
+        if self.residual is None:
+            return HalfRing(self.compress)
+        return TopK(self.residual[begin:end])

@@ -13,6 +13,7 @@ Symbols: P ranks, S bytes, a column = P segments of up to the channel's ``segmen
 (512 KiB between CPU ranks, 4 MiB between GPU ranks).
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -44,36 +45,41 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     if not comm.transport.shares_memory or comm.world_size == 1:
         return ring_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
-    ring = Ring(comm, reduction)
+    ring = Ring(comm, reduction, _steps(comm.rank, comm.world_size))
     with (
         in_place(tensor) as flat,
         comm.collective("fast_ring_all_reduce", tensor, op),
         comm.span("all_reduce"),
         comm.session.streaming("fast_ring_all_reduce", ring.dst),
     ):
-        chunks = split_chunks(flat, comm.world_size)
-        segments = [chunk.split(ring.segment_elements) for chunk in chunks]
-        columns = list(zip_longest(*segments, fillvalue=flat[:0]))
-        ring.begin(columns[0])
-        for column, following in zip_longest(columns, columns[1:]):
-            ring.reduce_column(column, following)
+        ring.run(split_chunks(flat, comm.world_size))
     return tensor
 
 
 # In a small all-reduce the bookkeeping takes most of the time: the timetable is made only once.
 @lru_cache(maxsize=64)
 def _steps(rank: int, world_size: int) -> list[tuple[RingStep, RingStep | None]]:
-    """Each step of the timetable with the one that follows it."""
-    steps = list(ring_steps(rank, world_size))
+    return with_following(ring_steps(rank, world_size))
+
+
+def with_following(steps: Iterable[RingStep]) -> list[tuple[RingStep, RingStep | None]]:
+    """Each step of a timetable with the one that follows it."""
+    steps = list(steps)
     return list(zip_longest(steps, steps[1:]))
 
 
 class Ring:
-    """This rank's place in the ring: a channel to the right, one from the left, the timetable."""
+    """This rank's place in a ring: a channel to the right, one from the left, the timetable.
 
-    def __init__(self, comm: Comm, reduction: Reduction):
+    Args:
+        steps: a whole timetable or half of one, at least one step, with ranks of ``comm``.
+    """
+
+    def __init__(
+        self, comm: Comm, reduction: Reduction, steps: list[tuple[RingStep, RingStep | None]]
+    ):
         self.world_size = comm.world_size
-        self.steps = _steps(comm.rank, comm.world_size)
+        self.steps = steps
         first = self.steps[0][0]
         self.dst = first.dst
         self.right = comm.transport.channel_to(first.dst)
@@ -83,10 +89,19 @@ class Ring:
         self.begins_messages = True
         self.segment_elements = self.right.segment_bytes // reduction.wide.itemsize
 
+    def run(self, chunks: list[Tensor]) -> None:
+        """Run the timetable on the chunks, column by column."""
+        segments = [chunk.split(self.segment_elements) for chunk in chunks]
+        columns = list(zip_longest(*segments, fillvalue=chunks[0][:0]))
+        self.begin(columns[0])
+        for column, following in zip_longest(columns, columns[1:]):
+            self.reduce_column(column, following)
+
     def begin(self, segments: tuple[Tensor, ...]) -> None:
         """Send the first of a column's P segments, which needs nothing from the left neighbour."""
         first, _ = self.steps[0]
-        self.put(segments[first.send_chunk], self.reduction.wide)
+        mine = segments[first.send_chunk]
+        self.put(mine, self.reduction.wide if first.phase == "share_reduce" else mine.dtype)
 
     def reduce_column(
         self, segments: tuple[Tensor, ...], following_column: tuple[Tensor, ...] | None

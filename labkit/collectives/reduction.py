@@ -71,6 +71,11 @@ class Reduction:
         wide = WIDE.get(tensor.dtype, tensor.dtype) if op in ROUNDED else tensor.dtype
         return cls(op, wide)
 
+    @property
+    def partial(self) -> str:
+        """The operation on some of the ranks: a mean is a sum until all are in it."""
+        return "sum" if self.op == "mean" else self.op
+
     def combine(self, mine: Tensor, incoming: Tensor, out: Tensor) -> Tensor:
         """Write ``mine`` op ``incoming`` to ``out``, which may be either of them.
 

@@ -8,6 +8,7 @@ waits for whom, and a deadlock is found without waiting for a timeout.
 Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -293,10 +294,14 @@ class Board:
         mine = int(self.counts[1 - peers_side, source, destination]) - 1
         return float(self.posted_s[peers_side, source, destination][mine % DEPTH])
 
-    def meeting_arrived_s(self, rank: int) -> float:
-        """When the last rank came to the meeting that ``rank`` is in or has just left, in s."""
+    def meeting_arrived_s(self, rank: int, among: Sequence[int] | None = None) -> float:
+        """When the last rank came to the meeting that ``rank`` is in or has just left, in s.
+
+        ``among``: the last of these ranks; by default of all.
+        """
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
-        return float(self.ranks["meeting_s"][:, index].max())
+        came_s = self.ranks["meeting_s"][:, index]
+        return float((came_s if among is None else came_s[list(among)]).max())
 
 
 def _num_bytes_seen(world_size: int) -> int:

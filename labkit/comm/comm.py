@@ -20,6 +20,7 @@ from labkit.comm.session import Session
 from labkit.comm.tensors import check_tensor, deliver, describe, to_receive, to_send
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
+from labkit.schedules.hierarchical import Hosts, host_of
 
 
 class Comm:
@@ -29,7 +30,6 @@ class Comm:
         rank: this rank, 0 .. world_size - 1.
         world_size: P, the number of ranks.
         hosts: the ranks of each host, host by host; one host with all ranks on one machine.
-        host: the number of this rank's host, 0 .. len(hosts) - 1.
         device: where this rank's tensors live.
         transport: moves the bytes, and counts them.
         session: posts and records the operations; needed only by code that manages runs.
@@ -44,18 +44,22 @@ class Comm:
         board: Board | None = None,
         keep_spans: int | None = None,
         doorbells: Doorbells | None = None,
-        hosts: tuple[tuple[int, ...], ...] | None = None,
+        hosts: Hosts | None = None,
     ):
         self.rank = rank
         self.world_size = world_size
-        self.hosts = (tuple(range(world_size)),) if hosts is None else hosts
-        self.host = next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
+        self.hosts: Hosts = hosts or (tuple(range(world_size)),)
         self.device = device
         self.transport = transport
         board = board or Board(world_size)
         self.session = Session(rank, device, transport, board, doorbells, keep_spans, self.hosts)
         self._any_source = AnySource(self.session)
         self._inside_collective = False
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host, 0 .. len(hosts) - 1."""
+        return host_of(self.rank, self.hosts)
 
     @property
     def messages(self) -> int:

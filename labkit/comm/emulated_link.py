@@ -7,6 +7,11 @@ rank queue up one after another on each side, whichever ranks they go to or come
 sends or receives waits for the end of its message, asleep: the link is busy, and the cores are
 free for other threads, such as a backward pass that overlaps with the message.
 
+With ``ranks_per_host`` the ranks stand on emulated hosts. Messages inside a host are as fast as
+they are, and all ranks of a host share one card. The bytes of their messages to other hosts queue
+up on it, and their latencies overlap: a message occupies a side for bytes / bandwidth, and ends
+a latency later.
+
 What is not modelled: buffers, packets, switches, losses; a barrier, which has no payload, takes no
 longer than before. The real transfer still takes place, and its time is added. The model is the
 alpha-beta model of ``labkit.costs.link``: alpha is the latency, beta is 1 / bandwidth.
@@ -14,18 +19,23 @@ alpha-beta model of ``labkit.costs.link``: alpha is the latency, beta is 1 / ban
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labkit.comm.channels import Channel
+from labkit.comm.shared_memory import Arena, Semaphore
 from labkit.comm.transport import Transport
 from labkit.errors import PeerLostError
-from labkit.units import MOST_SECONDS, check_above_zero, check_number
+from labkit.schedules.hierarchical import Hosts, host_of
+from labkit.units import MOST_RANKS, MOST_SECONDS, check_above_zero, check_integer, check_number
 
 _ENDLESS = float("inf")
+# Booking takes microseconds.
+_LOCK_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,22 +45,35 @@ class EmulatedLink:
     Attributes:
         latency_s: seconds that every message takes, even an empty one.
         bandwidth_bytes_per_s: bytes per second, in each direction; infinite if left out.
+        ranks_per_host: ranks on each emulated host, fewer on the last one if they do not divide;
+            only messages between hosts take the time above. None: every rank has a card, and all
+            messages take that time.
 
     Raises:
-        ValueError: a negative latency, or a bandwidth of 0 or less.
+        ValueError: a negative latency, a bandwidth of 0 or less, or no rank on a host.
     """
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = _ENDLESS
+    ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
         check_number("latency_s", self.latency_s, 0, MOST_SECONDS)
         check_above_zero("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, _ENDLESS)
+        if self.ranks_per_host is not None:
+            check_integer("ranks_per_host", self.ranks_per_host, 1, MOST_RANKS)
 
     def __str__(self) -> str:
         """As in ``labkit train --link``, which reads the same numbers from it."""
-        bandwidth = self.bandwidth_bytes_per_s
-        return f"{self.latency_s}s" + (f",{bandwidth}B/s" if bandwidth < _ENDLESS else "")
+        bandwidth, per_host = self.bandwidth_bytes_per_s, self.ranks_per_host
+        text = f"{self.latency_s}s" + (f",{bandwidth}B/s" if bandwidth < _ENDLESS else "")
+        return text if per_host is None else f"{text},{per_host} per host"
+
+    def hosts(self, world_size: int) -> Hosts:
+        """The ranks of each emulated host; one host where none are emulated."""
+        size = self.ranks_per_host or world_size
+        starts = range(0, world_size, size)
+        return tuple(tuple(range(at, min(at + size, world_size))) for at in starts)
 
     def message_seconds(self, num_bytes: float) -> float:
         """Seconds that one message of ``num_bytes`` takes."""
@@ -90,16 +113,56 @@ class Card:
         return end_s - now_s
 
 
+class HostCard(Card):
+    """The network card that all ranks of an emulated host share.
+
+    Args:
+        link: how long messages take.
+        state: [2], float64, of both sides, in memory that these ranks share.
+        lock: of the state.
+        now: a clock that these ranks share, in seconds.
+    """
+
+    def __init__(
+        self,
+        link: EmulatedLink,
+        state: Tensor,
+        lock: Semaphore,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__(link, now)
+        self._state, self._lock = state.numpy(), lock
+
+    def book(self, out_bytes: int | None = None, in_bytes: int | None = None) -> float:
+        if not self._lock.wait(_LOCK_PATIENCE_S):
+            raise PeerLostError("a rank of this host ended while it used the host's card")
+        now_s = end_s = self._now()
+        for side, num_bytes in enumerate((out_bytes, in_bytes)):
+            if num_bytes is not None:
+                start_s = max(now_s, float(self._state[side]))
+                free_s = start_s + num_bytes / self.link.bandwidth_bytes_per_s
+                self._state[side] = free_s
+                end_s = max(end_s, free_s + self.link.latency_s)
+        self._lock.post()
+        return end_s - now_s
+
+
 class LinkTransport(Transport):
     """Another transport's messages, each as slow as on the card's link.
 
     The other transport moves and counts them, so the counts are the same as without a link. There
-    are no channels: collectives that would write directly into shared memory send messages.
+    are channels only between the ranks of an emulated host: other collectives that would write
+    directly into shared memory send messages.
+
+    Args:
+        transport: moves the messages.
+        card: how long they take.
+        near: the ranks on the same emulated host, whose messages pass no card.
     """
 
-    def __init__(self, transport: Transport, card: Card):
+    def __init__(self, transport: Transport, card: Card, near: Collection[int] = ()):
         # Not ``super().__init__``: the counters are those of the transport that moves the bytes.
-        self._transport, self._card = transport, card
+        self._transport, self._card, self._near = transport, card, frozenset(near)
         self.sent = transport.sent
         self.receives_from_any = transport.receives_from_any
         self.ends_together = transport.ends_together
@@ -116,15 +179,15 @@ class LinkTransport(Transport):
 
     def send(self, tensor: Tensor, dst: int) -> None:
         self._transport.send(tensor, dst)
-        self._travel(tensor.device, out_bytes=tensor.nbytes)
+        self._travel(tensor, dst=dst)
 
     def recv(self, tensor: Tensor, src: int) -> None:
         self._transport.recv(tensor, src)
-        self._travel(tensor.device, in_bytes=tensor.nbytes)
+        self._travel(tensor, src=src)
 
     def recv_add(self, tensor: Tensor, src: int) -> None:
         self._transport.recv_add(tensor, src)
-        self._travel(tensor.device, in_bytes=tensor.nbytes)
+        self._travel(tensor, src=src)
 
     def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
         self._transport.expect(tensor, sources, ring)
@@ -134,7 +197,16 @@ class LinkTransport(Transport):
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         self._transport.exchange(send, dst, recv, src)
-        self._travel(send.device, out_bytes=send.nbytes, in_bytes=recv.nbytes)
+        self._travel(send, recv, dst, src)
+
+    def shares_memory_with(self, peer: int) -> bool:
+        return peer in self._near and self._transport.shares_memory_with(peer)
+
+    def channel_to(self, dst: int) -> Channel:
+        return (self._transport if dst in self._near else super()).channel_to(dst)
+
+    def channel_from(self, src: int) -> Channel:
+        return (self._transport if src in self._near else super()).channel_from(src)
 
     def barrier(self) -> None:
         self._transport.barrier()
@@ -159,25 +231,74 @@ class LinkTransport(Transport):
         self._transport.close()
 
     def _travel(
-        self, device: torch.device, out_bytes: int | None = None, in_bytes: int | None = None
+        self,
+        sent: Tensor,
+        received: Tensor | None = None,
+        dst: int | None = None,
+        src: int | None = None,
     ) -> None:
-        """Sleep until the messages have passed the link."""
-        if device.type == "cuda":
+        """Sleep until the messages have passed the link: one to ``dst``, one from ``src``."""
+        out_bytes = None if dst is None or dst in self._near else sent.nbytes
+        in_bytes = None
+        if src is not None and src not in self._near:
+            in_bytes = (sent if received is None else received).nbytes
+        if out_bytes is None and in_bytes is None:
+            return
+        if sent.device.type == "cuda":
             # So far the transfer is only queued, and what is queued next must come after it.
-            torch.cuda.current_stream(device).synchronize()
+            torch.cuda.current_stream(sent.device).synchronize()
         if self._abandoned.wait(self._card.book(out_bytes, in_bytes)):
             raise PeerLostError("this rank is ending")
 
 
+# This process's card; the ranks of the run on each emulated host, if any, and on its own.
 _card: Card | None = None
+_hosts: Hosts | None = None
+_near: frozenset[int] = frozenset()
 
 
-def plug_in(link: EmulatedLink | None) -> None:
-    """Give this process a card for ``link``, or take its card away: a rank has one card."""
-    global _card
-    _card = None if link is None else Card(link)
+def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None) -> None:
+    """Give this process a card for ``link``, or take its card away: a rank has one card.
+
+    Args:
+        link: the link of the card.
+        rank: this rank.
+        arena: the memory that it shares with all others; needed where ranks share a card.
+
+    Raises:
+        ValueError: hosts cannot be emulated here.
+    """
+    global _card, _hosts, _near
+    _card, _hosts, _near = None, None, frozenset()
+    if link is None or link.ranks_per_host is None:
+        _card = None if link is None else Card(link)
+        return
+    if arena is None or not arena.has_semaphores:
+        raise ValueError(
+            f"link {str(link)!r}: ranks_per_host emulates hosts on one machine, whose ranks share "
+            "a lock in memory (on Linux). On several machines leave it out: they are hosts already"
+        )
+    _hosts = link.hosts(arena.world_size)
+    host = host_of(rank, _hosts)
+    _card, _near = HostCard(link, *arena.card(host)), frozenset(_hosts[host])
 
 
-def over_link(transport: Transport) -> Transport:
-    """``transport`` over this process's emulated link, if it has one."""
-    return transport if _card is None else LinkTransport(transport, _card)
+def over_link(transport: Transport, ranks: Sequence[int] | None = None) -> Transport:
+    """``transport`` over this process's emulated link, if it has one.
+
+    Args:
+        transport: of some group of the run's ranks.
+        ranks: these ranks, as they are numbered in the run; by default all of them.
+    """
+    if _card is None:
+        return transport
+    near = _near if ranks is None else {n for n, rank in enumerate(ranks) if rank in _near}
+    return LinkTransport(transport, _card, near)
+
+
+def emulated_hosts(ranks: Sequence[int]) -> Hosts | None:
+    """The hosts of some ranks of the run, by their places in ``ranks``; None for real hosts."""
+    if _hosts is None:
+        return None
+    places = ([n for n, rank in enumerate(ranks) if rank in host] for host in _hosts)
+    return tuple(tuple(host) for host in places if host)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from labkit import gpus
+from labkit.comm.channels import Channel
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
@@ -14,8 +15,8 @@ from labkit.comm.transport import Transport
 class HostsTransport(Transport):
     """Point-to-point through the memory of this host, or through a process group of all ranks.
 
-    There are no channels: a collective that would write directly into them sends messages, so the
-    counts are those of one host.
+    There are channels between the ranks of a host only. A collective of all ranks that would write
+    directly into channels sends messages instead, so the counts are those of one host.
 
     Args:
         near: for the ranks of this host; its arena has a place for every rank of the run.
@@ -62,6 +63,15 @@ class HostsTransport(Transport):
         else:
             with self.far.receiving(recv, src):
                 self.near.send(send, dst)
+
+    def shares_memory_with(self, peer: int) -> bool:
+        return peer in self.neighbours
+
+    def channel_to(self, dst: int) -> Channel:
+        return self._to(dst).channel_to(dst)
+
+    def channel_from(self, src: int) -> Channel:
+        return self._to(src).channel_from(src)
 
     def barrier(self) -> None:
         if self.near.ends_together:

@@ -19,12 +19,12 @@ import os
 import socket
 import stat
 import struct
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit.comm.board import LEFT
+from labkit.comm.processes import loopback
 from labkit.comm.shared_memory import Arena
 
 # Mark, process id, descriptor, inode, and the boot id of the machine.
@@ -197,8 +197,3 @@ def stay_on_loopback() -> None:
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if local is not None and local == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-
-
-def loopback() -> str:
-    """The name of the network interface that only processes of this machine can reach."""
-    return "lo0" if sys.platform == "darwin" else "lo"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 PROCESSES = Path("/proc")
@@ -19,6 +20,17 @@ def is_running(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether a process is suspended by a signal: it does nothing until SIGCONT."""
     return _state(pid) in _STOPPED
+
+
+def start_of(pid: int) -> str:
+    """When a process was started, as ``/proc`` counts; empty without /proc or the process.
+
+    A later process may have the same id, but not the same start.
+    """
+    try:
+        return (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 def is_debugged(pid: int) -> bool:
@@ -67,3 +79,8 @@ def _state(pid: int) -> str:
         return (PROCESSES / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def loopback() -> str:
+    """The name of the network interface that only processes of this machine can reach."""
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -6,7 +6,7 @@ manage a comm through its session; strategies and learners never need it.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ class Session:
         keep_spans: keep only this many spans, the latest; None keeps all.
 
     Attributes:
+        hosts: the ranks of each host; an emulated link may show others (``Comm.hosts``).
         operations: calls of send, recv, recv_any and exchange so far, and the messages inside
             ``streaming``.
         barriers: calls of barrier so far.
@@ -65,7 +66,7 @@ class Session:
         self.transport = transport
         self.board = board
         self.doorbells = doorbells or Doorbells(board, rank, math.inf, {rank: Bell()})
-        self._has_one_host = hosts is None or len(hosts) == 1
+        self.hosts = hosts or (tuple(range(board.world_size)),)
         self.operations = self.barriers = 0
         self.device = device
         self.queue = Queue(rank, board, transport) if transport.queues else None
@@ -206,11 +207,11 @@ class Session:
             self.queue.finish(where)
 
     @contextmanager
-    def streaming(self, name: str, dst: int) -> Iterator[None]:
+    def streaming(self, name: str, dst: int, ranks: Sequence[int] | None = None) -> Iterator[None]:
         """Wrap a collective that writes its segments for ``dst`` directly into a channel.
 
         Every rank has to take part. The collective is one span; each message that the channel
-        counts is one operation.
+        counts is one operation. ``ranks``: those whose messages it waits for; by default all.
         """
         sent = self.transport.sent.to[dst]
         messages, num_bytes = sent.messages, sent.num_bytes
@@ -218,7 +219,7 @@ class Session:
         with self.meeting(name):
             yield
         self.operations += sent.messages - messages
-        arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank)
+        arrived = None if self._on_gpu else self.board.meeting_arrived_s(self.rank, ranks)
         number = int(self.board.ranks[self.rank]["meetings"])
         meets = ((-1, -1, number),) if self._compares else ()
         self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
@@ -240,7 +241,7 @@ class Session:
         self.memory = MemoryMeter(self.device)
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
-        if not self._has_one_host:
+        if len(self.hosts) > 1:
             # Hosts have clocks of their own, and the barrier ends at about one time on all.
             self.board.ranks[self.rank]["origin_s"] = self._host.mark()
             self.transport.barrier()

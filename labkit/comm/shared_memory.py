@@ -2,7 +2,7 @@
 
 An arena is one piece of memory that all ranks map: the status board, and for every edge (source ->
 destination) a few slots for segments of a message. Counting semaphores, a few per edge, say which
-end may use a slot.
+end may use a slot. Ranks that share an emulated network card find its state here, too.
 
 The arena has no name in any file system, so nothing is left behind, however its processes end.
 """
@@ -44,14 +44,15 @@ class Arena:
     def __init__(self, world_size: int, descriptor: int | None = None):
         self.world_size = world_size
         board_bytes = Board.num_bytes(world_size)
-        # The semaphores of the edges, followed by one doorbell per rank.
+        # The semaphores of the edges, followed by a doorbell per rank and a lock per card.
         self.has_semaphores = sys.platform.startswith("linux")
         num_edge_semaphores = len(_KINDS) * world_size**2
-        num_semaphores = (num_edge_semaphores + world_size) if self.has_semaphores else 0
+        self._first_lock = num_edge_semaphores + world_size
+        num_semaphores = (self._first_lock + world_size) if self.has_semaphores else 0
         self._semaphores_at = _round_up(board_bytes, _SEMAPHORE_BYTES)
-        self._slots_at = _round_up(
-            self._semaphores_at + num_semaphores * _SEMAPHORE_BYTES, _PAGE_BYTES
-        )
+        # For each card a line of its own, as for each semaphore.
+        self._cards_at = self._semaphores_at + num_semaphores * _SEMAPHORE_BYTES
+        self._slots_at = _round_up(self._cards_at + world_size * _SEMAPHORE_BYTES, _PAGE_BYTES)
         # Pages that no rank touches take no memory, so only the edges in use need any.
         self.num_bytes = self._slots_at + world_size**2 * NUM_SLOTS * SEGMENT_BYTES
         self.descriptor = _unnamed_file(self.num_bytes) if descriptor is None else descriptor
@@ -63,6 +64,7 @@ class Arena:
             for number in range(num_semaphores):
                 is_free = number % len(_KINDS) == _KINDS.index("free")
                 initial = NUM_SLOTS if is_free and number < num_edge_semaphores else 0
+                initial = 1 if number >= self._first_lock else initial
                 Semaphore(self._semaphore_address(number)).initialise(initial)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,6 +94,13 @@ class Arena:
     def doorbell(self, rank: int) -> "Semaphore":
         """The semaphore that senders post before they wait for ``rank`` to receive."""
         return Semaphore(self._semaphore_address(len(_KINDS) * self.world_size**2 + rank))
+
+    def card(self, host: int) -> tuple[Tensor, "Semaphore"]:
+        """The emulated card that a host's ranks share: its state [2], float64, and its lock."""
+        assert self.has_semaphores
+        start = self._cards_at + host * _SEMAPHORE_BYTES
+        state = self._bytes[start : start + _SEMAPHORE_BYTES].view(torch.float64)[:2]
+        return state, Semaphore(self._semaphore_address(self._first_lock + host))
 
     def slots(self, source: int, destination: int) -> list[Tensor]:
         """The slots of an edge, each [SEGMENT_BYTES] bytes."""

@@ -104,7 +104,9 @@ class TorchTransport(Transport):
         if self.queues:
             self._exchange_as_one(send, dst, recv, src)
             return
-        with self.sending(send, dst), self.receiving(recv, src):
+        # The receive first: gloo tells a peer that it may send on the same connection as the data,
+        # behind a message to that peer, so the two directions would take turns.
+        with self.receiving(recv, src), self.sending(send, dst):
             pass
 
     def _exchange_as_one(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:

@@ -19,7 +19,8 @@ class Transport(ABC):
     Attributes:
         sent: the counters of what was sent. A message is one send, or one chunk that a collective
             writes directly into a channel, however many segments it has.
-        shares_memory: whether there are channels (``channel_to``, ``channel_from``).
+        shares_memory: whether there are channels (``channel_to``, ``channel_from``) between all
+            ranks. Between some of them: ``shares_memory_with``.
         receives_from_any: whether it can ``expect`` messages of several ranks at once.
         ends_together: whether all ranks have to meet before one may close.
         queues: whether operations are only queued when they return, in one order (NCCL). Then
@@ -73,6 +74,10 @@ class Transport(ABC):
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
         """The sources whose expected message has come, or will not come, and when, in seconds."""
         return {}
+
+    def shares_memory_with(self, peer: int) -> bool:
+        """Whether there are channels to and from ``peer``."""
+        return self.shares_memory
 
     def channel_to(self, dst: int) -> Channel:
         """The slots in which rank ``dst`` reads what this rank writes."""

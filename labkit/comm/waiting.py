@@ -4,6 +4,9 @@ Waking a sleeping process takes about as long as sending a small message. So a r
 a short while: it checks the semaphore again and again, and yields its core between two checks,
 since the peer may need the core. Then it sleeps on the semaphore, and wakes up ten times per
 second to check whether the peer's process still runs.
+
+Where more processes want to run than there are cores, a yielded core comes back only after
+milliseconds, while a process that is woken gets one at once. Then a rank sleeps without spinning.
 """
 
 import os
@@ -21,6 +24,10 @@ from labkit.errors import PeerLostError
 LOOK_S = 0.1
 
 _SPIN_S = 200e-6
+# A yield that takes longer than this has given the core to a process that had work to do. The
+# rank then does not yield for so many times as long: it loses a small share of its time at most.
+_LONG_YIELD_S = 0.5e-3
+_NO_YIELD_FOR = 10
 
 # A process cannot sleep on two semaphores at once, so it sleeps on each in turn. The turns grow
 # with the time waited, so that a long wait does not keep a core busy.
@@ -37,6 +44,7 @@ class Waiter:
         self._rank = rank
         # Once set, every wait ends with an error, including a wait in another thread.
         self.abandoned = False
+        self._spins_from_s = 0.0
 
     def wait(self, semaphore: Semaphore, peer: int) -> None:
         """Wait until ``peer`` has posted the semaphore, and decrement it.
@@ -46,11 +54,11 @@ class Waiter:
         """
         if semaphore.try_wait():
             return
-        started_s = time.monotonic()
-        while time.monotonic() - started_s < _SPIN_S:
+        started_s = now_s = time.monotonic()
+        while self._spins(started_s, now_s):
             if semaphore.try_wait():
                 return
-            os.sched_yield()
+            now_s = self._yield_core(now_s)
         while not semaphore.wait(LOOK_S):
             if self._came_after_all(semaphore, peer, time.monotonic() - started_s):
                 return
@@ -60,20 +68,30 @@ class Waiter:
 
         Raises the errors of ``wait``, for any of the peers.
         """
-        started_s = looked_s = time.monotonic()
+        started_s = looked_s = now_s = time.monotonic()
         while True:
-            now_s = time.monotonic()
-            waited_s = now_s - started_s
+            waited_s, spins = now_s - started_s, self._spins(started_s, now_s)
             turn_s = min(max(_TURN_S, waited_s / 100), _LONGEST_TURN_S)
             for index, (semaphore, _) in enumerate(needs):
-                if semaphore.try_wait() or (waited_s > _SPIN_S and semaphore.wait(turn_s)):
+                if semaphore.try_wait() or (not spins and semaphore.wait(turn_s)):
                     return index
-            os.sched_yield()
+            now_s = self._yield_core(now_s) if spins else time.monotonic()
             if now_s - looked_s > LOOK_S:
                 looked_s = now_s
                 for index, (semaphore, peer) in enumerate(needs):
                     if self._came_after_all(semaphore, peer, waited_s):
                         return index
+
+    def _spins(self, started_s: float, now_s: float) -> bool:
+        return now_s - started_s < _SPIN_S and now_s >= self._spins_from_s
+
+    def _yield_core(self, now_s: float) -> float:
+        """Let another process run on this core; return the time after that."""
+        os.sched_yield()
+        after_s = time.monotonic()
+        if after_s - now_s > _LONG_YIELD_S:
+            self._spins_from_s = after_s + _NO_YIELD_FOR * (after_s - now_s)
+        return after_s
 
     def _came_after_all(self, semaphore: Semaphore, peer: int, waited_s: float) -> bool:
         """False while ``peer`` may still post; True if it did so just before its end.

@@ -2,6 +2,7 @@
 
     traffic             what every collective and technique sends, exact to the byte
     link                the alpha-beta model of a link, fitted to measured messages
+    hosts               all-reduce over several hosts: bytes over a card, seconds with two links
     seconds             the time of an all-reduce, and of a parameter server's push and pull
     ddp_step            a step of DDP: backward, and the all-reduces of its buckets
     async_run           a run of an asynchronous parameter server
@@ -17,6 +18,11 @@ from labkit.costs.ddp_step import (
     StepModel as StepModel,
     bucket_times as bucket_times,
     predict_step as predict_step,
+)
+from labkit.costs.hosts import (
+    card_bytes as card_bytes,
+    hierarchical_all_reduce_cost as hierarchical_all_reduce_cost,
+    hosts_all_reduce_seconds as hosts_all_reduce_seconds,
 )
 from labkit.costs.link import Link as Link, fit_link as fit_link
 from labkit.costs.makespan import makespan_s as makespan_s, pipeline_streams as pipeline_streams

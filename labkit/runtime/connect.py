@@ -16,7 +16,7 @@ import torch.distributed as dist
 from labkit.comm.comm import Comm
 from labkit.comm.connections import Connection, new_connections
 from labkit.comm.cuda_ipc import CudaTransport
-from labkit.comm.emulated_link import EmulatedLink, over_link, plug_in
+from labkit.comm.emulated_link import EmulatedLink, emulated_hosts, over_link, plug_in
 from labkit.comm.hosts_transport import HostsTransport
 from labkit.comm.meeting import find_hosts, meet, stay_on_loopback
 from labkit.comm.reads import flush_before_reads
@@ -28,6 +28,7 @@ from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
+from labkit.runtime import rounds
 from labkit.runtime.nccl_sharing import SHARING, shares_gpus
 from labkit.runtime.prepare import allow_tf32
 
@@ -80,13 +81,15 @@ def connect(
     if arena is None:
         arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
-    plug_in(link)
+    plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
     transport = over_link(_transport(plan, arena, neighbours, rank, device, patience_s))
     doorbells, board = None, None if arena is None else arena.board
     if arena is not None and arena.has_semaphores:
         bells = {one: arena.doorbell(one) for one in neighbours}
         doorbells = Doorbells(arena.board, rank, patience_s, bells)
     comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts.ranks)
+    # The clocks and the board are those of one host nevertheless.
+    comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
     if comm.session.queue is not None:
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
@@ -104,10 +107,11 @@ def own_store(run: int) -> dist.Store:
 
     A connection serves one request at a time, and the group's may be kept busy by the ranks.
     """
-    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*where, is_master=False, wait_for_workers=False, timeout=_FOREVER)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"labkit/watch/{attempt}/{run}", store)
+    joined = rounds.current()
+    assert joined is not None, "only torchrun's ranks are watched from within"
+    store = joined.connection()
+    store.set_timeout(_FOREVER)
+    return dist.PrefixStore(f"watch/{run}", store)
 
 
 def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:
@@ -151,11 +155,7 @@ def _join_group(
     rendezvous_timeout = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
     try:
         if store is None:
-            store, *_ = next(dist.rendezvous("env://", timeout=rendezvous_timeout))
-            # The ranks that torchrun has started again find the addresses of those before them in
-            # the same store.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"labkit/attempt_{attempt}", store)
+            store = rounds.join(rendezvous_timeout.total_seconds()).store
         store.set_timeout(rendezvous_timeout)
         dist.init_process_group(
             backend,
@@ -185,17 +185,8 @@ def _not_joined(error: RuntimeError, waited_s: float, backend: str) -> Exception
         said = "\n".join(line for line in lines if not line.startswith(("frame #", "Exception")))
         return RuntimeError(f"rank {os.environ['RANK']} could not start {backend}: {said}")
     if isinstance(error, dist.DistError):
-        return _unreachable(error, waited_s)
+        return rounds.unreachable(error, waited_s)
     return _not_connected(error)
-
-
-def _unreachable(error: dist.DistError, waited_s: float) -> ConnectionError:
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return ConnectionError(
-        f"rank {os.environ['RANK']} could not join the others at {where} in {waited_s:.0f} s: "
-        "check that rank 0 runs there and that no firewall blocks the connection "
-        f"({str(error).splitlines()[0]})"
-    )
 
 
 def _not_connected(error: RuntimeError) -> PeerLostError:

@@ -23,7 +23,7 @@ from labkit.comm.source_lines import (
 )
 from labkit.comm.torch_transport import means_loss
 from labkit.errors import DeadlineError, DeadlockError, MismatchError, PeerLostError, WorkerError
-from labkit.runtime.forkserver import server_fault
+from labkit.runtime.agent import Agent
 from labkit.runtime.messages import Report, described, shortened
 from labkit.runtime.pickling import UnpicklableError
 from labkit.runtime.prepare import NO_DEBUGGER
@@ -76,6 +76,7 @@ class Evidence:
     Attributes:
         board: the status board, to which the ranks write.
         may_lose: ranks that the run can do without.
+        agent: what has started the ranks.
         pids: {rank: process id} of the ranks that were started.
         reports: {rank: report} of the ranks that have sent one.
         exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
@@ -84,6 +85,7 @@ class Evidence:
 
     board: Board
     may_lose: frozenset[int]
+    agent: Agent
     pids: Mapping[int, int] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     exit_codes: Mapping[int, int | None] = field(default_factory=dict)
@@ -124,8 +126,10 @@ class Evidence:
         when = "in mid-run" if state else "before it had started"
         if state == RETURNED:
             when = "after its function had returned"
+        if code is None and (lost := self.agent.lost_with(rank)):
+            return f"was lost {when}: {lost}"
         if code is None:
-            why = server_fault() or "its exit code has not arrived"
+            why = self.agent.fault() or "its exit code has not arrived"
             return f"has ended {when}, and how it ended is not known: {why}"
         if code == 1 and not state:
             return (
@@ -162,16 +166,22 @@ def failure_error(evidence: Evidence) -> WorkerError:
     rank = min(
         sorted(evidence.missing), key=lambda r: order.index(r) if r in order else len(order)
     )
+    if lost := evidence.agent.lost_with(rank):
+        # Of the ranks of a lost host, one that others wait for says more.
+        together = [r for r in sorted(evidence.missing) if evidence.agent.lost_with(r) == lost]
+        rank = max(together, key=lambda r: len(evidence.who_waited_for(r)))
     how, waiting = evidence.how_it_left(rank), evidence.who_waited_for(rank)
     kind = DeadlockError if waiting and "exit code 0" in how else WorkerError
-    return kind(f"rank {rank} {how}.{waiting} The other ranks were ended.", rank=rank)
+    told = f"rank {rank} {how}.{waiting} The other ranks were ended."
+    return kind(evidence.agent.with_hosts(told), rank=rank)
 
 
 def _report_error(evidence: Evidence, report: Report) -> WorkerError:
     where = readable(report.location)
     trace = readable(report.traceback, quote=False)
     if report.kind == "mismatch":
-        return DeadlockError(readable(report.summary), rank=report.rank, location=where)
+        told = evidence.agent.with_hosts(readable(report.summary))
+        return DeadlockError(told, rank=report.rank, location=where)
     message, kind = f"rank {report.rank} {report.summary}", WorkerError
     if report.kind == "exited" and (waiting := evidence.who_waited_for(report.rank)):
         message, kind = f"{message}.{waiting}", DeadlockError
@@ -181,14 +191,21 @@ def _report_error(evidence: Evidence, report: Report) -> WorkerError:
         message += f"\n  before that, rank {rank} {evidence.why_lost(rank)}"
     if report.kind == "raised":
         message += f"\n\nTraceback of rank {report.rank}:\n{trace.rstrip()}"
-    return kind(message, rank=report.rank, location=where, worker_traceback=trace)
+    told = evidence.agent.with_hosts(message)
+    return kind(told, rank=report.rank, location=where, worker_traceback=trace)
 
 
 def deadlock_error(evidence: Evidence, stuck: list[int]) -> DeadlockError:
     """The error for ranks that can never continue."""
     board = evidence.board.copy()
     where = readable(waits_in(board, stuck[0])[1])
-    return DeadlockError(readable(explain_deadlock(board, stuck)), rank=stuck[0], location=where)
+    told = evidence.agent.with_hosts(readable(explain_deadlock(board, stuck)))
+    return DeadlockError(told, rank=stuck[0], location=where)
+
+
+def mismatch_error(evidence: Evidence, mismatch: str) -> DeadlockError:
+    """The error for ranks of several hosts that do not fit, see ``find_mismatch``."""
+    return DeadlockError(evidence.agent.with_hosts(readable(mismatch)))
 
 
 def deadline_error(
@@ -215,11 +232,11 @@ def deadline_error(
     if returned:
         lines.append(f"ranks that had returned: {returned}.")
     lines += [f"rank {rank} {evidence.why_lost(rank)}." for rank in sorted(evidence.lost)]
-    if fault := server_fault():
+    if fault := evidence.agent.fault():
         lines.append(f"{fault}.")
     elif not stopped:
         lines.append("Next step: look for an endless loop, or give the run a larger timeout_s.")
-    return DeadlineError("\n".join(lines))
+    return DeadlineError(evidence.agent.with_hosts("\n".join(lines)))
 
 
 def _doing(board: Board, rank: int, stack: str) -> str:
@@ -245,4 +262,4 @@ def stopped_note(evidence: Evidence, stacks: Mapping[int, str]) -> str:
         if where := where or innermost_location(stacks.get(rank, "")):
             doing += f", at {readable(where)}"
         lines.append(f"  rank {rank} {doing}")
-    return "\n".join(lines)
+    return evidence.agent.with_hosts("\n".join(lines))

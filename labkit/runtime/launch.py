@@ -83,6 +83,7 @@ def run(
     timeout_s: float = 120,
     may_lose: Collection[int] = (),
     link: EmulatedLink | None = None,
+    hosts: int | str | Sequence[str] | None = None,
 ) -> RunResult:
     """Call ``fn(comm, *args)`` on ``world_size`` processes, and gather what they return.
 
@@ -99,6 +100,9 @@ def run(
             the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.
             NCCL does not go on after a loss: with ``auto``, GPUs then talk over gloo.)
         link: an emulated link, which makes messages slower; None for no emulation.
+        hosts: other machines, which are nodes of a Ray cluster: how many of them, or their
+            addresses; the ranks are spread evenly, host by host. (``pip install
+            'labkit[cluster]'``.) None runs all ranks on this machine.
 
     Returns:
         The values by rank, the trace, and what was sent. Under ``torchrun`` the ranks exist
@@ -110,13 +114,39 @@ def run(
         DeadlockError: the ranks can never finish; the message says why.
         DeadlineError: the deadline passed; the message holds each rank's stack.
     """
-    _check(world_size, timeout_s, may_lose, link)
+    _check(world_size, timeout_s, may_lose, link, warn=hosts is None)
+    if hosts is not None:
+        where = device, transport, devices
+        lose = frozenset(may_lose)
+        return _run_on(hosts, fn, args, world_size, where, timeout_s, lose, link)
     if under_torchrun():
         where = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *where))
     chosen = _planned(world_size, device, transport, devices, bool(may_lose))
-    shared = dump_call(fn, args), cell_sources(), chosen, timeout_s, frozenset(may_lose)
+    shared = (
+        dump_call(fn, args),
+        cell_sources(),
+        chosen,
+        world_size,
+        timeout_s,
+        frozenset(may_lose),
+    )
     supervisor = Supervisor(Job(*shared, link=link, in_notebook=kernel() is not None))
+    return _result(supervisor.run(), supervisor.lost)
+
+
+def _run_on(hosts: int | str | Sequence[str], *run: Any) -> RunResult:
+    """The result of a run on other hosts."""
+    if under_torchrun():
+        raise ValueError(
+            f"hosts={hosts!r}: torchrun has started the ranks of this run already. Leave hosts "
+            "out, or start without torchrun"
+        )
+    # It would import much that a run on one machine does not need.
+    from labkit.runtime.hosts.launch import supervisor_on
+
+    _check_open_files(run[2])
+    supervisor = supervisor_on(hosts, *run)
     return _result(supervisor.run(), supervisor.lost)
 
 
@@ -179,13 +209,15 @@ def _cost_note(reports: Sequence[Report], load_s: float) -> str:
     )
 
 
-def _check(world_size: int, timeout_s: float, may_lose: Collection[int], link: object) -> None:
+def _check(
+    world_size: int, timeout_s: float, may_lose: Collection[int], link: object, *, warn: bool
+) -> None:
     if torchrun.inside_a_run or multiprocessing.parent_process() is not None:
         raise ValueError(
             "labkit.run was called inside a rank of another run: start runs from the notebook or "
             'the script. In a script, keep the call under if __name__ == "__main__":'
         )
-    check_world_size(world_size)
+    check_world_size(world_size, warn=warn)
     for rank in may_lose:
         check_integer("a rank in may_lose", rank, least=0)
     if not set(may_lose) <= set(range(world_size)):

@@ -1,6 +1,7 @@
 """Start the processes of the ranks, watch and end them: PyTorch's elastic agent in a thread.
 
-It serves one machine and opens no socket.
+It serves the ranks of one machine, which are all ranks of a run or those of one of its hosts, and
+opens no socket.
 
 In a thread the agent cannot replace the calling process's signal handlers, and the caller can
 watch, print, and be interrupted. PyTorch's ``SimpleElasticAgent`` is made to be extended: it
@@ -11,6 +12,7 @@ semaphores that stay in /dev/shm after a kill, and looks up host names.)
 Source: ``torch.distributed.elastic.agent.server``, "Extending the Agent".
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -19,6 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -27,8 +30,14 @@ from torch.distributed.elastic import events, rendezvous
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from labkit.comm.processes import is_running, kill_group
-from labkit.runtime.forkserver import removed_variables, server_fault, start_method
+from labkit.comm.processes import is_running, is_stopped, kill_group
+from labkit.runtime.forkserver import (
+    end_stopped_server,
+    removed_variables,
+    server_fault,
+    start_method,
+)
+from labkit.runtime.preload import warm_up
 
 _LOOPBACK = "127.0.0.1"
 # The longest time between two checks whether the agent has to stop.
@@ -42,25 +51,49 @@ _END_PATIENCE_S = 5.0
 _UNKNOWN_CODE = 255
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which ranks of a run one host has; ranks are numbered host by host.
+
+    Attributes:
+        ranks: the host's ranks.
+        world_size: the number of all ranks, P.
+        host, num_hosts: the number of the host, from 0, and of all hosts.
+        master: address and free port of the first host, for programs that read MASTER_ADDR and
+            MASTER_PORT; None on one machine.
+    """
+
+    ranks: range
+    world_size: int
+    host: int = 0
+    num_hosts: int = 1
+    master: tuple[str, int] | None = None
+
+
 class Ranks(api.SimpleElasticAgent):
-    """The ranks of one run: started once, never restarted, and watched in a thread.
+    """The ranks of one host: started once, never restarted, and watched in a thread.
 
     Args:
         target: a rank's body, ``target(rank, environment, control, output, *args)``.
         ends: ``(control, output)``, a rank's ends of its two pipes to the launcher, by rank.
         args: further arguments, the same for all ranks.
+        place: which ranks of the run these are; None for all of them.
 
     Attributes:
         exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
         error: why the ranks could not be started; None if there was no error.
         finished: set once no rank is left and none will be started.
+        settle_s: time for the ranks' reports and exit codes to arrive after the first of them.
     """
+
+    settle_s = 0.5
 
     def __init__(
         self,
         target: Callable[..., None],
         ends: list[tuple[Connection, Connection]],
         args: tuple[Any, ...],
+        place: Place | None = None,
     ):
         spec = api.WorkerSpec(
             role="labkit",
@@ -71,6 +104,7 @@ class Ranks(api.SimpleElasticAgent):
             monitor_interval=_PAUSE_S,
         )
         super().__init__(spec)
+        self._place = place or Place(range(len(ends)), len(ends))
         self.exit_codes: dict[int, int | None] = {}
         self.error: BaseException | None = None
         self.finished = threading.Event()
@@ -92,7 +126,7 @@ class Ranks(api.SimpleElasticAgent):
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the ranks that were started, by rank."""
-        return dict(enumerate(map(_pid, list(self._processes))))
+        return dict(zip(self._place.ranks, map(_pid, list(self._processes))))
 
     def may_start_ranks(self) -> bool:
         """Whether ranks are running or may still be started.
@@ -104,6 +138,51 @@ class Ranks(api.SimpleElasticAgent):
             return False
         return self._thread.ident is not None or time.monotonic() - self._asked_s < _THREAD_START_S
 
+    def kill(self) -> None:
+        """Kill the ranks that have not ended, and a stopped server, which would not report it."""
+        for rank, pid in self.pids.items():
+            if rank not in self.exit_codes:
+                kill_group(pid)
+        end_stopped_server()
+
+    # For a supervisor, which has another agent for ranks on other hosts
+
+    def warm_up(self) -> None:
+        """Start the process that ranks are forked from."""
+        warm_up()
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            os.kill(self.pids[rank], number)
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a signal has suspended a rank."""
+        return rank in self.pids and is_stopped(self.pids[rank])
+
+    def any_runs(self) -> bool:
+        """Whether a process of some rank is left."""
+        return any(map(is_running, self.pids.values()))
+
+    def fault(self) -> str:
+        """Why ranks can neither be started nor be known to have ended; empty if they can."""
+        return server_fault()
+
+    def looks(self) -> dict[int, int]:
+        """The status board is in memory that the ranks share, so it is never behind."""
+        return {}
+
+    def lost_with(self, rank: int) -> str:
+        return ""
+
+    def with_hosts(self, text: str) -> str:
+        return text
+
+    def lose(self, ranks: frozenset[int]) -> None:
+        """Nothing to do: the other ranks read it on the board."""
+
+    # Of the thread
+
     def _watch(self) -> None:
         try:
             self.run()
@@ -114,11 +193,10 @@ class Ranks(api.SimpleElasticAgent):
 
     def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, int]:
         context: Any = multiprocessing.get_context(start_method())
-        for worker, ends in zip(worker_group.workers, self._ends):
+        for rank, ends in zip(self._place.ranks, self._ends):
             if self._stop_asked.is_set():
                 break
-            rank = worker.local_rank
-            environment = _environment(worker, worker_group)
+            environment = _environment(rank, self._place, worker_group)
             process = context.Process(
                 target=self._target,
                 args=(rank, environment, *ends, *self._args),
@@ -134,10 +212,12 @@ class Ranks(api.SimpleElasticAgent):
             # The rank's pipes must close when it ends, so no other process may hold them open.
             for end in ends:
                 end.close()
-        return self.pids
+        # PyTorch numbers them by host.
+        return dict(enumerate(self.pids.values()))
 
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
-        running = [p for r, p in enumerate(self._processes) if r not in self.exit_codes]
+        started = zip(self._place.ranks, self._processes)
+        running = [process for rank, process in started if rank not in self.exit_codes]
         if any(process.exitcode == _UNKNOWN_CODE for process in running):
             # Without the forkserver, a sentinel does not say when its rank ends.
             time.sleep(_LOOK_S / 5)
@@ -148,10 +228,11 @@ class Ranks(api.SimpleElasticAgent):
             return api.RunResult(state=api.WorkerState.FAILED)
         if len(self.exit_codes) < len(self._processes):
             return api.RunResult(state=api.WorkerState.HEALTHY)
-        return api.RunResult(state=api.WorkerState.SUCCEEDED, return_values=dict(self.exit_codes))
+        codes = {rank - self._place.ranks.start: code for rank, code in self.exit_codes.items()}
+        return api.RunResult(state=api.WorkerState.SUCCEEDED, return_values=codes)
 
     def _look(self) -> None:
-        for rank, process in enumerate(self._processes):
+        for rank, process in zip(self._place.ranks, self._processes):
             code = process.exitcode
             if rank in self.exit_codes or code is None:
                 continue
@@ -168,7 +249,7 @@ class Ranks(api.SimpleElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
         """Kill the ranks that are left: they have returned, or have to end at once."""
         until_s = time.monotonic() + _END_PATIENCE_S
-        for rank, process in enumerate(self._processes):
+        for rank, process in zip(self._place.ranks, self._processes):
             # By process id: a rank that has lost its server is no longer a child. Processes that
             # a rank has started are killed with its group, even if the rank itself has ended.
             if rank not in self.exit_codes or self._has_left_a_group(_pid(process)):
@@ -217,21 +298,22 @@ def _pid(process: multiprocessing.process.BaseProcess) -> int:
     return process.pid
 
 
-def _environment(worker: api.Worker, group: api.WorkerGroup) -> dict[str, str | None]:
+def _environment(rank: int, place: Place, group: api.WorkerGroup) -> dict[str, str | None]:
     """The caller's variables as they are now, and what torchrun sets for a rank."""
+    address, port = place.master or (group.master_addr or _LOOPBACK, group.master_port)
     return {
         **dict.fromkeys(removed_variables()),
         **os.environ,
-        "RANK": str(worker.global_rank),
-        "LOCAL_RANK": str(worker.local_rank),
-        "WORLD_SIZE": str(worker.world_size),
-        "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
-        "GROUP_RANK": str(group.group_rank),
-        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - place.ranks.start),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(len(place.ranks)),
+        "GROUP_RANK": str(place.host),
+        "GROUP_WORLD_SIZE": str(place.num_hosts),
         "ROLE_NAME": group.spec.role,
-        "ROLE_RANK": str(worker.role_rank),
-        "ROLE_WORLD_SIZE": str(worker.role_world_size),
-        "MASTER_ADDR": group.master_addr or _LOOPBACK,
-        "MASTER_PORT": str(group.master_port),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
     }

@@ -6,38 +6,41 @@ supervisor has seen.
 """
 
 import contextlib
-import os
 import signal
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 
-from labkit.comm.board import LOST, RETURNED, RUNNING
+from labkit.comm.board import LOST, RETURNED, RUNNING, Board
 from labkit.comm.deadlock import stuck_ranks
-from labkit.comm.processes import is_running, is_stopped, kill_group
+from labkit.comm.mismatch import find_mismatch
 from labkit.comm.shared_memory import Arena
 from labkit.errors import WorkerError
+from labkit.runtime.agent import Agent
 from labkit.runtime.connect import MeetingFile
 from labkit.runtime.failures import (
     Evidence,
     deadline_error,
     deadlock_error,
     failure_error,
+    mismatch_error,
     stopped_note,
 )
-from labkit.runtime.forkserver import end_stopped_server, server_fault
 from labkit.runtime.messages import Inbox, Report, Shown, let_go, trace_of
 from labkit.runtime.output import Output
-from labkit.runtime.preload import warm_up
 from labkit.runtime.shortages import remove_empty_segments, result_too_large
 from labkit.runtime.start_ranks import Ranks
 from labkit.runtime.watch import Nothing, Watcher, watcher
 from labkit.runtime.worker import Job, run_rank
 from labkit.trace import Trace
 
+# Makes the agent from the job, the ranks' ends of their pipes, and the status board.
+Elsewhere = Callable[[Job, list[tuple[Connection, Connection]], Board], Agent]
+
 _POLL_S = 0.05
-# After the first sign of a failure: time for the ranks' reports and exit codes to arrive.
-_SETTLE_S = 0.5
+# Time for another rank to wait for one that has exited.
+_EXITED_S = 0.5
 _EXIT_CODE_S = 0.6
 _STACKS_S = 0.5
 _START_PATIENCE_S = 120.0
@@ -54,14 +57,16 @@ class Supervisor:
 
     Args:
         job: what every rank runs.
+        elsewhere: makes the agent of ranks on other hosts, see ``hosts.launch``; None to run all
+            ranks on this machine.
 
     Attributes:
         lost: {rank: why} for the ranks in ``job.may_lose`` that ended early; set by ``run``.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, elsewhere: Elsewhere | None = None):
         self.job = job
-        self.world_size = len(job.plan.devices)
+        self.world_size = job.world_size
         self.lost: dict[int, str] = {}
         self._arena = Arena(self.world_size)
         self._meeting = MeetingFile()
@@ -71,13 +76,18 @@ class Supervisor:
         self._output = Output([receiver for receiver, _ in outputs])
         self._watcher: Watcher = Nothing()
         self._rank_ends = [(control, out) for (_, control), (_, out) in zip(controls, outputs)]
-        self.agent = Ranks(run_rank, self._rank_ends, (job, self._arena, self._meeting))
-        self._seen = Evidence(self._arena.board, job.may_lose)
+        self.agent: Agent
+        if elsewhere is not None:
+            self.agent = elsewhere(job, self._rank_ends, self._arena.board)
+        else:
+            self.agent = Ranks(run_rank, self._rank_ends, (job, self._arena, self._meeting))
+        self._seen = Evidence(self._arena.board, job.may_lose, self.agent)
         self._made_s, self._launched_s = time.time(), time.monotonic()
         self._started_s: float | None = None
         self._error_s: float | None = None
         self._looked_s = 0.0
         self._ticks: tuple[int, ...] = ()
+        self._looks: Mapping[int, int] = {}
         self._stuck: list[int] = []
 
     def run(self) -> list[Report | None]:
@@ -91,7 +101,7 @@ class Supervisor:
         """
         try:
             # An interrupt can come between any two of these calls: whatever has started must end.
-            warm_up()
+            self.agent.warm_up()
             # The first one's imports take their time while the forkserver does its own.
             self._watcher = watcher(self._seen.board)
             self.agent.start()
@@ -137,6 +147,8 @@ class Supervisor:
                     return failure_error(seen)
             elif stuck := self._check_stuck():
                 return deadlock_error(seen, stuck)
+            elif self.agent.looks() and (mismatch := find_mismatch(seen.board.copy())):
+                return mismatch_error(seen, mismatch)
             if now_s > self._deadline_s():
                 return self._deadline_error()
 
@@ -152,7 +164,8 @@ class Supervisor:
         # The pipe of a rank that has ended stays open if a process forked by the rank holds it.
         silent = {rank for control, (rank, _) in self._inboxes.items() if control not in sources}
         seen.gone |= silent & ended.keys()
-        for rank in seen.lost:
+        self.agent.lose(lost := seen.lost)
+        for rank in lost:
             if seen.board.ranks[rank]["state"] == RUNNING:
                 seen.board.ranks[rank]["state"] = LOST
 
@@ -174,9 +187,8 @@ class Supervisor:
 
     def _has_started(self, rank: int) -> bool:
         # A rank that a signal stops right after its start has not written its pid to the board.
-        pid = self._seen.pids.get(rank)
         there = self._seen.board.ranks[rank]["pid"] or rank in self._seen.exit_codes
-        return bool(there or (pid and is_stopped(pid)))
+        return bool(there or self.agent.is_stopped(rank))
 
     def _why_not_started(self, now_s: float) -> str:
         """Why some rank will never start; empty while all ranks still may."""
@@ -185,32 +197,35 @@ class Supervisor:
             # A server that aborts takes some time until it has ended.
             broke_off = isinstance(error, EOFError | OSError)
             if broke_off and now_s - self._error_s < _ABORT_PATIENCE_S:
-                return server_fault()
-            return server_fault() or f"{type(error).__name__}: {error}"
+                return self.agent.fault()
+            return self.agent.fault() or f"{type(error).__name__}: {error}"
         is_late = self._started_s is None and now_s - self._launched_s > _SERVER_PATIENCE_S
-        return fault if is_late and "is stopped" in (fault := server_fault()) else ""
+        return fault if is_late and "is stopped" in (fault := self.agent.fault()) else ""
 
     def _settled(self, waited_s: float) -> bool:
         """Whether the cause of a failure is known, or has been waited for long enough."""
         kinds = {report.kind for report in self._seen.failures} - {"peer_lost"}
         if kinds == {"exited"}:
             # A rank that needs the one that exited will soon wait for it, and can then be named.
-            return waited_s > _SETTLE_S
+            return waited_s > _EXITED_S
         if kinds:
             return True
         if missing := self._seen.missing:
             return missing <= self._seen.exit_codes.keys() or waited_s > _EXIT_CODE_S
-        return waited_s > _SETTLE_S
+        return waited_s > self.agent.settle_s
 
     def _check_stuck(self) -> list[int]:
         """The ranks that can never continue: found stuck twice, with no progress in between."""
         if time.monotonic() - self._looked_s < _POLL_S:
             return []
         self._looked_s = time.monotonic()
-        ticks = self._seen.board.ticks()
+        looks, ticks = self.agent.looks(), self._seen.board.ticks()
         stuck = stuck_ranks(self._seen.board.copy())
         still = stuck and stuck == self._stuck and ticks == self._ticks
-        self._ticks, self._stuck = ticks, stuck
+        # What arrives next from a host may have been on its way when the others were seen.
+        if still and any(count < self._looks[host] + 2 for host, count in looks.items()):
+            return []
+        self._looks, self._ticks, self._stuck = looks, ticks, stuck
         return stuck if still else []
 
     def _deadline_s(self) -> float:
@@ -222,7 +237,7 @@ class Supervisor:
     def _deadline_error(self) -> WorkerError:
         # A copy, because the error describes the ranks before they are asked for their stacks.
         seen = replace(self._seen, board=self._seen.board.copy(whole=True))
-        stopped = [rank for rank, pid in seen.pids.items() if is_stopped(pid)]
+        stopped = [rank for rank in seen.pids if self.agent.is_stopped(rank)]
         return deadline_error(seen, self.job.timeout_s, self._stacks(stopped), stopped)
 
     def _stacks(self, silent: list[int]) -> dict[int, str]:
@@ -238,11 +253,10 @@ class Supervisor:
         return {rank: self._output.take_pending(rank) for rank in asked}
 
     def _signal(self, rank: int, number: int) -> None:
-        pid = int(self._seen.board.ranks[rank]["pid"])
         # The system may have given the pid of a process that has ended to another process.
-        if pid and rank not in self._seen.gone | self._seen.lost:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        has_ended = rank in self._seen.gone | self._seen.lost
+        if self._seen.board.ranks[rank]["pid"] and not has_ended:
+            self.agent.send_signal(rank, number)
 
     def _let_go(self) -> None:
         """Let the ranks clean up and exit by themselves, within a limited time."""
@@ -252,7 +266,7 @@ class Supervisor:
         until_s = time.monotonic() + _LEAVE_PATIENCE_S
         while self._inboxes and time.monotonic() < until_s:
             self._read(_POLL_S)
-            if not any(map(is_running, self._seen.pids.values())):
+            if not self.agent.any_runs():
                 break
 
     def _end(self) -> None:
@@ -278,13 +292,12 @@ class Supervisor:
         self.agent.stop()
         until_s = time.monotonic() + _END_PATIENCE_S
         while self.agent.may_start_ranks() and time.monotonic() < until_s:
-            for rank, pid in self.agent.pids.items():
-                if rank not in self.agent.exit_codes:
-                    kill_group(pid)
-            if self.agent.finished.wait(_POLL_S):
-                break
-            # A server that is stopped would never report that a rank has ended.
-            end_stopped_server()
+            self.agent.kill()
+            # What comes from other hosts waits for what has come before it.
+            if found := wait(self._output.connections, 0):
+                self._output.read(found)
+            else:
+                self.agent.finished.wait(_POLL_S)
 
     def _show_the_rest(self) -> None:
         for _ in range(100):

@@ -35,12 +35,13 @@ from labkit.runtime.shortages import result_too_large
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher hands to every rank of one machine.
+    """What the launcher hands to every rank.
 
     Attributes:
         call: the function with its arguments, see ``pickling.dump_call``.
         sources: the caller's notebook cells, for tracebacks.
-        plan: the ranks' devices, backend and transport.
+        plan: the devices, backend and transport of the ranks of one host.
+        world_size: the number of all ranks, P.
         timeout_s: the run's deadline.
         may_lose: ranks that the run can do without.
         link: the emulated link of each rank; None for no emulation.
@@ -50,6 +51,7 @@ class Job:
     call: bytes
     sources: dict[str, list[str]]
     plan: Plan
+    world_size: int
     timeout_s: float
     may_lose: frozenset[int] = frozenset()
     link: EmulatedLink | None = None

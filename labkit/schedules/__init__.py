@@ -1,6 +1,7 @@
 """Rules that runs execute: which rank does what at which step. No torch, no processes.
 
     ring               ring all-reduce and its halves: which chunk goes where at each step
+    hierarchical       all-reduce over hosts: inside each host, between hosts, inside again
     tree               binomial trees, recursive doubling, pairwise exchange, dissemination
     servers            which worker meets which parameter server in which turn
     staleness          how many updates late a gradient is, and how a server bounds that
@@ -15,6 +16,10 @@ it with the textbook.
 """
 
 from labkit.schedules.bucket_assignment import assign_buckets as assign_buckets
+from labkit.schedules.hierarchical import (
+    HostStep as HostStep,
+    hierarchical_all_reduce as hierarchical_all_reduce,
+)
 from labkit.schedules.learning_rate import (
     LrSchedule as LrSchedule,
     lr_factor as lr_factor,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives.compressed import TopK, all_reduce_of
+from labkit.collectives.compressed import CompressedBetween, TopK, all_reduce_of
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.flat_parameters import average_buffers
@@ -22,6 +22,9 @@ from labkit.strategies.kept import Kept
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.sync_batch_norm import convert
 from labkit.strategies.update import Update
+
+# These keep what they have not sent yet.
+_KEEPING = TopK | CompressedBetween
 
 
 class RingAllReduce(Strategy):
@@ -36,6 +39,8 @@ class RingAllReduce(Strategy):
         sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
         compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.collectives.compressed``: replicas
             still agree, but the run no longer equals that of one device.
+        hierarchical: sum inside each host first, then between hosts: see
+            ``labkit.collectives.hierarchical``. What travels between hosts is compressed.
 
     Raises:
         ValueError: ``topk`` together with amp ``fp16``.
@@ -48,6 +53,7 @@ class RingAllReduce(Strategy):
         straggler: tuple[int, float] | None = None,
         compress: str | None = None,
         sync_batch_norm: bool = False,
+        hierarchical: bool = False,
     ):
         if compress == "topk" and amp == "fp16":
             raise ValueError(
@@ -55,7 +61,7 @@ class RingAllReduce(Strategy):
                 "scale differently or skip: choose amp bf16, or compress fp16"
             )
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
-        self.all_reduce = all_reduce_of(compress)
+        self.all_reduce = all_reduce_of(compress, hierarchical)
         self.sync_batch_norm = sync_batch_norm
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -107,12 +113,12 @@ class RingAllReduce(Strategy):
 
     def kept(self) -> Kept:
         kept = super().kept()
-        if isinstance(self.all_reduce, TopK) and self.all_reduce.residual is not None:
+        if isinstance(self.all_reduce, _KEEPING) and self.all_reduce.residual is not None:
             kept.own["residual"] = self.all_reduce.residual
         return kept
 
     def continued(self, own: Mapping[str, Tensor]) -> None:
-        if isinstance(self.all_reduce, TopK) and "residual" in own:
+        if isinstance(self.all_reduce, _KEEPING) and "residual" in own:
             self.all_reduce.residual = own["residual"].to(self.comm.device)
 
     def end_epoch(self) -> None:

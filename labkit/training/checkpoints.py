@@ -21,12 +21,13 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from labkit.config import RunConfig
+from labkit.errors import PreemptedError
 from labkit.strategies.base import OwnPaceStrategy, Strategy
 from labkit.strategies.kept import Kept, copy_into
 from labkit.training.checkpoint.reading import read_tensors, stored_in
@@ -74,18 +75,36 @@ class Checkpoints:
         if self.writer is not None:
             self.writer.__exit__(*failure)
 
-    def after_step(self, progress: Progress) -> None:
-        """Save if a checkpoint is due; after the last step of an epoch, ``after_epoch`` does."""
-        if self.writer and progress.step < self.steps and self._is_due(progress):
+    def after_step(self, progress: Progress, ends: bool = False) -> None:
+        """Save if a checkpoint is due, or the run ends here.
+
+        After the last step of an epoch, ``after_epoch`` does.
+        """
+        if self.writer and progress.step < self.steps and (ends or self._is_due(progress)):
             progress.stop_clock(self.strategy)
             self.save(progress)
             progress.start_clock(self.strategy)
 
-    def after_epoch(self, progress: Progress) -> None:
-        """Save if a checkpoint is due, the run has ended, or the epoch was the best so far."""
-        best, is_last = is_best(progress.rows), progress.epoch == self.config.epochs
+    def after_epoch(self, progress: Progress, ends: bool = False) -> None:
+        """Save if a checkpoint is due, the run ends here, or the epoch was the best so far."""
+        best = is_best(progress.rows)
+        is_last = ends or progress.epoch == self.config.epochs
         if best or is_last or self.config.checkpoint_every is None or self._is_due(progress):
             self.save(progress, best)
+
+    def end(self, progress: Progress, reason: str) -> NoReturn:
+        """Raise PreemptedError, for this reason, when what was saved last is whole."""
+        assert self.writer is not None
+        self.writer.wait()
+        done = self.done(progress)
+        raise PreemptedError(
+            f"stopped by {reason} after {done} of {self.config.epochs * self.steps} steps, with a "
+            "checkpoint: the same command goes on from there with resume"
+        )
+
+    def done(self, progress: Progress) -> int:
+        """Steps so far, in all epochs."""
+        return progress.epoch * self.steps + progress.step
 
     def save(
         self,
@@ -142,7 +161,7 @@ class Checkpoints:
 
     def _is_due(self, progress: Progress) -> bool:
         every = self.config.checkpoint_every
-        return bool(every) and (progress.epoch * self.steps + progress.step) % every == 0
+        return bool(every) and self.done(progress) % every == 0
 
     @property
     def _rank(self) -> str:
@@ -151,8 +170,7 @@ class Checkpoints:
     def _write(self, progress: Progress, tensors: Tensors, best: bool) -> None:
         assert self.writer is not None
         place = {"epoch": progress.epoch, "step": progress.step, "epochs": progress.rows}
-        step = progress.epoch * self.steps + progress.step
-        self.writer.save(step, tensors, self.facts | place, best)
+        self.writer.save(self.done(progress), tensors, self.facts | place, best)
 
     def _of_model(self) -> Tensors:
         strategy = self.strategy

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from labkit.config import RunConfig
 from labkit.errors import OutputError
 from labkit.files import write_atomically
 from labkit.training.evaluation import Row, told
+from labkit.training.resume import agents as agents_of_run
 
 _TABLE, _EVENTS = "epochs.csv", "events.out.tfevents.*"
 # TensorBoard's names of an epoch's numbers.
@@ -41,13 +42,16 @@ _TAGS = {
 _LONGEST_LINE, _MOST_PRINTED, _LONGEST_TRACEBACK = 10_000, 2_000_000, 100_000
 
 
-def check_log_dir(folder: str, resumed: bool, rank: int | None = None) -> None:
+def check_log_dir(
+    folder: str, resumed: bool, rank: int | None = None, agents: Collection[str] = ()
+) -> None:
     """Make the folder of a run's logs, and refuse one that has another run's.
 
     Args:
         folder: for the logs.
         resumed: whether the run continues one whose logs may be there.
         rank: look only at what this rank writes, since the others may have begun; None: at all.
+        agents: those of torchrun whose ranks may have begun this run, too.
 
     Raises:
         ValueError: logs of another run, or a folder that cannot be made or written.
@@ -61,11 +65,21 @@ def check_log_dir(folder: str, resumed: bool, rank: int | None = None) -> None:
     mine = "rank[0-9]*.log" if rank is None else f"rank{rank}.log"
     names = [mine, *((_TABLE, _EVENTS) if rank in (None, 0) else ())]
     found = sorted(path.name for name in names for path in Path(folder).glob(name))
-    if found and not resumed:
+    if found and not resumed and not _have_written(agents, folder):
         raise ValueError(
             f"log_dir {folder} has the logs of another run ({found[0]}): give another folder, or "
             "continue that run with resume"
         )
+
+
+def _have_written(agents: Collection[str], folder: str) -> bool:
+    """Whether the logs there are of ranks that these agents have started."""
+    for path in Path(folder).glob("rank[0-9]*.log"):
+        with contextlib.suppress(OSError):
+            text = path.read_text(errors="replace")
+            if any(agent in text for agent in agents):
+                return True
+    return False
 
 
 class RunLogs:
@@ -89,6 +103,7 @@ class RunLogs:
         self.log.line(
             f"rank {comm.rank} of {comm.world_size} on {socket.gethostname()}, process "
             f"{os.getpid()}, device {comm.device}, torch {torch.__version__}"
+            + "".join(f", torchrun's agent {agent}" for agent in agents_of_run())
         )
         given = {k: v for k, v in config.as_dict().items() if v not in (None, False)}
         self.log.line(f"settings: {json.dumps(given)}")

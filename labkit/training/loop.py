@@ -25,8 +25,9 @@ from labkit.training.evaluation import Row, evaluated, row_of, summed_row, told
 from labkit.training.logs import RunLogs, run_logs
 from labkit.training.optimizer import optimizer_maker
 from labkit.training.own import NOTHING, Own
+from labkit.training.preemption import Preemption
 from labkit.training.progress import Progress
-from labkit.training.resume import agreed, facts_of
+from labkit.training.resume import facts_of
 from labkit.training.state import checksum
 from labkit.training.work import Work, start_equal, work_of
 from labkit.workload.losses import CountedLoss
@@ -70,9 +71,14 @@ class _Run:
     work: Work
     strategy: Strategy
     checkpoints: Checkpoints
+    preemption: Preemption
     memory: Part
     logs: RunLogs
     verbose: bool
+
+    def ends_after(self, progress: Progress) -> bool:
+        """Whether the ranks have been told to end, and have agreed to do so at this step."""
+        return self.preemption.ends_after(self.checkpoints.done(progress))
 
     def tell(self, rows: list[Row]) -> None:
         """Say and log what the last epoch has reported."""
@@ -123,9 +129,12 @@ def _fit(
     strategy.setup(comm, model, make_optimizer)
     # A strategy may keep only a part of the model, and the rest is freed.
     del model
-    with Checkpoints(config, strategy, facts) as checkpoints:
-        run = _Run(config, work, strategy, checkpoints, memory, logs, verbose)
-        progress = checkpoints.load(agreed(comm, config, start), partial(_rehearse, run))
+    in_step = not isinstance(strategy, OwnPaceStrategy)
+    can_end = Preemption(comm, saves=in_step and config.checkpoint_dir is not None)
+    with can_end as preemption, Checkpoints(config, strategy, facts) as checkpoints:
+        run = _Run(config, work, strategy, checkpoints, preemption, memory, logs, verbose)
+        progress = checkpoints.load(start, partial(_rehearse, run))
+        preemption.begin(checkpoints.done(progress))
         ends_s: list[float] = []
         if isinstance(strategy, OwnPaceStrategy):
             ends_s = _at_own_pace(run, progress)
@@ -151,7 +160,10 @@ def _in_step(run: _Run, progress: Progress) -> None:
         measured = progress.loss_sum, progress.seconds, progress.trained, sums, progress.spent_s
         progress.end_epoch(summed_row(strategy.comm, run.work, *measured))
         run.tell(progress.rows)
-        run.checkpoints.after_epoch(progress)
+        ends = progress.epoch < run.config.epochs and run.ends_after(progress)
+        run.checkpoints.after_epoch(progress, ends)
+        if ends:
+            run.checkpoints.end(progress, run.preemption.reason)
 
 
 def _train_epoch(run: _Run, progress: Progress) -> None:
@@ -165,7 +177,10 @@ def _train_epoch(run: _Run, progress: Progress) -> None:
         now = {"samples": samples, "loss": loss / max(1, samples)}
         done = progress.epoch * len(batches) + progress.step
         strategy.comm.progress(done, steps, f"steps, epoch {progress.epoch + 1}", **now)
-        run.checkpoints.after_step(progress)
+        ends = progress.step < len(batches) and run.ends_after(progress)
+        run.checkpoints.after_step(progress, ends)
+        if ends:
+            run.checkpoints.end(progress, run.preemption.reason)
     strategy.end_epoch()
 
 

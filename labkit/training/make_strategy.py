@@ -6,7 +6,7 @@ from typing import Any
 
 from labkit import strategies
 from labkit.config import OPTIONS, RunConfig, parse_split_points, parse_straggler
-from labkit.devices import UNUSABLE, Plan, check_named, check_world_size, plan, tell_once
+from labkit.devices import UNUSABLE, check_named, check_world_size, plan, tell_once
 from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
@@ -38,7 +38,7 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, download: bool = Fal
     options = _options(config, technique)
     if technique.in_one_process:
         options["devices"] = _devices(config)
-    devices = options.get("devices") or _planned(config).devices
+    devices = options.get("devices") or _planned_devices(config)
     _check_backend(config, devices)
     _check_tf32(config, devices)
     if "split_points" in technique.options():
@@ -48,16 +48,18 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, download: bool = Fal
     return strategy
 
 
-def _planned(config: RunConfig) -> Plan:
-    """Where the ranks of this machine run.
+def _planned_devices(config: RunConfig) -> tuple[str, ...]:
+    """The devices of the ranks of this machine; none if they run on other hosts.
 
     Raises:
         ValueError: devices that the machine does not have, or too few of them.
     """
+    if config.hosts is not None:
+        return ()
     ranks = config.world_size
     if under_torchrun():
         ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    return plan(ranks, config.device, config.transport, devices=config.devices)
+    return plan(ranks, config.device, config.transport, devices=config.devices).devices
 
 
 def _check_backend(config: RunConfig, devices: Sequence[str]) -> None:
@@ -71,7 +73,7 @@ def _check_backend(config: RunConfig, devices: Sequence[str]) -> None:
 
 
 def _check_tf32(config: RunConfig, devices: Sequence[str]) -> None:
-    if config.tf32 and not any(name.startswith("cuda") for name in devices):
+    if config.tf32 and devices and not any(name.startswith("cuda") for name in devices):
         raise ValueError(
             f"tf32 is a mode of NVIDIA's GPUs, and this run is on {devices[0]}: leave it out, or "
             "run on a GPU"

@@ -6,11 +6,11 @@ the contract of ``training.state.tolerance``, unless the ranks had something tha
 anew: then it is refused.
 """
 
+import contextlib
 import hashlib
 import math
 import os
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import broadcast
-from labkit.comm.comm import Comm
 from labkit.config import RunConfig
 from labkit.devices import versions
+from labkit.runtime import rounds
 from labkit.strategies.base import Strategy
-from labkit.training.checkpoint.folder import check_folder, step_path, steps
+from labkit.training.checkpoint.folder import check_folder, steps
 from labkit.training.checkpoint.reading import read_tensors
-from labkit.training.checkpoint.whole import newest, read_facts, why_not_whole
+from labkit.training.checkpoint.whole import Found, newest, read_facts
 from labkit.training.own import Own
 from labkit.training.work import Work, work_of
+from labkit.units import format_count
 from labkit.workload.samples import TensorSamples
 
 # What decides who computes what, in which order.
@@ -44,6 +44,7 @@ _MUST_EQUAL = (
 # How long ranks whose launcher was killed may take to end.
 _PATIENCE_S = 10.0
 _NAMED = 3
+_NEXT_STEP = "resume with the settings there, or choose another checkpoint_dir for a new run"
 _HASHED = 64
 
 
@@ -65,7 +66,9 @@ def arrangement(config: RunConfig) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in _ARRANGEMENT}
     # Which devices they are does not matter.
     devices = found.pop("devices")
-    return found | {"devices": devices and len(devices.split(","))}
+    # Older checkpoints do not say it.
+    over_hosts = {"hierarchical": True} if config.hierarchical else {}
+    return found | {"devices": devices and len(devices.split(","))} | over_hosts
 
 
 def facts_of(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[str, Any]:
@@ -77,14 +80,36 @@ def facts_of(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[
         "data": _data_of(work),
         "optimizer": _optimizer_of(config, own),
         "steps": math.ceil(len(work.train) / config.batch_size),
+        "agents": agents(),
+        "round": _round(),
         "versions": versions(),
     }
 
 
-def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
+def agents() -> list[str]:
+    """Those of torchrun that have started the ranks of this run; none without torchrun."""
+    joined = rounds.current()
+    return [] if joined is None else sorted(set(joined.agents))
+
+
+def _round() -> str:
+    joined = rounds.current()
+    return "" if joined is None else joined.number
+
+
+def find_start(
+    config: RunConfig, own: Own, strategy: Strategy, agents: Collection[str] = ()
+) -> Start:
     """Where the run begins: from the newest whole checkpoint, if it is to be resumed.
 
+    A run is resumed if the config says so, or if the checkpoint was written by ranks of the same
+    torchrun: it has lost some of them, and started all anew.
+
     Only reads.
+
+    Args:
+        config, own, strategy: of the run.
+        agents: those of torchrun that have started this run's ranks.
 
     Raises:
         ValueError: the folder cannot be used; it has checkpoints that nobody has asked to resume,
@@ -93,9 +118,7 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
     if config.checkpoint_dir is None:
         return Start()
     folder = Path(config.checkpoint_dir)
-    if os.environ.get("RANK", "0") == "0":
-        # It tries the folder's lock, which only one of torchrun's ranks can have.
-        check_folder(folder, _PATIENCE_S if config.resume else 0.0)
+    check_folder(folder, _PATIENCE_S if config.resume or agents else 0.0)
     if not strategy.can_be_kept:
         raise ValueError(
             f"{config.strategy} with builtin cannot be continued, because its state is divided "
@@ -103,14 +126,14 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
             "without builtin"
         )
     there = steps(folder)
-    if not config.resume:
+    found = newest(folder) if config.resume or (there and agents) else Found(None, [])
+    if not config.resume and not _has_written(agents, found.path):
         if there:
             raise ValueError(
                 f"{folder} has checkpoints already, the newest {there[0][1].name}: choose resume "
                 "to continue their run, or another checkpoint_dir for a new one"
             )
         return Start()
-    found = newest(folder)
     if found.path is None and there:
         raise ValueError(
             f"no checkpoint in {folder} is whole: {'; '.join(found.skipped)}. They are as they "
@@ -118,11 +141,47 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
         )
     if found.path is None:
         return Start(told=f"no checkpoint in {folder} yet: the run begins at the beginning")
-    facts = read_facts(found.path)
-    _check_fits(config, own, found.path, facts)
-    return Start(
-        Path(os.path.abspath(found.path)), _told(config, found.path, facts, found.skipped)
-    )
+    path, skipped = _that_fits(config, own, found.path, older=bool(agents))
+    told = _told(config, path, read_facts(path), [*found.skipped, *skipped])
+    return Start(Path(os.path.abspath(path)), told)
+
+
+def _has_written(agents: Collection[str], path: Path | None) -> bool:
+    """Whether ranks have written this checkpoint that one of the agents had started earlier."""
+    if path is None:
+        return False
+    facts = read_facts(path)
+    return not set(agents).isdisjoint(facts.get("agents", ())) and facts.get("round") != _round()
+
+
+def _that_fits(config: RunConfig, own: Own, path: Path, older: bool) -> tuple[Path, list[str]]:
+    """The checkpoint, if the run can go on from it, and what was skipped.
+
+    Args:
+        config, own: of the run.
+        path: of the newest whole checkpoint.
+        older: whether an older one will do if these ranks cannot divide the newest between them:
+            torchrun has other ranks than before, and nobody to ask.
+    """
+    try:
+        _check_fits(config, own, path, read_facts(path))
+        return path, []
+    except _NotDividedError as error:
+        before = newest(path.parent, below=int(path.name.rpartition("-")[2])) if older else None
+        if before is None or before.path is None:
+            raise
+        with contextlib.suppress(_NotDividedError):
+            found, skipped = _that_fits(config, own, before.path, older)
+            return found, [f"{path.name}: {error.why}", *before.skipped, *skipped]
+        raise
+
+
+class _NotDividedError(ValueError):
+    """Other ranks cannot divide between them what the ranks of a checkpoint had: ``why``."""
+
+    def __init__(self, path: Path, why: str, next_step: str):
+        super().__init__(f"cannot continue from {path}: {why}. Next step: {next_step}")
+        self.why = why
 
 
 def _told(config: RunConfig, path: Path, facts: Mapping[str, Any], skipped: Iterable[str]) -> str:
@@ -158,13 +217,23 @@ def _check_fits(config: RunConfig, own: Own, path: Path, facts: Mapping[str, Any
             f"epochs {facts['config']['epochs']} there, {config.epochs} here, on which the rates "
             "of lr_schedule cosine depend"
         )
-    if not differences and facts["arrangement"] != here["arrangement"]:
-        differences = _that_cannot_be_divided(config, facts, path)
     if differences:
         raise ValueError(
-            f"cannot continue from {path}: {'; '.join(differences)}. Next step: resume with the "
-            "settings there, or choose another checkpoint_dir for a new run"
+            f"cannot continue from {path}: {'; '.join(differences)}. Next step: {_NEXT_STEP}"
         )
+    if facts["arrangement"] == here["arrangement"]:
+        return
+    if why := _why_not_divided(config, facts, path):
+        raise _NotDividedError(path, why, _next_step(facts["config"]["world_size"]))
+
+
+def _next_step(world_size: int) -> str:
+    if not agents():
+        return _NEXT_STEP
+    return (
+        f"start torchrun for {format_count(world_size, 'rank')}, with one number of machines and "
+        "not MIN:MAX: it waits for a machine that was lost"
+    )
 
 
 def _settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -209,27 +278,27 @@ def _that_differ(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
     ]
 
 
-def _that_cannot_be_divided(config: RunConfig, facts: Mapping[str, Any], path: Path) -> list[str]:
+def _why_not_divided(config: RunConfig, facts: Mapping[str, Any], path: Path) -> str:
     """Why the run cannot go on with other ranks, or another technique; empty if it can."""
     old, new = facts["arrangement"], arrangement(config)
     moved = ", ".join(_that_differ("", old, new)).replace(": ", "")
     if "async_parameter_server" in (old["strategy"], new["strategy"]):
-        return [f"{moved}: an asynchronous server counts the shares of each of its workers"]
+        return f"{moved}: async_parameter_server counts the shares of each of its workers"
     ranks = read_tensors(path, ["ranks"])["ranks"]
     if any("residual" in rank.get("own", {}) for rank in ranks.values()):
-        return [f"{moved}: each rank has gradients that compress topk has not sent yet"]
+        return f"{moved}: each rank has gradients that compress topk has not sent yet"
     for number, rank in ranks.items():
         if rank["progress"]["draws"]:
-            return [
+            return (
                 f"{moved}: rank {number} has drawn random numbers in its steps (dropout), and "
                 "other ranks would draw others"
-            ]
+            )
     if name := _that_varies(ranks):
-        return [
+        return (
             f"{moved}: {name} differs from rank to rank in the middle of an epoch, because each "
             "rank normalises its own share. Resume with these ranks; sync_batch_norm avoids it"
-        ]
-    return []
+        )
+    return ""
 
 
 def merged_buffers(ranks: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -277,32 +346,3 @@ def _optimizer_of(config: RunConfig, own: Own) -> dict[str, Any]:
     numbers = {k: v for k, v in made.defaults.items() if isinstance(v, (bool, int, float, tuple))}
     told = {name: list(v) if isinstance(v, tuple) else v for name, v in numbers.items()}
     return {"class": type(made).__name__} | told
-
-
-def agreed(comm: Comm, config: RunConfig, start: Path | None) -> Path | None:
-    """The checkpoint from which rank 0 goes on; torchrun's ranks have each looked for one.
-
-    Raises:
-        ValueError: this rank does not see it.
-    """
-    if not config.resume or config.checkpoint_dir is None or comm.world_size == 1:
-        return start
-    step = -1 if start is None else int(start.name.rpartition("-")[2])
-    told = broadcast(comm, torch.tensor([step], device=comm.device))
-    if (chosen := int(told)) == step:
-        return start
-    path = None if chosen < 0 else step_path(Path(config.checkpoint_dir), chosen)
-    if path is not None and (why := why_not_whole(path, contents=False)):
-        raise ValueError(
-            f"rank 0 continues from {path}, and rank {comm.rank} cannot: {why}. Give a "
-            "checkpoint_dir that all ranks can read"
-        )
-    return path
-
-
-def told_start(config: RunConfig, own: Own, strategy: Strategy) -> Start:
-    """``find_start``, which is said on stderr if somebody has asked for it."""
-    start = find_start(config, own, strategy)
-    if start.told and os.environ.get("RANK", "0") == "0":
-        print(start.told, file=sys.stderr)
-    return start

@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from labkit.comm.emulated_link import EmulatedLink
@@ -22,7 +23,8 @@ from labkit.training.loop import RankReport, fit
 from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own, resolved, take_own, why_not_sent
 from labkit.training.result import TrainResult
-from labkit.training.resume import told_start
+from labkit.training.resume import Start, agents
+from labkit.training.together import ready
 from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
 
 # The arguments of ``train_with`` that are not fields of ``RunConfig``.
@@ -44,7 +46,8 @@ def train_with(
         strategy: the technique, one of ``labkit.strategies.STRATEGIES``.
         timeout_s, download, verbose: see ``train_run``.
         link: an emulated link, or the same as text, ``"10ms,100MB/s"``; None for no emulation.
-        settings: the other fields of ``RunConfig``. ``model``, ``dataset``, ``loss`` and
+        settings: the other fields of ``RunConfig``; under torchrun ``world_size`` is what it has
+            started, if left out. ``model``, ``dataset``, ``loss`` and
             ``optimizer`` may be your own objects, see ``labkit.training.own.Own``; each rank gets
             a copy. ``result.state`` has the model's own names: ``model.load_state_dict`` takes it.
 
@@ -54,6 +57,8 @@ def train_with(
     own, settings = take_own(settings)
     check_keywords("train_with", settings, [*_OPTIONS, *RunConfig.__dataclass_fields__])
     link = str(link) if isinstance(link, EmulatedLink) else link
+    if under_torchrun() and not {"world_size", "devices", "split_points"} & settings.keys():
+        settings["world_size"] = int(os.environ["WORLD_SIZE"])
     config = RunConfig(strategy=strategy, link=link, **settings)
     return train_run(config, own=own, timeout_s=timeout_s, download=download, verbose=verbose)
 
@@ -83,25 +88,29 @@ def train_run(
     """
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     own = resolved(config, own)
-    strategy = make_strategy(config, own=own, download=download)
-    check_samples(config, own, download)
-    notes = check_work(config, own, strategy)
-    start = told_start(config, own, strategy)
+    strategy, note, start = ready(config, own, partial(_check, config, own, download), timeout_s)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
     may_lose = range(1, ranks) if strategy.survives_lost_workers else ()
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
-    settings |= {"transport": config.transport, "timeout_s": timeout_s}
-    work = fit, with_full_paths(_with_logs(config)), strategy, verbose, own, start.path
+    settings |= {"transport": config.transport, "timeout_s": timeout_s, "hosts": config.hosts}
+    work = fit, with_full_paths(_with_logs(config, start)), strategy, verbose, own, start.path
     try:
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     except UnpicklableError as error:
         raise ValueError(why_not_sent(own) or str(error)) from None
     finally:
         remove_unfinished(config.checkpoint_dir)
-    return _gather(config, strategy, result, [notes, start.told])
+    return _gather(config, strategy, result, [note, start.told])
+
+
+def _check(config: RunConfig, own: Own, download: bool) -> tuple[Strategy, str]:
+    """The technique, and a note, if this run is possible here."""
+    strategy = make_strategy(config, own=own, download=download)
+    check_samples(config, own, download)
+    return strategy, check_work(config, own, strategy)
 
 
 def _gather(
@@ -133,12 +142,13 @@ def _gather(
     )
 
 
-def _with_logs(config: RunConfig) -> RunConfig:
+def _with_logs(config: RunConfig, start: Start) -> RunConfig:
     """The config for the ranks: with the whole path of its log folder, which is ready for them."""
     if config.log_dir is None:
         return config
     rank = int(os.environ["RANK"]) if under_torchrun() else None
-    check_log_dir(config.log_dir, config.resume, rank)
+    resumed = config.resume or start.path is not None
+    check_log_dir(config.log_dir, resumed, rank, agents())
     return replace(config, log_dir=os.path.abspath(config.log_dir))
 
 

@@ -14,9 +14,9 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import EmulatedLink, collectives, run, train_with
-from labkit.comm.emulated_link import Card, LinkTransport
+from labkit.comm.emulated_link import Card, HostCard, LinkTransport, plug_in
 from labkit.config import parse_link
-from labkit.costs import Link, all_reduce_seconds
+from labkit.costs import Link, all_reduce_seconds, hosts_all_reduce_seconds
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.ddp.naive import NaiveDDP
 
@@ -71,7 +71,10 @@ def test_threads_share_a_card():
     assert sorted(ends) == list(range(1, 201))
 
 
-@pytest.mark.parametrize("link", [EmulatedLink(), EmulatedLink(1e-5, 1e22), EmulatedLink(0.1, 3)])
+LINKS = [EmulatedLink(), EmulatedLink(1e-5, 1e22), EmulatedLink(0.1, 3), EmulatedLink(0, 5.5, 2)]
+
+
+@pytest.mark.parametrize("link", LINKS)
 def test_the_command_line_reads_what_a_link_prints(link):
     assert EmulatedLink(*parse_link(str(link))) == link
 
@@ -83,6 +86,9 @@ def test_the_command_line_reads_what_a_link_prints(link):
         ((float("nan"),), "latency_s must be"),
         ((0.0, 0), "bandwidth_bytes_per_s must be a number above 0, got 0"),
         ((0.0, float("nan")), "bandwidth_bytes_per_s must be"),
+        ((0.0, 1.0, 0), "ranks_per_host must be an integer from 1 up, got 0"),
+        ((0.0, 1.0, 2.5), r"ranks_per_host must be an integer from 1 up, got 2\.5"),
+        ((0.0, 1.0, True), "ranks_per_host must be an integer"),
     ],
 )
 def test_links_that_cannot_be(numbers, message):
@@ -93,6 +99,69 @@ def test_links_that_cannot_be(numbers, message):
 def test_another_object_is_not_a_link():
     with pytest.raises(ValueError, match=r"is not a labkit\.EmulatedLink"):
         run(print, world_size=1, link=Link(0.1, 0.1))
+
+
+# Hosts whose ranks share a card
+
+
+class FreeLock:
+    """Counts, instead of locking."""
+
+    taken = given = 0
+
+    def wait(self, timeout_s):
+        self.taken += 1
+        return True
+
+    def post(self):
+        self.given += 1
+
+
+def host_card(link, *seconds):
+    return HostCard(link, torch.zeros(2, dtype=torch.float64), FreeLock(), at_second(*seconds))
+
+
+def test_on_a_shared_card_bytes_queue_up_and_latencies_overlap():
+    card = host_card(EmulatedLink(2.0, 10.0, 2), 100.0, 100.0, 101.0)
+    assert card.book(out_bytes=50) == 5 + 2
+    assert card.book(out_bytes=50) == 10 + 2, "two ranks at the same time"
+    assert card.book(out_bytes=10, in_bytes=30) == 11 - 1 + 2, "the two sides are independent"
+    assert card._lock.taken == card._lock.given == 3
+
+
+def test_a_rank_alone_takes_as_long_on_its_hosts_card_as_on_its_own():
+    now_s, cards = [0.0], []
+    for card in (Card(EmulatedLink(0.5, 8.0)), host_card(EmulatedLink(0.5, 8.0, 1))):
+        card._now, ends = (lambda: now_s[0]), []
+        now_s[0] = 100.0
+        for num_bytes in (8, 0, 80, 4):
+            # A rank sends its next message when the last one has ended.
+            now_s[0] += card.book(out_bytes=num_bytes, in_bytes=num_bytes)
+            ends.append(now_s[0])
+        cards.append(ends)
+    assert cards[0] == pytest.approx(cards[1])
+
+
+@pytest.mark.parametrize(
+    ("per_host", "world_size", "hosts"),
+    [
+        (None, 3, ((0, 1, 2),)),
+        (1, 3, ((0,), (1,), (2,))),
+        (2, 3, ((0, 1), (2,))),
+        (2, 4, ((0, 1), (2, 3))),
+        (9, 2, ((0, 1),)),
+    ],
+)
+def test_ranks_stand_on_hosts_in_their_order(per_host, world_size, hosts):
+    assert EmulatedLink(ranks_per_host=per_host).hosts(world_size) == hosts
+
+
+def test_hosts_are_emulated_on_one_machine_only():
+    try:
+        with pytest.raises(ValueError, match=r"(?s)ranks_per_host emulates hosts on one machine"):
+            plug_in(EmulatedLink(ranks_per_host=2), 0, arena=None)
+    finally:
+        plug_in(None)
 
 
 # Real runs. A sleep never ends early, so "at least" cannot fail by chance.
@@ -155,6 +224,58 @@ def test_all_reduces_take_the_time_of_the_model():
     naive_s, ring_s = (all_reduce_seconds(name, 100_000, 4, model) for name in ("naive", "ring"))
     assert measured["naive_all_reduce"] > 0.98 * naive_s
     assert 0.98 * ring_s < measured["ring_all_reduce"] < naive_s, "the model says a third of naive"
+
+
+def on_hosts(comm):
+    """Where this rank is, what shares memory with it, and when the card of its host is free.
+
+    After messages inside hosts, and then after one message from each rank to the other host.
+    """
+    transport, others = comm.transport, [r for r in range(comm.world_size) if r != comm.rank]
+    group = dist.new_group([1, 2, 3], backend="labkit")
+    found = [comm.hosts, comm.host, [r for r in others if transport.shares_memory_with(r)]]
+    if comm.rank:
+        found.append(group._queues._comms["collectives"].hosts)
+    state = transport._card._state
+    beside, across = comm.rank ^ 1, (comm.rank + 2) % 4
+    tensor, landing = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    comm.exchange(tensor, beside, landing, beside)
+    comm.barrier()
+    found.append(list(state))
+    start_s = time.monotonic()
+    comm.barrier()
+    comm.exchange(tensor, across, landing, across)
+    comm.barrier()
+    return *found, [free_s - start_s for free_s in state], dict(comm.bytes_to)
+
+
+def test_only_messages_between_hosts_pass_the_card_that_a_hosts_ranks_share():
+    link = EmulatedLink(0.001, 1e5, ranks_per_host=2)
+    for rank, found in enumerate(run(on_hosts, world_size=4, link=link).values):
+        hosts, host, in_memory, *in_group, before, passed_s, bytes_to = found
+        assert hosts == ((0, 1), (2, 3))
+        assert host == rank // 2
+        assert in_memory == [rank ^ 1]
+        assert in_group == ([((0,), (1, 2))] if rank else [])
+        assert before == [0, 0], "the card of each host was idle"
+        # Two messages of 1000 bytes in each direction, one after the other.
+        assert min(passed_s) >= 2 * 1000 / 1e5
+        assert bytes_to == {rank ^ 1: 1000, (rank + 2) % 4: 1000}
+
+
+def test_over_hosts_takes_less_time_than_the_flat_ring():
+    """At least the model's: this machine adds time, and how much depends on what runs on it."""
+    link, memory, card = EmulatedLink(0.004, 5e6, 2), Link(0, 0), Link(0.004, 1 / 5e6)
+    names = ("ring_all_reduce", "hierarchical_all_reduce")
+    measured = run(least_seconds, names, 25_000, world_size=4, link=link).values[0]
+    ring_s, over_s = (
+        hosts_all_reduce_seconds(way, 100_000, link.hosts(4), memory, card)
+        for way in ("ring", "hierarchical")
+    )
+    assert ring_s == pytest.approx(6 * (0.004 + 0.005))
+    assert over_s == pytest.approx(2 * (0.004 + 0.01))
+    assert measured["ring_all_reduce"] > 0.98 * ring_s
+    assert 0.98 * over_s < measured["hierarchical_all_reduce"] < ring_s
 
 
 class SlowBackward(torch.autograd.Function):

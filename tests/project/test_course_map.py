@@ -45,7 +45,7 @@ def test_a_new_page_is_linked_from_the_maps_and_from_its_neighbours(tool):
     assert "| [10 tensor parallel](notebooks/10_tensor_parallel.ipynb) |" in after
     assert tool.neighbours(more, "10_tensor_parallel") == (
         "| Previous | [09 pipeline](09_pipeline.ipynb) |\n"
-        "| Next | [15 seventy times](15_seventy_times.ipynb) |\n"
+        "| Next | [12 many machines](12_many_machines.ipynb) |\n"
     )
     head = "# A\n\n|---|---|\n| Last run on | a machine |\n| Next | [old](old.ipynb) |\n\nText."
     changed = tool.with_neighbours(head, "| Next | new |\n")

@@ -64,6 +64,11 @@ def namespace_for(parts):
     return names
 
 
+def solution_of(section):
+    (solution,) = SOLUTION.findall("\n".join(cell.source for cell in section))
+    return solution
+
+
 class Solved:
     """An exercise's cells, run with the solution in the place of the stub.
 
@@ -89,8 +94,11 @@ class Solved:
         return Verdict(asked[1].name, PASSED)
 
     def run(self, parts, section):
-        (solution,) = SOLUTION.findall("\n".join(cell.source for cell in section))
+        solution = solution_of(section)
         names = namespace_for(parts)
+        # An exercise may be built on those before it.
+        for before in filter(is_exercise, parts[: parts.index(section)]):
+            exec(solution_of(before), names)
         stub, *rest = [cell.source for cell in section if cell.cell_type == "code"]
         solved = next(node.name for node in ast.parse(solution).body)
         assert solved in [getattr(node, "name", "") for node in ast.parse(stub).body]

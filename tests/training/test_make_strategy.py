@@ -29,6 +29,8 @@ REFUSED = {
     "strategy=data_parallel tf32=True devices=cpu,cpu": "this run is on cpu: leave it out",
     "tf32=True dtype=float64": "tf32 is for dtype float32, got float64",
     # Options that do not go together, or not with this machine.
+    "strategy=pipeline world_size=2 hierarchical=True": "takes no option hierarchical",
+    "strategy=ddp builtin=True hierarchical=True": "hierarchical is an all-reduce of the labkit",
     "strategy=ring_all_reduce compress=topk amp=fp16": "choose amp bf16, or compress fp16",
     "strategy=data_parallel devices=cpu,tpu": "devices must be cpu or cuda:NUMBER, .* got 'tpu'",
     "strategy=data_parallel devices=cpu,cpu world_size=3": "makes 2 devices, but world_size is 3",
@@ -58,7 +60,7 @@ REFUSED = {
 }
 NUMBERS = {"world_size": int, "servers": int, "max_staleness": int, "micro_batches": int}
 NUMBERS |= {"accumulate": int}
-NUMBERS |= {"bucket_mb": float, "builtin": bool, "tf32": bool}
+NUMBERS |= {"bucket_mb": float, "builtin": bool, "hierarchical": bool, "tf32": bool}
 
 
 @pytest.mark.parametrize("words", REFUSED)

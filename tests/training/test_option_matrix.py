@@ -67,6 +67,7 @@ TRIED = {
     "amp": ("bf16", "fp16"),
     "sync_batch_norm": (True,),
     "compress": ("bf16", "topk"),
+    "hierarchical": (True,),
     "bucket_mb": (0.0,),
     "servers": (2,),
     "straggler": ("{last}:1.5",),
@@ -97,6 +98,7 @@ TAKEN_BY = {
     "straggler": IN_STEP | SERVED,
     "bucket_mb": both("ddp"),
     "compress": {("ring_all_reduce", False)},
+    "hierarchical": {("ddp", False), ("ring_all_reduce", False)},
     "servers": {("parameter_server", False)},
     "max_staleness": {("async_parameter_server", False)},
     "split_points": both("model_parallel", "pipeline"),
@@ -210,6 +212,8 @@ def fit_each(comm, jobs):
     """By job, this rank's state (the first rank's alone) and checksum, or what was refused."""
     found = {}
     for key, (config, strategy) in jobs.items():
+        # Otherwise it is the flat ring.
+        comm.hosts = ((0, 1), (2,)) if config.hierarchical else (tuple(range(comm.world_size)),)
         report = fit(comm, config, strategy, False, own_of(dict(key[1:])))
         found[key] = report.state, report.checksum
     return found
@@ -232,8 +236,8 @@ def trained(weights):
     threads = torch.get_num_threads()
     # The checks run a tiny model; several threads would wait for each other.
     torch.set_num_threads(1)
-    for technique, options in (*singles, *CASES):
-        key, job = key_of(technique, options), job_of(technique, options)
+    for key, (technique, options) in {key_of(*one): one for one in (*singles, *CASES)}.items():
+        job = job_of(technique, options)
         if isinstance(job, str):
             found[key] = job
             continue

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from labkit.runtime.marked import kill_marked
+
 _MARK = "LABKIT_GPU_REPORT"
 _SHM = Path("/dev/shm")
 # What PyTorch and NCCL leave in shared memory when they are killed.
@@ -72,25 +74,8 @@ def _end(process: subprocess.Popen, mark: str) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
     finally:
-        deadline_s = time.monotonic() + _KILLED_S
-        while (left := marked(mark)) and time.monotonic() < deadline_s:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            process.poll()
-            time.sleep(0.05)
+        kill_marked(_MARK, mark, _KILLED_S, process.poll)
         process.wait()
-
-
-def marked(mark: str) -> list[int]:
-    """The living processes of this user that were started with this mark."""
-    wanted, found = f"{_MARK}={mark}".encode(), []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            # A process that has ended, and waits for its parent, has an empty environment.
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
 
 
 def _shared_memory() -> set[str]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from labkit.check.grading.words import Found, Mistake
 from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
 from labkit.costs.traffic import Cost
 from labkit.units import format_count, spelled
 
@@ -108,6 +109,17 @@ class Case:
         """The target by a formula of ``labkit.costs.traffic``; ``which``: the rank, any root."""
         cost = cost_of(self.size, 4, self.world_size, *which)
         return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
+
+
+class Cards(NamedTuple):
+    """The ranks of each host, and the bytes that may leave each host: by its network card.
+
+    ``flat_bytes`` are those of the ring through all ranks.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    num_bytes: list[int]
+    flat_bytes: list[int]
 
 
 # One call of comm: its name, to which rank it sends, from which it receives, the bytes it sends.
@@ -203,6 +215,7 @@ class Exercise:
         target: (rank, case) -> Target of this rank.
         total: case -> Target of all ranks together (``operations`` of the busiest rank), for
             exercises that do not prescribe which rank sends.
+        cards: case -> what may leave each host, where the ranks are those of several hosts.
         any_chunks: the ranks may cut their tensors as they like, so that fewer bytes than those of
             the target, which is for the longest chunks, are no mistake.
         same_bits: the ranks must agree to the bit.
@@ -217,9 +230,11 @@ class Exercise:
             if the exercise has no tensor of variable size.
         library: labkit's own function with the same arguments, shown beside the learner's run.
         drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
+        drawn_link: the link of that run, if it is on four ranks.
         root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
         nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
         case_words: a size that means a special case -> what is special about it, in words.
+        ranks_words: a world size -> how its ranks are arranged, in words.
         score: what a puzzle is scored by, once all values are right.
         holds: count the memory that the function holds.
         may_call: names of functions of labkit or PyTorch that solve exercises, and of modules
@@ -234,6 +249,7 @@ class Exercise:
     chunked: bool = False
     target: Callable[[int, Case], Target] | None = None
     total: Callable[[Case], Target] | None = None
+    cards: Callable[[Case], Cards] | None = None
     any_chunks: bool = False
     same_bits: bool = False
     mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)
@@ -242,9 +258,11 @@ class Exercise:
     sizes: tuple[int, ...] = SIZES
     library: Callable | None = None
     drawn_size: int = 0
+    drawn_link: EmulatedLink | None = None
     root_name: str = ""
     nouns: tuple[str, str] = ("rank", "element")
     case_words: Mapping[int, str] = field(default_factory=dict)
+    ranks_words: Mapping[int, str] = field(default_factory=dict)
     score: Score | None = None
     holds: bool = False
     may_call: frozenset[str] = frozenset()
@@ -262,7 +280,7 @@ class Exercise:
     def to_run(self) -> "Exercise":
         """The same without its judging fields, whose functions may not be picklable."""
         parts = {"expected": nothing, "target": None, "total": None, "judge": None}
-        parts |= {"score": None, "mistakes": {}, "library": None, "case_words": {}}
+        parts |= {"score": None, "mistakes": {}, "library": None, "case_words": {}, "cards": None}
         return replace(self, **parts)
 
 
@@ -298,6 +316,8 @@ def where(case: Case, exercise: Exercise) -> str:
     ranks, elements = exercise.nouns
     parts = [format_count(case.world_size, ranks)] if ranks else []
     parts += [format_count(case.size, elements)] if exercise.sizes and elements else []
+    if case.world_size in exercise.ranks_words:
+        parts[0] += f" on {exercise.ranks_words[case.world_size]}"
     text = f"with {' and '.join(parts)}" if parts else "here"
     if case.size in exercise.case_words:
         text += f", {exercise.case_words[case.size]}"

@@ -19,6 +19,7 @@ from labkit.check.grading.exercise import (
     no_arguments,
     nothing,
 )
+from labkit.check.grading.judge_cards import FLAT, ROW as CARD, bytes_out, cell
 from labkit.check.grading.judge_traffic import FIELDS, by_rank, counts, praise, traffic_problems
 from labkit.check.grading.judge_values import value_problems
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
@@ -196,6 +197,10 @@ def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[
         for row, field in FIELDS.items():
             if getattr(target, field) is not None and row != "barriers":
                 cells[row] = "right" if row == "peers" else counts(by_rank(row, ranks))
+    if exercise.cards is not None:
+        cards, sent_to = exercise.cards(case), [outcome.bytes_to for outcome in ranks]
+        cells[CARD] = cell(bytes_out(cards, sent_to))
+        cells[FLAT] = cell(cards.flat_bytes)
     return cells
 
 
@@ -208,14 +213,24 @@ def _verdict(
     names = max(columns.values(), key=len)
     verdict = Verdict(exercise.name, NOT_YET if problems else status_of_right(right))
     noun = exercise.nouns[0]
-    verdict.columns = [format_count(n, noun) if noun else "this process" for n in columns]
+    heads = {n: format_count(n, noun) if noun else "this process" for n in columns}
+    verdict.columns = [exercise.ranks_words.get(n, head) for n, head in heads.items()]
     verdict.rows = {name: [c.get(name, "-") for c in columns.values()] for name in names}
     verdict.notes = [Mistake("told.row", row=p.row, what=p.mistake) for p in problems if p.mistake]
     verdict.notes += [] if problems else right
-    if "messages" in names:
-        whose = "each rank" if exercise.target is not None else "all ranks together"
-        noun = exercise.nouns[1]
-        size = f", for {format_count(exercise.sizes[0], noun)}" if exercise.sizes and noun else ""
-        rounds = ", and rounds," if "rounds" in names else ""
-        verdict.caption = f"Messages and bytes sent{rounds} are those of {whose}{size}."
+    verdict.caption = _caption(exercise, names)
     return verdict
+
+
+def _caption(exercise: Exercise, rows: Iterable[str]) -> str:
+    """What the numbers of the table are."""
+    noun = exercise.nouns[1]
+    size = f", for {format_count(exercise.sizes[0], noun)}" if exercise.sizes and noun else ""
+    if "messages" in rows:
+        whose = "each rank" if exercise.target is not None else "all ranks together"
+        rounds = ", and rounds," if "rounds" in rows else ""
+        return f"Messages and bytes sent{rounds} are those of {whose}{size}."
+    if CARD in rows:
+        both = "your function, and one ring through all ranks"
+        return f"Card bytes are those that leave each host, by {both}{size}."
+    return ""

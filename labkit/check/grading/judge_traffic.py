@@ -18,6 +18,7 @@ from labkit.check.grading.exercise import (
     at_its_size,
     where,
 )
+from labkit.check.grading.judge_cards import ROW as CARD, card_problems
 from labkit.check.grading.words import Mistake
 
 # A row of the table -> the field of an outcome and of a target that it shows.
@@ -53,7 +54,7 @@ def traffic_problems(
             # Not all cases agree with what the first one looks like.
             problem.mistake.why = None
             problems[row] = replace(problem, named=False)
-    found = [problems[row] for row in FIELDS if row in problems]
+    found = [problems[row] for row in (*FIELDS, CARD) if row in problems]
     # A wrong number of messages explains wrong bytes and rounds: only the table shows those.
     return [p if p.named or p is found[0] else replace(p, mistake=None) for p in found]
 
@@ -113,7 +114,8 @@ def _problems(exercise: Exercise, case: Case, ranks: Ranks, right: bool) -> list
             look = _look(row, spent, due, ranks, exercise, case)
         look = look or (hub if row == "messages" else None)
         found.append(_off_target(row, told_place, counts(spent), counts(due), look))
-    return found + (_peers(place, ranks, targets, hub) if targets else [])
+    found += _peers(place, ranks, targets, hub) if targets else []
+    return found + card_problems(exercise, case, ranks)
 
 
 def _off(
@@ -181,7 +183,8 @@ def _look(
         return Mistake("messages.one_more" if differences == {1} else "messages.one_less")
     if row == "bytes" and exercise.chunked and any(messages):
         whole = 4 * case.size
-        if all(s == whole * m > d for s, m, d in zip(spent, messages, due)):
+        # A rank whose chunk is the whole tensor sends no more than is due.
+        if spent != due and all(s == whole * m >= d for s, m, d in zip(spent, messages, due)):
             return Mistake("bytes.whole_tensor")
     twice = any(spent) and all(s == 2 * d for s, d in zip(spent, due))
     return Mistake("traffic.doubled") if twice else None

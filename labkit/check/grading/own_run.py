@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.check.grading.exercise import Case, Exercise
 from labkit.check.grading.held_memory import PeakBytes
+from labkit.check.grading.judge_cards import ROW as CARD, bytes_out, cell
 from labkit.check.grading.judge_traffic import FIELDS, by_rank
 from labkit.check.grading.on_ranks import TIMEOUT_S, call_once, story_of
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET
@@ -37,8 +38,9 @@ _WHOSE = ("your function", "labkit's")
 class Spent(NamedTuple):
     """What one call of a function took, by rank, and when it ran in its trace.
 
-    ``counts`` is by row: messages, bytes and rounds of each rank. ``held_bytes`` is the most
-    memory that each rank's new tensors held at one time.
+    ``counts`` is by row: messages, bytes and rounds of each rank, and what leaves each host, if
+    there are several. ``held_bytes`` is the most memory that each rank's new tensors held at one
+    time.
     """
 
     counts: dict[str, list[int]]
@@ -109,14 +111,16 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
         return OwnRun(exercise.name, "not attempted yet, so there is nothing to draw.")
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
-    options = {"world_size": world_size, "device": "cpu", "timeout_s": TIMEOUT_S}
+    link = exercise.drawn_link if world_size == WORLD_SIZE else None
+    options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
+    options["timeout_s"] = TIMEOUT_S
     try:
         with undrawn():
             result = run(_spend, fns, exercise.to_run(), case, **options)
     except (WorkerError, ValueError) as error:
         story = _story(error, fn, exercise, case, options)
         return OwnRun(exercise.name, f"it did not finish, so there is nothing to draw.\n{story}")
-    spent = [_over_ranks(parts, exercise) for parts in zip(*result.values)]
+    spent = [_over_ranks(parts, exercise, case) for parts in zip(*result.values)]
     if not result.trace.spans:
         return OwnRun(exercise.name, "no message was sent, so there is nothing to draw.")
     return _told(exercise, case, status, spent, result.trace)
@@ -137,8 +141,8 @@ def _story(
 
 def _spend(
     comm: Comm, fns: list[Callable], exercise: Exercise, case: Case
-) -> list[tuple[dict[str, int], int, float, float]]:
-    """On a rank: counts by row, held bytes, start and end in the trace, of each function."""
+) -> list[tuple[dict[str, int], dict[int, int], int, float, float]]:
+    """On a rank: counts by row, bytes by peer, held bytes, start and end, of each function."""
     found = []
     for fn in fns:
         comm.barrier()
@@ -152,7 +156,8 @@ def _spend(
         comm.barrier()
         clock = _Clock(comm)
         call_once(comm, clock.around(fn), ready, case)
-        found.append((counts, held.num_bytes, clock.start_s, clock.end_s))
+        to = outcome.bytes_to
+        found.append((counts, to, held.num_bytes, clock.start_s, clock.end_s))
     return found
 
 
@@ -187,12 +192,14 @@ class _Clock:
         return timed
 
 
-def _over_ranks(parts: tuple, exercise: Exercise) -> Spent:
-    counts, held_bytes, start_s, end_s = zip(*parts)
+def _over_ranks(parts: tuple, exercise: Exercise, case: Case) -> Spent:
+    counts, sent_to, held_bytes, start_s, end_s = zip(*parts)
     by_row = {row: [one[row] for one in counts] for row in ROWS}
     if exercise.total is not None:
         by_row |= {row: [sum(by_row[row])] for row in ("messages", "bytes")}
         by_row["rounds"] = [max(by_row["rounds"])]
+    if exercise.cards is not None:
+        by_row[CARD] = bytes_out(exercise.cards(case), sent_to)
     return Spent(by_row, list(held_bytes), min(start_s), max(end_s))
 
 
@@ -204,7 +211,7 @@ def _told(exercise: Exercise, case: Case, status: str, spent: list[Spent], trace
         exercise.name,
         _sentence(status, own, due, others[0] if others else None),
         ["yours", *(["target"] if due else []), *("labkit" for _ in others)],
-        {row: _cells(row, spent, due) for row in (*ROWS, HELD)},
+        {row: _cells(row, spent, due) for row in (*own.counts, HELD)},
         _caption(exercise, case),
         *figures,
     )
@@ -220,7 +227,7 @@ def _cells(row: str, spent: list[Spent], due: dict[str, list[int]]) -> list[str]
 
 def _cell(row: str, numbers: list[int]) -> str:
     """One number if all ranks have the same, else the numbers by rank."""
-    as_bytes = row in ("bytes", HELD)
+    as_bytes = row in ("bytes", HELD, CARD)
     shown = [format_bytes(n) if as_bytes else f"{n:,}" for n in numbers]
     return shown[0] if len(set(shown)) == 1 else "  ".join(shown)
 
@@ -236,6 +243,9 @@ def _caption(exercise: Exercise, case: Case) -> str:
     whose = "Where ranks differ, the numbers are by rank."
     if exercise.total is not None:
         whose = "Messages and bytes are those of all ranks together, rounds of the busiest rank."
+    if exercise.cards is not None:
+        flat = cell(exercise.cards(case).flat_bytes)
+        whose += f" Card bytes leave a host; one ring through all ranks has {flat} of them."
     counted = (
         "Rounds are a rank's calls of send, recv and exchange; "
         "memory held is the most that its new tensors took at one time."
@@ -251,6 +261,8 @@ def _target(exercise: Exercise, case: Case) -> dict[str, list[int]]:
     elif exercise.total is not None:
         targets = [exercise.total(case)]
     by_row = {row: by_rank(row, targets) for row in ROWS}
+    if exercise.cards is not None:
+        by_row[CARD] = exercise.cards(case).num_bytes
     return {row: numbers for row, numbers in by_row.items() if numbers and None not in numbers}
 
 

@@ -75,7 +75,7 @@ class Faults:
         return self.explained(failure_error(self._evidence(exit_codes=codes, gone=set(codes))))
 
     def _evidence(self, **known: Any) -> Evidence:
-        return Evidence(self.board.copy(whole=True), frozenset(), **known)
+        return Evidence(self.board.copy(whole=True), frozenset(), _TORCHRUN, **known)
 
     def standing_still(self, beats: Mapping[int, Beat]) -> Verdict | None:
         """A mismatch or a deadlock, if nobody has moved since it was first seen."""
@@ -181,3 +181,19 @@ class Faults:
     def has_left(self, rank: int) -> bool:
         """Whether a rank has ended the run by itself, so that its end means nothing."""
         return int(self.board.ranks[rank]["state"]) == LEFT
+
+
+class _Torchrun:
+    """What has started the ranks, as far as an explanation asks: ``explained`` names the hosts."""
+
+    def fault(self) -> str:
+        return ""
+
+    def lost_with(self, rank: int) -> str:
+        return ""
+
+    def with_hosts(self, text: str) -> str:
+        return text
+
+
+_TORCHRUN: Any = _Torchrun()

@@ -27,7 +27,7 @@ from labkit.comm.board import LEFT, Board
 from labkit.comm.connections import Connection, are_alive, cut, new_connections
 from labkit.comm.processes import exit_code, is_running, is_stopped
 from labkit.comm.torch_transport import first_line
-from labkit.errors import WorkerError
+from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.between_hosts.faults import Faults
 from labkit.runtime.between_hosts.rows import Rows
 from labkit.runtime.between_hosts.verdict import Verdict
@@ -116,7 +116,8 @@ class Watch:
 
     def failed(self, error: BaseException) -> BaseException:
         """The error to raise for one that has ended this rank's function, or came after it."""
-        if self._verdict is None and isinstance(error, KeyboardInterrupt):
+        # (Of a preemption, all ranks have agreed that they end here.)
+        if self._verdict is None and isinstance(error, KeyboardInterrupt | PreemptedError):
             return error
         if self._verdict is None:
             self._tell(error)

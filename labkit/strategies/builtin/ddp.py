@@ -6,7 +6,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit.backend.chosen import use
 from labkit.backend.queues import sent as sent_on_our_backend
+from labkit.collectives import fast_hierarchical_all_reduce
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.kept import Kept
@@ -38,6 +40,10 @@ class TorchDDP(Strategy):
             ``nn.SyncBatchNorm``, which refuses the CPU: there, and for a learner's own subclass of
             BatchNorm, which it would replace, by labkit's layers over ``Comm``. ``notes`` say
             which.
+        hierarchical: let our backend sum inside each host first, then between hosts.
+
+    Raises:
+        ValueError: ``hierarchical`` with another backend, which chooses its own algorithm.
     """
 
     def __init__(
@@ -48,7 +54,14 @@ class TorchDDP(Strategy):
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
         sync_batch_norm: bool = False,
+        hierarchical: bool = False,
     ):
+        if hierarchical and backend != "labkit":
+            raise ValueError(
+                f"hierarchical is an all-reduce of the labkit backend, and backend {backend!r} "
+                "chooses its own: use backend 'labkit', or no builtin"
+            )
+        self.hierarchical = hierarchical
         self.backend, self.sync_batch_norm = backend, sync_batch_norm
         self.bucket_mb = bucket_mb
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
@@ -58,6 +71,8 @@ class TorchDDP(Strategy):
         devices = [comm.device] if comm.device.type == "cuda" else None
         chosen = self.backend != "auto"
         self.group: Any = dist.new_group(backend=self.backend) if chosen else None
+        if self.hierarchical:
+            self.used_before = use(fast_hierarchical_all_reduce)
         self.model = model.to(comm.device).train()
         ours = self._synchronised()
         self.replica = DistributedDataParallel(
@@ -128,3 +143,7 @@ class TorchDDP(Strategy):
         messages, num_bytes = sent_on_our_backend()
         # The statistics of BatchNorm.
         return messages + self.comm.messages, num_bytes + self.comm.bytes_sent
+
+    def close(self) -> None:
+        if self.hierarchical:
+            use(self.used_before)

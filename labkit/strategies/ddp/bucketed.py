@@ -8,6 +8,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 (2020), sections 3.2.2 and 3.2.3.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class BucketedDDP(NaiveDDP):
     Args:
         bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
             ``schedules.bucket_assignment.assign_buckets``.
-        comm, module, op, find_unused: as for ``NaiveDDP``.
+        comm, module, op, find_unused, hierarchical: as for ``NaiveDDP``.
     """
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
@@ -74,11 +75,14 @@ class BucketedDDP(NaiveDDP):
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
         """Queue a bucket; one that is waited for runs in this thread if no other is under way."""
-        started = start_all_reduce(self.comm, bucket.gradients(), self.op, is_waited_for)
-        self._launched.append(started)
+        work = self._start(bucket.gradients(), self.op, is_waited_for)
+        self._launched.append(work)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        start_all_reduce(self.comm, tensor, op, is_waited_for=True).wait()
+        self._start(tensor, op, is_waited_for=True).wait()
+
+    def _start(self, tensor: Tensor, op: str, is_waited_for: bool) -> Work:
+        return start_all_reduce(self.comm, tensor, op, is_waited_for, self.sum_over_ranks)
 
 
 class Bucket:
@@ -123,7 +127,11 @@ class Bucket:
 
 
 def start_all_reduce(
-    comm: Comm, tensor: Tensor, op: str = "sum", is_waited_for: bool = False
+    comm: Comm,
+    tensor: Tensor,
+    op: str = "sum",
+    is_waited_for: bool = False,
+    all_reduce: Callable[[Comm, Tensor, str], Tensor] = fast_ring_all_reduce,
 ) -> Work:
     """Begin an all-reduce in another thread, and return its handle at once.
 
@@ -135,6 +143,7 @@ def start_all_reduce(
         comm: send nothing else on it in the meantime.
         tensor, op: as for ``ring_all_reduce``.
         is_waited_for: the caller will wait at once, so it may be carried out in this thread.
+        all_reduce: which one.
 
     Raises:
         ValueError: it is no tensor, or on another device.
@@ -142,7 +151,7 @@ def start_all_reduce(
     check_tensor(tensor, comm.device)  # here, since an error of the other thread comes with wait()
     return work_queue_of(comm).add(
         "all_reduce",
-        lambda comm: fast_ring_all_reduce(comm, tensor, op),
+        lambda comm: all_reduce(comm, tensor, op),
         [tensor],
         [tensor],
         is_waited_for,

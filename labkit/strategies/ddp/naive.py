@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from labkit.collectives import broadcast, fast_ring_all_reduce
+from labkit.collectives import (
+    broadcast,
+    fast_hierarchical_all_reduce,
+    fast_ring_all_reduce,
+)
 from labkit.comm.comm import Comm
 
 
@@ -39,6 +43,7 @@ class NaiveDDP(nn.Module):
         op: ``mean`` over the ranks, as in PyTorch, or ``sum``, for a loss that is divided already.
         find_unused: one more all-reduce, of one byte per parameter, finds the parameters that no
             rank has used: their gradients stay None, as on one device.
+        hierarchical: sum inside each host first, then between hosts.
 
     The constructor lists the trained parameters: the gradient of a parameter that is unfrozen
     later is not summed.
@@ -51,9 +56,18 @@ class NaiveDDP(nn.Module):
     """
 
     def __init__(
-        self, comm: Comm, module: nn.Module, *, op: str = "mean", find_unused: bool = False
+        self,
+        comm: Comm,
+        module: nn.Module,
+        *,
+        op: str = "mean",
+        find_unused: bool = False,
+        hierarchical: bool = False,
     ):
         super().__init__()
+        self.sum_over_ranks = (
+            fast_hierarchical_all_reduce if hierarchical else fast_ring_all_reduce
+        )
         self.comm, self.module, self.op, self.find_unused = comm, module, op, find_unused
         # parameters() lists a tied parameter once.
         self.trained = [p for p in module.parameters() if p.requires_grad]
@@ -144,10 +158,10 @@ class NaiveDDP(nn.Module):
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            fast_ring_all_reduce(self.comm, parameter.grad, self.op)
+            self.sum_over_ranks(self.comm, parameter.grad, self.op)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        fast_ring_all_reduce(self.comm, tensor, op)
+        self.sum_over_ranks(self.comm, tensor, op)
 
 
 def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:

@@ -32,6 +32,8 @@ class DDP(Strategy):
         bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
         accumulate, amp, straggler: see ``LocalGradients``; one synchronisation per update.
         sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
+        hierarchical: sum inside each host first, then between hosts: see
+            ``labkit.collectives.hierarchical``.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class DDP(Strategy):
         amp: str | None = None,
         straggler: tuple[int, float] | None = None,
         sync_batch_norm: bool = False,
+        hierarchical: bool = False,
     ):
         self.bucket_mb, self.sync_batch_norm = bucket_mb, sync_batch_norm
+        self.hierarchical = hierarchical
         self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -51,7 +55,8 @@ class DDP(Strategy):
         if self.sync_batch_norm:
             count = self.settings["accumulate"]
             self.global_batch = convert(self.model, comm, self.workers, count)
-        self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, op="sum")
+        options = {"bucket_mb": self.bucket_mb, "hierarchical": self.hierarchical}
+        self.replica = BucketedDDP(comm, self.model, op="sum", **options)
         self.optimizer = make_optimizer(self.replica.trained)
         self.gradients = LocalGradients(
             comm, self.replica, loss=self.loss, global_batch=self.global_batch, **self.settings

@@ -164,6 +164,18 @@ def hidden(folder: Path) -> Path:
     return folder / f".labkit-{secrets.token_hex(8)}.part"
 
 
+def is_unfinished(name: str) -> bool:
+    """Whether this is the name of a checkpoint that is being written."""
+    return bool(_UNFINISHED.fullmatch(name))
+
+
+def probe(folder: Path) -> Path:
+    """Make an empty unfinished checkpoint, for other machines to see; ``remove`` removes it."""
+    path = hidden(folder)
+    path.mkdir(parents=True)
+    return path
+
+
 def remove_unfinished(folder: str | Path | None) -> None:
     """Remove what runs that were interrupted have left, unless a run is writing there now.
 

@@ -1,0 +1,216 @@
+"""What the ranks of torchrun must agree on before a run: each of them was started by itself.
+
+``labkit.run`` checks a run's settings once, before it starts the ranks. torchrun starts a process
+per rank, on machines that may have other code, other data, or another folder of the same name.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from labkit.config import RunConfig
+from labkit.devices import versions
+from labkit.runtime import rounds
+from labkit.runtime.preload import under_torchrun
+from labkit.strategies.base import Strategy
+from labkit.training.checkpoint import why_not_whole
+from labkit.training.checkpoint.folder import is_unfinished, probe, remove, step_path
+from labkit.training.own import Own
+from labkit.training.resume import Start, find_start
+from labkit.units import format_count
+
+# What may differ between machines.
+_OF_A_MACHINE = ("devices", "num_workers", "log_dir", "checkpoint_dir", "weights")
+_RENDEZVOUS_S = 60.0
+# How long a network file system may take to show a new folder.
+_VISIBLE_S = 5.0
+# torchrun's agents compare the clocks of machines, and take one for lost after some 15 s.
+_CLOCKS_S = 5.0
+
+
+class Ready(NamedTuple):
+    """A run whose settings are checked: its technique, what is to be noted, where it begins."""
+
+    strategy: Strategy
+    note: str
+    start: Start
+
+
+Check = Callable[[], tuple[Strategy, str]]
+
+
+def ready(config: RunConfig, own: Own, check: Check, timeout_s: float) -> Ready:
+    """The run that ``check`` has found possible here, and under torchrun on all other ranks.
+
+    Args:
+        config, own: of the run.
+        check: of the settings; returns the technique, and a note.
+        timeout_s: the run's deadline.
+
+    Raises:
+        The errors of ``check``.
+        ValueError: another rank has an error, or differs in what all must have in common.
+        ConnectionError: another rank cannot be reached.
+    """
+    if not under_torchrun():
+        strategy, note = check()
+        start = find_start(config, own, strategy)
+        return Ready(strategy, note, _said(start))
+    _check_world_size(config)
+    found = rounds.join(min(timeout_s, _RENDEZVOUS_S))
+    strategy, note = _checked_on_all(found, config, check)
+    if found.rank == 0:
+        _warn(found, config)
+    if config.checkpoint_dir is None:
+        return Ready(strategy, note, Start())
+    return Ready(strategy, note, _agreed_start(found, config, own, strategy))
+
+
+def _said(start: Start) -> Start:
+    if start.told:
+        print(start.told, file=sys.stderr)
+    return start
+
+
+def _check_world_size(config: RunConfig) -> None:
+    started = int(os.environ["WORLD_SIZE"])
+    if config.world_size != started and config.devices is None:
+        raise ValueError(
+            f"world_size is {config.world_size}, but torchrun started "
+            f"{format_count(started, 'rank')}: leave world_size out, and it is what torchrun "
+            "starts, or use another --nproc-per-node"
+        )
+
+
+def _checked_on_all(found: rounds.Round, config: RunConfig, check: Check) -> Any:
+    """What ``check`` returns here, if it returns on all ranks, and they run the same."""
+    checked, error = None, None
+    try:
+        checked = check()
+    except (ValueError, OSError) as raised:
+        error = raised
+    mine = {"error": str(error or ""), "same": _in_common(config)}
+    told = found.exchange(json.dumps(mine), "the checks before the run")
+    if error is not None:
+        raise error
+    everyone = [_read(text, {"error": str, "same": dict}) for text in told]
+    for rank, one in enumerate(everyone):
+        if one["error"]:
+            raise ValueError(f"rank {rank} on {found.hosts[rank]}: {one['error']}")
+    _check_equal(found, [one["same"] for one in everyone])
+    return checked
+
+
+def _in_common(config: RunConfig) -> dict[str, str]:
+    """What must be the same on all ranks, as texts."""
+    same = {k: v for k, v in config.as_dict().items() if k not in _OF_A_MACHINE}
+    same["checkpoint_dir"] = config.checkpoint_dir is not None
+    found = {name: json.dumps(value) for name, value in same.items()}
+    here = versions()
+    python = here["python"].rpartition(".")[0]
+    return found | {"Python": python, "torch": here["torch"], "labkit's code": rounds.code()}
+
+
+def _read(text: str, kinds: dict[str, type]) -> dict[str, Any]:
+    """What another rank has told, as JSON; ConnectionError if no rank has written that."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(found.get(k), t) for k, t in kinds.items()):
+            return found
+    raise ConnectionError(
+        f"the store of this run holds {text[:40]!r}, which labkit does not write (SECURITY.md)"
+    )
+
+
+def _check_equal(found: rounds.Round, everyone: Sequence[dict[str, str]]) -> None:
+    """Raise ValueError, on all ranks the same, if a rank differs from rank 0."""
+    first = everyone[0]
+    for rank, same in enumerate(everyone):
+        names = [name for name in {**first, **same} if first.get(name) != same.get(name)]
+        if names:
+            told = "; ".join(
+                f"{name} {first.get(name, 'missing')} on rank 0 and {same.get(name, 'missing')} "
+                f"on rank {rank}"
+                for name in names[:3]
+            )
+            raise ValueError(
+                f"rank {rank} on {found.hosts[rank]} is not of the same run as rank 0 on "
+                f"{found.hosts[0]}: {told}. Start torchrun with the same command, and the same "
+                "version of labkit and torch, on every machine"
+            )
+
+
+def _warn(found: rounds.Round, config: RunConfig) -> None:
+    for rank, behind_s in enumerate(found.behind_s):
+        if abs(behind_s) > _CLOCKS_S:
+            print(
+                f"the clock of {found.hosts[rank]} is {behind_s:.0f} s behind that of "
+                f"{found.hosts[0]}: torchrun takes a machine for lost when it has not been heard "
+                "for some seconds by such clocks. Let both follow a time server",
+                file=sys.stderr,
+            )
+            break
+    if config.checkpoint_dir is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        print(
+            "torchrun has started the ranks anew, and without checkpoint_dir the training begins "
+            "at the beginning",
+            file=sys.stderr,
+        )
+
+
+def _agreed_start(found: rounds.Round, config: RunConfig, own: Own, strategy: Strategy) -> Start:
+    """Where rank 0 begins, if all ranks can read it there."""
+    assert config.checkpoint_dir is not None
+    folder, unfinished = Path(config.checkpoint_dir), None
+    mine: dict[str, Any] = {"error": "", "told": "", "probe": "", "step": -1}
+    if found.rank == 0:
+        try:
+            start = find_start(config, own, strategy, agents=found.agents)
+            step = -1 if start.path is None else int(start.path.name.rpartition("-")[2])
+            unfinished = probe(folder) if len(set(found.agents)) > 1 else None
+            mine |= {"step": step, "told": start.told}
+            mine["probe"] = "" if unfinished is None else unfinished.name
+            _said(start)
+        except (ValueError, OSError) as error:
+            mine["error"] = str(error)
+    try:
+        text = found.exchange(json.dumps(mine), "the choice of a checkpoint")[0]
+        chosen = _read(text, {name: type(value) for name, value in mine.items()})
+        if chosen["error"]:
+            raise ValueError(chosen["error"])
+        start, why = _seen(found, folder, chosen)
+        problems = found.exchange(why, "the checkpoints")
+    finally:
+        if unfinished is not None:
+            remove(unfinished)
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise ValueError(f"rank {rank} on {found.hosts[rank]} {problem}")
+    return start
+
+
+def _seen(found: rounds.Round, folder: Path, chosen: dict[str, Any]) -> tuple[Start, str]:
+    """Rank 0's choice as this rank sees it, and why it cannot use that."""
+    there = f"what rank 0 on {found.hosts[0]} has in checkpoint_dir {folder}"
+    advice = "Give a folder that all machines share"
+    if is_unfinished(chosen["probe"]) and not _appears(folder / chosen["probe"]):
+        return Start(), f"does not see {there}: it is not the same folder. {advice}"
+    step = chosen["step"]
+    path = None if step < 0 else Path(os.path.abspath(step_path(folder, step)))
+    if path is not None and (why := why_not_whole(path, contents=False)):
+        return Start(), f"cannot read {there}: {path.name}: {why}. {advice}"
+    return Start(path, chosen["told"]), ""
+
+
+def _appears(path: Path) -> bool:
+    until_s = time.monotonic() + _VISIBLE_S
+    while not path.is_dir():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.1)
+    return True

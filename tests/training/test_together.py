@@ -1,0 +1,237 @@
+"""What torchrun's ranks agree on before a run: here as threads over one store."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.config import RunConfig
+from labkit.runtime import rounds
+from labkit.training import resume, together, train_run
+from labkit.training.checkpoint.writing import CheckpointWriter
+from labkit.training.make_strategy import make_strategy
+from labkit.training.own import NOTHING
+from labkit.training.work import work_of
+
+CONFIG = RunConfig("ddp", world_size=3, model="mlp", train_size=64)
+
+
+def met(world_size=3, store=None, behind_s=0.0):
+    """The rounds of so many ranks, two on the first host and the others on a second one."""
+    store = store or dist.HashStore()
+    hosts = ["one", "one", *["two"] * world_size][:world_size]
+    agents = [f"agent of {host}" for host in hosts]
+    clocks = [0.0] * (world_size - 1) + [behind_s]
+    return [
+        rounds.Round(rank, world_size, hosts, agents, clocks, "here", store)
+        for rank in range(world_size)
+    ]
+
+
+def on_all(function, *by_rank):
+    """What ``function(round, ...)`` returns or raises on each rank."""
+
+    def called(*arguments):
+        try:
+            return function(*arguments)
+        except (ValueError, OSError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(by_rank[0])) as pool:
+        return list(pool.map(called, *by_rank, timeout=60))
+
+
+def checked(configs, check=lambda: "checked"):
+    return on_all(
+        lambda found, config: together._checked_on_all(found, config, check), met(), configs
+    )
+
+
+def test_equal_ranks_go_on():
+    assert checked([CONFIG] * 3) == ["checked"] * 3
+    # What belongs to a machine may differ.
+    assert checked([CONFIG, CONFIG, replace(CONFIG, num_workers=2)]) == ["checked"] * 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"lr": 0.1}, "lr 0.05 on rank 0 and 0.1 on rank 2"),
+        ({"batch_size": 32}, "batch_size 64 on rank 0 and 32 on rank 2"),
+        ({"checkpoint_dir": "x"}, "checkpoint_dir false on rank 0 and true on rank 2"),
+    ],
+)
+def test_a_rank_with_another_command_is_named_on_all(changed, told):
+    found = checked([CONFIG, CONFIG, replace(CONFIG, **changed)])
+    assert len({str(error) for error in found}) == 1
+    assert "rank 2 on two is not of the same run as rank 0 on one" in str(found[0])
+    assert told in str(found[0])
+
+
+def test_other_code_and_another_torch_are_named(monkeypatch):
+    local = threading.local()
+    monkeypatch.setattr(rounds, "code", lambda: getattr(local, "code", "a"))
+    versions = {"python": "3.11.1", "torch": "2.15.0"}
+    other = versions | {"torch": "2.11.0"}
+    monkeypatch.setattr(together, "versions", lambda: getattr(local, "versions", versions))
+
+    def check():
+        return "checked"
+
+    def rank(found):
+        if found.rank == 1:
+            local.code, local.versions = "b", other
+        try:
+            return together._checked_on_all(found, CONFIG, check)
+        finally:
+            local.__dict__.clear()
+
+    for error in on_all(rank, met()):
+        assert "torch 2.15.0 on rank 0 and 2.11.0 on rank 1; labkit's code a on" in str(error)
+
+
+def test_data_that_only_one_machine_lacks():
+    def rank(found):
+        def check():
+            if found.rank == 1:
+                raise FileNotFoundError("no data set digits: get it by --download")
+
+        return together._checked_on_all(found, CONFIG, check)
+
+    first, own, last = on_all(rank, met())
+    assert str(first) == str(last) == "rank 1 on one: no data set digits: get it by --download"
+    assert isinstance(own, FileNotFoundError)
+
+
+def test_clocks_that_differ_are_told(capsys):
+    together._warn(met(behind_s=12.4)[0], CONFIG)
+    assert "the clock of two is 12 s behind that of one" in capsys.readouterr().err
+    together._warn(met(behind_s=1.0)[0], CONFIG)
+    assert capsys.readouterr().err == ""
+
+
+def starts(found, configs):
+    strategy = make_strategy(configs[0])
+    return on_all(
+        lambda one, config: together._agreed_start(one, config, NOTHING, strategy), found, configs
+    )
+
+
+def save(folder, monkeypatch, number, config=CONFIG, step=1, varies=False):
+    """A checkpoint as ranks of the round ``number`` have written it."""
+    earlier = met()[0]
+    earlier.number = number
+    monkeypatch.setattr(rounds, "_joined", earlier)
+    work = work_of(config, NOTHING)
+    facts = resume.facts_of(config, NOTHING, work, work.make_model())
+    ranks = {
+        str(rank): {
+            "progress": {"draws": torch.tensor(False)},
+            "buffers": {"running_mean": torch.tensor([1.0 + rank * varies])},
+        }
+        for rank in range(config.world_size)
+    }
+    with CheckpointWriter(Alone(), folder) as writer:
+        place = {"epoch": 0, "step": step, "epochs": []}
+        writer.save(step, {"ranks": ranks}, facts | place)
+
+
+class Alone:
+    rank, world_size = 0, 1
+
+
+def test_each_machine_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(together, "_VISIBLE_S", 0.1)
+    folders = [tmp_path / name for name in ("a", "a", "b")]
+    configs = [replace(CONFIG, checkpoint_dir=str(folder)) for folder in folders]
+    for error in starts(met(), configs):
+        assert str(error).startswith("rank 2 on two does not see what rank 0 on one has in check")
+    assert list((tmp_path / "a").iterdir()) == []
+    assert not (tmp_path / "b").exists()
+    shared = [replace(CONFIG, checkpoint_dir=str(tmp_path / "a"))] * 3
+    assert [start.path for start in starts(met(), shared)] == [None] * 3
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_ranks_of_the_same_agents_go_on_and_others_are_refused(tmp_path, monkeypatch):
+    save(tmp_path, monkeypatch, "earlier")
+    config = replace(CONFIG, checkpoint_dir=str(tmp_path))
+    monkeypatch.setattr(rounds, "_joined", met()[0])
+    assert {start.path for start in starts(met(), [config] * 3)} == {tmp_path / "step-00000001"}
+    others = met()
+    for one in others:
+        one.agents = ["another"] * 3
+    for error in starts(others, [config] * 3):
+        assert "has checkpoints already, the newest step-00000001: choose resume" in str(error)
+
+
+def test_a_second_training_of_the_same_ranks_is_not_the_first(tmp_path, monkeypatch):
+    save(tmp_path, monkeypatch, "here")
+    config = replace(CONFIG, checkpoint_dir=str(tmp_path))
+    for error in starts(met(), [config] * 3):
+        assert "has checkpoints already" in str(error)
+
+
+def test_ranks_that_cannot_divide_the_newest_checkpoint_take_an_older_one(tmp_path, monkeypatch):
+    before = replace(CONFIG, world_size=2, epochs=3)
+    save(tmp_path, monkeypatch, "earlier", before, step=1)
+    save(tmp_path, monkeypatch, "earlier", before, step=2, varies=True)
+    monkeypatch.setattr(rounds, "_joined", met()[0])
+    config = replace(CONFIG, epochs=3, checkpoint_dir=str(tmp_path))
+    found = starts(met(), [config] * 3)
+    assert {start.path.name for start in found} == {"step-00000001"}
+    assert "skipped step-00000002: world_size 2 there, 3 here: running_mean" in found[0].told
+    # Somebody who asks for it without torchrun can choose the ranks.
+    monkeypatch.setattr(rounds, "_joined", None)
+    with pytest.raises(ValueError, match="running_mean differs from rank to rank"):
+        resume.find_start(replace(config, resume=True), NOTHING, make_strategy(config))
+
+
+def test_no_checkpoint_that_these_ranks_can_divide(tmp_path, monkeypatch):
+    before = replace(CONFIG, world_size=2, epochs=3)
+    for step in (1, 2):
+        save(tmp_path, monkeypatch, "earlier", before, step=step, varies=True)
+    monkeypatch.setattr(rounds, "_joined", met()[0])
+    config = replace(CONFIG, epochs=3, checkpoint_dir=str(tmp_path))
+    for error in starts(met(), [config] * 3):
+        assert "cannot continue from" in str(error)
+        assert "step-00000002: world_size 2 there, 3 here: running_mean differs" in str(error)
+        assert "start torchrun for 2 ranks, with one number of machines" in str(error)
+
+
+def test_a_checkpoint_that_only_rank_0_can_read(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        save(tmp_path / name, monkeypatch, "earlier")
+    next((tmp_path / "b" / "step-00000001").glob("*.distcp")).unlink()
+    monkeypatch.setattr(together, "probe", lambda folder: None)
+    folders = [tmp_path / name for name in ("a", "a", "b")]
+    configs = [replace(CONFIG, checkpoint_dir=str(folder), resume=True) for folder in folders]
+    for error in starts(met(), configs):
+        assert "rank 2 on two cannot read what rank 0 on one has in checkpoint_dir" in str(error)
+        assert "step-00000001: files are missing" in str(error)
+
+
+def test_the_world_size_is_that_of_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"world_size is 3, but torchrun started 2 ranks: leave"):
+        together._check_world_size(CONFIG)
+    together._check_world_size(replace(CONFIG, world_size=2))
+
+
+@pytest.mark.parametrize("forged", ["", "[]", '{"error": 1}', '{"error": "", "same": 7}', "["])
+def test_what_no_rank_has_written_is_refused(forged):
+    with pytest.raises(ConnectionError, match="which labkit does not write"):
+        together._read(forged, {"error": str, "same": dict})
+
+
+def test_the_world_size_that_is_left_out_is_that_of_torchrun(monkeypatch):
+    configs = []
+    monkeypatch.setattr(train_run, "train_run", lambda config, **_: configs.append(config))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    train_run.train_with("ddp")
+    train_run.train_with("ddp", world_size=2)
+    assert [config.world_size for config in configs] == [3, 2]

@@ -1,0 +1,100 @@
+"""Two hosts for the tests that need root: why there are none here; ranks on both of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from labkit.bench.two_hosts.hosts import ADDRESSES, NAMES, SCRATCH, TwoHosts, check_two_hosts
+
+ROOT = Path(__file__).resolve().parents[1]
+# Ray gives up if its own processes take longer than 15 s to start, as they do on a busy machine:
+# the scheduler shall prefer this session, and in it this program.
+_FIRST = ["sh", "-c", 'echo -15 >/proc/self/autogroup; exec nice -n -15 "$@"', "sh"]
+
+
+def why_not() -> str:
+    """What two hosts lack on this machine, in words; empty if they can be made."""
+    try:
+        check_two_hosts()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class Torchrun:
+    """``torchrun`` on both hosts, with so many ranks on each; its lines by host.
+
+    Args:
+        words: the program with its arguments.
+        options: of torchrun, on both hosts.
+    """
+
+    def __init__(
+        self, hosts: TwoHosts, ranks: int, words: list[str], port: int, options: list[str] = ()
+    ):
+        self.agents = []
+        for host in (0, 1):
+            rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:{port}"]
+            launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *rendezvous]
+            agent = hosts.popen(
+                host,
+                [*launch, "--nproc-per-node", str(ranks), *options, *words],
+                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self.agents.append(agent)
+
+    def line(self, start: str, timeout_s: float = 120) -> str:
+        """The rest of the first host's next line that begins so.
+
+        Raises:
+            AssertionError: it has ended without, or was ended after ``timeout_s``; the message is
+                what it said.
+        """
+        before, agent = [], self.agents[0]
+        too_late = threading.Timer(timeout_s, os.killpg, (agent.pid, signal.SIGKILL))
+        too_late.start()
+        try:
+            for line in agent.stdout:
+                if line.startswith(start):
+                    return line.removeprefix(start).strip()
+                before.append(line)
+        finally:
+            too_late.cancel()
+        raise AssertionError("".join(before))
+
+
+class RayCluster:
+    """A cluster of Ray with a node on each host; it ends with the hosts.
+
+    Attributes:
+        address: of its head, on the first host.
+    """
+
+    address = f"{ADDRESSES[0]}:6379"
+
+    def __init__(self, hosts: TwoHosts):
+        head = ["--head", "--port", "6379", "--include-dashboard", "false"]
+        for host, role in enumerate((head, ["--address", self.address])):
+            words = [*_FIRST, Path(sys.executable).with_name("ray"), "start", *role]
+            words += ["--node-ip-address", ADDRESSES[host], "--num-cpus", "2"]
+            words += ["--temp-dir", f"{SCRATCH}/ray", "--object-store-memory", "100000000"]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            settings = {"RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0"}
+            words = [*map(str, words), "--disable-usage-stats"]
+            starting = hosts.popen(host, words, settings, **pipes)
+            said, _ = starting.communicate(timeout=120)
+            assert starting.returncode == 0, said
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """Kill a program that was started in a session of its own, with its children."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
