@@ -52,7 +52,8 @@ class Faults:
         near: Sequence[int],
         names: Sequence[str],
     ):
-        self.board, self.hosts, self.near, self.names = board, hosts, near, names
+        self.board, self.hosts, self.near = board, hosts, near
+        self.names = dict(enumerate(names))
         self._candidate: tuple[object, ...] | None = None
         self._seen: dict[int, int] = {}
         self._looks = 0

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from labkit.errors import DeadlockError, WorkerError
@@ -74,7 +74,7 @@ def _plain(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else " " for char in text)
 
 
-def with_hosts(text: str, hosts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
+def with_hosts(text: str, hosts: Sequence[Sequence[int]], names: Mapping[int, str]) -> str:
     """``text`` with the host of each rank that it names, and a line with the hosts' names.
 
     The first mention of a rank becomes ``rank 3 (host 1)``. With one host nothing changes.
@@ -93,7 +93,7 @@ def with_hosts(text: str, hosts: Sequence[Sequence[int]], names: Sequence[str]) 
         return f"{match[0]} (host {of_rank[rank]})"
 
     said = re.sub(r"(?<!\()\b([Rr]ank) (\d+)\b", name, said)
-    known = ", ".join(f"host {host} is {name}" for host, name in enumerate(names))
+    known = ", ".join(f"host {host} is {name}" for host, name in names.items())
     return f"{said}\nHosts: {known}.{gap}{trace}"
 
 
