@@ -4,6 +4,7 @@
     phases            seconds by kind, stacked
     ring_steps        an all-reduce worked out on paper, state by state (ring_states: the states)
     ring_step         one step of a ring all-reduce, in numbers and words (ring_words: the words)
+    hosts_rounds      an all-reduce over several hosts, round by round
     learning_curves   loss and held-out accuracy, by epoch and by second
     bars              one quantity, measured beside model
     bucket_overlap    a backward pass with DDP's buckets, on paper
@@ -23,6 +24,7 @@ from labkit.plots.bars import bars
 from labkit.plots.bucket_overlap import BUCKET_SIZES_MB, LINKS, bucket_overlap
 from labkit.plots.communication_time import communication_time, hop_rows
 from labkit.plots.figure import CaptionedFigure
+from labkit.plots.hosts import hosts_rounds
 from labkit.plots.learning_curves import learning_curves
 from labkit.plots.palette import STYLES, Style
 from labkit.plots.phases import phases
@@ -48,6 +50,7 @@ __all__ = [
     "communication_time",
     "crossings",
     "hop_rows",
+    "hosts_rounds",
     "learning_curves",
     "measured_slots",
     "phases",
