@@ -13,6 +13,18 @@ command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce benc
 additional contender.
 """
 
-from labkit.bench.command import BENCHES, main
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.bench.command import BENCHES, main
 
 __all__ = ["BENCHES", "main"]
+
+
+def __getattr__(name: str) -> Any:
+    """The command, and with it all benches, when they are asked for: one bench needs no other."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from labkit.bench import command
+
+    return getattr(command, name)
