@@ -13,18 +13,9 @@ command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce benc
 additional contender.
 """
 
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from labkit.bench.command import BENCHES, main
-
-__all__ = ["BENCHES", "main"]
-
-
-def __getattr__(name: str) -> Any:
-    """The command, and with it all benches, when they are asked for: one bench needs no other."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from labkit.bench import command
-
-    return getattr(command, name)
+# Lazy: what compares or reports records must not wait for all that is measured.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={"command": ["BENCHES", "main"]}
+)
