@@ -27,11 +27,11 @@ The module ``compressed`` sends gradients in half the bytes or fewer.
 """
 
 from labkit.collectives.barrier import dissemination_barrier as dissemination_barrier
-from labkit.collectives.fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
-from labkit.collectives.hierarchical import (
+from labkit.collectives.fast_hierarchical import (
     fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,
-    hierarchical_all_reduce as hierarchical_all_reduce,
 )
+from labkit.collectives.fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
+from labkit.collectives.hierarchical import hierarchical_all_reduce as hierarchical_all_reduce
 from labkit.collectives.naive import naive_all_reduce as naive_all_reduce
 from labkit.collectives.pairwise import all_to_all as all_to_all
 from labkit.collectives.reduction import Reduction as Reduction
