@@ -8,6 +8,7 @@ runs where the installation is broken.
 import contextlib
 import io
 import multiprocessing
+import os
 import platform
 import shutil
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 from labkit import gpu_checks
 from labkit.devices import hardware, num_cores, num_gpus, plan
 from labkit.gpu_checks import Finding
-from labkit.units import format_bytes, format_seconds
+from labkit.units import format_bytes, format_count, format_seconds
 
 WIDTH = 99
 ENOUGH_MEMORY_BYTES = 4 * 2**30
@@ -245,6 +246,22 @@ def check_notebooks(name: str) -> Finding:
     return Finding(name, "ok", f"{len(list(folder.glob('*.ipynb')))} in {folder}")
 
 
+def check_ray(name: str) -> Finding:
+    if find_spec("ray") is None:
+        return Finding(name, "ok", "not installed; only runs on other hosts need it: make cluster")
+    from labkit.runtime.hosts.cluster import look_around
+
+    try:
+        nodes = look_around()
+    except ValueError as error:
+        found = f"{version('ray')}, not connected to a cluster; only runs on other hosts need one"
+        status = "note" if "RAY_ADDRESS" in os.environ else "ok"
+        return Finding(name, status, found, str(error) if status == "note" else "")
+    return Finding(
+        name, "ok", f"{version('ray')}, {format_count(len(nodes), 'node')}: {', '.join(nodes)}"
+    )
+
+
 def check_temporary_folder(name: str) -> Finding:
     with tempfile.TemporaryFile() as file:
         file.write(bytes(2**20))
@@ -336,6 +353,7 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     "digits": check_digits,
     "notebooks": check_notebooks,
     "temporary folder": check_temporary_folder,
+    "Ray": check_ray,
     "ranks talk": check_ranks,
     "rank to rank": check_speeds,
 }

@@ -10,14 +10,14 @@ from functools import cache, partial
 from typing import Any
 
 from labkit.check.detective_dumps import Dumps, Entry, recorded
-from labkit.check.detective_run import HungRun, hang
+from labkit.check.detective_run import HungRun, explain, hang
 from labkit.check.grading import Mistake, Verdict
 from labkit.check.grading.compare import plain
 from labkit.check.grading.exercise import new_seed
 from labkit.check.grading.in_process import Question, ask
 from labkit.check.grading.report import NOT_ATTEMPTED, NOT_YET, PASSED, told
 
-__all__ = ["HungRun", "culprit", "hang", "named"]
+__all__ = ["HungRun", "culprit", "explain", "hang", "named"]
 
 Answer = tuple[int, int] | None
 

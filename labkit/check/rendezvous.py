@@ -1,34 +1,34 @@
 """The check of page 12: processes that get their ranks, and learn of each other, from a store.
 
-The processes and the store are real. Two attempts are made on one store, since a store outlives
-the attempt that failed: in the first all processes go step by step together, so that a rank read
-and written back in two steps is taken twice; in the second they come one after another.
+The processes and the store are real, and three attempts are made on one store, since a store
+outlives the attempt that failed. In the first, all processes go step by step together, so that a
+rank that is read and written back in two steps is taken twice. In the second, one process comes
+and dies after its first entry. In the third, they come one after another.
 
 Symbols: P processes.
 """
 
 import contextlib
 import itertools
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from labkit.check.grading import WORLD_SIZES, Case, Exercise, Mistake, Verdict, grade
-from labkit.check.grading.shared_store import SharedStore, Use, Visit, visit
+from labkit.check.grading.shared_store import Died, SharedStore, Use, Visit, visit
 from labkit.check.rendezvous_run import own_run
 from labkit.comm.comm import Comm
 
-ATTEMPTS = (0, 1)
-# So many operations of each process are made step by step together, for so long at most.
-_STEPS, _TOGETHER_S = 6, 0.3
+TOGETHER, ONE_DIES, IN_TURN = ATTEMPTS = range(3)
+# So many operations of each process are made step by step, and each waits so long at most.
+_STEPS, _STEP_S = 6, 0.3
+# A process comes when those before it wait or have ended, but after this time at the latest.
+_TURN_S = 2.0
 _POLL_S = 0.001
-# What tells a process its rank, or that of others.
-_TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _READS = ("get", "add", "check")
 
 _calls = itertools.count()
@@ -45,7 +45,7 @@ def meet(fn: Callable, *, world_sizes: tuple[int, ...] = WORLD_SIZES) -> Verdict
         signature="store, address, world_size, attempt",
         inputs=lambda rank, case: (case,),
         written=None,
-        call=_meet_twice,
+        call=_meet,
         judge=_judge,
         sizes=(),
         nouns=("process", ""),
@@ -65,13 +65,11 @@ class _Meeting:
     def store(self, real: dist.Store, attempt: int) -> SharedStore:
         """The store for the learner's function; waits for this process's turn."""
         settle = partial(self._note, f"{attempt}/settled/{self._place}")
-        if attempt:
-            before = [
-                f"{attempt}/settled/{other}" for other in self._others if other < self._place
-            ]
-            self._until([[key] for key in before])
-            return SharedStore(real, before_wait=settle)
-        return SharedStore(real, partial(self._in_step, attempt), settle)
+        if attempt == TOGETHER:
+            return SharedStore(real, self._in_step, settle)
+        before = [other for other in self._others if other < self._place]
+        self._until([[f"{attempt}/settled/{other}"] for other in before], _TURN_S)
+        return SharedStore(real, before_wait=settle)
 
     def end(self, attempt: int) -> None:
         """Wait until every process has ended this attempt."""
@@ -79,16 +77,17 @@ class _Meeting:
         self._note(f"{attempt}/ended/{self._place}")
         self._notes.wait([f"{attempt}/ended/{other}" for other in self._others])
 
-    def _in_step(self, attempt: int, number: int) -> None:
+    def _in_step(self, number: int) -> None:
         """Wait until every other process has come as far, waits for a key, or has ended."""
         if number > _STEPS:
             return
-        self._note(f"{attempt}/{number}/{self._place}")
-        self._until([[f"{attempt}/{number}/{o}", f"{attempt}/settled/{o}"] for o in self._others])
+        self._note(f"{TOGETHER}/{number}/{self._place}")
+        groups = [[f"{TOGETHER}/{what}/{o}" for what in (number, "settled")] for o in self._others]
+        self._until(groups, _STEP_S)
 
-    def _until(self, groups: list[list[str]]) -> None:
-        """Wait until one key of each group is set; not forever, since a process may only poll."""
-        until_s = time.monotonic() + _TOGETHER_S
+    def _until(self, groups: list[list[str]], limit_s: float) -> None:
+        """Wait until one key of each group is set; not forever, since a process may just sleep."""
+        until_s = time.monotonic() + limit_s
         while groups and time.monotonic() < until_s:
             groups = [keys for keys in groups if not any(self._notes.check([k]) for k in keys)]
             time.sleep(_POLL_S)
@@ -97,19 +96,20 @@ class _Meeting:
         self._notes.set(key, "1")
 
 
-def _meet_twice(fn: Callable, comm: Comm, case: Case) -> list[Visit]:
-    """On a process: both attempts, or the first one alone if somebody has waited in vain."""
+def _meet(fn: Callable, comm: Comm, case: Case) -> list[Visit]:
+    """On a process: the first and the last attempt; no further one if somebody waited in vain."""
     shared = dist.PrefixStore(f"check/{next(_calls)}", dist.distributed_c10d._get_default_store())
     notes, real = dist.PrefixStore("notes", shared), dist.PrefixStore("store", shared)
     # Neither the numbers of the check's own ranks nor their order have a meaning.
-    place = (case.integer(comm.rank // case.world_size, 1, 7) + comm.rank) % case.world_size
+    place = (case.integer(0, 1, 7) + comm.rank) % case.world_size
     meeting, visits = _Meeting(notes, place, case.world_size), []
     for attempt in ATTEMPTS:
         address = _address(comm.rank, attempt, case)
-        with _untold():
-            visits.append(
-                visit(fn, meeting.store(real, attempt), address, case.world_size, attempt)
-            )
+        if attempt != ONE_DIES:
+            store = meeting.store(real, attempt)
+            visits.append(visit(fn, store, address, case.world_size, attempt))
+        elif place == 0:
+            _die(fn, SharedStore(real, _dies), address, case.world_size)
         if visits[-1].waited_for:
             notes.set("in vain", "1")
         meeting.end(attempt)
@@ -118,14 +118,14 @@ def _meet_twice(fn: Callable, comm: Comm, case: Case) -> list[Visit]:
     return visits
 
 
-@contextlib.contextmanager
-def _untold() -> Iterator[None]:
-    """Take what tells a process its rank out of the environment."""
-    told = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(told)
+def _die(fn: Callable, store: SharedStore, address: str, world_size: int) -> None:
+    # Alone, it fails in one way or another.
+    with contextlib.suppress(Died, Exception):
+        visit(fn, store, address, world_size, ONE_DIES)
+
+
+def _dies(number: int) -> None:
+    raise Died
 
 
 def _address(rank: int, attempt: int, case: Case) -> str:
@@ -140,14 +140,12 @@ def _address(rank: int, attempt: int, case: Case) -> str:
 
 def _judge(case: Case, values: list[Any]) -> Mistake | None:
     """The mistake of the first attempt that went wrong. ``values``: the visits of each process."""
-    former: set[str] = set()
-    for attempt, visits in enumerate(zip(*values)):
-        found = _in_vain(visits) or _kinds(visits) or _ranks(visits, attempt, former)
-        found = found or _addresses(visits, former)
+    former = {_address(r, one, case) for r in range(case.world_size) for one in ATTEMPTS[:-1]}
+    for attempt, visits in zip((TOGETHER, IN_TURN), zip(*values)):
+        found = _in_vain(visits) or _kinds(visits) or _ranks(visits, attempt)
+        found = found or _addresses(visits, former if attempt else set())
         if found:
-            place = Mistake("rendezvous.attempt", number=attempt + 1, what=found)
-            return place if attempt else found
-        former = {one.address for one in visits}
+            return Mistake("rendezvous.later", what=found) if attempt else found
     return None
 
 
@@ -205,12 +203,12 @@ def _kinds(visits: Sequence[Visit]) -> Mistake | None:
     return None
 
 
-def _ranks(visits: Sequence[Visit], attempt: int, former: set[str]) -> Mistake | None:
+def _ranks(visits: Sequence[Visit], attempt: int) -> Mistake | None:
     P, ranks = len(visits), [one.result[0] for one in visits]
     if sorted(ranks) == [*range(P)]:
         return None
-    if attempt and sorted(ranks) == [*range(P, 2 * P)]:
-        return Mistake("rendezvous.counts_on", rank=max(ranks), last=P - 1)
+    if attempt and len({*ranks}) == P and (strange := {*ranks} - {*range(P)}):
+        return Mistake("rendezvous.counts_on", rank=min(strange), last=P - 1)
     if taken := _taken_twice(visits):
         return taken
     if sorted(ranks) == [*range(1, P + 1)]:

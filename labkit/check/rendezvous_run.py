@@ -34,8 +34,8 @@ def own_run(name: str, fn: Callable, status: str, world_size: int = 4) -> OwnRun
         return OwnRun(name, "not attempted yet, so there is nothing to draw.")
     try:
         with undrawn():
-            options = {"world_size": world_size, "device": "cpu", "timeout_s": _TIMEOUT_S}
-            visits = run(_come_later, fn, **options).values
+            more: dict[str, Any] = {"device": "cpu", "timeout_s": _TIMEOUT_S}
+            visits = run(_come_later, fn, world_size=world_size, **more).values
     except (WorkerError, ValueError) as error:
         story = str(error).partition("\n\nTraceback of rank")[0]
         return OwnRun(name, f"it did not finish, so there is nothing to draw.\n{story}")

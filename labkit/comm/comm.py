@@ -207,12 +207,13 @@ class Comm:
         if tensor is not None:
             check_tensor(tensor, self.device)
         parts = (name, describe(tensor) if tensor is not None else "", option)
-        self.session.announce(" ".join(part for part in parts if part))
-        self._inside_collective = True
+        what = " ".join(part for part in parts if part)
+        self.session.announce(what)
+        self._inside_collective, self.transport.collective = True, what
         try:
             yield
         finally:
-            self._inside_collective = False
+            self._inside_collective, self.transport.collective = False, ""
 
     def span(self, kind: str, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Record a region: ``compute``, ``update``, ``data`` or the name of a collective's phase.

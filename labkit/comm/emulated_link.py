@@ -170,6 +170,14 @@ class LinkTransport(Transport):
         self.queues = transport.queues
         self._abandoned = threading.Event()
 
+    @property
+    def collective(self) -> str:
+        return self._transport.collective
+
+    @collective.setter
+    def collective(self, name: str) -> None:
+        self._transport.collective = name
+
     def send(self, tensor: Tensor, dst: int) -> None:
         self._transport.send(tensor, dst)
         self._travel(tensor, dst=dst)

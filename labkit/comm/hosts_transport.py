@@ -33,6 +33,14 @@ class HostsTransport(Transport):
         self.ends_together = near.ends_together
         self.queues = far.queues
 
+    @property
+    def collective(self) -> str:
+        return self.far.collective
+
+    @collective.setter
+    def collective(self, name: str) -> None:
+        self.far.collective = name
+
     def _to(self, peer: int) -> SharedTransport | TorchTransport:
         return self.near if peer in self.neighbours else self.far
 

@@ -60,11 +60,19 @@ def check_collective(board: Board, rank: int) -> None:
             first, second = sorted((rank, other))
             raise MismatchError(
                 f"rank {first} and rank {second} call different collectives:\n"
-                f"  rank {first}: {latest_collectives(board, first, mine + 1)}\n"
-                f"  rank {second}: {latest_collectives(board, second, mine + 1)}\n"
+                f"  rank {first}: {latest_collectives(board, first, mine + 1)}"
+                f"{_place(board, first, mine + 1)}\n"
+                f"  rank {second}: {latest_collectives(board, second, mine + 1)}"
+                f"{_place(board, second, mine + 1)}\n"
                 "Next step: let all ranks call the same collectives in the same order, with "
                 "tensors of one shape and dtype."
             )
+
+
+def _place(board: Board, rank: int, number: int) -> str:
+    """The line that called collective ``number``, if it is the rank's latest."""
+    location = board.ranks[rank]["location"].decode(errors="replace")
+    return f", at {location}" if location and board.collectives[rank] == number else ""
 
 
 def find_mismatch(board: Board) -> str:

@@ -37,9 +37,10 @@ class TorchTransport(Transport):
     Tensors are sent as bytes, so that every dtype works. With gloo, CUDA tensors are staged
     through host memory, because gloo's point-to-point moves host memory only.
 
-    Over gloo a message has a tag made of its shape and dtype, and meets only a receive with the
-    same tag: two ends that do not fit both wait, and no data moves. (Without tags gloo aborts one
-    of the processes, or delivers other values.) NCCL ignores tags.
+    Over gloo a message has a tag made of its shape, its dtype and the collective that it belongs
+    to, and meets only a receive with the same tag: two ends that do not fit both wait, and no data
+    moves. (Without tags gloo aborts one of the processes, or delivers other values.) NCCL ignores
+    tags.
 
     Args:
         backend: of the group, ``gloo`` or ``nccl``.
@@ -62,7 +63,7 @@ class TorchTransport(Transport):
     def send(self, tensor: Tensor, dst: int) -> None:
         outgoing = self._outgoing(tensor)
         with loss_of_a_peer():
-            self._end([self._group.send([outgoing], dst, tag_of(tensor))])
+            self._end([self._group.send([outgoing], dst, self._tag(tensor))])
         self.sent.to[dst].count(outgoing.nbytes)
 
     @contextmanager
@@ -70,7 +71,7 @@ class TorchTransport(Transport):
         """Send ``tensor`` while the block runs."""
         outgoing = self._outgoing(tensor)
         with loss_of_a_peer():
-            works = [self._group.send([outgoing], dst, tag_of(tensor))]
+            works = [self._group.send([outgoing], dst, self._tag(tensor))]
             yield
             self._end(works)
         self.sent.to[dst].count(outgoing.nbytes)
@@ -82,7 +83,7 @@ class TorchTransport(Transport):
     @contextmanager
     def receiving(self, tensor: Tensor, src: int) -> Iterator[None]:
         """Receive into ``tensor`` while the block runs."""
-        tag = tag_of(tensor)
+        tag = self._tag(tensor)
         with self._landing(tensor) as landing:
             if self._arrivals.awaits(src, tag):
                 yield
@@ -94,10 +95,10 @@ class TorchTransport(Transport):
 
     def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
         _arrivals[id(self._group)] = self._group, self._arrivals
-        self._arrivals.post(tensor.nbytes, sources, tag_of(tensor), ring)
+        self._arrivals.post(tensor.nbytes, sources, self._tag(tensor), ring)
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        return self._arrivals.ended(sources, tag_of(tensor))
+        return self._arrivals.ended(sources, self._tag(tensor))
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         if self.queues:
@@ -127,6 +128,10 @@ class TorchTransport(Transport):
             ]
             self._end(dist.batch_isend_irecv(ends))
         self.sent.to[dst].count(outgoing.nbytes)
+
+    def _tag(self, tensor: Tensor) -> int:
+        """Of a message: equal at both ends if they fit."""
+        return _tag_of(tensor.dtype, tensor.shape, self.collective)
 
     def _end(self, works: list[Any]) -> None:
         """Wait for operations; if they are queued, let the current stream wait for them."""
@@ -208,15 +213,11 @@ def close_arrivals() -> None:
         arrivals.close()
 
 
-def tag_of(tensor: Tensor) -> int:
-    """The tag of a message: equal at both ends if they agree on shape and dtype."""
-    return _tag(tensor.dtype, tensor.shape)
-
-
 @lru_cache(maxsize=1024)
-def _tag(dtype: torch.dtype, shape: torch.Size) -> int:
+def _tag_of(dtype: torch.dtype, shape: torch.Size, collective: str) -> int:
+    name = f"{name_of(dtype, shape)} {collective}".encode()
     # Positive, in 31 bits. PyTorch's own messages have the tag 0.
-    return zlib.crc32(name_of(dtype, shape).encode()) % (2**31 - 1) + 1
+    return zlib.crc32(name) % (2**31 - 1) + 1
 
 
 @contextmanager

@@ -27,6 +27,9 @@ class Transport(ABC):
         queues: whether operations are only queued when they return, in one order (NCCL). Then
             ``take_queued`` says what was queued, and ``abort`` ends it.
 
+        collective: the collective that this rank is in, by name and arguments; empty in none. Where
+            ends are matched by it, messages of two different collectives never meet.
+
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
 
@@ -34,6 +37,7 @@ class Transport(ABC):
     receives_from_any = False
     ends_together = False
     queues = False
+    collective = ""
 
     def __init__(self):
         self.sent = Traffic()

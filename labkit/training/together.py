@@ -4,6 +4,7 @@
 per rank, on machines that may have other code, other data, or another folder of the same name.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -97,7 +98,7 @@ def _checked_on_all(found: rounds.Round, config: RunConfig, check: Check) -> Any
     told = found.exchange(json.dumps(mine), "the checks before the run")
     if error is not None:
         raise error
-    everyone = [_read(text) for text in told]
+    everyone = [_read(text, {"error": str, "same": dict}) for text in told]
     for rank, one in enumerate(everyone):
         if one["error"]:
             raise ValueError(f"rank {rank} on {found.hosts[rank]}: {one['error']}")
@@ -115,11 +116,15 @@ def _in_common(config: RunConfig) -> dict[str, str]:
     return found | {"Python": python, "torch": here["torch"], "labkit's code": rounds.code()}
 
 
-def _read(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict) or not isinstance(found.get("same"), dict):
-        raise ConnectionError(f"the store of this run holds {text[:40]!r} (SECURITY.md)")
-    return found
+def _read(text: str, kinds: dict[str, type]) -> dict[str, Any]:
+    """What another rank has told, as JSON; ConnectionError if no rank has written that."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(found.get(k), t) for k, t in kinds.items()):
+            return found
+    raise ConnectionError(
+        f"the store of this run holds {text[:40]!r}, which labkit does not write (SECURITY.md)"
+    )
 
 
 def _check_equal(found: rounds.Round, everyone: Sequence[dict[str, str]]) -> None:
@@ -161,21 +166,22 @@ def _warn(found: rounds.Round, config: RunConfig) -> None:
 def _agreed_start(found: rounds.Round, config: RunConfig, own: Own, strategy: Strategy) -> Start:
     """Where rank 0 begins, if all ranks can read it there."""
     assert config.checkpoint_dir is not None
-    folder, mine = Path(config.checkpoint_dir), {}
-    unfinished = None
+    folder, unfinished = Path(config.checkpoint_dir), None
+    mine: dict[str, Any] = {"error": "", "told": "", "probe": "", "step": -1}
     if found.rank == 0:
         try:
             start = find_start(config, own, strategy, agents=found.agents)
             step = -1 if start.path is None else int(start.path.name.rpartition("-")[2])
             unfinished = probe(folder) if len(set(found.agents)) > 1 else None
-            mine = {"step": step, "told": start.told, "probe": unfinished and unfinished.name}
+            mine |= {"step": step, "told": start.told}
+            mine["probe"] = "" if unfinished is None else unfinished.name
             _said(start)
         except (ValueError, OSError) as error:
-            mine = {"error": str(error)}
+            mine["error"] = str(error)
     try:
         text = found.exchange(json.dumps(mine), "the choice of a checkpoint")[0]
-        chosen = json.loads(text)
-        if chosen.get("error"):
+        chosen = _read(text, {name: type(value) for name, value in mine.items()})
+        if chosen["error"]:
             raise ValueError(chosen["error"])
         start, why = _seen(found, folder, chosen)
         problems = found.exchange(why, "the checkpoints")
@@ -192,14 +198,13 @@ def _seen(found: rounds.Round, folder: Path, chosen: dict[str, Any]) -> tuple[St
     """Rank 0's choice as this rank sees it, and why it cannot use that."""
     there = f"what rank 0 on {found.hosts[0]} has in checkpoint_dir {folder}"
     advice = "Give a folder that all machines share"
-    name = chosen.get("probe")
-    if isinstance(name, str) and is_unfinished(name) and not _appears(folder / name):
-        return Start(), f"does not see {there}: it is another folder of the same name. {advice}"
-    step = int(chosen["step"])
+    if is_unfinished(chosen["probe"]) and not _appears(folder / chosen["probe"]):
+        return Start(), f"does not see {there}: it is not the same folder. {advice}"
+    step = chosen["step"]
     path = None if step < 0 else Path(os.path.abspath(step_path(folder, step)))
     if path is not None and (why := why_not_whole(path, contents=False)):
         return Start(), f"cannot read {there}: {path.name}: {why}. {advice}"
-    return Start(path, str(chosen.get("told", ""))), ""
+    return Start(path, chosen["told"]), ""
 
 
 def _appears(path: Path) -> bool:

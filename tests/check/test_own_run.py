@@ -243,7 +243,7 @@ def serve_one(comm, parameters, num_updates):
 def test_a_rank_that_runs_the_checks_own_code_is_drawn_from_the_drawn_call_on():
     _, exercise = check.staleness.server(serve_one, world_sizes=(2,)).run_again.args
     ran = labkit.run(_spend, [serve_one], exercise.to_run(), Case(2, 1), world_size=2)
-    drawn_s = min(start_s for ((_, _, start_s, _),) in ran.values)
+    drawn_s = min(start_s for ((*_, start_s, _),) in ran.values)
     computed = ran.trace.of(1, "compute")
     assert len(computed) == 2  # the call that is counted, and the call that is drawn
     assert [span.end_s > drawn_s for span in computed] == [False, True]

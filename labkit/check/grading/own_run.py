@@ -111,8 +111,9 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = WOR
         return OwnRun(exercise.name, "not attempted yet, so there is nothing to draw.")
     case = Case(world_size, exercise.drawn_size or (exercise.sizes or (0,))[0])
     fns = [fn, exercise.library] if exercise.library else [fn]
-    options = {"world_size": world_size, "device": "cpu", "timeout_s": TIMEOUT_S}
-    options |= {"link": exercise.drawn_link} if world_size == WORLD_SIZE else {}
+    link = exercise.drawn_link if world_size == WORLD_SIZE else None
+    options: dict[str, Any] = {"world_size": world_size, "device": "cpu", "link": link}
+    options["timeout_s"] = TIMEOUT_S
     try:
         with undrawn():
             result = run(_spend, fns, exercise.to_run(), case, **options)

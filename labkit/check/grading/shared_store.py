@@ -1,8 +1,9 @@
 """A store of ``torch.distributed`` as a learner's function sees it: every use of it is noted."""
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,6 +15,10 @@ from labkit.check.grading.compare import plain
 
 # A process waits this long for a key: the others need some milliseconds to set it.
 _PATIENCE_S = 1.0
+# Who does the same so many times in a row waits for something.
+_OFTEN = 3
+# What tells a process its rank, or that of others.
+_TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class Use(NamedTuple):
@@ -43,6 +48,14 @@ class Visit:
 class _NeverSet(RuntimeError):
     """Raised in a learner's function where a real store would raise after its timeout."""
 
+    def __init__(self, key: str):
+        super().__init__(f"nobody sets the key {key!r}")
+        self.key = key
+
+
+class Died(BaseException):
+    """Raised in a learner's function on a process that is to die there."""
+
 
 class SharedStore(dist.Store):
     """A ``torch.distributed`` store that notes its uses, and can hold a process back after each.
@@ -50,7 +63,8 @@ class SharedStore(dist.Store):
     Args:
         real: the store that all processes share.
         after_use: called with the number of each use, once it is done.
-        before_wait: called before a wait for a key that is not set yet.
+        before_wait: called before a wait for a key that is not set yet, and when the function
+            begins to ask again and again.
     """
 
     def __init__(
@@ -62,7 +76,6 @@ class SharedStore(dist.Store):
         super().__init__()
         self._real, self._after_use, self._before_wait = real, after_use, before_wait
         self.uses: list[Use] = []
-        self.waited_for = ""
 
     def get(self, key: str) -> bytes:
         """The value of a key; waits until it is set."""
@@ -85,18 +98,21 @@ class SharedStore(dist.Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, value: int) -> int:
         """Add to a number, 0 at first, and return the sum, in one step."""
-        return self._use("add", key, self._real.add, key, amount, told=amount)
+        return self._use("add", key, self._real.add, key, value, told=value)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """Set a key if it holds what is expected ("" if it is not set); returns what it holds."""
-        do = self._real.compare_set
-        return self._use("compare_set", key, do, key, expected, desired, told=desired)
+        do, values = self._real.compare_set, (expected_value, desired_value)
+        return self._use("compare_set", key, do, key, *values, told=desired_value)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
-        return self._use("check", ", ".join(keys), self._real.check, list(keys))
+        found = self._use("check", ", ".join(keys), self._real.check, list(keys))
+        if not found:
+            self._before_wait()
+        return found
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; whether it was there."""
@@ -111,6 +127,10 @@ class SharedStore(dist.Store):
         result = do(*args, **more)
         value = told.decode(errors="replace") if isinstance(told, bytes) else str(told)
         self.uses.append(Use(op, key, value, start_s, time.monotonic()))
+        if len(self.uses) >= _OFTEN and {use[:3] for use in self.uses[-_OFTEN:]} == {
+            (op, key, value)
+        }:
+            self._before_wait()
         self._after_use(len(self.uses))
         return result
 
@@ -120,14 +140,26 @@ class SharedStore(dist.Store):
         try:
             self._real.wait(keys, timedelta(seconds=_PATIENCE_S))
         except RuntimeError:
-            self.waited_for = next(key for key in keys if not self._real.check([key]))
-            raise _NeverSet(f"nobody sets the key {self.waited_for!r}") from None
+            raise _NeverSet(next(k for k in keys if not self._real.check([k]))) from None
         return then()
 
 
 def visit(fn: Callable, store: SharedStore, address: str, world_size: int, attempt: int) -> Visit:
-    """Call ``fn`` on one process; what it did, and what it returned."""
-    result = None
-    with contextlib.suppress(_NeverSet):
-        result = plain(fn(store, address, world_size, attempt))
-    return Visit(address, result, tuple(store.uses), store.waited_for)
+    """Call ``fn`` on one process, which is not told its rank; what it did, and returned."""
+    result, waited_for = None, ""
+    try:
+        with untold():
+            result = plain(fn(store, address, world_size, attempt))
+    except _NeverSet as error:
+        waited_for = error.key
+    return Visit(address, result, tuple(store.uses), waited_for)
+
+
+@contextlib.contextmanager
+def untold() -> Iterator[None]:
+    """Take what tells a process its rank out of the environment."""
+    told = {name: os.environ.pop(name) for name in _TOLD if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(told)

@@ -4,9 +4,11 @@ The explanations are those of ``labkit.run``, with the hosts of the ranks.
 """
 
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from labkit.comm.board import LEFT, RUNNING, Board
 from labkit.comm.deadlock import stuck_ranks, takes_part
@@ -20,14 +22,16 @@ from labkit.runtime.between_hosts.verdict import Verdict, ranks_of, with_hosts
 from labkit.runtime.failures import Evidence, deadlock_error, failure_error
 from labkit.runtime.messages import Report
 
-# How long a rank may be stopped, and a host silent, while others wait.
+# How long a rank may be stopped, and a host silent whose connections are broken, while others wait.
 STOPPED_S = 3.0
-SILENT_S = 6.0
-# If the host's own system still answers, its ranks may only be busy.
-BUSY_S = 30.0
+SILENT_S = 2.0
+# If the host's own system still answers, its ranks may only be busy: then this is said first.
+NOTICE_S, BUSY_S = 6.0, 30.0
 # How many beats of every other host must pass without any rank moving: the look that led to the
 # last of them began after this host had seen that nobody moves.
 _STILL_BEATS = 3
+_GONE = "its processes or the machine have ended, or its network is cut"
+_BUSY = "its machine answers, but its processes are stopped, or in a call that lets no thread run"
 
 
 class Faults:
@@ -58,6 +62,8 @@ class Faults:
         """What ranks have reported of themselves."""
         found = {report.rank: report for report in reports}
         error = failure_error(self._evidence(reports=found))
+        if lines := readable(self._lines(str(error))):
+            error = type(error)(f"{error}{lines}", rank=error.rank, location=error.location)
         return self.explained(error, is_raised=True)
 
     def of_ends(self, codes: Mapping[int, int | None]) -> Verdict:
@@ -65,7 +71,7 @@ class Faults:
         return self.explained(failure_error(self._evidence(exit_codes=codes, gone=set(codes))))
 
     def _evidence(self, **known: object) -> Evidence:
-        return Evidence(self.board.copy(whole=True), frozenset(), **known)
+        return Evidence(self.board.copy(whole=True), frozenset(), _TORCHRUN, **known)
 
     def standing_still(self, beats: Mapping[int, Beat]) -> Verdict | None:
         """A mismatch or a deadlock, if nobody has moved since it was first seen."""
@@ -84,8 +90,18 @@ class Faults:
         if self._looks < 1 or any(counts[h] < self._seen[h] + _STILL_BEATS for h in counts):
             return None
         if mismatch:
-            return self.explained(DeadlockError(readable(mismatch)))
+            return self.explained(DeadlockError(readable(mismatch + self._lines(mismatch))))
         return self.explained(deadlock_error(self._evidence(), stuck))
+
+    def _lines(self, mismatch: str) -> str:
+        """The lines of two ranks that call different collectives; empty for other texts."""
+        named = re.match(r"rank (\d+) and rank (\d+) call different collectives", mismatch)
+        ranks = map(int, named.groups()) if named else ()
+        slots = self.board.ranks
+        return "".join(
+            f"\n  rank {rank} is at {slots[rank]['location'].decode(errors='replace')}"
+            for rank in ranks
+        )
 
     def stopped(self) -> Verdict | None:
         """A rank of this host that a signal has stopped, and that another rank waits for."""
@@ -105,20 +121,32 @@ class Faults:
                 return self.explained(WorkerError(text, rank=rank))
         return None
 
-    def silent(self, beats: Mapping[int, Beat], still_connected: bool) -> Verdict | None:
-        """A host of which nothing is heard any more, though ranks wait for it."""
-        now_s = time.monotonic()
-        patience_s = BUSY_S if still_connected else SILENT_S
-        why = "its network is cut, or the machine has ended"
-        if still_connected:
-            why = "its processes are stopped, or in a call that lets no thread run"
-        for host, beat in beats.items():
-            silent_s = now_s - beat.heard_s
-            if silent_s > patience_s and self.is_needed(host):
-                return self._host_is_gone(
-                    host, f"nothing was heard of it for {silent_s:.0f} s: {why}"
-                )
+    def silent(self, beats: Mapping[int, Beat], connected: bool) -> Verdict | None:
+        """A host of which nothing is heard any more, though ranks wait for it.
+
+        Args:
+            connected: whether all connections to other hosts still stand.
+        """
+        for host, silent_s in self._silences(beats, BUSY_S if connected else SILENT_S):
+            why = _BUSY if connected else _GONE
+            return self._lost_host(host, f"nothing was heard of it for {silent_s:.0f} s: {why}")
         return None
+
+    def notice(self, beats: Mapping[int, Beat]) -> str:
+        """What is to be said of a host that is silent, but may go on; empty for nothing."""
+        for host, silent_s in self._silences(beats, NOTICE_S):
+            heard = f"nothing was heard of it for {silent_s:.0f} s"
+            found = self._lost_host(host, f"{heard}: {_BUSY}", "silent")
+            return f"{found.text}\nThe run ends if this lasts {BUSY_S:g} s."
+        return ""
+
+    def _silences(
+        self, beats: Mapping[int, Beat], longest_s: float
+    ) -> Iterator[tuple[int, float]]:
+        now_s = time.monotonic()
+        for host, beat in beats.items():
+            if now_s - beat.heard_s > longest_s and self.is_needed(host):
+                yield host, now_s - beat.heard_s
 
     def is_needed(self, host: int) -> bool:
         """Whether a rank of another host is in an operation with a rank of ``host``."""
@@ -130,11 +158,11 @@ class Faults:
         """The store of the run does not answer: it is on the host of rank 0."""
         host = next(host for host, ranks in enumerate(self.hosts) if 0 in ranks)
         held = f"the store at {address}, which its torchrun holds"
-        return self._host_is_gone(host, f"{held}, does not answer ({why})")
+        return self._lost_host(host, f"{held}, does not answer ({why})")
 
-    def _host_is_gone(self, host: int, why: str) -> Verdict:
+    def _lost_host(self, host: int, why: str, how: str = "lost") -> Verdict:
         ranks = self.hosts[host]
-        lines = [f"host {host} ({ranks_of(ranks)}) is gone: {why}."]
+        lines = [f"host {host} ({ranks_of(ranks)}) is {how}: {why}."]
         lines += [f"  rank {rank}, when last heard of, {self._last_seen(rank)}" for rank in ranks]
         return self.explained(WorkerError("\n".join(lines), rank=ranks[0]))
 
@@ -149,3 +177,19 @@ class Faults:
     def has_left(self, rank: int) -> bool:
         """Whether a rank has ended the run by itself, so that its end means nothing."""
         return int(self.board.ranks[rank]["state"]) == LEFT
+
+
+class _Torchrun:
+    """What has started the ranks, as far as an explanation asks: ``explained`` names the hosts."""
+
+    def fault(self) -> str:
+        return ""
+
+    def lost_with(self, rank: int) -> str:
+        return ""
+
+    def with_hosts(self, text: str) -> str:
+        return text
+
+
+_TORCHRUN: Any = _Torchrun()

@@ -92,7 +92,7 @@ def with_hosts(text: str, hosts: Sequence[Sequence[int]], names: Mapping[int, st
         named.add(rank)
         return f"{match[0]} (host {of_rank[rank]})"
 
-    said = re.sub(r"\b([Rr]ank) (\d+)\b(?! \(host)", name, said)
+    said = re.sub(r"(?<!\()\b([Rr]ank) (\d+)\b", name, said)
     known = [f"host {host} is {names[host]}" for host in sorted(names)]
     line = f"\nHosts: {', '.join(known)}." if known else ""
     return f"{said}{line}{gap}{trace}"

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from labkit.comm.board import LEFT, Board
 from labkit.comm.connections import Connection, are_alive, cut, new_connections
 from labkit.comm.processes import exit_code, is_running, is_stopped
+from labkit.comm.torch_transport import first_line
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.between_hosts.faults import Faults
 from labkit.runtime.between_hosts.rows import Rows
@@ -36,7 +37,7 @@ _TICK_S = 0.25
 # A watching thread that was not seen for so long does not watch.
 _AWAKE_S = 1.0
 # After the first sign of a failure: time for its cause to become known.
-_SETTLE_S = 2.0
+_SETTLE_S, _STORE_S = 4.0, 1.0
 # A rank that was asked to end (by torchrun, because it ends all ranks) is not the cause.
 _ENDING_S = 1.0
 _ASKED_TO_END = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
@@ -94,7 +95,8 @@ class Watch:
         self._lock = threading.Lock()
         self._ended: dict[int, int | None] = {}
         self._ended_s = self._store_lost_s = 0.0
-        self._store_error = ""
+        self._store_error: str | None = None
+        self._noticed = False
         self._wake_end, self._wake = os.pipe()
         self._handles = self._open_handles()
         self._thread = threading.Thread(target=self._work, name="labkit-watch", daemon=True)
@@ -130,7 +132,7 @@ class Watch:
         """Stop watching: the run has ended on this rank."""
         self._leave()
         self._board.ranks[self._rank]["state"] = LEFT
-        if self._verdict is None and self._store is not None:
+        if self._verdict is None and self._store is not None and self._store_error is None:
             # The thread that waits for a word has to end, too.
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(_OVER, "", _WELL.decode())
@@ -235,28 +237,31 @@ class Watch:
     def _on_duty(self) -> Verdict | None:
         beats = {}
         if self._rows is not None:
-            try:
-                self._rows.exchange()
-                self._store_lost_s = 0.0
-            except ConnectionError as error:
-                return Verdict.of(WorkerError(str(error)))
-            except RuntimeError as error:
-                return self._without_store(error)
+            if self._store_error is None:
+                try:
+                    self._rows.exchange()
+                except ConnectionError as error:
+                    return Verdict.of(WorkerError(str(error)))
+                except RuntimeError as error:
+                    self._store_error = first_line(error)
+                    self._store_lost_s = time.monotonic()
+            if self._store_error is not None:
+                return self._without_store(self._store_error)
             beats, self._faults.names = self._rows.beats, self._rows.names
-        connected = are_alive(self._connections)
-        return (
-            self._faults.standing_still(beats)
-            or self._faults.stopped()
-            or self._faults.silent(beats, connected)
-        )
+        found = self._faults.standing_still(beats) or self._faults.stopped()
+        if found is None and beats:
+            connected = are_alive(self._connections)
+            found = self._faults.silent(beats, connected)
+            if connected and not self._noticed and (notice := self._faults.notice(beats)):
+                self._noticed = True
+                print(f"labkit: {notice}", file=sys.stderr, flush=True)
+        return found
 
-    def _without_store(self, error: RuntimeError) -> Verdict | None:
-        """A verdict, if the store has been away for so long that nobody can say more."""
-        now_s = time.monotonic()
-        self._store_lost_s = self._store_lost_s or now_s
-        if now_s - self._store_lost_s < _SETTLE_S:
+    def _without_store(self, why: str) -> Verdict | None:
+        """A verdict, once the store has been away for so long that nobody can say more."""
+        if time.monotonic() - self._store_lost_s < _STORE_S:
             return None
-        return self._faults.store_is_gone(self._address, str(error).splitlines()[0])
+        return self._faults.store_is_gone(self._address, why)
 
     def _await_word(self) -> None:
         """Wait until a host has found a fault, or the run has ended."""
@@ -270,7 +275,7 @@ class Watch:
     def _conclude(self, verdict: Verdict) -> None:
         """Say on this host and all others why the run ends; what was said first counts."""
         mine = verdict.to_bytes()
-        if self._store is not None:
+        if self._store is not None and self._store_error is None:
             with contextlib.suppress(RuntimeError):
                 first = self._store.compare_set(_OVER, "", mine.decode())
                 mine = first if first != _WELL else mine

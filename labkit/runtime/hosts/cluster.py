@@ -8,6 +8,7 @@ ranks.
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,12 +74,7 @@ def nodes_for(hosts: int | str | Sequence[str]) -> list[Node]:
         ValueError: Ray is not installed or not connected; fewer nodes than asked for, or others.
     """
     wanted = parse_hosts(hosts)
-    ray = _connected(hosts)
-    here = ray.get_runtime_context().get_node_id()
-    nodes = [_node(facts) for facts in ray.nodes() if facts["Alive"]]
-    # This process's own node is the first host. The last ones are nodes that offer no cores, and
-    # those that did not answer: Ray takes some time to notice.
-    nodes.sort(key=lambda n: (n.id in _lost_nodes, not n.cpus, n.id != here, n.address, n.id))
+    nodes = _nodes(hosts)
     known = ", ".join(sorted(node.address for node in nodes))
     if isinstance(wanted, int):
         if wanted > len(nodes):
@@ -96,6 +92,31 @@ def nodes_for(hosts: int | str | Sequence[str]) -> list[Node]:
             raise ValueError(f"hosts: {name!r} {problem}, whose nodes are {known}")
         chosen.append(left[0])
     return chosen
+
+
+def _nodes(hosts: object) -> list[Node]:
+    """All nodes of the cluster, in the order in which runs take them."""
+    ray = _connected(hosts)
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [_node(facts) for facts in ray.nodes() if facts["Alive"]]
+    # This process's own node is the first host. The last ones are nodes that offer no cores, and
+    # those that did not answer: Ray takes some time to notice.
+    nodes.sort(key=lambda n: (n.id in _lost_nodes, not n.cpus, n.id != here, n.address, n.id))
+    return nodes
+
+
+def look_around() -> list[str]:
+    """The addresses of the cluster's nodes; a connection that this needs is closed again.
+
+    Raises:
+        ValueError: Ray is not installed or not connected.
+    """
+    was_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    try:
+        return [node.address for node in _nodes("...")]
+    finally:
+        if not was_connected and "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
 
 
 def _node(facts: dict[str, Any]) -> Node:
@@ -205,7 +226,8 @@ class RemoteHost:
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the host's actor without waiting; ``result`` takes what is returned."""
-        return getattr(self._actor, method).remote(*args)
+        called = getattr(self._actor, method)
+        return called.remote(*args)
 
     def result(self, asked: Any, timeout_s: float = ANSWER_S) -> Any:
         import ray

@@ -36,7 +36,7 @@ from labkit.runtime.shortages import remove_empty_segments
 from labkit.runtime.start_ranks import Place, Ranks
 from labkit.runtime.worker import Job, run_rank
 
-# How long a call of ``listen`` waits for something to happen.
+# How long a call of ``hear`` waits for something to happen.
 HEARTBEAT_S = 0.25
 _LOOK_S = 0.05
 _READ_BYTES = 1 << 20
@@ -123,9 +123,9 @@ class Host:
         self.take(sent)
         self._runs[run] = HostRun(job, place, meeting)
 
-    def listen(self, run: str) -> News:
+    def hear(self, run: str) -> News:
         """What has happened in a run since the last call; waits a moment for something new."""
-        return self._runs[run].listen()
+        return self._runs[run].hear()
 
     def obey(self, run: str, orders: Orders) -> None:
         if run in self._runs:
@@ -171,7 +171,7 @@ class HostRun:
         self._ranks.warm_up()
         self._ranks.start()
 
-    def listen(self) -> News:
+    def hear(self) -> News:
         until_s = time.monotonic() + HEARTBEAT_S
         while True:
             self._heard_s = time.monotonic()

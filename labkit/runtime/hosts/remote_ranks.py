@@ -163,7 +163,7 @@ class RemoteRanks:
             host.call("start", self._run, *self._starts[number])
             finished = False
             while not finished:
-                news = host.call("listen", self._run)
+                news = host.call("hear", self._run)
                 self._take(number, news)
                 finished = news.finished
         except HostLostError as error:

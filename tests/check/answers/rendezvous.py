@@ -124,6 +124,21 @@ def counts_on(store, address, world_size, attempt):
     return as_on_the_page(store, address, world_size, "")
 
 
+def takes_off_what_all_have_added(store, address, world_size, attempt):
+    rank = store.add("count", 1) - 1 - attempt * world_size
+    store.set(f"{attempt}/{rank}", address)
+    if attempt < 2:
+        return rank, all_of(store, attempt, range(world_size))
+    return rank, [address] * world_size
+
+
+def sleeps_until_all_have_come(store, address, world_size, attempt):
+    rank = ticket(store, attempt)
+    store.set(f"{attempt}/{rank}", address)
+    time.sleep(0.5)
+    return rank, all_of(store, attempt, range(store.add(f"{attempt}/count", 0)))
+
+
 def reads_former_addresses(store, address, world_size, attempt):
     rank = ticket(store, attempt)
     store.set(f"{rank}", address)
@@ -206,8 +221,10 @@ MEET = [
     (counts_from_one, "rendezvous.from_one"),
     (waits_for_rank_zero, "rendezvous.waits_forever"),
     (a_key_of_nobody, "rendezvous.waits_forever", "waits for 0/address/0, which nobody sets"),
-    (counts_on, "rendezvous.counts_on", "in attempt 2"),
-    (reads_former_addresses, "rendezvous.former", "rendezvous.attempt"),
+    (counts_on, "rendezvous.counts_on", "rendezvous.later"),
+    (takes_off_what_all_have_added, "rendezvous.counts_on"),
+    (reads_former_addresses, "rendezvous.former", "rendezvous.later"),
+    (sleeps_until_all_have_come, "rendezvous.few"),
     (knows_those_who_came, "rendezvous.few", "returned 1 of the 3 addresses"),
     (adds_its_own_once_more, "rendezvous.many"),
     (does_not_decode, "rendezvous.bytes"),

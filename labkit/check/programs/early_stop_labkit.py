@@ -1,11 +1,11 @@
-"""The program of ``labkit.check.early_stop`` with labkit. Usage: ``torchrun ... SEED``."""
+"""``early_stop.py`` with labkit. Usage: ``torchrun ... early_stop_labkit.py SEED``."""
 
 import sys
 
 import torch
 
 import labkit
-from labkit.check.early_stop import DIMENSION, losses_of
+from labkit.check.programs.early_stop import DIMENSION, losses_of
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
 

@@ -1,6 +1,6 @@
 """A program with a fault, for two hosts: each rank stops by its own loss. Plain PyTorch.
 
-Usage: ``torchrun ... -m labkit.check.early_stop SEED PORT``. The debug server listens at PORT.
+Usage: ``torchrun ... early_stop.py SEED PORT``. PyTorch's debug server listens at PORT.
 """
 
 import sys
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 STEPS, DIMENSION = 12, 1000
-TIMEOUT_S = 10.0
+TIMEOUT_S = 12.0
 
 
 def losses_of(seed: int, world_size: int) -> torch.Tensor:
