@@ -22,8 +22,9 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     dissemination_barrier   barrier         ceil(log2 P)        1 per step
 
 On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
-card of each host. The exact numbers are in ``labkit.costs.traffic`` and ``labkit.costs.hosts``.
-The module ``compressed`` sends gradients in half the bytes or fewer.
+card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exact numbers are in
+``labkit.costs.traffic`` and ``labkit.costs.hosts``. The module ``compressed`` sends gradients in
+half the bytes or fewer.
 """
 
 from labkit.collectives.barrier import dissemination_barrier as dissemination_barrier
