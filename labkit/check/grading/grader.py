@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from labkit import collectives
-from labkit.check.grading import judge_cards
 from labkit.check.grading.exercise import (
     Case,
     Exercise,
@@ -20,6 +19,7 @@ from labkit.check.grading.exercise import (
     no_arguments,
     nothing,
 )
+from labkit.check.grading.judge_cards import FLAT, ROW as CARD, bytes_out, cell
 from labkit.check.grading.judge_traffic import FIELDS, by_rank, counts, praise, traffic_problems
 from labkit.check.grading.judge_values import value_problems
 from labkit.check.grading.on_ranks import DidNotFinish, outcomes_of
@@ -199,8 +199,8 @@ def _column(exercise: Exercise, case: Case, ranks: tuple[Outcome, ...]) -> dict[
                 cells[row] = "right" if row == "peers" else counts(by_rank(row, ranks))
     if exercise.cards is not None:
         cards, sent_to = exercise.cards(case), [outcome.bytes_to for outcome in ranks]
-        cells[judge_cards.ROW] = judge_cards.cell(judge_cards.bytes_out(cards, sent_to))
-        cells[judge_cards.FLAT] = judge_cards.cell(cards.flat_bytes)
+        cells[CARD] = cell(bytes_out(cards, sent_to))
+        cells[FLAT] = cell(cards.flat_bytes)
     return cells
 
 
@@ -230,7 +230,7 @@ def _caption(exercise: Exercise, rows: Iterable[str]) -> str:
         whose = "each rank" if exercise.target is not None else "all ranks together"
         rounds = ", and rounds," if "rounds" in rows else ""
         return f"Messages and bytes sent{rounds} are those of {whose}{size}."
-    if judge_cards.ROW in rows:
+    if CARD in rows:
         both = "your function, and one ring through all ranks"
         return f"Card bytes are those that leave each host, by {both}{size}."
     return ""
