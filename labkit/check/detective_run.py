@@ -7,12 +7,13 @@ import json
 import re
 import socket
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from labkit.check.detective_dumps import Dumps, plain_entries
-from labkit.check.programs.early_stop import losses_of
+from labkit.check.detective_dumps import Dumps, Entry, plain_entries
 from labkit.check.grading.exercise import new_seed
+from labkit.check.programs.early_stop import losses_of
 from labkit.runtime.agents import show_line, start_agents
 
 HOSTS, RANKS_PER_HOST = 2, 2
@@ -21,8 +22,8 @@ _QUIET_S = 2.0
 _ANSWER_S = 20.0
 # PyTorch's name of the default process group.
 _DEFAULT_GROUP = "0"
-# Of what torchrun and a failed rank print: the errors, and whom torchrun takes for the cause.
-_WORTH_SHOWING = re.compile(r"Error: |Root Cause|^  (rank|exitcode) ")
+# labkit tells the cause on every host, and in each rank that it ends that it does so.
+_EXPLAINS = re.compile(r"(labkit: |labkit\.errors\.\w+: )(?!rank \d+ ends with)")
 _PROGRAM = Path(__file__).parent / "programs" / "early_stop.py"
 _WITH_LABKIT = _PROGRAM.with_name("early_stop_labkit.py")
 
@@ -70,7 +71,8 @@ class HungRun:
         for rank, stack in self.stacks.items():
             frames = [line for line in stack.splitlines() if "distributed_c10d" in line]
             frames += [line for line in stack.splitlines() if _PROGRAM.name in line]
-            print(f"rank {rank}", *map(_short, frames), sep="\n")
+            # A rank that did not answer has an error there instead.
+            print(f"rank {rank}", *map(_short, frames or [stack.strip()]), sep="\n")
 
 
 def _line_with(code: str) -> int:
@@ -90,8 +92,12 @@ def hang(seed: int | None = None) -> HungRun:
 
     Args:
         seed: decides which rank stops early; by default another one each time.
+
+    Raises:
+        ConnectionError: the debug server does not answer.
     """
     seed, port = new_seed() if seed is None else seed, _free_port()
+    after: list[tuple[int, str]] = []
     with start_agents(
         [_PROGRAM, str(seed), str(port)],
         hosts=HOSTS,
@@ -101,10 +107,33 @@ def hang(seed: int | None = None) -> HungRun:
         agents.follow(quiet_s=_QUIET_S, show=_show_a_step)
         print(f"... nothing for {_QUIET_S:g} s", flush=True)
         stacks = _page(port, "stacks")
-        dumps = [json.loads(text)["entries"] for text in _page(port, "fr_trace_json")]
-        agents.follow(show=_show_an_error)
-    entries = {rank: plain_entries(dump, _DEFAULT_GROUP) for rank, dump in enumerate(dumps)}
+        dumps = _page(port, "fr_trace_json")
+        agents.follow(show=lambda host, line: after.append((host, line)))
+    for host, line in errors_in(after):
+        show_line(host, line)
+    entries = {rank: _entries_in(dump) for rank, dump in enumerate(dumps)}
     return HungRun(dict(enumerate(stacks)), entries, seed)
+
+
+def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Of what ranks and agents print at the end: the errors, and whom torchrun calls the cause."""
+    # Without the place in gloo's sources.
+    found = [(host, re.sub(r"\[/\S+\] ", "", line)) for host, line in lines if "Error: " in line]
+    for host in range(HOSTS):
+        told = [line for one, line in lines if one == host]
+        for number, line in enumerate(told):
+            if line.startswith("Root Cause"):
+                ranks = [one for one in told[number:] if one.startswith("  rank ")]
+                found += [(host, line), *((host, one) for one in ranks[:1])]
+    return found
+
+
+def _entries_in(dump: str) -> list[Entry]:
+    """The entries of one rank; none if it did not answer."""
+    try:
+        return plain_entries(json.loads(dump)["entries"], _DEFAULT_GROUP)
+    except (ValueError, KeyError):
+        return []
 
 
 def explain(run: HungRun) -> None:
@@ -115,12 +144,17 @@ def explain(run: HungRun) -> None:
     ) as agents:
         agents.follow(show=lambda host, line: lines[host].append(line))
     for host, told in enumerate(lines):
-        begins = (number for number, line in enumerate(told) if ": labkit: " in line)
-        first = next(begins, len(told))
-        for line in told[first:]:
-            show_line(host, line)
-            if "Next step" in line:
-                break
+        for line in explanation_in(told):
+            # Without the folder of this run.
+            show_line(host, re.sub(r"/\S*/labkit-hosts-\w+/", "", line))
+
+
+def explanation_in(lines: Sequence[str]) -> list[str]:
+    """What labkit says in the output of a host: from its first sentence to the next step."""
+    begins = (number for number, line in enumerate(lines) if _EXPLAINS.search(line))
+    first = next(begins, len(lines))
+    ends = (n for n, line in enumerate(lines[first:], start=first + 1) if "Next step" in line)
+    return [*lines[first : next(ends, len(lines))]]
 
 
 def _free_port() -> int:
@@ -131,17 +165,17 @@ def _free_port() -> int:
 
 def _page(port: int, name: str) -> list[str]:
     """What the debug server's page says, by rank."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=_ANSWER_S) as page:
-        text = page.read().decode()
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=_ANSWER_S) as page:
+            text = page.read().decode()
+    except OSError as error:
+        raise ConnectionError(
+            f"PyTorch's debug server in rank 0 does not answer at port {port} ({error}): run this "
+            "again when the machine is less busy"
+        ) from None
     return re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)
 
 
 def _show_a_step(host: int, line: str) -> None:
     if ": step " in line:
         show_line(host, line)
-
-
-def _show_an_error(host: int, line: str) -> None:
-    if _WORTH_SHOWING.search(line):
-        # Without the place in gloo's sources.
-        show_line(host, re.sub(r"\[/\S+\] ", "", line))

@@ -18,6 +18,7 @@ output        the ranks' output, as the caller prints it (screen: lines that are
 displays      ``display`` and pyplot in a rank (figures: pyplot's backend)
 watch         what shows a run while it lasts
 nvidia_smi    what nvidia-smi says of driver and cards; gpu_links: who reaches whom
+agents        several hosts on this machine, each an agent of torchrun (marked: what is left of it)
 forkserver    the process that ranks are forked from; preload, preload_first and
               preload_last have what it imports
 """

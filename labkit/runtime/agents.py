@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from labkit.comm.processes import loopback
+from labkit.comm.source_lines import is_ours
 from labkit.runtime.marked import kill_marked
 
 _MARK = "LABKIT_AGENTS"
@@ -126,9 +127,10 @@ def start_agents(
         settings = os.environ | _settings(folder) | (environment or {}) | {_MARK: mark}
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes, mark)
+        words = _outside_labkit(program, folder)
         for host in range(hosts):
-            words = [*_options(folder, host, hosts, ranks_per_host), *options, *map(str, program)]
-            processes.append(_start(words, settings))
+            said = [*_options(folder, host, hosts, ranks_per_host), *options, *words]
+            processes.append(_start(said, settings))
         yield Agents(processes)
 
 
@@ -142,6 +144,16 @@ def _settings(folder: str) -> dict[str, str]:
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "rank ${rank}: ",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def _outside_labkit(program: Sequence[str | Path], folder: str) -> list[str]:
+    """The program's words. A script of labkit is run from a copy, or explanations, which name
+    the learner's lines, would take its lines for internal ones.
+    """
+    script, *arguments = map(str, program)
+    if is_ours(os.path.abspath(script)) and os.path.isfile(script):
+        script = shutil.copy(script, folder)
+    return [script, *arguments]
 
 
 def _options(folder: str, host: int, hosts: int, ranks_per_host: int) -> list[str]:

@@ -156,6 +156,21 @@ def test_a_collective_that_is_being_written_over_is_not_compared():
         announce(board, 1, "broadcast float32 [9]")
 
 
+def test_a_mismatch_names_the_lines_of_the_latest_collectives():
+    board = board_of(3)
+    for rank, what in ((0, "barrier"), (2, "barrier"), (2, "broadcast float32 [1]")):
+        announce(board, rank, what)
+    with pytest.raises(MismatchError) as raised:
+        announce(board, 1, "broadcast float32 [9]")
+    # Rank 2 is in another line by now.
+    first, second = str(raised.value).splitlines()[1:3]
+    assert first == "  rank 0: 1. barrier, at a line"
+    assert second == "  rank 1: 1. broadcast float32 [9], at a line"
+    board.ranks[0]["announced"][0] = b"broadcast float32 [9]"
+    with pytest.raises(MismatchError, match=r"rank 2: 1\. barrier\n"):
+        check_collective(board, 1)
+
+
 class Interrupted:
     """Parts of a board; just before the n-th read, another rank posts."""
 

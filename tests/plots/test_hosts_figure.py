@@ -47,7 +47,9 @@ def test_all_rounds_of_the_flat_ring_look_alike():
 
 
 @pytest.mark.parametrize("hosts", [((0,), (1, 2)), ((0, 1), (2, 3), (4, 5)), ((0, 2), (1, 3))])
-@pytest.mark.parametrize(("algorithm", "parts"), [("ring", {1: "S", 2: "2 S"}), ("hierarchical", {})])
+@pytest.mark.parametrize(
+    ("algorithm", "parts"), [("ring", {1: "S", 2: "2 S"}), ("hierarchical", {})]
+)
 def test_what_leaves_a_host_is_what_costs_say(hosts, algorithm, parts):
     caption = plots.hosts_rounds(hosts, algorithm).caption
     said = caption.partition("In all, ")[2].partition(" leaves")[0]

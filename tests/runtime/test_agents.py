@@ -1,9 +1,10 @@
-"""Agents of ``torchrun`` that play hosts: their numbers, their output, and that nothing is left."""
+"""Agents of ``torchrun`` that play hosts: their numbers and output, and that nothing is left."""
 
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from ranks import wait_until
@@ -62,6 +63,10 @@ def marks(folder):
     return marked("LABKIT_AGENTS_FOLDER", folder)
 
 
+def nothing_is_left(folder):
+    return not marks(str(folder)) and not folder.exists()
+
+
 def is_alive(pid):
     try:
         os.kill(pid, 0)
@@ -87,8 +92,7 @@ def test_nothing_is_left_of_a_caller_that_was_interrupted_or_killed(tmp_path):
             (folder,) = (tmp_path / name).iterdir()
             assert len(marks(str(folder))) == 2
             caller.send_signal(ending)
-            assert wait_until(lambda: not marks(str(folder)), 30)
-            assert wait_until(lambda: not folder.exists(), 10)
+            assert wait_until(partial(nothing_is_left, folder), 30)
             caller.wait(30)
         assert "KeyboardInterrupt" in callers[0].communicate()[1]
     finally:

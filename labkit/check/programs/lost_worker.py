@@ -1,7 +1,7 @@
 """Training that goes on after the loss of a rank, if torchrun starts the ranks again.
 
-Usage: ``torchrun ... --max-restarts 1 lost_worker.py FOLDER LOST_AT``. Rank 3 is lost in step
-LOST_AT of the first attempt.
+Usage: ``torchrun ... --max-restarts 1 lost_worker.py FOLDER LOST_AT``. The last rank is lost in
+step LOST_AT of the first attempt.
 """
 
 import os
@@ -26,7 +26,7 @@ def train(comm: Comm, newest: Path, lost_at: int) -> None:
     if comm.rank == 0:
         print(f"process {os.getpid()} begins after step {first}", flush=True)
     for step in range(first + 1, STEPS + 1):
-        if comm.rank == 3 and step == lost_at and first == 0:
+        if comm.rank == comm.world_size - 1 and step == lost_at and first == 0:
             os.kill(os.getpid(), signal.SIGKILL)  # as if the power had failed
         loss, gradient = loss_and_gradient(line, step, comm.rank)
         total = ring_all_reduce(comm, torch.cat([loss.view(1), gradient])) / comm.world_size
@@ -62,4 +62,4 @@ def loss_and_gradient(line: torch.Tensor, step: int, rank: int) -> tuple[torch.T
 
 if __name__ == "__main__":
     newest, lost_at = Path(sys.argv[1]) / "newest.pt", int(sys.argv[2])
-    labkit.run(train, newest, lost_at, world_size=4, device="cpu")
+    labkit.run(train, newest, lost_at, world_size=int(os.environ["WORLD_SIZE"]), device="cpu")
