@@ -54,6 +54,7 @@ SERVER_OPTIONS = [
 WINDOW = {"width": 1280, "height": 1600}
 MAX_SLICES = 40
 POLL_MS = 500
+PROGRESS = "progress.json"
 LAUNCH = f"""
 import sys
 sys.path.append({str(Path(__file__).parent)!r})
@@ -126,15 +127,44 @@ def open_lab(folder: Path, screenshots: bool = False) -> Iterator["Lab"]:
     from playwright.sync_api import sync_playwright
 
     workbook = folder / "workbook"
-    (workbook / "notebooks").mkdir(parents=True)
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        shutil.copy(path, workbook / "notebooks")
+    _copy_notebooks(workbook / "notebooks")
     with serve(folder, workbook) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
         try:
             yield Lab(browser, address, workbook / "notebooks", screenshots)
         finally:
             browser.close()
+
+
+def _copy_notebooks(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        shutil.copy(path, folder)
+
+
+class SharedLab:
+    """One `Lab` for the modules of browser tests that follow each other: it takes 10 s to start.
+
+    It is closed before any other test: while Playwright is open its event loop occupies the main
+    thread, which the kernels of other tests need.
+    """
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
+        self._lab: Lab | None = None
+
+    def at_its_start(self, folder: Path, screenshots: bool) -> "Lab":
+        """The lab as it is after it was opened; in ``folder``, if it is not open yet."""
+        if self._lab is None:
+            self._lab = self._opened.enter_context(open_lab(folder, screenshots))
+        else:
+            self._lab.reset()
+        return self._lab
+
+    def close(self) -> None:
+        self._lab = None
+        self._opened.close()
 
 
 @contextlib.contextmanager
@@ -181,7 +211,7 @@ def _environment(folder: Path, token: str) -> dict[str, str]:
     env["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
     env["JUPYTER_TOKEN"] = token
     # Not the progress of the person who runs the tests.
-    env["LABKIT_PROGRESS"] = str(folder / "progress.json")
+    env["LABKIT_PROGRESS"] = str(folder / PROGRESS)
     for plugin, text in SETTINGS.items():
         path = folder / "settings" / f"{plugin}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,9 +249,21 @@ class Lab:
         self.notebooks = notebooks
         self._screenshots = screenshots
         self._window = browser.new_page(viewport=WINDOW)
-        # Not the page that opens first for learners: a test opens that one.
         base, query = address.split("/lab", 1)
-        self._window.goto(f"{base}/lab/tree/notebooks?token={query.partition('token=')[2]}&reset")
+        token = query.partition("token=")[2]
+        # Not the page that opens first for learners: a test opens that one.
+        self._address = f"{base}/lab/tree/notebooks?token={token}&reset"
+        self._window.goto(self._address)
+
+    def reset(self) -> None:
+        """Forget what earlier tests did: their notebooks and progress, and their window."""
+        _copy_notebooks(self.notebooks)
+        (self.notebooks.parents[1] / PROGRESS).unlink(missing_ok=True)
+        self._window.set_viewport_size(WINDOW)
+        is_light = self._window.locator("body[data-jp-theme-light='true']").count()
+        # A test that failed may have left a tab open.
+        if not is_light or self._window.locator(NOTEBOOK).count():
+            self._window.goto(self._address)
 
     def add(self, name: str, *sources: str, raises: tuple[int, ...] = ()) -> None:
         """Write a small notebook into the served folder.

@@ -19,6 +19,7 @@ import slowest
 ROOT = Path(__file__).resolve().parents[1]
 STARTED_S = time.time()
 _TESTS = itertools.count()
+LAB = pytest.StashKey()
 
 
 def pytest_addoption(parser):
@@ -74,6 +75,11 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     if "PYTEST_XDIST_WORKER" in os.environ:
         slowest.longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return slowest.scheduling(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
@@ -132,16 +138,22 @@ def light_server():
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, request):
-    """JupyterLab on a copy of the notebooks, and a browser to drive it: a `browser.Lab`.
-
-    One for a module, not for the session: while Playwright is open its event loop occupies the
-    main thread, which the notebook kernels of later tests need.
-    """
+    """JupyterLab on a copy of the notebooks, and a browser to drive it: a `browser.Lab`."""
     import browser
 
     missing = browser.missing()
     if missing:
         pytest.skip(missing)
     screenshots = request.config.getoption("--screenshots")
-    with browser.open_lab(tmp_path_factory.mktemp("lab"), screenshots) as opened:
-        yield opened
+    shared = request.config.stash.setdefault(LAB, browser.SharedLab())
+    return shared.at_its_start(tmp_path_factory.mktemp("lab"), screenshots)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    try:
+        return (yield)
+    finally:
+        shared = item.config.stash.get(LAB, None)
+        if shared and "lab" not in getattr(nextitem, "fixturenames", ()):
+            shared.close()

@@ -10,23 +10,43 @@ from pathlib import Path
 
 RECORD = Path(__file__).resolve().parents[1] / "data" / "results" / "slowest_tests.json"
 NUM_RECORDED = 40
+# The tests that drive a browser share one, which takes 10 s to start.
+BROWSER = "tests/project/test_browser"
 
 
 def longest_first(items: list) -> None:
     """Sort the collected tests: classes and files with the longest recorded tests come first.
 
-    xdist hands them out whole, in this order (``--no-loadscope-reorder``).
+    Last are those that end the forkserver, so that few tests wait for a new one. xdist hands them
+    out whole, in this order (``--no-loadscope-reorder``).
     """
-    if not RECORD.exists():
-        return
+    rows = json.loads(RECORD.read_text())["slowest"] if RECORD.exists() else []
     seconds: Counter = Counter()
-    for row in json.loads(RECORD.read_text())["slowest"]:
+    for row in rows:
         seconds[scope_of(row["test"])] += row["seconds"]
-    items.sort(key=lambda item: -seconds[scope_of(item.nodeid)])
+    ending = {
+        scope_of(item.nodeid)
+        for item in items
+        if "light_server" in getattr(item, "fixturenames", ())
+    }
+    scopes = {item: scope_of(item.nodeid) for item in items}
+    items.sort(key=lambda item: (scopes[item] in ending, -seconds[scopes[item]]))
 
 
 def scope_of(test: str) -> str:
-    return test.rpartition("::")[0]
+    """The tests that run one after another in one process: of a class, a file, a browser."""
+    return BROWSER if test.startswith(BROWSER) else test.rpartition("::")[0]
+
+
+def scheduling(config, log):
+    """xdist's scheduler of whole scopes, with ours."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return scope_of(nodeid)
+
+    return Scheduling(config, log)
 
 
 def record(path: Path, reports: list, started_s: float) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from labkit.bench.two_hosts.hosts import ADDRESSES, NAMES, SCRATCH, TwoHosts, check_two_hosts
 
 ROOT = Path(__file__).resolve().parents[1]
+# Ray gives up if its own processes take longer than 15 s to start, as they do on a busy machine:
+# the scheduler shall prefer this session, and in it this program.
+_FIRST = ["sh", "-c", 'echo -15 >/proc/self/autogroup; exec nice -n -15 "$@"', "sh"]
 
 
 def why_not() -> str:
@@ -79,11 +82,13 @@ class RayCluster:
     def __init__(self, hosts: TwoHosts):
         head = ["--head", "--port", "6379", "--include-dashboard", "false"]
         for host, role in enumerate((head, ["--address", self.address])):
-            words = [Path(sys.executable).with_name("ray"), "start", *role]
+            words = [*_FIRST, Path(sys.executable).with_name("ray"), "start", *role]
             words += ["--node-ip-address", ADDRESSES[host], "--num-cpus", "2"]
             words += ["--temp-dir", f"{SCRATCH}/ray", "--object-store-memory", "100000000"]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            starting = hosts.popen(host, [*map(str, words), "--disable-usage-stats"], **pipes)
+            settings = {"RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0"}
+            words = [*map(str, words), "--disable-usage-stats"]
+            starting = hosts.popen(host, words, settings, **pipes)
             said, _ = starting.communicate(timeout=120)
             assert starting.returncode == 0, said
 

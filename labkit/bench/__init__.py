@@ -13,6 +13,9 @@ command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce benc
 additional contender.
 """
 
-from labkit.bench.command import BENCHES, main
+import lazy_loader
 
-__all__ = ["BENCHES", "main"]
+# Lazy: what compares or reports records must not wait for all that is measured.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={"command": ["BENCHES", "main"]}
+)

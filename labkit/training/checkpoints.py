@@ -92,14 +92,14 @@ class Checkpoints:
         if best or is_last or self.config.checkpoint_every is None or self._is_due(progress):
             self.save(progress, best)
 
-    def end(self, progress: Progress) -> NoReturn:
-        """Raise PreemptedError when what was saved last is whole."""
+    def end(self, progress: Progress, reason: str) -> NoReturn:
+        """Raise PreemptedError, for this reason, when what was saved last is whole."""
         assert self.writer is not None
         self.writer.wait()
         done = self.done(progress)
         raise PreemptedError(
-            f"stopped by SIGTERM after {done} of {self.config.epochs * self.steps} steps, with a "
-            f"checkpoint: the same command goes on from there with resume"
+            f"stopped by {reason} after {done} of {self.config.epochs * self.steps} steps, with a "
+            "checkpoint: the same command goes on from there with resume"
         )
 
     def done(self, progress: Progress) -> int:

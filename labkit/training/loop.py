@@ -163,7 +163,7 @@ def _in_step(run: _Run, progress: Progress) -> None:
         ends = progress.epoch < run.config.epochs and run.ends_after(progress)
         run.checkpoints.after_epoch(progress, ends)
         if ends:
-            run.checkpoints.end(progress)
+            run.checkpoints.end(progress, run.preemption.reason)
 
 
 def _train_epoch(run: _Run, progress: Progress) -> None:
@@ -180,7 +180,7 @@ def _train_epoch(run: _Run, progress: Progress) -> None:
         ends = progress.step < len(batches) and run.ends_after(progress)
         run.checkpoints.after_step(progress, ends)
         if ends:
-            run.checkpoints.end(progress)
+            run.checkpoints.end(progress, run.preemption.reason)
     strategy.end_epoch()
 
 

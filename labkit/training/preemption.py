@@ -27,6 +27,7 @@ _PATIENCE_S = 8.0
 # How long the watch over the ranks may take to say which of them is gone, and to end this one.
 _EXPLAINED_S = 5.0
 _STOP, _FAILED = "stop", -1
+_SIGNAL, _AGENT = "SIGTERM", "the end of a torchrun whose ranks were left"
 STATUS = 128 + signal.SIGTERM
 
 
@@ -39,10 +40,13 @@ class Preemption:
             this process as ever.
 
     A rank whose agent has ended ends, too: nobody could end it or start it anew.
+
+    Attributes:
+        reason: what has ended the run, once ``ends_after`` says that it ends.
     """
 
     def __init__(self, comm: Comm, saves: bool):
-        self._comm = comm
+        self._comm, self.reason, self._agent = comm, _SIGNAL, os.getppid()
         self._round = rounds.current() if saves else None
         self._changed = threading.Condition()
         self._under_way = 0
@@ -104,25 +108,25 @@ class Preemption:
 
     def _watch(self) -> None:
         """The thread: wait for the signal, for the word of another rank, and for the agent."""
-        agent = os.getppid()
         while not self._is_closed:
-            self._is_told |= self._hears() or os.getppid() != agent
             try:
-                if self._is_told:
-                    self._store.set(_STOP, "1")
+                if self._hears():
+                    self._store.set(_STOP, _SIGNAL if os.getppid() == self._agent else _AGENT)
                 elif not self._store.check([_STOP]):
                     continue
             except RuntimeError:
                 # The store is gone: torchrun has ended, or the machine that had it.
                 if not self._is_told:
-                    time.sleep(_POLL_S)
                     continue
             self._agree()
             return
 
     def _hears(self) -> bool:
-        readable, *_ = select.select([self._ends[0]], [], [], _POLL_S)
-        return bool(readable) and signal.SIGTERM in self._ends[0].recv(4096)
+        """Whether this rank is to end; after a moment, if nothing says so."""
+        if not self._is_told and select.select([self._ends[0]], [], [], _POLL_S)[0]:
+            self._is_told = signal.SIGTERM in self._ends[0].recv(4096)
+        self._is_told |= os.getppid() != self._agent
+        return self._is_told
 
     def _agree(self) -> None:
         """Publish the step under way, and set the last one when all ranks have done so."""
@@ -135,8 +139,9 @@ class Preemption:
             self._last = last
             self._changed.notify_all()
         # Its peers are gone, and it may wait for them where nothing else ends it.
-        if last == _FAILED and self._is_told and not (has_begun and self._ends_itself()):
-            os._exit(STATUS)
+        while last == _FAILED and not self._is_closed:
+            if self._hears() and not (has_begun and self._ends_itself()):
+                os._exit(STATUS)
 
     def _publish(self, step: int) -> None:
         with contextlib.suppress(RuntimeError):
@@ -150,6 +155,7 @@ class Preemption:
             try:
                 if self._store.check(keys):
                     steps = [int(self._store.get(key)) for key in keys]
+                    self.reason = _AGENT if self._store.get(_STOP) == _AGENT.encode() else _SIGNAL
                     return _FAILED if _FAILED in steps else max(steps)
             except (RuntimeError, ValueError):
                 return _FAILED

@@ -6,6 +6,7 @@ the contract of ``training.state.tolerance``, unless the ranks had something tha
 anew: then it is refused.
 """
 
+import contextlib
 import hashlib
 import math
 import os
@@ -26,6 +27,7 @@ from labkit.training.checkpoint.reading import read_tensors
 from labkit.training.checkpoint.whole import Found, newest, read_facts
 from labkit.training.own import Own
 from labkit.training.work import Work, work_of
+from labkit.units import format_count
 from labkit.workload.samples import TensorSamples
 
 # What decides who computes what, in which order.
@@ -42,6 +44,7 @@ _MUST_EQUAL = (
 # How long ranks whose launcher was killed may take to end.
 _PATIENCE_S = 10.0
 _NAMED = 3
+_NEXT_STEP = "resume with the settings there, or choose another checkpoint_dir for a new run"
 _HASHED = 64
 
 
@@ -138,11 +141,9 @@ def find_start(
         )
     if found.path is None:
         return Start(told=f"no checkpoint in {folder} yet: the run begins at the beginning")
-    facts = read_facts(found.path)
-    _check_fits(config, own, found.path, facts)
-    return Start(
-        Path(os.path.abspath(found.path)), _told(config, found.path, facts, found.skipped)
-    )
+    path, skipped = _that_fits(config, own, found.path, older=bool(agents))
+    told = _told(config, path, read_facts(path), [*found.skipped, *skipped])
+    return Start(Path(os.path.abspath(path)), told)
 
 
 def _has_written(agents: Collection[str], path: Path | None) -> bool:
@@ -151,6 +152,36 @@ def _has_written(agents: Collection[str], path: Path | None) -> bool:
         return False
     facts = read_facts(path)
     return not set(agents).isdisjoint(facts.get("agents", ())) and facts.get("round") != _round()
+
+
+def _that_fits(config: RunConfig, own: Own, path: Path, older: bool) -> tuple[Path, list[str]]:
+    """The checkpoint, if the run can go on from it, and what was skipped.
+
+    Args:
+        config, own: of the run.
+        path: of the newest whole checkpoint.
+        older: whether an older one will do if these ranks cannot divide the newest between them:
+            torchrun has other ranks than before, and nobody to ask.
+    """
+    try:
+        _check_fits(config, own, path, read_facts(path))
+        return path, []
+    except _NotDividedError as error:
+        before = newest(path.parent, below=int(path.name.rpartition("-")[2])) if older else None
+        if before is None or before.path is None:
+            raise
+        with contextlib.suppress(_NotDividedError):
+            found, skipped = _that_fits(config, own, before.path, older)
+            return found, [f"{path.name}: {error.why}", *before.skipped, *skipped]
+        raise
+
+
+class _NotDividedError(ValueError):
+    """Other ranks cannot divide between them what the ranks of a checkpoint had: ``why``."""
+
+    def __init__(self, path: Path, why: str, next_step: str):
+        super().__init__(f"cannot continue from {path}: {why}. Next step: {next_step}")
+        self.why = why
 
 
 def _told(config: RunConfig, path: Path, facts: Mapping[str, Any], skipped: Iterable[str]) -> str:
@@ -186,18 +217,23 @@ def _check_fits(config: RunConfig, own: Own, path: Path, facts: Mapping[str, Any
             f"epochs {facts['config']['epochs']} there, {config.epochs} here, on which the rates "
             "of lr_schedule cosine depend"
         )
-    next_step = "resume with the settings there, or choose another checkpoint_dir for a new run"
-    if not differences and facts["arrangement"] != here["arrangement"]:
-        differences = _that_cannot_be_divided(config, facts, path)
-        if rounds.current() is not None:
-            next_step = (
-                f"start torchrun for {facts['config']['world_size']} ranks, with one number of "
-                "machines and not MIN:MAX: it waits for a machine that was lost"
-            )
     if differences:
         raise ValueError(
-            f"cannot continue from {path}: {'; '.join(differences)}. Next step: {next_step}"
+            f"cannot continue from {path}: {'; '.join(differences)}. Next step: {_NEXT_STEP}"
         )
+    if facts["arrangement"] == here["arrangement"]:
+        return
+    if why := _why_not_divided(config, facts, path):
+        raise _NotDividedError(path, why, _next_step(facts["config"]["world_size"]))
+
+
+def _next_step(world_size: int) -> str:
+    if not agents():
+        return _NEXT_STEP
+    return (
+        f"start torchrun for {format_count(world_size, 'rank')}, with one number of machines and "
+        "not MIN:MAX: it waits for a machine that was lost"
+    )
 
 
 def _settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -242,28 +278,27 @@ def _that_differ(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
     ]
 
 
-def _that_cannot_be_divided(config: RunConfig, facts: Mapping[str, Any], path: Path) -> list[str]:
+def _why_not_divided(config: RunConfig, facts: Mapping[str, Any], path: Path) -> str:
     """Why the run cannot go on with other ranks, or another technique; empty if it can."""
     old, new = facts["arrangement"], arrangement(config)
     moved = ", ".join(_that_differ("", old, new)).replace(": ", "")
     if "async_parameter_server" in (old["strategy"], new["strategy"]):
-        why = "async_parameter_server counts the shares of each of its workers"
-        return [f"{moved}: {why}"]
+        return f"{moved}: async_parameter_server counts the shares of each of its workers"
     ranks = read_tensors(path, ["ranks"])["ranks"]
     if any("residual" in rank.get("own", {}) for rank in ranks.values()):
-        return [f"{moved}: each rank has gradients that compress topk has not sent yet"]
+        return f"{moved}: each rank has gradients that compress topk has not sent yet"
     for number, rank in ranks.items():
         if rank["progress"]["draws"]:
-            return [
+            return (
                 f"{moved}: rank {number} has drawn random numbers in its steps (dropout), and "
                 "other ranks would draw others"
-            ]
+            )
     if name := _that_varies(ranks):
-        return [
+        return (
             f"{moved}: {name} differs from rank to rank in the middle of an epoch, because each "
             "rank normalises its own share. Resume with these ranks; sync_batch_norm avoids it"
-        ]
-    return []
+        )
+    return ""
 
 
 def merged_buffers(ranks: Mapping[str, Any]) -> dict[str, Tensor]:

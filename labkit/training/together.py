@@ -199,7 +199,7 @@ def _seen(found: rounds.Round, folder: Path, chosen: dict[str, Any]) -> tuple[St
     there = f"what rank 0 on {found.hosts[0]} has in checkpoint_dir {folder}"
     advice = "Give a folder that all machines share"
     if is_unfinished(chosen["probe"]) and not _appears(folder / chosen["probe"]):
-        return Start(), f"does not see {there}: it is another folder of the same name. {advice}"
+        return Start(), f"does not see {there}: it is not the same folder. {advice}"
     step = chosen["step"]
     path = None if step < 0 else Path(os.path.abspath(step_path(folder, step)))
     if path is not None and (why := why_not_whole(path, contents=False)):

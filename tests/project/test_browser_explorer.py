@@ -125,9 +125,9 @@ def picture(page):
     page.window.set_viewport_size(WINDOW)
     made.cut(1).scroll_into_view_if_needed()
     made.choose("stages", 2)
-    made.cut(1).press("Home")
-    for _ in range(START - 1):
-        made.cut(1).press("ArrowRight")
+    for key in ("Home", "PageUp", "PageUp", "PageUp", "ArrowLeft"):
+        made.cut(1).press(key)
+    assert made.points() == [START]
     return made
 
 
@@ -223,8 +223,10 @@ def test_it_is_legible_in_both_themes_and_fits(page, picture, theme, size):
     picture.choose("stages", 4)
     assert picture.root.evaluate("root => root.scrollWidth <= root.clientWidth")
     assert picture.root.bounding_box()["height"] < 740
-    for words in picture.root.locator("text, label span, dd, button").all():
-        assert words.evaluate(CONTRAST) > 4.5, words.text_content()
+    texts = picture.root.locator("text, label span, dd, button")
+    found = texts.evaluate_all(f"all => all.map(one => [one.textContent, ({CONTRAST})(one)])")
+    assert len(found) > 30
+    assert [(text, contrast) for text, contrast in found if contrast <= 4.5] == []
 
 
 def test_its_state_stays_when_its_cell_is_run_again(page, picture):

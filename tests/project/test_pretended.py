@@ -1,5 +1,6 @@
 """Pretended GPUs (tests/pretended): they behave as real ones where labkit looks, and pages run."""
 
+import json
 import os
 import subprocess
 import sys
@@ -108,15 +109,6 @@ print("copied")
 """
 
 
-def test_tensors_and_events_are_as_on_two_gpus():
-    assert printed(TENSORS) == "all as on two GPUs\n"
-
-
-def test_a_checkpoint_of_several_gpus_is_copied_through_pinned_memory():
-    """Each has a stream of its own for the copies."""
-    assert printed(CHECKPOINTS) == "copied\n"
-
-
 RUNS = """
 import torch, labkit
 import torch.distributed as dist
@@ -156,10 +148,42 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_get_gpus_and_the_caller_none():
+# Of which the first must find that no GPU was used before.
+IN_TURN = """
+import contextlib, io, json, traceback
+
+told = {}
+for name, script in SCRIPTS.items():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            exec(script, {"__name__": "__main__"})
+        except Exception:
+            traceback.print_exc(file=out)
+    told[name] = out.getvalue()
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What the scripts print, in one process: to import torch takes it the longest."""
+    scripts = {"runs": RUNS, "tensors": TENSORS, "checkpoints": CHECKPOINTS}
+    return json.loads(printed(f"SCRIPTS = {scripts!r}\n{IN_TURN}"))
+
+
+def test_tensors_and_events_are_as_on_two_gpus(told):
+    assert told["tensors"] == "all as on two GPUs\n"
+
+
+def test_a_checkpoint_of_several_gpus_is_copied_through_pinned_memory(told):
+    """Each has a stream of its own for the copies."""
+    assert told["checkpoints"] == "copied\n"
+
+
+def test_ranks_get_gpus_and_the_caller_none(told):
     over = "('cuda:0', '{0}', 1.0, 1.0) ('cuda:1', '{0}', 0.0, 1.0)"
     # Also from inside an object, a result's tensors come to the CPU.
-    returned, *lines = printed(RUNS).splitlines()
+    returned, *lines = told["runs"].splitlines()
     assert returned == "cpu Parameter cpu"
     assert lines[:3] == [over.format("nccl"), over.format("nccl"), over.format("gloo")]
     assert lines[3:] == ["True", "True True", "initialised here: False"]

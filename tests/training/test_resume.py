@@ -3,9 +3,6 @@
 import random
 import re
 import shutil
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import pytest
 import resume_storm
 import torch
 from ranks import travel_by_value
-from safetensors.torch import load_file
 from torch import nn
 
 from labkit import RunConfig, run, train_with
@@ -324,45 +320,3 @@ def test_a_run_whose_rank_is_killed_goes_on_to_the_bit():
     due, draw = resume_storm.end_of(whole), random.Random(0)
     _, kills = resume_storm.killed_and_resumed(name, due, most_s / 2, draw, launcher=False)
     assert kills
-
-
-TORCHRUN = """
-    import os, signal, time
-    from pathlib import Path
-    from torch.nn import functional
-    from labkit import train_with
-
-    class KilledOnce:
-        calls, flag = 0, Path({flag!r})
-
-        def __call__(self, outputs, targets):
-            self.calls += 1
-            if os.environ.get("RANK") == "1" and self.calls == 11 and not self.flag.exists():
-                while not list(Path({folder!r}).glob("step-*")):
-                    time.sleep(0.01)
-                self.flag.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return functional.cross_entropy(outputs, targets)
-
-    if __name__ == "__main__":
-        settings = {settings!r} | dict(loss=KilledOnce(), checkpoint_dir={folder!r})
-        train_with("ddp", world_size=2, resume=True, **settings).save_state({end!r})
-"""
-
-
-@pytest.mark.fresh
-def test_ranks_that_torchrun_starts_again_go_on_to_the_bit(tmp_path):
-    script, settings = tmp_path / "killed.py", SMALL | {"model": "mlp", "checkpoint_every": 3}
-    paths = {name: str(tmp_path / name) for name in ("flag", "folder", "end")}
-    script.write_text(textwrap.dedent(TORCHRUN).format(settings=settings, **paths))
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", str(script)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "continues from step-" in done.stderr
-    assert (tmp_path / "flag").exists()
-    due = train_with("ddp", world_size=2, loss=nn.CrossEntropyLoss(), **SMALL, model="mlp")
-    found = load_file(tmp_path / "end")
-    assert largest_difference(found, due.state) == 0.0

@@ -120,15 +120,23 @@ def starts(found, configs):
     )
 
 
-def save(folder, monkeypatch, number):
+def save(folder, monkeypatch, number, config=CONFIG, step=1, varies=False):
     """A checkpoint as ranks of the round ``number`` have written it."""
     earlier = met()[0]
     earlier.number = number
     monkeypatch.setattr(rounds, "_joined", earlier)
-    work = work_of(CONFIG, NOTHING)
-    facts = resume.facts_of(CONFIG, NOTHING, work, work.make_model())
+    work = work_of(config, NOTHING)
+    facts = resume.facts_of(config, NOTHING, work, work.make_model())
+    ranks = {
+        str(rank): {
+            "progress": {"draws": torch.tensor(False)},
+            "buffers": {"running_mean": torch.tensor([1.0 + rank * varies])},
+        }
+        for rank in range(config.world_size)
+    }
     with CheckpointWriter(Alone(), folder) as writer:
-        writer.save(1, {"model": torch.ones(2)}, facts | {"epoch": 1, "step": 0, "epochs": []})
+        place = {"epoch": 0, "step": step, "epochs": []}
+        writer.save(step, {"ranks": ranks}, facts | place)
 
 
 class Alone:
@@ -165,6 +173,33 @@ def test_a_second_training_of_the_same_ranks_is_not_the_first(tmp_path, monkeypa
     config = replace(CONFIG, checkpoint_dir=str(tmp_path))
     for error in starts(met(), [config] * 3):
         assert "has checkpoints already" in str(error)
+
+
+def test_ranks_that_cannot_divide_the_newest_checkpoint_take_an_older_one(tmp_path, monkeypatch):
+    before = replace(CONFIG, world_size=2, epochs=3)
+    save(tmp_path, monkeypatch, "earlier", before, step=1)
+    save(tmp_path, monkeypatch, "earlier", before, step=2, varies=True)
+    monkeypatch.setattr(rounds, "_joined", met()[0])
+    config = replace(CONFIG, epochs=3, checkpoint_dir=str(tmp_path))
+    found = starts(met(), [config] * 3)
+    assert {start.path.name for start in found} == {"step-00000001"}
+    assert "skipped step-00000002: world_size 2 there, 3 here: running_mean" in found[0].told
+    # Somebody who asks for it without torchrun can choose the ranks.
+    monkeypatch.setattr(rounds, "_joined", None)
+    with pytest.raises(ValueError, match="running_mean differs from rank to rank"):
+        resume.find_start(replace(config, resume=True), NOTHING, make_strategy(config))
+
+
+def test_no_checkpoint_that_these_ranks_can_divide(tmp_path, monkeypatch):
+    before = replace(CONFIG, world_size=2, epochs=3)
+    for step in (1, 2):
+        save(tmp_path, monkeypatch, "earlier", before, step=step, varies=True)
+    monkeypatch.setattr(rounds, "_joined", met()[0])
+    config = replace(CONFIG, epochs=3, checkpoint_dir=str(tmp_path))
+    for error in starts(met(), [config] * 3):
+        assert "cannot continue from" in str(error)
+        assert "step-00000002: world_size 2 there, 3 here: running_mean differs" in str(error)
+        assert "start torchrun for 2 ranks, with one number of machines" in str(error)
 
 
 def test_a_checkpoint_that_only_rank_0_can_read(tmp_path, monkeypatch):

@@ -8,9 +8,11 @@ which all tables and figures are drawn, at once or later.
 ``figures`` show a record, ``schema`` checks whether a file is a record.
 """
 
-from labkit.bench.compare import figures, summary
-from labkit.bench.compare.command import main
-from labkit.bench.compare.measure import compare
-from labkit.bench.compare.schema import load
+import lazy_loader
 
-__all__ = ["compare", "figures", "load", "main", "summary"]
+# Lazy: what shows a record must not wait for all that makes one.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submodules={"figures", "summary"},
+    submod_attrs={"command": ["main"], "measure": ["compare"], "schema": ["load"]},
+)

@@ -19,12 +19,15 @@ _MESSAGE_BYTES = (2**18, 2**20, 2**22, work.GRADIENT_BYTES // 16 * 4, work.GRADI
 _MESSAGE_REPEATS = 5
 _REAL = (work.ALONE, work.ONE_HOST, work.FLAT, work.HIERARCHICAL)
 _REAL_RATES = (UNLIMITED, "1 Gb/s")
+_REAL_REPEATS = 3
+# Eight ranks share this machine's cores: only where the cable is slow do they wait for it.
+_RATES_OF_EIGHT = ("1 Gb/s",)
 _WAYS = (work.FLAT, work.HIERARCHICAL, work.DEALT_OUT)
 # TCP carries headers, too, and a bucket is full at the start.
 _MOST_OVER_RATE = 1.1
 
 
-def bench_two_hosts(repeats: int = 7) -> Iterator[TwoHostsResult]:
+def bench_two_hosts(repeats: int = 5) -> Iterator[TwoHostsResult]:
     """Train on one host and on two, at several rates, and compare with the model.
 
     Args:
@@ -59,11 +62,12 @@ def measure(
         cables = {rate: turns.cable(rate) for rate in rates}
         steps, local_s = turns.steps(contenders, repeats)
         real = [rate for rate in rates if rate in _REAL_RATES]
-        real_steps = turns.real_steps(real, min(repeats, 5))
+        real_steps = turns.real_steps(real, min(repeats, _REAL_REPEATS))
         all_reduces = turns.all_reduces(4, repeats)
+    slow = {rate: rates[rate] for rate in rates if rate in _RATES_OF_EIGHT}
     with _job(hosts, 8) as job:
         job.wait_until_ready()
-        for rate, found in Turns(hosts, {8: job}, rates).all_reduces(8, repeats).items():
+        for rate, found in Turns(hosts, {8: job}, slow).all_reduces(8, repeats).items():
             all_reduces[rate] |= found
     return TwoHostsResult(cables, steps, local_s, real_steps, all_reduces)
 

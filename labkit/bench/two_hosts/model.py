@@ -63,7 +63,8 @@ def step_s(name: str, local_s: Mapping[str, float], inside: Link, between: Link)
 def _sync_s(name: str, num_bytes: float, inside: Link, between: Link) -> float:
     """Seconds to sum gradients of so many bytes as this contender does."""
     contender = work.CONTENDERS[name]
-    hosts = hosts_of(contender.world_size, max(1, contender.world_size // 2))
+    num_hosts = max(1, contender.world_size // 2)
+    hosts = hosts_of(contender.world_size, num_hosts, contender.dealt_out)
     hierarchical = bool(contender.options.get("hierarchical"))
     compress = contender.options.get("compress")
     if compress == "topk":

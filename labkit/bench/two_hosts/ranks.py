@@ -90,13 +90,15 @@ class Turns:
     def _train(self, name: str, model: nn.Module, inputs: Tensor) -> Action:
         contender = work.CONTENDERS[name]
         make = strategies.get(contender.strategy, builtin=contender.builtin)
-        strategy = make(**contender.options)
+        strategy, comm = make(**contender.options), self.comm
+        if contender.dealt_out:
+            comm = SubComm(comm, dealt_out_order(comm.world_size))
         if not isinstance(strategy, RingAllReduce):
             # Its hooks on the parameters would run for the others, too.
             model = copy.deepcopy(model)
-        strategy.setup(self.comm, model, partial(torch.optim.SGD, lr=1e-3))
+        strategy.setup(comm, model, partial(torch.optim.SGD, lr=1e-3))
         targets = torch.zeros(len(inputs), dtype=torch.long)
-        return partial(strategy.step, inputs, targets, len(inputs) * self.comm.world_size)
+        return partial(strategy.step, inputs, targets, len(inputs) * comm.world_size)
 
     def _message(self, num_bytes: str) -> Action:
         """One step of a ring: every rank sends to the right, and receives from the left."""

@@ -64,12 +64,14 @@ class Contender:
         world_size: workers, of which two share a host.
         strategy, options: see ``labkit train``.
         builtin: PyTorch's counterpart.
+        dealt_out: ranks are dealt out to the hosts in turn, not host by host.
     """
 
     world_size: int
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
     builtin: bool = False
+    dealt_out: bool = False
 
 
 ALONE, ONE_HOST, FLAT = "one worker", "two on one host", "ring"
@@ -85,6 +87,7 @@ CONTENDERS = {
     ALONE: Contender(1, "ring_all_reduce"),
     ONE_HOST: Contender(2, "ring_all_reduce"),
     FLAT: Contender(4, "ring_all_reduce"),
+    DEALT_OUT: Contender(4, "ring_all_reduce", dealt_out=True),
     HIERARCHICAL: Contender(4, "ring_all_reduce", {"hierarchical": True}),
     "ring, fp16": Contender(4, "ring_all_reduce", {"compress": "fp16"}),
     "hierarchical, fp16": Contender(
@@ -94,6 +97,9 @@ CONTENDERS = {
     "DDP": Contender(4, "ddp"),
     "DDP, hierarchical": Contender(4, "ddp", {"hierarchical": True}),
     "PyTorch's DDP on gloo": Contender(4, "ddp", builtin=True),
+    "PyTorch's DDP on labkit, hierarchical": Contender(
+        4, "ddp", {"backend": "labkit", "hierarchical": True}, builtin=True
+    ),
 }
 
 # How the lines of rank 0 begin that answer a turn.

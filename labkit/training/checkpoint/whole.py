@@ -164,10 +164,14 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def newest(folder: str | Path) -> Found:
+def newest(folder: str | Path, below: int | None = None) -> Found:
     """The newest whole checkpoint in a folder, and what is wrong with every newer one.
 
     Reads all bytes of those that it looks at, and changes nothing.
+
+    Args:
+        folder: of the checkpoints.
+        below: look only at those of fewer updates.
 
     Returns:
         The path, or None if no checkpoint is whole; and for each newer one, newest first, a
@@ -181,7 +185,9 @@ def newest(folder: str | Path) -> Found:
         found = steps(folder)
     except OSError as error:
         raise ValueError(f"cannot read checkpoints in {folder}: {error.strerror}") from None
-    for _, path in found:
+    for step, path in found:
+        if below is not None and step >= below:
+            continue
         if not (why := why_not_taken(path)):
             return Found(path, skipped)
         skipped.append(f"{path.name}: {why}")
