@@ -96,16 +96,15 @@ def run(
         transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
             memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without: if one fails after all ranks have started,
-            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.
-            NCCL does not go on after a loss: with ``auto``, GPUs then talk over gloo.)
-        link: an emulated link, which makes messages slower; None for no emulation.
+        may_lose: ranks that the run can do without: if one fails later, the others get a
+            PeerLostError where they wait for it. (Not under ``torchrun``; GPUs then use gloo.)
+        link: an emulated link, which makes messages slower.
         hosts: nodes of a Ray cluster (``labkit[cluster]``) on which the ranks are spread evenly,
             host by host: how many, or their addresses; None for this machine.
 
     Returns:
-        The values by rank, the trace, and what was sent. Under ``torchrun`` the ranks exist
-        already: this process is one of them, and every rank gets the same result.
+        The values by rank, the trace, and what was sent; under ``torchrun``, where this process
+        is one of the ranks, the same on every rank.
 
     Raises:
         ValueError: impossible settings; what cannot be pickled; a run inside a run.
@@ -114,8 +113,7 @@ def run(
         DeadlineError: the deadline passed; the message holds each rank's stack.
     """
     _check(world_size, timeout_s, may_lose, link, warn=hosts is None)
-    where = device, transport, devices
-    told = fn, args, world_size, where, timeout_s, frozenset(may_lose), link
+    told = fn, args, world_size, (device, transport, devices), timeout_s, frozenset(may_lose), link
     if under_torchrun():
         return _run_as_rank(hosts, *told)
     supervisor = _supervisor(*told) if hosts is None else _supervisor_on(hosts, *told)
