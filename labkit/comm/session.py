@@ -40,6 +40,7 @@ class Session:
         keep_spans: keep only this many spans, the latest; None keeps all.
 
     Attributes:
+        hosts: the ranks of each host; an emulated link may show others (``Comm.hosts``).
         operations: calls of send, recv, recv_any and exchange so far, and the messages inside
             ``streaming``.
         barriers: calls of barrier so far.
@@ -65,7 +66,7 @@ class Session:
         self.transport = transport
         self.board = board
         self.doorbells = doorbells or Doorbells(board, rank, math.inf, {rank: Bell()})
-        self._has_one_host = hosts is None or len(hosts) == 1
+        self.hosts = hosts or (tuple(range(board.world_size)),)
         self.operations = self.barriers = 0
         self.device = device
         self.queue = Queue(rank, board, transport) if transport.queues else None
@@ -250,7 +251,7 @@ class Session:
         self.memory = MemoryMeter(self.device)
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
-        if not self._has_one_host:
+        if len(self.hosts) > 1:
             # Hosts have clocks of their own, and the barrier ends at about one time on all.
             self.board.ranks[self.rank]["origin_s"] = self._host.mark()
             self.transport.barrier()

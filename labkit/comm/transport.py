@@ -26,9 +26,8 @@ class Transport(ABC):
         ends_together: whether all ranks have to meet before one may close.
         queues: whether operations are only queued when they return, in one order (NCCL). Then
             ``take_queued`` says what was queued, and ``abort`` ends it.
-
-        collective: the collective that this rank is in, by name and arguments; empty in none. Where
-            ends are matched by it, messages of two different collectives never meet.
+        collective: the one that this rank is in, by name and arguments; empty in none. Where it is
+            a part of the message, messages of two different collectives never meet.
 
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """

@@ -29,7 +29,7 @@ from labkit.trace import Span
 PLAIN: list[Any] = [PeakMemory, DeviceMemory]
 # What NumPy's arrays and numbers are made of.
 _KINDS_OF_NUMBERS = "?bhilqBHILQefdFD"
-_OF_NUMPY = [
+_OF_NUMPY: list[Any] = [
     np.ndarray,
     np.dtype,
     np.zeros(1).__reduce__()[0],
@@ -82,7 +82,7 @@ def _culprit(name: str, value: Any, depth: int = 0) -> str:
     parts: list[tuple[str, Any]] = []
     if isinstance(value, dict) and depth < _MOST_DEPTH:
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, list | tuple) and depth < _MOST_DEPTH:
+    elif isinstance(value, (list, tuple)) and depth < _MOST_DEPTH:
         parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
     for path, part in parts:
         try:
@@ -139,5 +139,5 @@ def _span(found: list[Any]) -> Span:
     start_s, end_s = (float(number) for number in numbers[:2])
     num_bytes, lane = int(numbers[2]), int(numbers[4])
     peer = None if numbers[3] is None else int(numbers[3])
-    met = tuple(tuple(map(int, one)) for one in meets)
+    met = tuple((int(one), int(other), int(number)) for one, other, number in meets)
     return Span(int(rank), kind, start_s, end_s, num_bytes, peer, lane, met)
