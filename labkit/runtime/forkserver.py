@@ -35,6 +35,8 @@ _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # labkit sets these for the server alone, unless the caller has set them. OpenMP's threads spin
 # while they wait. With another program on the cores, the spinning takes more time than the work: a
 # rank with two threads was ten times slower in a measurement.
+# Python reads it at each breakpoint(), and Ray sets it in a process that it connects.
+_READ_AT_USE = {"PYTHONBREAKPOINT"}
 _OF_SERVER = {"OMP_WAIT_POLICY": "passive", _ASK_NVML: "1"}
 # The variables of this process when it started the server.
 _variables_at_start: dict[str, str] = {}
@@ -88,6 +90,7 @@ def late_variables() -> str:
     if not before:
         return ""
     changed = {name for name in {*before, *now} if before.get(name) != now.get(name)}
+    changed -= _READ_AT_USE
     late = {(name, now.get(name)) for name in changed if name.startswith(_READ_AT_LOAD)}
     names = sorted(name for name, _ in late - _told)
     _told.update(late)
