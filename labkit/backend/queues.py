@@ -138,7 +138,7 @@ def _comm(
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{part}", store)
     hosts = meeting.find_hosts(store, rank, size)
-    neighbours = next(on_host for on_host in hosts if rank in on_host)
+    neighbours = hosts.neighbours(rank)
     arena = meeting.meet(store, rank, size, neighbours)
     transport: Transport
     near = None if arena is None else SharedTransport(arena, rank, timeout.total_seconds())
@@ -150,6 +150,6 @@ def _comm(
         transport = far if near is None else HostsTransport(near, far, neighbours)
     _traffic.append(transport.sent)
     linked, board = over_link(transport, ranks), None if arena is None else arena.board
-    comm = Comm(rank, size, cpu, linked, board, keep_spans=_KEPT_SPANS, hosts=hosts)
-    comm.hosts = emulated_hosts(ranks or range(size)) or hosts
+    comm = Comm(rank, size, cpu, linked, board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks)
+    comm.hosts = emulated_hosts(ranks or range(size)) or hosts.ranks
     return comm

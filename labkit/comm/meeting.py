@@ -16,11 +16,12 @@ Source: memfd_create(2) and fcntl(2) for seals; proc(5), /proc/PID/fd, for acces
 import contextlib
 import fcntl
 import os
+import socket
 import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from labkit.comm.board import LEFT
 from labkit.comm.processes import loopback
@@ -29,8 +30,8 @@ from labkit.comm.shared_memory import Arena
 # Mark, process id, descriptor, inode, and the boot id of the machine.
 NOTE = struct.Struct("!8sqqQ36s")
 MARK = b"labkit-1"
-# Mark, and the number of a rank's host.
-HOST = struct.Struct("!8sq")
+# Mark, the number of a rank's host, and its name.
+HOST = struct.Struct("!8sq64s")
 HOST_MARK = b"labkit-h"
 _HIGHEST = 2**31 - 1
 _OPEN, _NOT_OPEN = b"open", b"not open"
@@ -40,8 +41,19 @@ SUSPICION = (
 )
 
 
-def find_hosts(store: Any, rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, in the order of their first ranks.
+class Hosts(NamedTuple):
+    """The hosts of a run, in the order of their first ranks: the ranks of each, and its name."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    def neighbours(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the host of ``rank``."""
+        return next(ranks for ranks in self.ranks if rank in ranks)
+
+
+def find_hosts(store: Any, rank: int, world_size: int) -> Hosts:
+    """The hosts of these ranks.
 
     Args:
         store: the ``torch.distributed`` store of these ranks.
@@ -51,20 +63,24 @@ def find_hosts(store: Any, rank: int, world_size: int) -> tuple[tuple[int, ...],
     """
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     if local_world_size is None or local_world_size == os.environ.get("WORLD_SIZE"):
-        return (tuple(range(world_size)),)
+        return Hosts((tuple(range(world_size)),), (socket.gethostname(),))
     place = f"labkit/host/{store.add(f'labkit/hosts/{rank}', 1)}"
-    store.set(f"{place}/{rank}", HOST.pack(HOST_MARK, int(os.environ.get("GROUP_RANK", "0"))))
+    host, name = int(os.environ.get("GROUP_RANK", "0")), socket.gethostname().encode()
+    store.set(f"{place}/{rank}", HOST.pack(HOST_MARK, host, name))
     hosts: dict[int, list[int]] = {}
+    names: dict[int, str] = {}
     for other in range(world_size):
         answer = store.get(f"{place}/{other}")
-        mark, host = HOST.unpack(answer) if len(answer) == HOST.size else (b"", 0)
+        mark, host, name = HOST.unpack(answer) if len(answer) == HOST.size else (b"", 0, b"")
         if mark != HOST_MARK:
             raise ConnectionError(
                 f"the host of rank {other} is {answer[:20]!r} in the store, which labkit does not "
                 f"write (is it the same labkit on all machines?). {SUSPICION}"
             )
         hosts.setdefault(host, []).append(other)
-    return tuple(map(tuple, hosts.values()))
+        text = name.rstrip(b"\0").decode(errors="replace")
+        names.setdefault(host, "".join(char for char in text if char.isprintable()))
+    return Hosts(tuple(map(tuple, hosts.values())), tuple(names.values()))
 
 
 def meet(

@@ -6,7 +6,7 @@ manage a comm through its session; strategies and learners never need it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ class Session:
         keep_spans: keep only this many spans, the latest; None keeps all.
 
     Attributes:
+        hosts: the ranks of each host; an emulated link may show others (``Comm.hosts``).
         operations: calls of send, recv, recv_any and exchange so far, and the messages inside
             ``streaming``.
         barriers: calls of barrier so far.
@@ -65,7 +66,7 @@ class Session:
         self.transport = transport
         self.board = board
         self.doorbells = doorbells or Doorbells(board, rank, math.inf, {rank: Bell()})
-        self._has_one_host = hosts is None or len(hosts) == 1
+        self.hosts = hosts or (tuple(range(board.world_size)),)
         self.operations = self.barriers = 0
         self.device = device
         self.queue = Queue(rank, board, transport) if transport.queues else None
@@ -95,13 +96,17 @@ class Session:
     @contextmanager
     def operation(
         self, op: str, sent: End | None = None, expected: End | None = None, start: Any = None
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[], None]]:
         """Wrap a transfer: post it, time it, and name the peer in the error if the peer is lost.
 
         Args:
             op: the name of the transfer.
             sent, expected: (peer, description) of the outgoing and of the incoming tensor.
             start: the timer's mark at the beginning; None means now.
+
+        Yields:
+            A function, to be called after other operations inside the block: from then on the rank
+            is in this one again, and its span begins there.
         """
         self.check_open()
         dst, src = sent and sent[0], expected and expected[0]
@@ -111,8 +116,14 @@ class Session:
         if self.queue is not None:
             self.queue.make_room(sent, expected)
         queued = self._post(op, sent, expected)
+
+        def again() -> None:
+            nonlocal start
+            self.board.again(self.rank, op, dst, src)
+            start = self.recorder.timer.mark()
+
         try:
-            yield
+            yield again
         except PeerLostError as error:
             peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
             names = " and ".join(f"rank {peer}" for peer in peers)
@@ -240,7 +251,7 @@ class Session:
         self.memory = MemoryMeter(self.device)
         self.board.ranks[self.rank]["origin_s"] = self._host.mark()
         self.transport.barrier()
-        if not self._has_one_host:
+        if len(self.hosts) > 1:
             # Hosts have clocks of their own, and the barrier ends at about one time on all.
             self.board.ranks[self.rank]["origin_s"] = self._host.mark()
             self.transport.barrier()

@@ -1,7 +1,8 @@
 """The interface of all transports, which move the bytes for ``Comm``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ class Transport(ABC):
         ends_together: whether all ranks have to meet before one may close.
         queues: whether operations are only queued when they return, in one order (NCCL). Then
             ``take_queued`` says what was queued, and ``abort`` ends it.
-
-        collective: the collective that this rank is in, by name and arguments; empty in none. Where
-            ends are matched by it, messages of two different collectives never meet.
+        collective: the one that this rank is in, by name and arguments; empty in none. Where it is
+            a part of the message, messages of two different collectives never meet.
 
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
@@ -52,6 +52,12 @@ class Transport(ABC):
     @abstractmethod
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         """Send and receive; neither waits for the other. The two tensors share no memory."""
+
+    @contextmanager
+    def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
+        """Exchange while the block runs, where messages move by themselves; otherwise after it."""
+        yield
+        self.exchange(send, dst, recv, src)
 
     @abstractmethod
     def barrier(self) -> None:

@@ -180,7 +180,7 @@ class Doorbells:
         started_s = time.monotonic()
         near = [source for source in sources if source in self._bells]
         while True:
-            since_s = self._board.senders(self._rank, near) | arrived()
+            since_s = {**self._board.senders(self._rank, near), **arrived()}
             now_s = time.monotonic()
             # Also while messages keep coming, so that a source that has ended is noticed.
             if now_s - self._looked_s > LOOK_S:

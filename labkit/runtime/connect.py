@@ -77,19 +77,19 @@ def connect(
         group_connections[:] = opened
     group_store = dist.distributed_c10d._get_default_store()
     hosts = find_hosts(group_store, rank, world_size)
-    neighbours = next(ranks for ranks in hosts if rank in ranks)
+    neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
     if arena is None:
         arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
-    plug_in(link, rank, arena if len(hosts) == 1 else None)
+    plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
     transport = over_link(_transport(plan, arena, neighbours, rank, device, patience_s))
     doorbells, board = None, None if arena is None else arena.board
     if arena is not None and arena.has_semaphores:
         bells = {one: arena.doorbell(one) for one in neighbours}
         doorbells = Doorbells(arena.board, rank, patience_s, bells)
-    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts)
+    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
-    comm.hosts = emulated_hosts(range(world_size)) or hosts
+    comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
     if comm.session.queue is not None:
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
@@ -98,6 +98,8 @@ def connect(
 
 # Those of the default process group of this process.
 group_connections: list[Connection] = []
+# Of the hosts of this process's latest run.
+host_names: list[str] = []
 
 
 def own_store(run: int) -> dist.Store:

@@ -22,7 +22,7 @@ from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, tell_once
 from labkit.runtime.between_hosts import reports
 from labkit.runtime.between_hosts.watch import Watch
-from labkit.runtime.connect import PATIENCE_S, connect, group_connections, own_store
+from labkit.runtime.connect import PATIENCE_S, connect, group_connections, host_names, own_store
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_value
 from labkit.runtime.prepare import seed_random_numbers
@@ -108,7 +108,7 @@ def _call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
         gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False
-    dump = dump_value if len(comm.hosts) == 1 else reports.dump_plain
+    dump = dump_value if len(comm.session.hosts) == 1 else reports.dump_plain
     mine = success(comm, value, time.perf_counter() - started_s, dump)
     slot["state"] = RETURNED
     return mine
@@ -133,13 +133,14 @@ def _watch(comm: Comm) -> Watch | None:
     """The watch over this run; None where a rank cannot see how the others of its host are."""
     if not sys.platform.startswith("linux"):
         return None
-    run, board = next(_runs), comm.session.board
+    run, board, hosts = next(_runs), comm.session.board, comm.session.hosts
     return Watch(
         comm.rank,
         board,
-        comm.hosts[comm.host],
-        comm.hosts,
-        (lambda: own_store(run)) if len(comm.hosts) > 1 else None,
+        next(ranks for ranks in hosts if comm.rank in ranks),
+        hosts,
+        host_names,
+        (lambda: own_store(run)) if len(hosts) > 1 else None,
         f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
         group_connections,
         comm.transport.abort,
@@ -156,7 +157,7 @@ def _report_memory(comm: Comm, timeout_s: float) -> Comm:
     Raises:
         ConnectionError: the ranks of one machine cannot open the memory, though the system has it.
     """
-    if len(comm.hosts) > 1 or not sys.platform.startswith("linux"):
+    if len(comm.session.hosts) > 1 or not sys.platform.startswith("linux"):
         moved = comm.device if dist.get_backend() == "nccl" else torch.device("cpu")
         return Comm(comm.rank, comm.world_size, moved, TorchTransport(dist.get_backend(), moved))
     arena = meet(dist.distributed_c10d._get_default_store(), comm.rank, comm.world_size)

@@ -22,7 +22,7 @@ from labkit.runtime.between_hosts.verdict import Verdict, ranks_of, with_hosts
 from labkit.runtime.failures import Evidence, deadlock_error, failure_error
 from labkit.runtime.messages import Report
 
-# How long a rank may be stopped, and a host silent whose connections are broken, while others wait.
+# While others wait: how long a rank may be stopped, and a host with broken connections silent.
 STOPPED_S = 3.0
 SILENT_S = 2.0
 # If the host's own system still answers, its ranks may only be busy: then this is said first.
@@ -42,13 +42,18 @@ class Faults:
         hosts: the ranks of each host.
         near: the ranks whose processes this rank can see.
 
-    Attributes:
-        names: of the other hosts, as far as they are known.
+        names: of the hosts.
     """
 
-    def __init__(self, board: Board, hosts: Sequence[Sequence[int]], near: Sequence[int]):
+    def __init__(
+        self,
+        board: Board,
+        hosts: Sequence[Sequence[int]],
+        near: Sequence[int],
+        names: Sequence[str],
+    ):
         self.board, self.hosts, self.near = board, hosts, near
-        self.names: Mapping[int, str] = {}
+        self.names = dict(enumerate(names))
         self._candidate: tuple[object, ...] | None = None
         self._seen: dict[int, int] = {}
         self._looks = 0
@@ -70,7 +75,7 @@ class Faults:
         """Of ranks whose processes have ended, by exit code; the first of them is the cause."""
         return self.explained(failure_error(self._evidence(exit_codes=codes, gone=set(codes))))
 
-    def _evidence(self, **known: object) -> Evidence:
+    def _evidence(self, **known: Any) -> Evidence:
         return Evidence(self.board.copy(whole=True), frozenset(), _TORCHRUN, **known)
 
     def standing_still(self, beats: Mapping[int, Beat]) -> Verdict | None:

@@ -29,7 +29,7 @@ from labkit.trace import Span
 PLAIN: list[Any] = [PeakMemory, DeviceMemory]
 # What NumPy's arrays and numbers are made of.
 _KINDS_OF_NUMBERS = "?bhilqBHILQefdFD"
-_OF_NUMPY = [
+_OF_NUMPY: list[Any] = [
     np.ndarray,
     np.dtype,
     np.zeros(1).__reduce__()[0],
@@ -39,7 +39,7 @@ _OF_NUMPY = [
 _LENGTH = struct.Struct("!Q")
 _MOST_DEPTH = 20
 # The types of a report's fields as JSON; those of a span are checked when it is made.
-_TYPES = {"str": str, "int": int, "float": (int, float)}
+_TYPES: dict[Any, Any] = {str: str, int: int, float: (int, float)}
 
 
 def dump_plain(value: Any) -> bytes:
@@ -82,7 +82,7 @@ def _culprit(name: str, value: Any, depth: int = 0) -> str:
     parts: list[tuple[str, Any]] = []
     if isinstance(value, dict) and depth < _MOST_DEPTH:
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, list | tuple) and depth < _MOST_DEPTH:
+    elif isinstance(value, (list, tuple)) and depth < _MOST_DEPTH:
         parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
     for path, part in parts:
         try:
@@ -121,9 +121,9 @@ def from_bytes(data: bytes, rank: int) -> Report:
         if (report.rank, report.kind) != (rank, "value"):
             raise ValueError(f"it is {report.kind!r} of rank {report.rank!r}")
         for field in fields(Report):
-            kind = _TYPES.get(str(field.type))
-            if kind is not None and not isinstance(getattr(report, field.name), kind):
-                raise ValueError(f"its {field.name} is no {field.type}")
+            kind, found = _TYPES.get(field.type), getattr(report, field.name)
+            if kind is not None and not isinstance(found, kind):
+                raise ValueError(f"its {field.name} is a {type(found).__name__}")
         return report
     except Exception as error:
         raise ConnectionError(
@@ -139,5 +139,5 @@ def _span(found: list[Any]) -> Span:
     start_s, end_s = (float(number) for number in numbers[:2])
     num_bytes, lane = int(numbers[2]), int(numbers[4])
     peer = None if numbers[3] is None else int(numbers[3])
-    met = tuple(tuple(map(int, one)) for one in meets)
+    met = tuple((int(one), int(other), int(number)) for one, other, number in meets)
     return Span(int(rank), kind, start_s, end_s, num_bytes, peer, lane, met)

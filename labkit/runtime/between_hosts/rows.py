@@ -5,7 +5,6 @@ rows, whenever they have changed. Nothing here is a pickle, and whatever is read
 store of torchrun has no password (SECURITY.md).
 """
 
-import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from labkit.comm.mirror import pack, unpack
 # Mark, a number that grows with every look, a number that changes with the rows.
 _BEAT = struct.Struct("!8sqq")
 _MARK = b"labkit-b"
-_MOST_NAME = 64
 
 
 @dataclass
@@ -52,7 +50,6 @@ class Rows:
         self._store, self._board, self._hosts, self._host = store, board, hosts, host
         now_s = time.monotonic()
         self.beats = {other: Beat(heard_s=now_s) for other in range(len(hosts)) if other != host}
-        self.names = {host: socket.gethostname()}
         self._packed, self._version = b"", 0
 
     def exchange(self) -> None:
@@ -75,9 +72,6 @@ class Rows:
                 self._mirror(host)
 
     def _publish(self) -> None:
-        if not self._version:
-            name = self.names[self._host].encode(errors="replace")[:_MOST_NAME]
-            self._store.set(f"name/{self._host}", name)
         # Before the look: whoever sees the next beat knows that these rows are of now or later.
         number = time.monotonic_ns()
         packed = pack(self._board, self._hosts[self._host])
@@ -100,9 +94,6 @@ class Rows:
         return number, version
 
     def _mirror(self, host: int) -> None:
-        if host not in self.names:
-            name = self._store.get(f"name/{host}")[:_MOST_NAME].decode(errors="replace")
-            self.names[host] = "".join(char for char in name if char.isprintable()) or "?"
         try:
             unpack(self._board, self._hosts[host], self._store.get(f"rows/{host}"))
         except ValueError as error:

@@ -93,9 +93,8 @@ def with_hosts(text: str, hosts: Sequence[Sequence[int]], names: Mapping[int, st
         return f"{match[0]} (host {of_rank[rank]})"
 
     said = re.sub(r"(?<!\()\b([Rr]ank) (\d+)\b", name, said)
-    known = [f"host {host} is {names[host]}" for host in sorted(names)]
-    line = f"\nHosts: {', '.join(known)}." if known else ""
-    return f"{said}{line}{gap}{trace}"
+    known = ", ".join(f"host {host} is {name}" for host, name in names.items())
+    return f"{said}\nHosts: {known}.{gap}{trace}"
 
 
 def ranks_of(ranks: Sequence[int]) -> str:

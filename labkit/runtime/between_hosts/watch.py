@@ -57,6 +57,7 @@ class Watch:
         board: of this host.
         near: the ranks that share the board.
         hosts: the ranks of each host.
+        names: of the hosts.
         connect: opens a connection of its own to the store of this run; None for one host.
         address: where the store is, for messages.
         connections: those of the process group, to be cut when the run has failed.
@@ -69,6 +70,7 @@ class Watch:
         board: Board,
         near: Sequence[int],
         hosts: Sequence[Sequence[int]],
+        names: Sequence[str],
         connect: Callable[[], Any] | None,
         address: str,
         connections: Sequence[Connection],
@@ -76,7 +78,7 @@ class Watch:
     ):
         self._rank, self._board, self._near, self._hosts = rank, board, near, hosts
         self._address, self._connections, self._abort = address, connections, abort
-        self._faults = Faults(board, hosts, near)
+        self._faults = Faults(board, hosts, near, names)
         self._more_boards: list[Board] = []
         self._rows: Rows | None = None
         self._store: Any = None
@@ -121,11 +123,10 @@ class Watch:
             self._tell(error)
         assert self._verdict is not None
         self._leave()
-        if self._verdict.is_raised and self._verdict.rank == self._rank:
-            time.sleep(_TELL_S)
-            self._record()
-            return error
         self._record()
+        self._await_neighbours()
+        if self._verdict.is_raised and self._verdict.rank == self._rank:
+            return error
         return self._verdict.error()
 
     def close(self) -> None:
@@ -147,6 +148,23 @@ class Watch:
     def _leave(self) -> None:
         with self._lock:
             self._left.set()
+
+    def _await_neighbours(self) -> None:
+        """Give the ranks of this host, and those of all others, the time to hear of it.
+
+        As soon as one rank has ended, torchrun ends the others of its host.
+        """
+        slots, started_s = self._board.ranks, time.monotonic()
+        slots[self._rank]["state"] = LEFT
+        while (waited_s := time.monotonic() - started_s) < _GRACE_S:
+            left = [r for r in self._near if not self._has_left(r)]
+            if not left and waited_s > _TELL_S:
+                break
+            time.sleep(_AWAKE_S / 20)
+
+    def _has_left(self, rank: int) -> bool:
+        pid = int(self._board.ranks[rank]["pid"])
+        return self._faults.has_left(rank) or not is_running(pid) or is_stopped(pid)
 
     def _tell(self, error: BaseException) -> None:
         """Find out, or say, why this rank's function has ended with an error."""
@@ -247,7 +265,7 @@ class Watch:
                     self._store_lost_s = time.monotonic()
             if self._store_error is not None:
                 return self._without_store(self._store_error)
-            beats, self._faults.names = self._rows.beats, self._rows.names
+            beats = self._rows.beats
         found = self._faults.standing_still(beats) or self._faults.stopped()
         if found is None and beats:
             connected = are_alive(self._connections)

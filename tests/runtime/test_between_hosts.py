@@ -1,0 +1,201 @@
+"""Faults of runs over several hosts: each is told on every host, with rank, host and line.
+
+The ranks are started as torchrun starts them (``tests/hosts.py``), two hosts on this machine.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from hosts import on_hosts
+from ranks import travel_by_value
+
+import labkit
+from labkit.collectives import ring_all_reduce
+
+travel_by_value(__name__)
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/PID/fd")
+HERE = os.path.abspath(__file__)
+
+
+def where(comment: str) -> str:
+    """The only line of this file that ends with this comment, as an explanation names it."""
+    with open(HERE) as file:
+        (found,) = [n for n, line in enumerate(file, 1) if line.rstrip().endswith(f"# {comment}")]
+    return f"{HERE}, line {found}: "
+
+
+def fails(fault):
+    """A program: run ``fault``, and say what came of it."""
+    rank = os.environ["RANK"]
+
+    def guarded(comm):
+        try:
+            comm.barrier()
+            return fault(comm)
+        finally:
+            print(f"finally of rank {rank}", flush=True)
+
+    try:
+        labkit.run(guarded, world_size=int(os.environ["WORLD_SIZE"]))
+    except BaseException as error:
+        print(f"rank {rank} got {type(error).__name__}", flush=True)
+        raise
+
+
+def all_in_recv(comm):
+    comm.recv(torch.zeros(4), (comm.rank + 1) % comm.world_size)  # the cycle
+
+
+def one_never_comes(comm):
+    if comm.rank < comm.world_size - 1:
+        comm.barrier()  # not the last rank
+
+
+def other_shapes(comm):
+    last = comm.world_size - 1
+    if comm.rank == 0:
+        comm.send(torch.zeros(4), last)  # sends 4
+    if comm.rank == last:
+        comm.recv(torch.zeros(5), 0)  # receives 5
+
+
+def other_dtypes(comm):
+    last = comm.world_size - 1
+    if comm.rank == 0:
+        comm.send(torch.zeros(4), last)
+    if comm.rank == last:
+        comm.recv(torch.zeros(4, dtype=torch.int32), 0)  # receives integers
+
+
+def other_collectives(comm):
+    op = "max" if comm.rank == comm.world_size - 1 else "sum"
+    ring_all_reduce(comm, torch.zeros(6), op)  # sum and maximum
+
+
+def killed(comm):
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ring_all_reduce(comm, torch.zeros(6))  # is waited for
+
+
+def exits(comm):
+    if comm.rank == comm.world_size - 1:
+        os._exit(3)
+    ring_all_reduce(comm, torch.zeros(6))
+
+
+def raises(comm):
+    if comm.rank == comm.world_size - 1:
+        raise KeyError("of the learner")  # the mistake
+    ring_all_reduce(comm, torch.zeros(6))
+
+
+def leaves(comm):
+    if comm.rank == comm.world_size - 1:
+        sys.exit(0)
+    ring_all_reduce(comm, torch.zeros(6))
+
+
+def stops(comm):
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ring_all_reduce(comm, torch.zeros(6))  # waits for it
+
+
+def others_compute(comm):
+    if comm.rank < 2:
+        comm.recv(torch.zeros(4), 1 - comm.rank)  # two of 4
+    time.sleep(60)
+
+
+def returns_an_object(comm):
+    return {"a": [torch.zeros(2), comm.rank, _Odd()]}
+
+
+class _Odd:
+    pass
+
+
+def told_on(hosts, *expected):
+    """Checks that every host tells the same once, with all of ``expected``."""
+    first_lines = set()
+    for host in hosts:
+        told = re.findall(r"^labkit: (?!rank \d+ ends with)(.*)", host.text, re.M)
+        assert len(told) == 1, host.text
+        first_lines.add(told[0])
+        for part in expected:
+            assert part in host.text, host.text
+    assert len(first_lines) == 1, first_lines
+
+
+class TestFaults:
+    """One fault after the other, on two hosts with two ranks each."""
+
+    def told(self, fault, *expected, **settings):
+        hosts = on_hosts(fails, [2, 2], fault, **settings)
+        told_on(hosts, *expected, "Hosts: host 0 is ")
+        codes = hosts[0].codes | hosts[1].codes
+        assert all(codes.values()) or fault is leaves
+        for host in hosts:
+            # What torchrun shows of the first rank that has ended.
+            assert any(expected[0] in text for text in host.files.values())
+            assert host.seconds < 15
+        return hosts
+
+    def raised(self, hosts, error, *ranks):
+        text = "".join(host.text for host in hosts)
+        for rank in ranks:
+            assert f"finally of rank {rank}" in text
+            assert f"rank {rank} got {error}" in text
+
+    def test_a_cycle(self):
+        hosts = self.told(all_in_recv, "deadlock: rank 0 (host 0) -> rank 1", where("the cycle"))
+        self.raised(hosts, "DeadlockError", 0, 1, 2, 3)
+
+    def test_a_rank_that_never_comes(self):
+        found = "rank 3 (host 1) has returned, but rank 0 (host 0), rank 1"
+        hosts = self.told(one_never_comes, found, where("not the last rank"))
+        self.raised(hosts, "DeadlockError", 0, 1, 2)
+
+    def test_a_shape(self):
+        lines = where("sends 4"), where("receives 5")
+        hosts = self.told(other_shapes, "message 1 from rank 0 (host 0) to rank 3", *lines)
+        self.raised(hosts, "DeadlockError", 0, 3)
+
+    def test_a_dtype_of_the_same_size_moves_no_data(self):
+        hosts = self.told(other_dtypes, "does not fit", "int32 [4]", where("receives integers"))
+        self.raised(hosts, "DeadlockError", 0, 3)
+
+    def test_collectives(self):
+        self.told(other_collectives, "call different collectives", where("sum and maximum"))
+
+    def test_a_killed_rank(self):
+        hosts = self.told(killed, "rank 3 (host 1) was killed by SIGKILL", where("is waited for"))
+        self.raised(hosts[:1], "WorkerError", 0, 1)
+
+    def test_a_rank_that_leaves_by_itself(self):
+        self.told(exits, "rank 3 (host 1) left early with exit code 3")
+
+    def test_an_exception(self):
+        hosts = self.told(raises, "rank 3 (host 1) raised KeyError", where("the mistake"))
+        self.raised(hosts[:1], "WorkerError", 0, 1)
+        self.raised(hosts[1:], "KeyError", 3)
+
+    def test_sys_exit(self):
+        self.told(leaves, "rank 3 (host 1) called sys.exit(0)", "was waiting for it")
+
+    def test_a_stopped_rank(self):
+        self.told(stops, "rank 3 (host 1) is stopped by a signal", where("waits for it"))
+
+    def test_ranks_that_compute_are_interrupted(self):
+        hosts = self.told(others_compute, "deadlock: rank 0 (host 0) -> rank 1", where("two of 4"))
+        self.raised(hosts, "DeadlockError", 0, 1, 2, 3)
+
+    def test_a_value_that_cannot_travel(self):
+        hosts = self.told(returns_an_object, "value['a'][2] (", "is not plain data")
+        self.raised(hosts[:1], "WorkerError", 0, 1)
