@@ -29,14 +29,14 @@ _SHORT_FOLDER = "/tmp"
 # Variables that Python, the C library or a library of torch reads once, when it is loaded.
 _READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_")
 _READ_AT_LOAD += ("PYTHON", "LD_", "DYLD_", "MALLOC_", "GLIBC_", "TORCH_LOGS", "TORCHDYNAMO_")
+# Python reads it at each breakpoint(), and Ray sets it in a process that it connects.
+_READ_AT_USE = {"PYTHONBREAKPOINT"}
 # A module that asks for GPUs while the server imports it must not initialise CUDA, which no fork
 # of the server could use afterwards: with this variable PyTorch asks NVML, the driver's monitor.
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # labkit sets these for the server alone, unless the caller has set them. OpenMP's threads spin
 # while they wait. With another program on the cores, the spinning takes more time than the work: a
 # rank with two threads was ten times slower in a measurement.
-# Python reads it at each breakpoint(), and Ray sets it in a process that it connects.
-_READ_AT_USE = {"PYTHONBREAKPOINT"}
 _OF_SERVER = {"OMP_WAIT_POLICY": "passive", _ASK_NVML: "1"}
 # The variables of this process when it started the server.
 _variables_at_start: dict[str, str] = {}
