@@ -4,12 +4,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from labkit.bench.spread import ratios
-from labkit.bench.two_hosts import work
+from labkit.bench.two_hosts.work import (
+    ALONE,
+    FLAT,
+    HIERARCHICAL,
+    ONE_HOST,
+    published_speed_ups,
+    share,
+)
 
 if TYPE_CHECKING:
     from labkit.plots.figure import CaptionedFigure
 
-_DRAWN = (work.ONE_HOST, work.FLAT, work.HIERARCHICAL, "hierarchical, fp16")
+_DRAWN = (ONE_HOST, FLAT, HIERARCHICAL, "hierarchical, fp16")
 _PUBLISHED = "published, rate unknown"
 
 
@@ -28,10 +35,10 @@ def two_hosts_figure(record: Mapping[str, Any]) -> "CaptionedFigure":
         if name not in _DRAWN:
             continue
         group = groups.setdefault(rate, {})
-        faster = ratios(rows[rate, work.ALONE]["seconds"], row["seconds"])
-        group[name] = [work.share(name) * one for one in faster]
+        faster = ratios(rows[rate, ALONE]["seconds"], row["seconds"])
+        group[name] = [share(name) * one for one in faster]
         group[f"{name} model"] = row["model_speed_up"]
-    published = {name: work.published_speed_ups(name) for name in _DRAWN}
+    published = {name: published_speed_ups(name) for name in _DRAWN}
     groups[_PUBLISHED] = {name: values for name, values in published.items() if values}
     title = "Two hosts: what the cable costs, and what wins it back"
     return bars(
