@@ -122,17 +122,16 @@ def _panels(count: int, hosts: Hosts, has_title: bool) -> tuple[Figure, list[Axe
 
 
 def _draw_round(axes: Axes, steps: Round, hosts: Hosts) -> None:
-    tallest = max(map(len, hosts))
-    place: dict[int, tuple[float, float]] = {}
+    tallest, place = max(map(len, hosts)), {}
     for host, ranks in enumerate(hosts):
         x = _HOST_APART * host
-        box = FancyBboxPatch((x - 0.5, 0.5 - len(ranks)), 1.0, float(len(ranks)))
+        box = FancyBboxPatch((x - 0.5, 0.5 - len(ranks)), 1.0, len(ranks))
         box.set(boxstyle="round,pad=0,rounding_size=0.15", facecolor="none", edgecolor=GREY)
         axes.add_patch(box)
         for at, rank in enumerate(ranks):
-            place[rank] = (x, -float(at))
+            place[rank] = x, -float(at)
             axes.add_patch(Circle(place[rank], _RADIUS, fc="white", ec=DARK, zorder=3))
-            axes.text(x, -float(at), str(rank), ha="center", va="center", fontsize=10, zorder=4)
+            axes.text(x, -at, str(rank), ha="center", va="center", fontsize=10, zorder=4)
     ways = {(rank, step.dst) for rank, step in steps.items()}
     for rank, step in steps.items():
         (x, y), (to_x, to_y) = place[rank], place[step.dst]

@@ -233,19 +233,38 @@ def test_receiving_from_any_without_a_board_goes_through_gloo():
         if comm.rank:
             comm.send(number, 0)
             comm.recv(number, 0)
-            if comm.rank == 1:
-                comm.send(number, 0)
+            comm.send(number, 0)
             return None
         comm = Comm(comm.rank, comm.world_size, comm.device, comm.transport)
         first = comm.recv_any(number, [1, 2]), number.item()
         last = comm.recv_any(number, [3 - first[0]]), number.item()
         for rank in (2, 1):
             comm.send(number, rank)
-        with pytest.raises(ValueError, match="rank 1 has sent to rank 0, which receives from"):
-            comm.recv_any(number, [2])
-        return sorted((first, last))
+        # Rank 1 sends again, too: its message waits for a call that asks for it.
+        later = comm.recv_any(number, [2]), comm.recv_any(number, [1])
+        return sorted((first, last)), later
 
-    assert run(blindly, world_size=3, transport="gloo").values[0] == [(1, 1.0), (2, 2.0)]
+    found = run(blindly, world_size=3, transport="gloo").values[0]
+    assert found == ([(1, 1.0), (2, 2.0)], (2, 1))
+
+
+def test_what_was_received_ahead_goes_to_the_next_receive_that_fits():
+    def ahead(comm):
+        number, others = torch.tensor([float(comm.rank)]), torch.zeros(2)
+        if comm.rank:
+            if comm.rank == 2:
+                time.sleep(0.2)
+            comm.send(number, 0)
+            comm.send(others + comm.rank, 0)
+            return None
+        comm = Comm(comm.rank, comm.world_size, comm.device, comm.transport)
+        first = comm.recv_any(number, [1, 2])
+        # One message of the other rank is expected already, by its shape.
+        rest = [comm.recv(torch.zeros(1), 3 - first).item()]
+        return first + rest[0], [comm.recv(torch.zeros(2), rank).tolist() for rank in (2, 1)]
+
+    found = run(ahead, world_size=3, transport="gloo").values[0]
+    assert found == (3.0, [[2.0, 2.0], [1.0, 1.0]])
 
 
 def test_receiving_from_any_of_none_or_of_itself_is_refused():

@@ -109,3 +109,5 @@ def test_nothing_is_left_of_a_caller_that_was_interrupted_or_killed(tmp_path):
         for caller in callers:
             caller.kill()
             caller.communicate()
+        for pid in (pid for folder in tmp_path.glob("*/*") for pid in marks(str(folder))):
+            os.kill(pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ import fake_cuda
 import pytest
 import torch
 
+from labkit.comm.board import Board
 from labkit.comm.shared_memory import Arena
 from labkit.runtime import torchrun, worker
 from labkit.strategies import async_parameter_server
@@ -26,10 +27,15 @@ def queues(comm):
 def rank(machine, monkeypatch):
     """A rank on a GPU that is connected to nobody, and reports how long its function took."""
     comm = SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda:0"))
-    comm.session = SimpleNamespace(start_together=lambda: None, finish=lambda where: None)
+    comm.session = SimpleNamespace(
+        start_together=lambda: None,
+        finish=lambda where: None,
+        board=Board(1),
+        hosts=((0,),),
+    )
     for module in (worker, torchrun):
         monkeypatch.setattr(module, "connect", lambda *_, **__: comm)
-        monkeypatch.setattr(module, "success", lambda comm, value, duration_s: duration_s)
+        monkeypatch.setattr(module, "success", lambda comm, value, duration_s, *_: duration_s)
         monkeypatch.setattr(module, "seed_random_numbers", lambda rank: None)
         monkeypatch.setattr(module, "time", machine.clock())
     monkeypatch.setattr(worker.displays, "show_open_figures", lambda: None)
@@ -43,13 +49,12 @@ def test_duration_of_a_run(rank):
 
 
 def test_duration_under_torchrun(rank, monkeypatch):
-    found = []
     monkeypatch.setattr(torchrun, "_local_world_size", lambda *_: 1)
     monkeypatch.setattr(torchrun, "plan", lambda *_, **__: SimpleNamespace(notes=()))
     monkeypatch.setattr(torchrun, "_report_memory", lambda *_: None)
-    monkeypatch.setattr(torchrun.dist, "all_gather_object", lambda _, mine: found.append(mine))
-    torchrun.run_as_rank(queues, (), 1, "cuda", "auto", 10.0)
-    assert found == [pytest.approx(3.0)]
+    monkeypatch.setattr(torchrun, "_watch", lambda *_: None)
+    monkeypatch.setattr(torchrun, "_exchange", lambda _, mine: [mine])
+    assert torchrun.run_as_rank(queues, (), 1, "cuda", "auto", 10.0) == [pytest.approx(3.0)]
 
 
 def test_epochs_of_the_asynchronous_server(machine, monkeypatch):

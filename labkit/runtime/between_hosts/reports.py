@@ -39,7 +39,7 @@ _OF_NUMPY: list[Any] = [
 _LENGTH = struct.Struct("!Q")
 _MOST_DEPTH = 20
 # The types of a report's fields as JSON; those of a span are checked when it is made.
-_TYPES = {"str": str, "int": int, "float": (int, float)}
+_TYPES: dict[Any, Any] = {str: str, int: int, float: (int, float)}
 
 
 def dump_plain(value: Any) -> bytes:
@@ -121,9 +121,9 @@ def from_bytes(data: bytes, rank: int) -> Report:
         if (report.rank, report.kind) != (rank, "value"):
             raise ValueError(f"it is {report.kind!r} of rank {report.rank!r}")
         for field in fields(Report):
-            kind = _TYPES.get(str(field.type))
-            if kind is not None and not isinstance(getattr(report, field.name), kind):
-                raise ValueError(f"its {field.name} is no {field.type}")
+            kind, found = _TYPES.get(field.type), getattr(report, field.name)
+            if kind is not None and not isinstance(found, kind):
+                raise ValueError(f"its {field.name} is a {type(found).__name__}")
         return report
     except Exception as error:
         raise ConnectionError(
