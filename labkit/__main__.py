@@ -243,16 +243,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     check_outputs({"--json": arguments.json_path, "--figure": arguments.figure_path}, {})
-    from labkit import bench
+    from labkit.bench.command import main as bench
 
-    return bench.main(**_given(arguments))
+    return bench(**_given(arguments))
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     check_outputs({"--json": arguments.json_path}, {"--from": arguments.from_path})
-    from labkit.bench import compare
+    from labkit.bench.compare.command import main as compare
 
-    return compare.main(**_given(arguments))
+    return compare(**_given(arguments))
 
 
 def _gpu_report(arguments: argparse.Namespace) -> int:

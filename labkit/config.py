@@ -234,7 +234,7 @@ class RunConfig:
         None, ("fp16", "bf16", "topk"), "ring_all_reduce: compress gradients on the wire"
     )
     hierarchical: bool = _setting(
-        False, "", "sum gradients inside each host first, then between hosts", _check_flag
+        False, "", "ring_all_reduce, ddp: sum inside each host first, then between", _check_flag
     )
     servers: int | None = _integer(None, "S", "parameter_server: ranks that hold parameters")
     straggler: str | None = _text(

@@ -74,6 +74,12 @@ def wait_until(condition, seconds: float) -> bool:
     return bool(condition())
 
 
+def until_they_wait(comm, ranks) -> None:
+    """On a rank: return once these ranks are inside an operation, however late they come."""
+    doing = comm.session.board.ranks["op"]
+    assert wait_until(lambda: all(doing[rank] for rank in ranks), 30)
+
+
 def session_of(leader: int) -> list[int]:
     """Process ids of a session: those of a program started with ``start_new_session``."""
     found = []

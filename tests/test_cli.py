@@ -334,33 +334,6 @@ def test_ctrl_c_ends_all_ranks():
 
 
 @pytest.mark.fresh
-def test_the_same_command_under_torchrun(tmp_path):
-    report = tmp_path / "out.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-        "-m",
-        "labkit",
-        "train",
-    ]
-    words = ["--strategy", "ring_all_reduce", "--epochs", "1", *QUICK, "--json", str(report)]
-    # torchrun leaves a folder of logs in the temporary directory: keep it in the test's own.
-    done = call(*words, command=torchrun, env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch 1/1") == 1
-    found = json.loads(report.read_text())
-    assert found["config"]["world_size"] == 2
-    assert len(found["bytes_sent"]) == 2
-    assert [peak["devices"] for peak in found["peak_memory"]] == [{}, {}]
-    if sys.platform.startswith("linux"):
-        assert all(0 <= peak["process_bytes"] < 100e6 for peak in found["peak_memory"])
-        assert "peak memory by rank: " in done.stdout
-
-
-@pytest.mark.fresh
 def test_help_as_a_process():
     done = call("--help", command=[sys.executable, "-m", "labkit"])
     assert done.returncode == 0

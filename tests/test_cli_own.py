@@ -80,12 +80,22 @@ def test_own_work_from_the_current_directory(work, capsys):
 
 def test_own_work_under_torchrun(work):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     torchrun += ["-m", "labkit", "train"]
-    words = ["--strategy", "ddp", *words_of(**OWN | {"model": "my_work:net"})]
+    words = ["--strategy", "ddp", "--json", "out.json"]
+    words += words_of(**OWN | {"model": "my_work:net"})
+    # torchrun leaves a folder of logs in the temporary directory: keep it in the test's own.
     done = call(*words, command=torchrun, env=os.environ | {"TMPDIR": str(work)})
     assert done.returncode == 0, done.stderr
     assert "replicas agree: True" in done.stdout
+    assert done.stdout.count("epoch 1/1") == 1
+    found = json.loads((work / "out.json").read_text())
+    assert found["config"]["world_size"] == 2
+    assert len(found["bytes_sent"]) == 2
+    assert [peak["devices"] for peak in found["peak_memory"]] == [{}, {}]
+    if sys.platform.startswith("linux"):
+        assert all(0 <= peak["process_bytes"] < 100e6 for peak in found["peak_memory"])
+        assert "peak memory by rank: " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ BAD = {
         *("0 per host", "-1 per host", "1.5 per host", "x per host", "2 per host,3 per host"),
         *("99999 per host", "2 hosts"),
     ],
+    "H": ["", "0", "-1", ",", "a,,b", "99999", "9" * 5000],
     "SECONDS": [*BAD_NUMBERS, "0", "-0.0"],
     "MB": BAD_NUMBERS,
     "X": [*BAD_NUMBERS, "1"],

@@ -155,5 +155,5 @@ def test_real_spans_are_real_times_on_one_clock():
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
     # Rank 0 is ready first, and its wait ends when rank 1 has computed.
     waited = trace.of(0, "wait")[0]
-    assert 0 <= waited.end_s - trace.of(1, "compute")[0].end_s < 0.25
+    assert 0 <= waited.end_s - trace.of(1, "compute")[0].end_s < 2
     assert not trace.of(1, "wait")

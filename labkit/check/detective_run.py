@@ -6,6 +6,7 @@ The program is ``labkit.check.programs.early_stop``: which rank is to blame depe
 import json
 import re
 import socket
+import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from labkit.runtime.agents import show_line, start_agents
 HOSTS, RANKS_PER_HOST = 2, 2
 # Nothing is printed for this long: the run stands still. (A step takes milliseconds.)
 _QUIET_S = 2.0
-_ANSWER_S = 20.0
+_ANSWER_S, _AGAIN_S = 20.0, 0.3
 # PyTorch's name of the default process group.
 _DEFAULT_GROUP = "0"
 # labkit tells the cause on every host, and in each rank that it ends that it does so.
@@ -94,25 +95,44 @@ def hang(seed: int | None = None) -> HungRun:
         seed: decides which rank stops early; by default another one each time.
 
     Raises:
+        RuntimeError: the program has ended instead.
         ConnectionError: the debug server does not answer.
     """
     seed, port = new_seed() if seed is None else seed, _free_port()
-    after: list[tuple[int, str]] = []
+    lines: list[tuple[int, str]] = []
+
+    def show_steps(host: int, line: str) -> None:
+        lines.append((host, line))
+        if ": step " in line:
+            show_line(host, line)
+
     with start_agents(
         [_PROGRAM, str(seed), str(port)],
         hosts=HOSTS,
         ranks_per_host=RANKS_PER_HOST,
         environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
     ) as agents:
-        agents.follow(quiet_s=_QUIET_S, show=_show_a_step)
+        while not any(": step " in line for _, line in lines):
+            if agents.follow(quiet_s=_QUIET_S, show=show_steps):
+                said = "\n".join(line for _, line in lines[-20:])
+                raise RuntimeError(f"the program has ended, and was to stand still:\n{said}")
         print(f"... nothing for {_QUIET_S:g} s", flush=True)
-        stacks = _page(port, "stacks")
-        dumps = _page(port, "fr_trace_json")
-        agents.follow(show=lambda host, line: after.append((host, line)))
-    for host, line in errors_in(after):
+        dumps, stacks = _dumps(port), _page(port, "stacks")
+        agents.follow(show=lambda host, line: lines.append((host, line)))
+    for host, line in errors_in(lines):
         show_line(host, line)
-    entries = {rank: _entries_in(dump) for rank, dump in enumerate(dumps)}
-    return HungRun(dict(enumerate(stacks)), entries, seed)
+    return HungRun(dict(enumerate(stacks)), dumps, seed)
+
+
+def _dumps(port: int) -> Dumps:
+    """By rank, the entries of its flight recorder, once they do not change any more."""
+    before: Dumps | None = None
+    dumps: Dumps = {}
+    while dumps != before:
+        before = dumps
+        dumps = dict(enumerate(map(_entries_in, _page(port, "fr_trace_json"))))
+        time.sleep(_AGAIN_S)
+    return dumps
 
 
 def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
@@ -174,8 +194,3 @@ def _page(port: int, name: str) -> list[str]:
             "again when the machine is less busy"
         ) from None
     return re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)
-
-
-def _show_a_step(host: int, line: str) -> None:
-    if ": step " in line:
-        show_line(host, line)

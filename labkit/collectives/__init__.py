@@ -22,16 +22,17 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
     dissemination_barrier   barrier         ceil(log2 P)        1 per step
 
 On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
-card of each host. The exact numbers are in ``labkit.costs.traffic`` and ``labkit.costs.hosts``.
-The module ``compressed`` sends gradients in half the bytes or fewer.
+card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exact numbers are in
+``labkit.costs.traffic`` and ``labkit.costs.hosts``. The module ``compressed`` sends gradients in
+half the bytes or fewer.
 """
 
 from labkit.collectives.barrier import dissemination_barrier as dissemination_barrier
-from labkit.collectives.fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
-from labkit.collectives.hierarchical import (
+from labkit.collectives.fast_hierarchical import (
     fast_hierarchical_all_reduce as fast_hierarchical_all_reduce,
-    hierarchical_all_reduce as hierarchical_all_reduce,
 )
+from labkit.collectives.fast_ring import fast_ring_all_reduce as fast_ring_all_reduce
+from labkit.collectives.hierarchical import hierarchical_all_reduce as hierarchical_all_reduce
 from labkit.collectives.naive import naive_all_reduce as naive_all_reduce
 from labkit.collectives.pairwise import all_to_all as all_to_all
 from labkit.collectives.reduction import Reduction as Reduction

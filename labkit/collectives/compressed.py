@@ -11,8 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from labkit.collectives import all_gather, ring_all_reduce, share_only, share_reduce
-from labkit.collectives.hierarchical import hierarchical_all_reduce, parts_of, rings_of
+from labkit.collectives import (
+    all_gather,
+    fast_hierarchical_all_reduce,
+    ring_all_reduce,
+    share_only,
+    share_reduce,
+)
+from labkit.collectives.hierarchical import parts_of, rings_of
 from labkit.collectives.ring import phase, split_chunks
 from labkit.comm.comm import Comm
 from labkit.comm.sub_comm import SubComm
@@ -29,7 +35,7 @@ def all_reduce_of(compress: str | None, hierarchical: bool = False) -> AllReduce
     is compressed. Each call makes a new object, since ``topk`` keeps what it has not sent yet.
     """
     if compress is None:
-        return hierarchical_all_reduce if hierarchical else ring_all_reduce
+        return fast_hierarchical_all_reduce if hierarchical else ring_all_reduce
     if hierarchical:
         return CompressedBetween(compress)
     return TopK() if compress == "topk" else HalfRing(compress)

@@ -13,7 +13,7 @@ Symbols: P ranks, S bytes, a column = P segments of up to the channel's ``segmen
 (512 KiB between CPU ranks, 4 MiB between GPU ranks).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -52,7 +52,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
         comm.span("all_reduce"),
         comm.session.streaming("fast_ring_all_reduce", ring.dst),
     ):
-        ring.run(split_chunks(flat, comm.world_size))
+        ring.run(ring.columns(split_chunks(flat, comm.world_size)))
     return tensor
 
 
@@ -89,13 +89,17 @@ class Ring:
         self.begins_messages = True
         self.segment_elements = self.right.segment_bytes // reduction.wide.itemsize
 
-    def run(self, chunks: list[Tensor]) -> None:
-        """Run the timetable on the chunks, column by column."""
+    def columns(self, chunks: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """The chunks in segments: segment g of all P chunks is column g."""
         segments = [chunk.split(self.segment_elements) for chunk in chunks]
-        columns = list(zip_longest(*segments, fillvalue=chunks[0][:0]))
+        return list(zip_longest(*segments, fillvalue=chunks[0][:0]))
+
+    def run(self, columns: Sequence[tuple[Tensor, ...]]) -> None:
+        """Run the timetable, column by column. What is run later belongs to the same messages."""
         self.begin(columns[0])
         for column, following in zip_longest(columns, columns[1:]):
             self.reduce_column(column, following)
+        self.begins_messages = False
 
     def begin(self, segments: tuple[Tensor, ...]) -> None:
         """Send the first of a column's P segments, which needs nothing from the left neighbour."""

@@ -17,25 +17,18 @@ or one rank per host, it is the ring.
 Symbols: P ranks on H hosts, m ranks per host, S bytes. Source: Cho et al., "BlueConnect" (2019).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from labkit.collectives.common import in_place
-from labkit.collectives.fast_ring import Ring, fast_ring_all_reduce, with_following
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import share_only, share_reduce, split_chunks
 from labkit.comm.comm import Comm
 from labkit.comm.sub_comm import SubComm
 from labkit.schedules.hierarchical import Blocks, num_blocks, parts_inside, rings_between
-from labkit.schedules.ring import (
-    RingStep,
-    chunk_bounds,
-    owned_chunk,
-    ring_share_only,
-    ring_share_reduce,
-)
+from labkit.schedules.ring import chunk_bounds, owned_chunk
 
 
 def hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -92,47 +85,3 @@ def rings_of(comm: Comm, num_elements: int) -> Iterator[tuple[Comm, int, int]]:
 def _elements(comm: Comm, num_elements: int, blocks: list[Blocks]) -> list[tuple[int, int]]:
     bounds = chunk_bounds(num_elements, num_blocks(comm.hosts))
     return [(bounds[first][0], bounds[end - 1][1]) for first, end in blocks]
-
-
-def fast_hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
-    """``hierarchical_all_reduce`` whose steps inside a host are those of the fast ring.
-
-    The same bits, messages and bytes. With one host, or one rank per host, it is
-    ``fast_ring_all_reduce``.
-    """
-    if len(comm.hosts) in (1, comm.world_size):
-        return fast_ring_all_reduce(comm, tensor, op)
-    reduction = Reduction.of(op, tensor)
-    with (
-        torch.no_grad(),
-        in_place(tensor) as flat,
-        comm.collective("fast_hierarchical_all_reduce", tensor, op),
-    ):
-        partial = flat.to(reduction.wide)
-        fast_half(comm, ring_share_reduce, parts_of(comm, partial), reduction.partial)
-        for ring, begin, end in rings_of(comm, flat.numel()):
-            all_reduce_between(ring, partial[begin:end], flat[begin:end], reduction, comm)
-        fast_half(comm, ring_share_only, parts_of(comm, flat))
-    return tensor
-
-
-Half = Callable[[int, int], Iterator[RingStep]]
-
-
-def fast_half(comm: Comm, half: Half, parts: list[Tensor], op: str = "sum") -> None:
-    """One half of the ring inside this rank's host, through the channels of its ranks."""
-    ranks = comm.hosts[comm.host]
-    name = "share_reduce" if half is ring_share_reduce else "share_only"
-    steps = [
-        step._replace(dst=ranks[step.dst], src=ranks[step.src])
-        for step in half(ranks.index(comm.rank), len(ranks))
-    ]
-    if steps and all(comm.transport.shares_memory_with(r) for r in ranks if r != comm.rank):
-        with comm.span(name), comm.session.streaming(name, steps[0].dst, ranks):
-            Ring(comm, Reduction.of(op, parts[0]), with_following(steps)).run(parts)
-        return
-    # All ranks have come to equally many meetings, also those of a host without channels.
-    with comm.session.meeting(name):
-        pass
-    inside = SubComm(comm, ranks)
-    share_reduce(inside, parts, op) if half is ring_share_reduce else share_only(inside, parts)

@@ -6,6 +6,8 @@ sent               counts messages and bytes, where they leave
 transport          the interface of what moves the bytes; torch_transport, shared_transport
                    (channels, shared_memory, waiting) and cuda_ipc implement it
 emulated_link      makes messages as slow as on a link with a given latency and bandwidth
+sub_comm           some of the ranks, numbered anew, for a collective among these only
+under_way          an exchange that goes on while its rank does something else
 span_sums          seconds by kind on the board, for what is shown while ranks run
 board              what every rank is doing, for all processes of a run to read
 deadlock, explain  which ranks can never continue, and the sentence that says why

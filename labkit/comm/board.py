@@ -222,6 +222,14 @@ class Board:
         slot["announced"][self.collectives[rank] % HISTORY] = what.encode()
         self.collectives[rank] += 1
 
+    def again(self, rank: int, op: str, dst: int | None, src: int | None) -> None:
+        """Post that the rank is in an operation again that it had entered before others."""
+        slot = self.ranks[rank]
+        slot["dst"] = -1 if dst is None else dst
+        slot["src"] = -1 if src is None else src
+        slot["op"] = op.encode()
+        slot["ticks"] += 1
+
     def leave(self, rank: int) -> None:
         """Post that the operation has ended."""
         slot = self.ranks[rank]

@@ -19,7 +19,8 @@ alpha-beta model of ``labkit.costs.link``: alpha is the latency, beta is 1 / ban
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +200,14 @@ class LinkTransport(Transport):
         self._transport.exchange(send, dst, recv, src)
         self._travel(send, recv, dst, src)
 
+    @contextmanager
+    def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
+        self._transport.exchange(send, dst, recv, src)
+        left_s, began_s = self._booked(send, recv, dst, src), time.monotonic()
+        yield
+        if left_s is not None:
+            self._sleep(max(0.0, began_s + left_s - time.monotonic()))
+
     def shares_memory_with(self, peer: int) -> bool:
         return peer in self._near and self._transport.shares_memory_with(peer)
 
@@ -238,16 +247,27 @@ class LinkTransport(Transport):
         src: int | None = None,
     ) -> None:
         """Sleep until the messages have passed the link: one to ``dst``, one from ``src``."""
+        left_s = self._booked(sent, received, dst, src)
+        if left_s is not None:
+            self._sleep(left_s)
+
+    def _booked(
+        self, sent: Tensor, received: Tensor | None, dst: int | None, src: int | None
+    ) -> float | None:
+        """Put the messages on the card; the seconds until they have passed, None inside a host."""
         out_bytes = None if dst is None or dst in self._near else sent.nbytes
         in_bytes = None
         if src is not None and src not in self._near:
             in_bytes = (sent if received is None else received).nbytes
         if out_bytes is None and in_bytes is None:
-            return
+            return None
         if sent.device.type == "cuda":
             # So far the transfer is only queued, and what is queued next must come after it.
             torch.cuda.current_stream(sent.device).synchronize()
-        if self._abandoned.wait(self._card.book(out_bytes, in_bytes)):
+        return self._card.book(out_bytes, in_bytes)
+
+    def _sleep(self, seconds: float) -> None:
+        if self._abandoned.wait(seconds):
             raise PeerLostError("this rank is ending")
 
 

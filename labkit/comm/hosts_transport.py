@@ -1,6 +1,7 @@
 """Messages between ranks of several hosts: shared memory within a host, the network between."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -63,6 +64,12 @@ class HostsTransport(Transport):
         else:
             with self.far.receiving(recv, src):
                 self.near.send(send, dst)
+
+    @contextmanager
+    def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
+        is_far = self._to(dst) is self.far and self._to(src) is self.far
+        with (self.far if is_far else super()).exchanging(send, dst, recv, src):
+            yield
 
     def shares_memory_with(self, peer: int) -> bool:
         return peer in self.neighbours

@@ -6,7 +6,7 @@ manage a comm through its session; strategies and learners never need it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,13 +96,17 @@ class Session:
     @contextmanager
     def operation(
         self, op: str, sent: End | None = None, expected: End | None = None, start: Any = None
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[], None]]:
         """Wrap a transfer: post it, time it, and name the peer in the error if the peer is lost.
 
         Args:
             op: the name of the transfer.
             sent, expected: (peer, description) of the outgoing and of the incoming tensor.
             start: the timer's mark at the beginning; None means now.
+
+        Yields:
+            A function, to be called after other operations inside the block: from then on the rank
+            is in this one again, and its span begins there.
         """
         self.check_open()
         dst, src = sent and sent[0], expected and expected[0]
@@ -112,8 +116,14 @@ class Session:
         if self.queue is not None:
             self.queue.make_room(sent, expected)
         queued = self._post(op, sent, expected)
+
+        def again() -> None:
+            nonlocal start
+            self.board.again(self.rank, op, dst, src)
+            start = self.recorder.timer.mark()
+
         try:
-            yield
+            yield again
         except PeerLostError as error:
             peers = [peer for peer in dict.fromkeys((dst, src)) if peer is not None]
             names = " and ".join(f"rank {peer}" for peer in peers)

@@ -104,10 +104,19 @@ class TorchTransport(Transport):
         if self.queues:
             self._exchange_as_one(send, dst, recv, src)
             return
+        with self.exchanging(send, dst, recv, src):
+            pass
+
+    @contextmanager
+    def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
+        if self.queues:
+            with super().exchanging(send, dst, recv, src):
+                yield
+            return
         # The receive first: gloo tells a peer that it may send on the same connection as the data,
         # behind a message to that peer, so the two directions would take turns.
         with self.receiving(recv, src), self.sending(send, dst):
-            pass
+            yield
 
     def _exchange_as_one(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         """Exchange over NCCL, which matches the two ends only when they are issued as a group."""

@@ -1,7 +1,8 @@
 """The interface of all transports, which move the bytes for ``Comm``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ class Transport(ABC):
     @abstractmethod
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
         """Send and receive; neither waits for the other. The two tensors share no memory."""
+
+    @contextmanager
+    def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
+        """Exchange while the block runs, where messages move by themselves; otherwise after it."""
+        yield
+        self.exchange(send, dst, recv, src)
 
     @abstractmethod
     def barrier(self) -> None:

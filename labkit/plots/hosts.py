@@ -131,7 +131,7 @@ def _draw_round(axes: Axes, steps: Round, hosts: Hosts) -> None:
         for at, rank in enumerate(ranks):
             place[rank] = x, -float(at)
             axes.add_patch(Circle(place[rank], _RADIUS, fc="white", ec=DARK, zorder=3))
-            axes.text(*place[rank], str(rank), ha="center", va="center", fontsize=10, zorder=4)
+            axes.text(x, -at, str(rank), ha="center", va="center", fontsize=10, zorder=4)
     ways = {(rank, step.dst) for rank, step in steps.items()}
     for rank, step in steps.items():
         (x, y), (to_x, to_y) = place[rank], place[step.dst]

@@ -22,11 +22,14 @@ from pathlib import Path
 from labkit.comm.processes import loopback
 from labkit.comm.source_lines import is_ours
 from labkit.runtime.marked import kill_marked
+from labkit.units import check_integer
 
 _MARK = "LABKIT_AGENTS"
 _FOLDER = "LABKIT_AGENTS_FOLDER"
 # Time for an agent to end its ranks; then they are killed.
 _GRACE_S, _KILLED_S = 10.0, 10.0
+# Each has an address that begins with 127.0.0.
+_MOST_HOSTS = 200
 _ENDED = 128 + signal.SIGTERM
 
 Show = Callable[[int, str], object]
@@ -85,6 +88,10 @@ class Agents:
             process.wait()
         return True
 
+    def close(self) -> None:
+        """Read no more output."""
+        self._selector.close()
+
     def _read(self, key: selectors.SelectorKey) -> list[str]:
         host = key.data
         data = os.read(key.fd, 1 << 16)
@@ -116,9 +123,14 @@ def start_agents(
         options: more options of ``torchrun``, such as ``--max-restarts``, ``1``.
         environment: more variables for the ranks.
 
+    Raises:
+        ValueError: an impossible number of hosts or ranks.
+
     Yields:
         The agents. Each line that a rank prints begins with its number.
     """
+    check_integer("hosts", hosts, most=_MOST_HOSTS)
+    check_integer("ranks_per_host", ranks_per_host)
     mark = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(
@@ -131,7 +143,9 @@ def start_agents(
         for host in range(hosts):
             said = [*_options(folder, host, hosts, ranks_per_host), *options, *words]
             processes.append(_start(said, settings))
-        yield Agents(processes)
+        agents = Agents(processes)
+        stack.callback(agents.close)
+        yield agents
 
 
 def _settings(folder: str) -> dict[str, str]:

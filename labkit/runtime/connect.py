@@ -56,8 +56,7 @@ def connect(
         timeout_s: the run's deadline, in seconds.
         arena: the memory of this host's ranks that the launcher has made, with a place for every
             rank of the run; None under ``torchrun``.
-        meeting: where the ranks find each other; without it they meet at the address in the
-            environment (``torchrun``).
+        meeting: where the ranks find each other; None for the address that ``torchrun`` gives.
         link: the emulated link of this process's messages; None for no emulation.
 
     Raises:
@@ -68,13 +67,10 @@ def connect(
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
     _prepare(plan, device, local_world_size)
-    if not dist.is_initialized():
-        # If there is a launcher (``arena``), it enforces the deadline itself.
-        group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
-        store = meeting.store(world_size) if meeting else None
-        with new_connections() as opened:
-            _join_group(plan.backend, group_timeout_s, device, store)
-        group_connections[:] = opened
+    # If there is a launcher (``arena``), it enforces the deadline itself.
+    _join_once(
+        plan.backend, max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s, device, meeting
+    )
     group_store = dist.distributed_c10d._get_default_store()
     hosts = find_hosts(group_store, rank, world_size)
     neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
@@ -83,11 +79,9 @@ def connect(
     patience_s = timeout_s + PATIENCE_S
     plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
     transport = over_link(_transport(plan, arena, neighbours, rank, device, patience_s))
-    doorbells, board = None, None if arena is None else arena.board
-    if arena is not None and arena.has_semaphores:
-        bells = {one: arena.doorbell(one) for one in neighbours}
-        doorbells = Doorbells(arena.board, rank, patience_s, bells)
-    comm = Comm(rank, world_size, device, transport, board, doorbells=doorbells, hosts=hosts.ranks)
+    board = None if arena is None else arena.board
+    bells = None if arena is None else _doorbells(arena, rank, neighbours, patience_s)
+    comm = Comm(rank, world_size, device, transport, board, doorbells=bells, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
     comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
     if comm.session.queue is not None:
@@ -127,6 +121,15 @@ def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:
             os.environ.setdefault(name, value)
 
 
+def _doorbells(
+    arena: Arena, rank: int, neighbours: Sequence[int], patience_s: float
+) -> Doorbells | None:
+    if not arena.has_semaphores:
+        return None
+    bells = {one: arena.doorbell(one) for one in neighbours}
+    return Doorbells(arena.board, rank, patience_s, bells)
+
+
 def _transport(
     plan: Plan,
     arena: Arena | None,
@@ -146,6 +149,17 @@ def _transport(
     if len(neighbours) == arena.world_size:
         return near
     return HostsTransport(near, TorchTransport(plan.backend, device), neighbours)
+
+
+def _join_once(
+    backend: str, timeout_s: float, device: torch.device, meeting: "MeetingFile | None"
+) -> None:
+    """Join the group, unless this process is in one, and remember its connections."""
+    if not dist.is_initialized():
+        store = meeting.store(int(os.environ["WORLD_SIZE"])) if meeting else None
+        with new_connections() as opened:
+            _join_group(backend, timeout_s, device, store)
+        group_connections[:] = opened
 
 
 def _join_group(

@@ -29,6 +29,8 @@ _SHORT_FOLDER = "/tmp"
 # Variables that Python, the C library or a library of torch reads once, when it is loaded.
 _READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_")
 _READ_AT_LOAD += ("PYTHON", "LD_", "DYLD_", "MALLOC_", "GLIBC_", "TORCH_LOGS", "TORCHDYNAMO_")
+# Python reads it at each breakpoint(), and Ray sets it in a process that it connects.
+_READ_AT_USE = {"PYTHONBREAKPOINT"}
 # A module that asks for GPUs while the server imports it must not initialise CUDA, which no fork
 # of the server could use afterwards: with this variable PyTorch asks NVML, the driver's monitor.
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -88,6 +90,7 @@ def late_variables() -> str:
     if not before:
         return ""
     changed = {name for name in {*before, *now} if before.get(name) != now.get(name)}
+    changed -= _READ_AT_USE
     late = {(name, now.get(name)) for name in changed if name.startswith(_READ_AT_LOAD)}
     names = sorted(name for name, _ in late - _told)
     _told.update(late)

@@ -96,17 +96,15 @@ def run(
         transport: ``shared`` (memory, on one machine), ``gloo`` or ``nccl``, or ``auto``: shared
             memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
-        may_lose: ranks that the run can do without: if one fails after all ranks have started,
-            the others get a PeerLostError where they wait for it. (``torchrun`` ends all ranks.
-            NCCL does not go on after a loss: with ``auto``, GPUs then talk over gloo.)
-        link: an emulated link, which makes messages slower; None for no emulation.
-        hosts: other machines, which are nodes of a Ray cluster: how many of them, or their
-            addresses; the ranks are spread evenly, host by host. (``pip install
-            'labkit[cluster]'``.) None runs all ranks on this machine.
+        may_lose: ranks that the run can do without: if one fails later, the others get a
+            PeerLostError where they wait for it. (Not under ``torchrun``; GPUs then use gloo.)
+        link: an emulated link, which makes messages slower.
+        hosts: nodes of a Ray cluster (``labkit[cluster]``) on which the ranks are spread evenly,
+            host by host: how many, or their addresses; None for this machine.
 
     Returns:
-        The values by rank, the trace, and what was sent. Under ``torchrun`` the ranks exist
-        already: this process is one of them, and every rank gets the same result.
+        The values by rank, the trace, and what was sent; under ``torchrun``, where this process
+        is one of the ranks, the same on every rank.
 
     Raises:
         ValueError: impossible settings; what cannot be pickled; a run inside a run.
@@ -115,39 +113,67 @@ def run(
         DeadlineError: the deadline passed; the message holds each rank's stack.
     """
     _check(world_size, timeout_s, may_lose, link, warn=hosts is None)
-    if hosts is not None:
-        where = device, transport, devices
-        lose = frozenset(may_lose)
-        return _run_on(hosts, fn, args, world_size, where, timeout_s, lose, link)
+    told = fn, args, world_size, (device, transport, devices), timeout_s, frozenset(may_lose), link
     if under_torchrun():
-        where = world_size, device, transport, timeout_s, link, devices
-        return _result(torchrun.run_as_rank(fn, args, *where))
-    chosen = _planned(world_size, device, transport, devices, bool(may_lose))
-    shared = (
-        dump_call(fn, args),
-        cell_sources(),
-        chosen,
-        world_size,
-        timeout_s,
-        frozenset(may_lose),
-    )
-    supervisor = Supervisor(Job(*shared, link=link, in_notebook=kernel() is not None))
+        return _run_as_rank(hosts, *told)
+    supervisor = _supervisor(*told) if hosts is None else _supervisor_on(hosts, *told)
     return _result(supervisor.run(), supervisor.lost)
 
 
-def _run_on(hosts: int | str | Sequence[str], *run: Any) -> RunResult:
-    """The result of a run on other hosts."""
-    if under_torchrun():
+# Device, transport, devices.
+_Where = tuple[str, str, str | Sequence[str] | None]
+
+
+def _run_as_rank(
+    hosts: object,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    where: _Where,
+    timeout_s: float,
+    _may_lose: frozenset[int],
+    link: EmulatedLink | None,
+) -> RunResult:
+    """This process is one of torchrun's ranks."""
+    if hosts is not None:
         raise ValueError(
             f"hosts={hosts!r}: torchrun has started the ranks of this run already. Leave hosts "
             "out, or start without torchrun"
         )
+    device, transport, devices = where
+    here = world_size, device, transport, timeout_s, link, devices
+    return _result(torchrun.run_as_rank(fn, args, *here))
+
+
+def _supervisor(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    where: _Where,
+    timeout_s: float,
+    may_lose: frozenset[int],
+    link: EmulatedLink | None,
+) -> Supervisor:
+    """The supervisor of a run whose ranks are on this machine."""
+    device, transport, devices = where
+    chosen = _planned(world_size, device, transport, devices, bool(may_lose))
+    shared = dump_call(fn, args), cell_sources(), chosen, world_size, timeout_s, may_lose
+    return Supervisor(Job(*shared, link=link, in_notebook=kernel() is not None))
+
+
+def _supervisor_on(
+    hosts: int | str | Sequence[str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    *told: Any,
+) -> Supervisor:
+    """The supervisor of a run whose ranks are on other hosts."""
     # It would import much that a run on one machine does not need.
     from labkit.runtime.hosts.launch import supervisor_on
 
-    _check_open_files(run[2])
-    supervisor = supervisor_on(hosts, *run)
-    return _result(supervisor.run(), supervisor.lost)
+    _check_open_files(world_size)
+    return supervisor_on(hosts, fn, args, world_size, *told)
 
 
 def _planned(

@@ -135,11 +135,17 @@ class Inbox:
     """The launcher's end of a rank's pipe: reads what has arrived, never waits for the rest.
 
     A rank that is stopped in the middle of a large report must not stop its launcher too.
+
+    Args:
+        control: the pipe.
+        same_clock: whether the rank is on this machine, where all processes read one clock.
     """
 
-    def __init__(self, control: Connection):
+    def __init__(self, control: Connection, same_clock: bool = True):
         self.control = control
+        self._same_clock = same_clock
         self._data = bytearray()
+        self._since_s = 0.0
 
     @property
     def expected_bytes(self) -> int:
@@ -160,6 +166,8 @@ class Inbox:
             data = b""
         if not data:
             raise EOFError
+        if not self._data:
+            self._since_s = time.monotonic()
         self._data += data
         found = []
         while len(self._data) >= _LENGTH.size:
@@ -170,6 +178,7 @@ class Inbox:
                 message = pickle.loads(part)
             del self._data[:end]
             if isinstance(message, Report):
-                message = replace(message, travel_s=time.monotonic() - message.returned_at_s)
+                since_s = message.returned_at_s if self._same_clock else self._since_s
+                message = replace(message, travel_s=time.monotonic() - since_s)
             found.append(message)
         return found

@@ -72,7 +72,8 @@ class Supervisor:
         self._meeting = MeetingFile()
         controls = [Pipe() for _ in range(self.world_size)]
         outputs = [Pipe(duplex=False) for _ in range(self.world_size)]
-        self._inboxes = {mine: (rank, Inbox(mine)) for rank, (mine, _) in enumerate(controls)}
+        here = elsewhere is None
+        self._inboxes = {mine: (r, Inbox(mine, here)) for r, (mine, _) in enumerate(controls)}
         self._output = Output([receiver for receiver, _ in outputs])
         self._watcher: Watcher = Nothing()
         self._rank_ends = [(control, out) for (_, control), (_, out) in zip(controls, outputs)]

@@ -47,7 +47,8 @@ class Preemption:
 
     def __init__(self, comm: Comm, saves: bool):
         self._comm, self.reason, self._agent = comm, _SIGNAL, os.getppid()
-        self._round = rounds.current() if saves else None
+        can_handle = threading.current_thread() is threading.main_thread()
+        self._round = rounds.current() if saves and can_handle else None
         self._changed = threading.Condition()
         self._under_way = 0
         self._is_frozen = self._is_told = self._is_closed = False

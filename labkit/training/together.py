@@ -149,9 +149,9 @@ def _warn(found: rounds.Round, config: RunConfig) -> None:
     for rank, behind_s in enumerate(found.behind_s):
         if abs(behind_s) > _CLOCKS_S:
             print(
-                f"the clock of {found.hosts[rank]} is {behind_s:.0f} s behind that of "
-                f"{found.hosts[0]}: torchrun takes a machine for lost when it has not been heard "
-                "for some seconds by such clocks. Let both follow a time server",
+                f"the clocks of {found.hosts[0]} and {found.hosts[rank]} differ by "
+                f"{abs(behind_s):.0f} s: by such clocks torchrun decides that a machine has been "
+                "silent for too long, and is lost. Let both follow a time server",
                 file=sys.stderr,
             )
             break

@@ -92,7 +92,7 @@ def test_both_timelines_are_drawn_from_their_first_call_to_their_last(wasteful):
 
 
 def slowly_made(rank, case):
-    time.sleep(0.5 if case.size == 9 and rank else 0.0)
+    time.sleep(1.5 if case.size == 9 and rank else 0.0)
     return (case.tensor(rank),)
 
 
@@ -108,7 +108,7 @@ def test_a_part_that_the_check_plays_does_not_widen_the_timeline():
     found = run_of(lambda comm, tensor: comm.send(tensor, 0), check.Exercise("to 0", **options), 2)
     milliseconds = re.search(r"Timeline of 2 ranks over ([\d.]+) (ms|µs|us)", found.figure.alt)
     assert milliseconds, found.figure.alt
-    assert milliseconds[2] != "ms" or float(milliseconds[1]) < 400
+    assert milliseconds[2] != "ms" or float(milliseconds[1]) < 1400
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import torch
 from cases import OPS, paid, values_of
 from ranks import travel_by_value
 
-from labkit import run
+from labkit import EmulatedLink, run
 from labkit.collectives import (
     Reduction,
+    fast_hierarchical,
     fast_hierarchical_all_reduce,
     hierarchical_all_reduce,
     ring_all_reduce,
@@ -95,6 +96,46 @@ def test_every_rank_gets_one_devices_result_at_the_price_of_the_formula(world_si
             dtype, op, size = case
             counts = size, dtype.itemsize, hosts, wide_bytes(op, dtype)
             assert left == card_bytes("hierarchical", *counts), (hosts, case)
+
+
+def in_segments(comm, dtype, op, size, segment_bytes):
+    """Whether bits and bytes are the readable one's, what ranks share, the messages of both."""
+    fast_hierarchical.SEGMENT_BYTES = segment_bytes
+    slow, price = paid(comm, hierarchical_all_reduce, values_of(comm.rank, size, dtype), op)
+    fast, cost = paid(comm, fast_hierarchical_all_reduce, values_of(comm.rank, size, dtype), op)
+    same = bits(slow) == bits(fast) and price.num_bytes == cost.num_bytes
+    meetings = int(comm.session.board.ranks[comm.rank]["meetings"])
+    return same, (hash(bits(fast)), meetings), price.messages, cost.messages
+
+
+# The longest block of four has 250, 251 or 3 elements of 4 bytes.
+SEGMENTED = [
+    (torch.float32, "sum", 1000, 4 * 50, 5),
+    (torch.float32, "mean", 1001, 4 * 50, 6),
+    (torch.bfloat16, "mean", 1003, 4 * 100, 3),
+    (torch.int32, "max", 9, 4, 3),
+    (torch.int32, "sum", 1000, 4 * 250, 1),
+    (torch.float64, "sum", 0, 8, 1),
+]
+
+
+def all_in_segments(comm):
+    return [in_segments(comm, *case[:4]) for case in SEGMENTED]
+
+
+@pytest.mark.parametrize("settings", [{}, {"transport": "gloo"}])
+def test_segments_change_the_messages_between_hosts_and_nothing_else(settings):
+    link = EmulatedLink(ranks_per_host=2)
+    by_rank = run(all_in_segments, world_size=4, link=link, **settings).values
+    for case, of_ranks in zip(SEGMENTED, zip(*by_rank)):
+        assert [same for same, *_ in of_ranks] == [True] * 4, case
+        # All ranks have the same bits, and have come to equally many meetings.
+        assert len({equal for _, equal, *_ in of_ranks}) == 1, case
+        count = case[-1]
+        # Through gloo the messages inside a host are segments, too: of two blocks each.
+        inside = 2 if count == 1 or not settings else 2 * 2 * count
+        assert [number for *_, number in of_ranks] == [inside + 2 * count] * 4, case
+        assert [number for *_, number, _ in of_ranks] == [2 + 2] * 4
 
 
 def as_on_one_kind_of_link(comm):

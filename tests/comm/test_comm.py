@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from ranks import travel_by_value
+from ranks import travel_by_value, until_they_wait
 
 from labkit import DeadlockError, WorkerError, run
 from labkit.comm.comm import Comm
@@ -214,7 +214,7 @@ def test_nobody_starves_while_another_sends_without_end():
 
     def in_turns(comm):
         if comm.rank == 0:
-            time.sleep(0.2)
+            until_they_wait(comm, [1, 2])
             number = torch.empty(1)
             return [comm.recv_any(number, [1, 2]) for _ in range(6)]
         for _ in range(3):

@@ -223,7 +223,9 @@ def test_all_reduces_take_the_time_of_the_model():
     measured = run(least_seconds, names, 25_000, world_size=4, link=link).values[0]
     naive_s, ring_s = (all_reduce_seconds(name, 100_000, 4, model) for name in ("naive", "ring"))
     assert measured["naive_all_reduce"] > 0.98 * naive_s
-    assert 0.98 * ring_s < measured["ring_all_reduce"] < naive_s, "the model says a third of naive"
+    assert measured["ring_all_reduce"] > 0.98 * ring_s
+    # A third of it by the model. Both were measured, in turns, whatever else runs here.
+    assert measured["ring_all_reduce"] < measured["naive_all_reduce"]
 
 
 def on_hosts(comm):
@@ -275,7 +277,7 @@ def test_over_hosts_takes_less_time_than_the_flat_ring():
     assert ring_s == pytest.approx(6 * (0.004 + 0.005))
     assert over_s == pytest.approx(2 * (0.004 + 0.01))
     assert measured["ring_all_reduce"] > 0.98 * ring_s
-    assert 0.98 * over_s < measured["hierarchical_all_reduce"] < ring_s
+    assert 0.98 * over_s < measured["hierarchical_all_reduce"] < measured["ring_all_reduce"]
 
 
 class SlowBackward(torch.autograd.Function):

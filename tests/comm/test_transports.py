@@ -414,3 +414,31 @@ def sends_from_many_threads(comm):
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_no_count_is_lost_between_threads(transport):
     assert on(transport, sends_from_many_threads, 3) == [(600, 4800), 0, 0]
+
+
+class NoGroup:
+    """In place of a process group: notes what is posted."""
+
+    def __init__(self):
+        self.posted = []
+
+    def send(self, tensors, dst, tag):
+        self.posted.append("send")
+        return self
+
+    def recv(self, tensors, src, tag):
+        self.posted.append("recv")
+        return self
+
+    def wait(self, *patience):
+        self.posted.append("wait")
+
+
+def test_an_exchange_over_gloo_posts_its_receive_first():
+    """Otherwise the peer's leave to send waits behind this rank's data, on their connection."""
+    transport = TorchTransport("gloo", CPU, NoGroup())
+    transport.exchange(torch.ones(2), 1, torch.empty(2), 1)
+    assert transport._group.posted == ["recv", "send", "wait", "wait"]
+    with transport.exchanging(torch.ones(2), 1, torch.empty(2), 1):
+        assert transport._group.posted[4:] == ["recv", "send"], "both are under way"
+    assert transport.sent.bytes_to[1] == 16

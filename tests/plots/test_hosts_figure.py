@@ -1,4 +1,4 @@
-"""An all-reduce over hosts, drawn: as many arrows as messages, and bytes over a card as counted."""
+"""An all-reduce over hosts, drawn: an arrow for each message, and the bytes over a card."""
 
 import pytest
 from parts import legend_of

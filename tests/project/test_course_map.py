@@ -52,14 +52,21 @@ def test_a_new_page_is_linked_from_the_maps_and_from_its_neighbours(tool):
     assert changed == head.replace("[old](old.ipynb)", "new")
 
 
+def headings(path):
+    text = path.read_text() if path.suffix == ".md" else markdown(path)
+    return re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("path", [ROOT / "README.md", *NOTEBOOKS], ids=lambda path: path.stem)
 def test_links_lead_to_pages_and_sections_that_are_there(path):
     text = path.read_text() if path.suffix == ".md" else markdown(path)
     here = [(path.stem, anchor) for anchor in re.findall(r"\]\(#([^)]*)\)", text)]
     for stem, anchor in LINK.findall(text) + here:
-        target = ROOT / "notebooks" / f"{stem}.ipynb"
+        target = path if stem == path.stem else ROOT / "notebooks" / f"{stem}.ipynb"
         assert target.is_file(), f"{path.name} links to {stem}"
-        # Jupyter makes a heading's address from its text, with a dash for each blank.
-        headings = re.findall(r"^#+ (.*)$", markdown(target), flags=re.MULTILINE)
-        found = {heading.strip().replace("`", "").replace(" ", "-") for heading in headings}
+        # A heading's address is its text with a dash for each blank; GitHub's are in lower case.
+        found = {
+            heading.strip().replace("`", "").replace(" ", "-") for heading in headings(target)
+        }
+        found = {heading.lower() for heading in found} if target.suffix == ".md" else found
         assert not anchor or anchor in found, f"{path.name} links to {stem}#{anchor}"

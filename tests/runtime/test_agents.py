@@ -59,6 +59,16 @@ def test_hosts_are_numbered_and_one_of_them_fails(tmp_path):
     assert not any(map(is_alive, started))
 
 
+@pytest.mark.parametrize(
+    ("option", "count"), [("hosts", 0), ("hosts", 201), ("ranks_per_host", 0)]
+)
+def test_impossible_numbers_are_refused_before_anything_starts(option, count):
+    before = os.listdir(os.environ["TMPDIR"])
+    with pytest.raises(ValueError, match=option), start_agents(["none.py"], **{option: count}):
+        pass
+    assert os.listdir(os.environ["TMPDIR"]) == before
+
+
 def marks(folder):
     return marked("LABKIT_AGENTS_FOLDER", folder)
 
@@ -99,3 +109,5 @@ def test_nothing_is_left_of_a_caller_that_was_interrupted_or_killed(tmp_path):
         for caller in callers:
             caller.kill()
             caller.communicate()
+        for pid in (pid for folder in tmp_path.glob("*/*") for pid in marks(str(folder))):
+            os.kill(pid, signal.SIGKILL)

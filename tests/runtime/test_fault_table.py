@@ -31,7 +31,7 @@ import torch
 from faults import PATIENCE, Case, Kernel, Row, Table, check_words
 from fifo_transport import streamed
 from odd_models import fit_in_turn
-from ranks import is_alive, running_ranks, travel_by_value, wait_until
+from ranks import is_alive, running_ranks, travel_by_value, until_they_wait, wait_until
 from test_files import at_most
 
 import labkit
@@ -141,8 +141,12 @@ def killed(case):
         if comm.rank == 2:
             time.sleep(60)
         if comm.rank == 1:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Thread(target=is_killed_in_the_barrier, args=(comm,)).start()
         comm.barrier()
+
+    def is_killed_in_the_barrier(comm):
+        until_they_wait(comm, [0, 1])
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def at_the_end(comm):
         if comm.rank == 1:
@@ -167,13 +171,13 @@ def killed(case):
 def leaves(case):
     def leaves_with(comm, code):
         if comm.rank == 1:
-            time.sleep(0.3)
+            until_they_wait(comm, [0])
             os._exit(code)
         comm.recv(torch.empty(1), 1)
 
     def calls_exit(comm):
         if comm.rank == 0:
-            time.sleep(0.2)
+            until_they_wait(comm, [1])
             sys.exit("enough")
         comm.barrier()
 
@@ -586,11 +590,14 @@ def world_sizes(case):
 def stopped(case):
     """Before the ranks are there, while the first run imports torch, and while they work."""
 
+    folder = str(case.folder)
+
     def sleeps(comm):
+        Path(folder, f"{comm.rank} sleeps").touch()
         time.sleep(60)
 
     def stop():
-        assert wait_until(lambda: len(running_ranks()) == 2, 10)
+        assert wait_until(lambda: len(os.listdir(folder)) == 2, 30)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
 

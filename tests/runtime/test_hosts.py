@@ -183,13 +183,20 @@ class TestFailures:
         assert result.values == ["lost", "lost", None]
         assert "SIGKILL" in result.lost[2]
 
-    def test_a_host_that_is_silent_is_named_with_who_waits_for_it(self, hosts):
+    def test_a_host_that_is_silent_is_named_with_who_waits_for_it(self, hosts, tmp_path):
         def waits(comm):
+            comm.barrier()
+            (tmp_path / "here").touch()
             if comm.rank == 0:
                 comm.recv(torch.zeros(3), 2)
             time.sleep(60)
 
-        threading.Timer(1, lambda: hosts[1].gone.set()).start()
+        def falls_silent():
+            wait_until((tmp_path / "here").exists, 60)
+            time.sleep(1)
+            hosts[1].gone.set()
+
+        threading.Thread(target=falls_silent).start()
         told = r"rank 2 \(host 1\) was lost in mid-run: host 1 \(10.0.0.2\) does not answer"
         with pytest.raises(WorkerError, match=told) as error:
             run(waits, world_size=3, hosts=2)

@@ -80,7 +80,7 @@ UNTRIED = {
     "what a technique is": "strategy world_size builtin backend device devices",
     "what is trained, the same for all": "model dataset loss dtype train_size batch_size epochs",
     "a number with one meaning in all": "lr momentum seed",
-    "how it runs, and not what": "transport link num_workers tf32",
+    "how it runs, and not what": "transport link hosts num_workers tf32",
     "files of a run": "checkpoint_dir checkpoint_every checkpoint_keep resume log_dir",
 }
 

@@ -108,7 +108,7 @@ def test_data_that_only_one_machine_lacks():
 
 def test_clocks_that_differ_are_told(capsys):
     together._warn(met(behind_s=12.4)[0], CONFIG)
-    assert "the clock of two is 12 s behind that of one" in capsys.readouterr().err
+    assert "the clocks of one and two differ by 12 s" in capsys.readouterr().err
     together._warn(met(behind_s=1.0)[0], CONFIG)
     assert capsys.readouterr().err == ""
 

@@ -1,21 +1,46 @@
-"""The figure of two hosts: speed-up by contender and rate, measured beside model and published."""
+"""The figure of two hosts: speed-up by rate and contender, measured beside model and published."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from labkit.bench.two_hosts import work
-from labkit.plots.bars import bars
-from labkit.plots.figure import CaptionedFigure
+from labkit.bench.spread import ratios
+from labkit.bench.two_hosts.work import (
+    ALONE,
+    FLAT,
+    HIERARCHICAL,
+    ONE_HOST,
+    published_speed_ups,
+    share,
+)
 
-_DRAWN = (work.ONE_HOST, work.FLAT, work.HIERARCHICAL, "hierarchical, fp16")
+if TYPE_CHECKING:
+    from labkit.plots.figure import CaptionedFigure
+
+_DRAWN = (ONE_HOST, FLAT, HIERARCHICAL, "hierarchical, fp16")
+_PUBLISHED = "published, rate unknown"
 
 
-def two_hosts_figure(record: Mapping[str, Any]) -> CaptionedFigure:
-    """Bars of the speed-up over one worker: one group per contender and rate."""
+def two_hosts_figure(record: Mapping[str, Any]) -> "CaptionedFigure":
+    """Bars of the samples per second, in those of one worker: a group for each rate of the cable.
+
+    Args:
+        record: what ``labkit bench two-hosts --json`` writes.
+    """
+    # Here, since the ranks that import this package do not need matplotlib.
+    from labkit.plots.bars import bars
+
+    rows = {(row["rate"], row["contender"]): row for row in record["steps"]}
     groups: dict[str, dict[str, Any]] = {}
-    for row in record["steps"]:
-        if row["contender"] in _DRAWN:
-            group = groups.setdefault(row["rate"], {})
-            group[row["contender"]] = row["speed_up"]["median"]
-            group[f"{row['contender']} model"] = row["model_speed_up"]
-    return bars(groups, quantity="speed-up over one worker", unit="", title="Two hosts")
+    for (rate, name), row in rows.items():
+        if name not in _DRAWN:
+            continue
+        group = groups.setdefault(rate, {})
+        faster = ratios(rows[rate, ALONE]["seconds"], row["seconds"])
+        group[name] = [share(name) * one for one in faster]
+        group[f"{name} model"] = row["model_speed_up"]
+    published = {name: published_speed_ups(name) for name in _DRAWN}
+    groups[_PUBLISHED] = {name: values for name, values in published.items() if values}
+    title = "Two hosts: what the cable costs, and what wins it back"
+    return bars(
+        groups, quantity="samples per second against one worker", unit="times", title=title
+    )

@@ -57,9 +57,10 @@ ip link set lo up
 _NO_NAMESPACES = "namespaces (or this container may not make them)"
 _PATIENCE_S = 20.0
 # A bucket must hold what the kernel hands over at once (64 KiB), and what the rate lets through
-# while the kernel wakes up. Not more: it is what a message after a pause sends for nothing.
-_LEAST_BURST_BYTES = 65 * 1024
-_WAKE_UP_S = 0.5e-3
+# while the kernel wakes up, or a busy machine does not reach the rate. Not more: it is what a
+# message after a pause sends for nothing.
+_LEAST_BURST_BYTES = 128 * 1024
+_WAKE_UP_S = 2e-3
 # A sender stops when so much is waiting, long before the filter would drop anything.
 _QUEUE_BYTES = 16 * 1024 * 1024
 

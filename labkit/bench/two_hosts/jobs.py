@@ -4,7 +4,10 @@ All jobs of a measurement live at the same time, asleep between their turns, so 
 two on one host and four on two hosts can be compared turn by turn.
 """
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,10 +63,18 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         for agent, complaints in zip(self._agents, self._complaints):
-            if kind is not None:
-                agent.kill()
-            agent.communicate()
-            complaints.close()
+            try:
+                # With its input, rank 0 ends, and the others with it. In the middle of a turn the
+                # ranks are left to the end of the hosts.
+                agent.communicate(timeout=None if kind is None else 0)
+            except subprocess.TimeoutExpired:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+            finally:
+                complaints.close()
+                for stream in filter(None, (agent.stdin, agent.stdout)):
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
 
     def wait_until_ready(self) -> None:
         """Wait until all ranks have joined."""

@@ -15,7 +15,7 @@ from labkit.units import check_integer
 
 RATES: dict[str, float | None] = {UNLIMITED: None, "10 Gb/s": 10e9, "1 Gb/s": 1e9}
 # Up to the largest that is sent. Smaller ones would find tokens for all of their bytes.
-_MESSAGE_BYTES = (2**18, 2**20, 2**22, work.GRADIENT_BYTES // 16 * 4, work.GRADIENT_BYTES // 8 * 4)
+_MESSAGE_BYTES = (2**20, 2**22, work.GRADIENT_BYTES // 16 * 4, work.GRADIENT_BYTES // 8 * 4)
 _MESSAGE_REPEATS = 5
 _REAL = (work.ALONE, work.ONE_HOST, work.FLAT, work.HIERARCHICAL)
 _REAL_RATES = (UNLIMITED, "1 Gb/s")

@@ -162,7 +162,8 @@ def _text_of(code: CodeType) -> tuple:
 def _originals() -> dict[tuple, str]:
     """The text of every function of labkit that solves an exercise -> its name."""
     found = {}
-    for module in [m for name, m in sys.modules.items() if name.startswith("labkit.")]:
+    files = {name: getattr(m, "__file__", None) or "" for name, m in list(sys.modules.items())}
+    for module in [sys.modules[name] for name in files if files[name].startswith(_SOLUTIONS)]:
         for name, value in list(vars(module).items()):
             code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
             if code is not None and code.co_filename.startswith(_SOLUTIONS):

@@ -26,6 +26,7 @@ _START_S = 120.0
 ANSWER_S = 6.0
 # Calls that an actor takes at the same time: one that listens and one that orders, per run.
 _CALLS = 16
+_LEFT = "this process has left its Ray cluster (ray.shutdown)"
 _ASK_RAY = (
     "Next step: on the first machine run ray start --head, on the others ray start "
     "--address=FIRST:6379, and here ray.init(address='FIRST:6379') before the run, or set "
@@ -226,6 +227,11 @@ class RemoteHost:
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the host's actor without waiting; ``result`` takes what is returned."""
+        import ray
+
+        if not ray.is_initialized():
+            # Ray would connect this process again.
+            raise HostLostError(f"{self} is lost: {_LEFT}")
         called = getattr(self._actor, method)
         return called.remote(*args)
 
@@ -241,6 +247,9 @@ class RemoteHost:
                 f"{self} has not answered for {timeout_s:g} s: it was killed, or it is cut off "
                 "from the network"
             ) from None
+        except SystemExit:
+            # What Ray's own waits raise when the connection ends.
+            raise HostLostError(f"{self} is lost: {_LEFT}") from None
         except RayTaskError as error:
             kind = ValueError if isinstance(error.cause, ValueError) else WorkerError
             raise kind(f"{self}: {error.cause}") from None

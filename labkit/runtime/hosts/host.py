@@ -175,8 +175,11 @@ class HostRun:
         until_s = time.monotonic() + HEARTBEAT_S
         while True:
             self._heard_s = time.monotonic()
+            codes = self._ranks.exit_codes
             data = self._read(_LOOK_S)
-            news = self._news(data)
+            # There may be more of a rank that has just been read from.
+            spoke = {rank for rank, kind, part in data if kind == CONTROL and part}
+            news = self._news(data, {r: code for r, code in codes.items() if r not in spoke})
             if data or time.monotonic() > until_s or self._differs(news):
                 self._told = news
                 return news
@@ -197,7 +200,7 @@ class HostRun:
                 del self._open[found]
         return data
 
-    def _news(self, data: list[tuple[int, int, bytes]]) -> News:
+    def _news(self, data: list[tuple[int, int, bytes]], exit_codes: dict[int, int | None]) -> News:
         # Before the processes are looked at: what a rank has written before its end is included.
         ended = self._ranks.finished.is_set()
         rows, now_s = self._arena.board.ranks, time.perf_counter()
@@ -212,10 +215,10 @@ class HostRun:
             pids=self._ranks.pids,
             there=[rank for rank in self._place.ranks if rows["pid"][rank]],
             stopped=[rank for rank in self._place.ranks if self._ranks.is_stopped(rank)],
-            exit_codes=self._ranks.exit_codes,
+            exit_codes=exit_codes,
             error=self._error or (f"{type(error).__name__}: {error}" if error else ""),
             fault=self._ranks.fault(),
-            finished=ended and not data,
+            finished=ended and not data and len(exit_codes) == len(self._ranks.exit_codes),
         )
 
     def _differs(self, news: News) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 from labkit.comm import mirror
 from labkit.comm.board import Board
@@ -142,12 +142,12 @@ class RemoteRanks:
         ranks = {control: rank for rank, (control, _) in enumerate(self._ends)}
         while not self.finished.is_set():
             ranks = {control: rank for control, rank in ranks.items() if not control.closed}
-            found: list[Any] = []
+            found: Sequence[object] = []
             # The thread of a host may close a pipe meanwhile.
             with contextlib.suppress(OSError, ValueError):
                 found = wait(list(ranks), _POLL_S)
             told: dict[int, list[tuple[int, bytes]]] = {}
-            for control in found:
+            for control in cast(list[Connection], found):
                 rank = ranks.pop(control)
                 with contextlib.suppress(OSError):
                     if data := os.read(control.fileno(), _READ_BYTES):

@@ -22,7 +22,14 @@ from labkit.comm.source_lines import cell_sources
 
 _PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
 # The driver's are not those of another host; Ray sets CUDA_VISIBLE_DEVICES for its actors.
-_OWN = ("RAY_", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTEST_")
+_OWN = (
+    "RAY_",
+    "PYTHONBREAKPOINT",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "PYTEST_",
+)
 
 
 @dataclass(frozen=True)
