@@ -31,6 +31,10 @@ from labkit.units import format_count
 
 # Whether ``run_as_rank`` is calling a function in this process at the moment.
 inside_a_run = False
+_NO_MEMORY = (
+    "the ranks of this machine cannot open each other's memory through /proc/PID/fd, and labkit "
+    "takes pickled results only from there: run it without torchrun"
+)
 # The runs of this process so far.
 _runs = itertools.count()
 
@@ -60,9 +64,8 @@ def run_as_rank(
     if os.environ.get("LOCAL_RANK", "0") == "0":
         tell_once(chosen.notes)
     comm = connect(chosen, timeout_s, link=link)
-    watch = _watch(comm)
+    memory, watch = _report_memory(comm, timeout_s), _watch(comm)
     try:
-        memory = _report_memory(comm, timeout_s)
         if watch is not None:
             watch.also_ends(memory.session.board)
             watch.start()
@@ -157,15 +160,15 @@ def _report_memory(comm: Comm, timeout_s: float) -> Comm:
     Raises:
         ConnectionError: the ranks of one machine cannot open the memory, though the system has it.
     """
-    if len(comm.session.hosts) > 1 or not sys.platform.startswith("linux"):
+    arena = None
+    if sys.platform.startswith("linux"):
+        store = dist.distributed_c10d._get_default_store()
+        neighbours = next(ranks for ranks in comm.session.hosts if comm.rank in ranks)
+        if (arena := meet(store, comm.rank, comm.world_size, neighbours)) is None:
+            raise ConnectionError(_NO_MEMORY)
+    if arena is None or len(comm.session.hosts) > 1:
         moved = comm.device if dist.get_backend() == "nccl" else torch.device("cpu")
         return Comm(comm.rank, comm.world_size, moved, TorchTransport(dist.get_backend(), moved))
-    arena = meet(dist.distributed_c10d._get_default_store(), comm.rank, comm.world_size)
-    if arena is None:
-        raise ConnectionError(
-            "the ranks of this machine cannot open each other's memory through /proc/PID/fd, and "
-            "labkit takes pickled results only from there: run it without torchrun"
-        )
     transport = SharedTransport(arena, comm.rank, timeout_s + PATIENCE_S)
     return Comm(comm.rank, comm.world_size, torch.device("cpu"), transport)
 

@@ -127,7 +127,7 @@ LIES = [
 def test_a_number_or_text_that_no_rank_writes_is_refused_and_changes_nothing(lie):
     here = busy_board()
     before = bytes(here.memory)
-    with pytest.raises(ValueError, match="numbers that no rank writes|no text"):
+    with pytest.raises(ValueError, match=r"numbers that no rank writes|no text"):
         unpack(here, RANKS, rewritten(pack(here, RANKS), lie))
     assert bytes(here.memory) == before
 

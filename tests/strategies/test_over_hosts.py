@@ -1,0 +1,96 @@
+"""Every technique over two hosts: equal to one device in float64, replicas equal to the bit.
+
+The ranks are started as torchrun starts them (``tests/hosts.py``); one run of three ranks on hosts
+of one and two ranks goes through all techniques, and one of four through a part of them.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+from hosts import on_hosts
+from ranks import travel_by_value
+from torch import nn
+
+import labkit
+from labkit import strategies
+from labkit.training.state import largest_difference
+
+travel_by_value(__name__)
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/PID/fd")
+
+SETTINGS = {"batch_size": 10, "epochs": 1, "model": "mlp", "dataset": "digits"}
+SETTINGS |= {"dtype": "float64", "train_size": 25, "seed": 3}
+OWN_PACE = "async_parameter_server"
+# One process with several devices, or one device: there is nothing to distribute over hosts.
+IN_ONE_PROCESS = ("single", "data_parallel")
+TECHNIQUES = {
+    name: {"strategy": name} for name in strategies.STRATEGIES if name not in IN_ONE_PROCESS
+}
+TECHNIQUES |= {f"{name}, built in": TECHNIQUES[name] | {"builtin": True} for name in TECHNIQUES}
+TECHNIQUES["ddp on labkit"] = {"strategy": "ddp", "builtin": True, "backend": "labkit"}
+TECHNIQUES["bounded staleness"] = {"strategy": OWN_PACE, "max_staleness": 4}
+APPROXIMATE = {"topk": {"strategy": "ring_all_reduce", "compress": "topk"}}
+
+
+def trains(folder, techniques, settings):
+    """A program: train with each technique, and leave what came of it in the folder."""
+    rank, world_size = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+    for name, options in techniques.items():
+        result = labkit.train_with(**settings, **options, world_size=world_size)
+        if rank == "0":
+            kept = {"state": result.state, "agree": result.replicas_agree}
+            kept |= {"messages": result.messages, "bytes": result.bytes_sent}
+            torch.save(kept, f"{folder}/{name}.pt")
+
+
+def trained_on_hosts(sizes, folder, techniques, settings):
+    hosts = on_hosts(trains, sizes, str(folder), techniques, settings)
+    assert all(code == 0 for host in hosts for code in host.codes.values()), [
+        host.text for host in hosts
+    ]
+    return {name: torch.load(folder / f"{name}.pt") for name in techniques}
+
+
+def counted_on_one_machine(options, world_size, settings):
+    result = labkit.train_with(**settings, **options, world_size=world_size)
+    return result.messages, result.bytes_sent
+
+
+# What uses the edges within a host and those between hosts in different ways.
+SOME = ("ddp", "async_parameter_server", "pipeline", "ddp on labkit")
+
+
+@pytest.mark.parametrize(("sizes", "names"), [([1, 2], ()), ([2, 2], SOME)])
+def test_every_technique_follows_one_device(sizes, names, tmp_path):
+    alone, techniques = labkit.train_with("single", **SETTINGS), TECHNIQUES | APPROXIMATE
+    techniques = {name: techniques[name] for name in names or techniques}
+    found = trained_on_hosts(sizes, tmp_path, techniques, SETTINGS)
+    for name, result in found.items():
+        assert result["agree"], name
+        if OWN_PACE not in str(techniques[name]) and name not in APPROXIMATE:
+            assert largest_difference(result["state"], alone.state) < 1e-10, name
+    for name in {"ddp", "parameter_server", "pipeline", "topk"} & techniques.keys():
+        options = techniques[name]
+        counts = counted_on_one_machine(options, sum(sizes), SETTINGS)
+        assert (found[name]["messages"], found[name]["bytes"]) == counts, name
+
+
+def test_batch_norm_checkpoints_and_logs(tmp_path):
+    layers = nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
+    settings = SETTINGS | {"model": nn.Sequential(*layers)}
+    ring = {"strategy": "ring_all_reduce", "sync_batch_norm": True}
+    kept = ring | {"checkpoint_dir": str(tmp_path / "kept"), "log_dir": str(tmp_path / "logs")}
+    again = ring | {"resume": str(tmp_path / "kept")}
+    techniques = {"whole": ring, "begun": kept | {"epochs": 1}, "continued": again}
+    techniques = {name: {"epochs": 2} | options for name, options in techniques.items()}
+    del settings["epochs"]
+    found = trained_on_hosts([1, 2], tmp_path, techniques, settings)
+    alone = labkit.train_with("single", **settings, epochs=2)
+    assert largest_difference(found["whole"]["state"], alone.state) < 1e-10
+    same = zip(found["whole"]["state"].values(), found["continued"]["state"].values())
+    assert all(torch.equal(one, other) for one, other in same)
+    assert sorted(path.name for path in (tmp_path / "logs").glob("rank*.log")) == [
+        f"rank{rank}.log" for rank in range(3)
+    ]
