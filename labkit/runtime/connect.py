@@ -80,8 +80,7 @@ def connect(
     patience_s = timeout_s + PATIENCE_S
     plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
     transport = over_link(_transport(plan, arena, neighbours, rank, device, patience_s))
-    board = None if arena is None else arena.board
-    bells = None if arena is None else _doorbells(arena, rank, neighbours, patience_s)
+    board, bells = arena and arena.board, arena and _doorbells(arena, rank, neighbours, patience_s)
     comm = Comm(rank, world_size, device, transport, board, doorbells=bells, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
     comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
