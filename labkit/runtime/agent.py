@@ -58,19 +58,21 @@ class Agent(Protocol):
 
     def lost_with(self, rank: int) -> str:
         """What has become of the host of this rank, if it was lost; else empty."""
-        ...
+        return ""
 
     def with_hosts(self, text: str) -> str:
         """``text`` with the hosts of the ranks that it names; unchanged on one machine."""
-        ...
+        return text
 
     def looks(self) -> Mapping[int, int]:
-        """By host, how often its part of the status board has arrived; empty on one machine."""
-        ...
+        """By host, how often its part of the status board has arrived; empty on one machine.
+
+        There the board is in memory that the ranks share, so it is never behind.
+        """
+        return {}
 
     def lose(self, ranks: frozenset[int]) -> None:
-        """Note that the run continues without these ranks."""
-        ...
+        """Note that the run continues without these ranks; on one machine the board tells it."""
 
     def stop(self) -> None:
         """Ask for the end of all ranks; return at once."""

@@ -65,9 +65,8 @@ def connect(
         PeerLostError: another rank ended while the ranks connected.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
-    _prepare(plan, device, local_world_size)
+    _prepare(plan, device, int(os.environ["LOCAL_WORLD_SIZE"]))
     # If there is a launcher (``arena``), it enforces the deadline itself.
     _join_once(
         plan.backend, max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s, device, meeting
@@ -80,7 +79,8 @@ def connect(
     patience_s = timeout_s + PATIENCE_S
     plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
     transport = over_link(_transport(plan, arena, neighbours, rank, device, patience_s))
-    board, bells = arena and arena.board, arena and _doorbells(arena, rank, neighbours, patience_s)
+    board = arena.board if arena else None
+    bells = _doorbells(arena, rank, neighbours, patience_s) if arena else None
     comm = Comm(rank, world_size, device, transport, board, doorbells=bells, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
     comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks

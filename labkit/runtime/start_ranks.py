@@ -31,6 +31,7 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from labkit.comm.processes import is_running, is_stopped, kill_group
+from labkit.runtime.agent import Agent
 from labkit.runtime.forkserver import (
     end_stopped_server,
     removed_variables,
@@ -70,7 +71,7 @@ class Place:
     master: tuple[str, int] | None = None
 
 
-class Ranks(api.SimpleElasticAgent):
+class Ranks(api.SimpleElasticAgent, Agent):
     """The ranks of one host: started once, never restarted, and watched in a thread.
 
     Args:
@@ -167,19 +168,6 @@ class Ranks(api.SimpleElasticAgent):
     def fault(self) -> str:
         """Why ranks can neither be started nor be known to have ended; empty if they can."""
         return server_fault()
-
-    def looks(self) -> dict[int, int]:
-        """The status board is in memory that the ranks share, so it is never behind."""
-        return {}
-
-    def lost_with(self, rank: int) -> str:
-        return ""
-
-    def with_hosts(self, text: str) -> str:
-        return text
-
-    def lose(self, ranks: frozenset[int]) -> None:
-        """Nothing to do: the other ranks read it on the board."""
 
     # Of the thread
 
