@@ -122,7 +122,7 @@ def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:
 
 
 def _doorbells(
-    arena: Arena, rank: int, neighbours: Sequence[int], patience_s: float
+    arena: Arena, rank: int, neighbours: tuple[int, ...], patience_s: float
 ) -> Doorbells | None:
     if not arena.has_semaphores:
         return None
