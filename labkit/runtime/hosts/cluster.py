@@ -237,7 +237,7 @@ class RemoteHost:
 
     def result(self, asked: Any, timeout_s: float = ANSWER_S) -> Any:
         import ray
-        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+        from ray.exceptions import GetTimeoutError, RayTaskError
 
         try:
             return ray.get(asked, timeout=timeout_s)
@@ -247,13 +247,11 @@ class RemoteHost:
                 f"{self} has not answered for {timeout_s:g} s: it was killed, or it is cut off "
                 "from the network"
             ) from None
-        except SystemExit:
-            # What Ray's own waits raise when the connection ends.
-            raise HostLostError(f"{self} is lost: {_LEFT}") from None
         except RayTaskError as error:
             kind = ValueError if isinstance(error.cause, ValueError) else WorkerError
             raise kind(f"{self}: {error.cause}") from None
-        except RayError as error:
+        except (Exception, SystemExit) as error:
+            # Ray's errors, and whatever its waits raise when this process leaves the cluster.
             _lost_nodes.add(self.node.id)
             raise HostLostError(_why_lost(str(self), error)) from None
 
