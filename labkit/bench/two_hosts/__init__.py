@@ -13,29 +13,22 @@ hosts train no faster than one worker (speed-ups 1.84, 1.71 and 1.01); this show
 hierarchical all-reduce and compression win back.
 """
 
-from labkit.bench.two_hosts.figure import two_hosts_figure
-from labkit.bench.two_hosts.hosts import ADDRESSES, NAMES, TwoHosts, check_two_hosts
-from labkit.bench.two_hosts.measure import bench_two_hosts
-from labkit.bench.two_hosts.table import (
-    all_reduce_table,
-    cable_table,
-    real_table,
-    slow_downs,
-    speed_ups,
-    two_hosts_table,
-)
+import lazy_loader
 
-__all__ = [
-    "ADDRESSES",
-    "NAMES",
-    "TwoHosts",
-    "all_reduce_table",
-    "bench_two_hosts",
-    "cable_table",
-    "check_two_hosts",
-    "real_table",
-    "slow_downs",
-    "speed_ups",
-    "two_hosts_figure",
-    "two_hosts_table",
-]
+# Lazy: who reads the tables of a record needs no torch, and ranks need no figures.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "figure": ["two_hosts_figure"],
+        "hosts": ["ADDRESSES", "NAMES", "TwoHosts", "check_two_hosts"],
+        "measure": ["bench_two_hosts"],
+        "table": [
+            "all_reduce_table",
+            "cable_table",
+            "real_table",
+            "slow_downs",
+            "speed_ups",
+            "two_hosts_table",
+        ],
+    },
+)
