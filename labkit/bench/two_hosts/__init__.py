@@ -15,7 +15,7 @@ hierarchical all-reduce and compression win back.
 
 import lazy_loader
 
-# Lazy: the ranks import parts of it, and need neither tables nor figures.
+# Lazy: who reads the tables of a record needs no torch, and ranks need no figures.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
