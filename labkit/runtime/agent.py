@@ -13,19 +13,16 @@ class Agent(Protocol):
     """The ranks of one run, as their supervisor sees them.
 
     Attributes:
+        exit_codes: {rank: exit code} in the order in which ranks ended; None if unknown.
         error: why the ranks could not be started; None if there was no error.
         finished: set once no rank is left and none will be started.
         settle_s: how long after the first sign of a failure its cause may still become known.
     """
 
+    exit_codes: Mapping[int, int | None]
     error: BaseException | None
     finished: threading.Event
     settle_s: float
-
-    @property
-    def exit_codes(self) -> Mapping[int, int | None]:
-        """{rank: exit code} in the order in which ranks ended; None if unknown."""
-        ...
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -73,6 +70,7 @@ class Agent(Protocol):
 
     def lose(self, ranks: frozenset[int]) -> None:
         """Note that the run continues without these ranks; on one machine the board tells it."""
+        return
 
     def stop(self) -> None:
         """Ask for the end of all ranks; return at once."""

@@ -4,7 +4,6 @@ import atexit
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize

@@ -106,7 +106,7 @@ class Ranks(api.SimpleElasticAgent, Agent):
         )
         super().__init__(spec)
         self._place = place or Place(range(len(ends)), len(ends))
-        self.exit_codes: dict[int, int | None] = {}
+        self.exit_codes = {}
         self.error: BaseException | None = None
         self.finished = threading.Event()
         self._processes: list[multiprocessing.process.BaseProcess] = []
