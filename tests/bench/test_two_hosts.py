@@ -299,6 +299,8 @@ def test_speed_ups_count_samples_and_are_paired():
     assert rows[UNLIMITED, work.FLAT]["efficiency"] == pytest.approx(1.5 / 4)
     assert rows[UNLIMITED, work.ONE_HOST]["speed_up"]["median"] == pytest.approx(1.5)
     assert rows["1 Gb/s", work.FLAT]["slow_down"]["median"] == pytest.approx(2.5)
+    row, alone = rows[UNLIMITED, work.FLAT], rows[UNLIMITED, work.ALONE]
+    assert row["model_speed_up"] == pytest.approx(2 * alone["model_s"] / row["model_s"])
     assert slow_downs(record) == {work.FLAT: (pytest.approx(2.5), pytest.approx(1.0))}
     (ring, hierarchical) = record["all_reduces"]
     assert ring["times_ring"]["median"] == 1
