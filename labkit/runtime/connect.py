@@ -67,9 +67,8 @@ def connect(
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
     _prepare(plan, device, int(os.environ["LOCAL_WORLD_SIZE"]))
     # If there is a launcher (``arena``), it enforces the deadline itself.
-    _join_once(
-        plan.backend, max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s, device, meeting
-    )
+    group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
+    _join_once(plan.backend, group_timeout_s, device, meeting)
     group_store = dist.distributed_c10d._get_default_store()
     hosts = find_hosts(group_store, rank, world_size)
     neighbours, host_names[:] = hosts.neighbours(rank), hosts.names

@@ -82,7 +82,7 @@ def test_batch_norm_checkpoints_and_logs(tmp_path):
     settings = SETTINGS | {"model": nn.Sequential(*layers)}
     ring = {"strategy": "ring_all_reduce", "sync_batch_norm": True}
     kept = ring | {"checkpoint_dir": str(tmp_path / "kept"), "log_dir": str(tmp_path / "logs")}
-    again = ring | {"resume": str(tmp_path / "kept")}
+    again = kept | {"resume": True}
     techniques = {"whole": ring, "begun": kept | {"epochs": 1}, "continued": again}
     techniques = {name: {"epochs": 2} | options for name, options in techniques.items()}
     del settings["epochs"]

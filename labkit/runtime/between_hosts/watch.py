@@ -30,6 +30,7 @@ from labkit.comm.torch_transport import first_line
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.between_hosts.faults import Faults
 from labkit.runtime.between_hosts.rows import Rows
+from labkit.runtime.between_hosts.termination import Termination
 from labkit.runtime.between_hosts.verdict import Verdict
 from labkit.runtime.failures import report_of_failure
 
@@ -100,6 +101,9 @@ class Watch:
         self._store_error: str | None = None
         self._noticed = False
         self._wake_end, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._termination = Termination(self._wake)
+        self._is_asked = False
         self._handles = self._open_handles()
         self._thread = threading.Thread(target=self._work, name="labkit-watch", daemon=True)
 
@@ -137,6 +141,7 @@ class Watch:
             # The thread that waits for a word has to end, too.
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(_OVER, "", _WELL.decode())
+        self._termination.close()
         os.write(self._wake, b".")
         threads = [thread for thread in (self._thread, self._waiter) if thread is not None]
         for thread in threads:
@@ -189,15 +194,24 @@ class Watch:
 
     def _work(self) -> None:
         try:
-            while not self._left.is_set() and self._verdict is None:
+            while not self._left.is_set() and self._verdict is None and not self._is_asked:
                 self._sleep()
                 if not self._left.is_set():
                     self._look()
+            if self._is_asked:
+                self._end_as_asked()
             if self._verdict is not None:
                 self._end()
         except Exception as error:
+            self._termination.let_go()
             what = f"{type(error).__name__}: {error}"
             print(f"labkit: the run goes on, and is no longer watched: {what}", file=sys.stderr)
+
+    def _end_as_asked(self) -> None:
+        """End by SIGTERM: torchrun ends this rank, mostly because of another one."""
+        if self._verdict is not None and self._speaks(self._verdict):
+            print(f"labkit: {self._verdict.text}", file=sys.stderr, flush=True)
+        self._termination.end()
 
     def _sleep(self) -> None:
         """Until the next look is due, or a process of this host ends, or somebody wakes it."""
@@ -208,7 +222,8 @@ class Watch:
                 poll.register(handle, select.POLLIN)
         for handle, _ in poll.poll(_TICK_S * 1000):
             if handle == self._wake_end:
-                os.read(self._wake_end, 64)
+                told = os.read(self._wake_end, 64)
+                self._is_asked = self._is_asked or self._termination.is_meant(told)
 
     def _open_handles(self) -> dict[int, int]:
         """{handle: rank} of this host's other processes: readable once the process has ended."""
