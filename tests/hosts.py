@@ -3,7 +3,7 @@
 Each host is a process that forks its ranks, as torchrun's agent starts its own: it looks at them
 ten times a second, and ends all of them when one has failed. The store is in the test's process.
 Forked from the tests' forkserver, which has torch, a run takes half a second; a real torchrun
-takes ten (``tests/runtime/test_two_agents.py``).
+takes ten.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from labkit.comm.board import LEFT, RUNNING, Board
+from labkit.comm.board import RUNNING, Board
 from labkit.comm.deadlock import stuck_ranks, takes_part
 from labkit.comm.explain import explain_rank, waits_in
 from labkit.comm.mismatch import find_mismatch
@@ -178,10 +178,6 @@ class Faults:
             where = f", at {readable(where)}" if where else ""
             known = f"was {explain_rank(self.board, rank)}{where}"
         return f"{known}.{self._evidence().who_waited_for(rank)}"
-
-    def has_left(self, rank: int) -> bool:
-        """Whether a rank has ended the run by itself, so that its end means nothing."""
-        return int(self.board.ranks[rank]["state"]) == LEFT
 
 
 class _Torchrun:

@@ -25,23 +25,20 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from labkit.comm.board import LEFT, Board
 from labkit.comm.connections import Connection, are_alive, cut, new_connections
-from labkit.comm.processes import exit_code, is_running, is_stopped
 from labkit.comm.torch_transport import first_line
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.between_hosts.faults import Faults
+from labkit.runtime.between_hosts.neighbours import Neighbours
 from labkit.runtime.between_hosts.rows import Rows
 from labkit.runtime.between_hosts.termination import Termination
 from labkit.runtime.between_hosts.verdict import Verdict
 from labkit.runtime.failures import report_of_failure
 
 _TICK_S = 0.25
-# A watching thread that was not seen for so long does not watch.
-_AWAKE_S = 1.0
+# How long the end waits for the threads.
+_JOIN_S = 1.0
 # After the first sign of a failure: time for its cause to become known.
 _SETTLE_S, _STORE_S = 4.0, 1.0
-# A rank that was asked to end (by torchrun, because it ends all ranks) is not the cause.
-_ENDING_S = 1.0
-_ASKED_TO_END = {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 # From the explanation: until the learner's code is interrupted, and until the rank is ended.
 _INTERRUPT_S = 1.0
 _GRACE_S = 3.0
@@ -77,9 +74,10 @@ class Watch:
         connections: Sequence[Connection],
         abort: Callable[[], None],
     ):
-        self._rank, self._board, self._near, self._hosts = rank, board, near, hosts
+        self._rank, self._board = rank, board
         self._address, self._connections, self._abort = address, connections, abort
         self._faults = Faults(board, hosts, near, names)
+        self._neighbours = Neighbours(rank, board, near)
         self._more_boards: list[Board] = []
         self._rows: Rows | None = None
         self._store: Any = None
@@ -96,15 +94,13 @@ class Watch:
         self._found = threading.Event()
         self._left = threading.Event()
         self._lock = threading.Lock()
-        self._ended: dict[int, int | None] = {}
-        self._ended_s = self._store_lost_s = 0.0
+        self._store_lost_s = 0.0
         self._store_error: str | None = None
         self._noticed = False
         self._wake_end, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._termination = Termination(self._wake)
         self._is_asked = False
-        self._handles = self._open_handles()
         self._thread = threading.Thread(target=self._work, name="labkit-watch", daemon=True)
 
     def start(self) -> None:
@@ -145,9 +141,10 @@ class Watch:
         os.write(self._wake, b".")
         threads = [thread for thread in (self._thread, self._waiter) if thread is not None]
         for thread in threads:
-            thread.join(_AWAKE_S)
+            thread.join(_JOIN_S)
         if not any(thread.is_alive() for thread in threads):
-            for handle in (self._wake, self._wake_end, *self._handles):
+            self._neighbours.close()
+            for handle in (self._wake, self._wake_end):
                 os.close(handle)
 
     def _leave(self) -> None:
@@ -159,17 +156,12 @@ class Watch:
 
         As soon as one rank has ended, torchrun ends the others of its host.
         """
-        slots, started_s = self._board.ranks, time.monotonic()
-        slots[self._rank]["state"] = LEFT
+        started_s = time.monotonic()
+        self._board.ranks[self._rank]["state"] = LEFT
         while (waited_s := time.monotonic() - started_s) < _GRACE_S:
-            left = [r for r in self._near if not self._has_left(r)]
-            if not left and waited_s > _TELL_S:
+            if self._neighbours.have_left() and waited_s > _TELL_S:
                 break
-            time.sleep(_AWAKE_S / 20)
-
-    def _has_left(self, rank: int) -> bool:
-        pid = int(self._board.ranks[rank]["pid"])
-        return self._faults.has_left(rank) or not is_running(pid) or is_stopped(pid)
+            time.sleep(_TELL_S / 10)
 
     def _tell(self, error: BaseException) -> None:
         """Find out, or say, why this rank's function has ended with an error."""
@@ -209,7 +201,7 @@ class Watch:
 
     def _end_as_asked(self) -> None:
         """End by SIGTERM: torchrun ends this rank, mostly because of another one."""
-        if self._verdict is not None and self._speaks(self._verdict):
+        if self._verdict is not None and self._neighbours.speaks(self._verdict):
             print(f"labkit: {self._verdict.text}", file=sys.stderr, flush=True)
         self._termination.end()
 
@@ -217,55 +209,24 @@ class Watch:
         """Until the next look is due, or a process of this host ends, or somebody wakes it."""
         poll = select.poll()
         poll.register(self._wake_end, select.POLLIN)
-        for handle, rank in self._handles.items():
-            if rank not in self._ended:
-                poll.register(handle, select.POLLIN)
+        for handle in self._neighbours.handles():
+            poll.register(handle, select.POLLIN)
         for handle, _ in poll.poll(_TICK_S * 1000):
             if handle == self._wake_end:
                 told = os.read(self._wake_end, 64)
                 self._is_asked = self._is_asked or self._termination.is_meant(told)
-
-    def _open_handles(self) -> dict[int, int]:
-        """{handle: rank} of this host's other processes: readable once the process has ended."""
-        found = {}
-        for rank in self._near:
-            if rank != self._rank and hasattr(os, "pidfd_open"):
-                with contextlib.suppress(OSError):
-                    found[os.pidfd_open(int(self._board.ranks[rank]["pid"]))] = rank
-        return found
 
     def _look(self) -> None:
         self._board.ranks[self._rank]["watched_s"] = time.monotonic()
         if found := self._board.conclusion():
             self._take(found)
             return
-        verdict = self._of_ends()
-        if verdict is None and self._is_on_duty():
+        ended = self._neighbours.ended()
+        verdict = self._faults.of_ends(ended) if ended else None
+        if verdict is None and self._neighbours.is_on_duty():
             verdict = self._on_duty()
         if verdict is not None:
             self._conclude(verdict)
-
-    def _of_ends(self) -> Verdict | None:
-        """Of the processes of this host, those that have ended."""
-        now_s = time.monotonic()
-        for rank in self._near:
-            pid = int(self._board.ranks[rank]["pid"])
-            if rank not in self._ended and not is_running(pid) and not self._faults.has_left(rank):
-                self._ended[rank] = exit_code(pid)
-                self._ended_s = self._ended_s or now_s
-        if not self._ended:
-            return None
-        asked = set(self._ended.values()) <= _ASKED_TO_END
-        if asked and now_s - self._ended_s < _ENDING_S:
-            return None
-        return self._faults.of_ends(self._ended)
-
-    def _is_on_duty(self) -> bool:
-        """Whether this is the first rank of its host whose thread is at work."""
-        now_s = time.monotonic()
-        slots = self._board.ranks
-        awake = (r for r in self._near if now_s - slots[r]["watched_s"] < _AWAKE_S)
-        return next(awake, self._rank) == self._rank
 
     def _on_duty(self) -> Verdict | None:
         beats = {}
@@ -328,7 +289,7 @@ class Watch:
     def _end(self) -> None:
         """End this rank: print why if it is this rank's turn, and let its function raise."""
         assert self._verdict is not None
-        if self._speaks(self._verdict):
+        if self._neighbours.speaks(self._verdict):
             print(f"labkit: {self._verdict.text}", file=sys.stderr, flush=True)
         first_line = self._verdict.text.splitlines()[0]
         for board in (self._board, *self._more_boards):
@@ -342,16 +303,6 @@ class Watch:
             self._record()
             sys.stderr.flush()
             os._exit(1)
-
-    def _speaks(self, verdict: Verdict) -> bool:
-        """Whether this is the first rank of its host that is left, and no traceback will tell."""
-        slots = self._board.ranks
-        for rank in self._near:
-            raises = verdict.is_raised and verdict.rank == rank
-            pid = int(slots[rank]["pid"])
-            if rank == self._rank or (is_running(pid) and not is_stopped(pid) and not raises):
-                return rank == self._rank and not raises
-        return False
 
     def _interrupt(self) -> None:
         """Interrupt the learner's code as Ctrl-C does, unless it handles that itself."""

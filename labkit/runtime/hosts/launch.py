@@ -56,16 +56,8 @@ def supervisor_on(
     assert first.meeting is not None
     master = first.meeting.address, first.master_port
     whole = [Place(ranks, world_size, n, len(nodes), master) for n, ranks in enumerate(places)]
-    job = Job(
-        call,
-        sources(),
-        first.plan,
-        world_size,
-        timeout_s,
-        may_lose,
-        link=link,
-        in_notebook=kernel() is not None,
-    )
+    shared = call, sources(), first.plan, world_size, timeout_s, may_lose
+    job = Job(*shared, link=link, in_notebook=kernel() is not None)
     starts = [
         (replace(job, plan=one.plan), place, first.meeting, sent)
         for one, place in zip(prepared, whole)
