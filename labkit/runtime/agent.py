@@ -30,8 +30,8 @@ class Agent(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Start what the ranks are started from."""
-        ...
+        """Start what the ranks are started from, unless it is there."""
+        return
 
     def start(self) -> None:
         """Start the ranks in the background."""
@@ -77,8 +77,11 @@ class Agent(Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill the ranks that have not ended, and what would keep ``finished`` from being set."""
-        ...
+        """Kill the ranks that have not ended, and what would keep ``finished`` from being set.
+
+        (Other hosts do so when they are told to stop.)
+        """
+        return
 
     def may_start_ranks(self) -> bool:
         """Whether ranks are running or may still be started."""

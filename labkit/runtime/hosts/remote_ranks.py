@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from labkit.comm import mirror
 from labkit.comm.board import Board
+from labkit.runtime.agent import Agent
 from labkit.runtime.between_hosts.verdict import with_hosts
 from labkit.runtime.hosts.cluster import ANSWER_S, HostLostError, RemoteHost
 from labkit.runtime.hosts.news import OUTPUT, News, Orders
@@ -26,7 +27,7 @@ _RETRY_S = 0.001
 _READ_BYTES = 1 << 10
 
 
-class RemoteRanks:
+class RemoteRanks(Agent):
     """The ranks of one run on other hosts; see ``runtime.agent.Agent``.
 
     Args:
@@ -72,9 +73,6 @@ class RemoteRanks:
     @property
     def pids(self) -> Mapping[int, int]:
         return self._pids
-
-    def warm_up(self) -> None:
-        """The actors have started what their ranks are forked from."""
 
     def start(self) -> None:
         self._started = True
@@ -122,9 +120,6 @@ class RemoteRanks:
         if not self._stop_asked.is_set():
             self._stop_asked.set()
             self._order(self._left, Orders(end=True))
-
-    def kill(self) -> None:
-        """The hosts kill their ranks when they are told to stop."""
 
     def may_start_ranks(self) -> bool:
         return self._started and not self.finished.is_set()
