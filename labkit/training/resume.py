@@ -103,9 +103,7 @@ def find_start(
     """Where the run begins: from the newest whole checkpoint, if it is to be resumed.
 
     A run is resumed if the config says so, or if the checkpoint was written by ranks of the same
-    torchrun: it has lost some of them, and started all anew.
-
-    Only reads.
+    torchrun: it has lost some of them, and started all anew. Only reads.
 
     Args:
         config, own, strategy: of the run.
