@@ -274,11 +274,6 @@ class Board:
         """A fingerprint of all ranks' progress: if it is unchanged, no rank has moved."""
         return tuple(int(value) for value in self.ranks["ticks"])
 
-    def first_sender(self, rank: int, sources: list[int]) -> int | None:
-        """The source whose message to ``rank`` has waited longest; None if there is none."""
-        since_s = self.senders(rank, sources)
-        return min(since_s, key=since_s.__getitem__, default=None)
-
     def senders(self, rank: int, sources: list[int]) -> dict[int, float]:
         """The sources that have a message for ``rank``, and since when, in seconds."""
         since_s = {}
@@ -293,14 +288,10 @@ class Board:
         """When the last peer came to the transfer that ``rank`` has just ended, in seconds."""
         latest = 0.0
         if sent_to is not None:
-            latest = self._came_s(RECV, rank, sent_to)
+            latest = _came_s(self, RECV, rank, sent_to)
         if received_from is not None:
-            latest = max(latest, self._came_s(SEND, received_from, rank))
+            latest = max(latest, _came_s(self, SEND, received_from, rank))
         return latest
-
-    def _came_s(self, peers_side: int, source: int, destination: int) -> float:
-        mine = int(self.counts[1 - peers_side, source, destination]) - 1
-        return float(self.posted_s[peers_side, source, destination][mine % DEPTH])
 
     def meeting_arrived_s(self, rank: int, among: Sequence[int] | None = None) -> float:
         """When the last rank came to the meeting that ``rank`` is in or has just left, in s.
@@ -310,6 +301,11 @@ class Board:
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
         came_s = self.ranks["meeting_s"][:, index]
         return float((came_s if among is None else came_s[list(among)]).max())
+
+
+def _came_s(board: Board, peers_side: int, source: int, destination: int) -> float:
+    mine = int(board.counts[1 - peers_side, source, destination]) - 1
+    return float(board.posted_s[peers_side, source, destination][mine % DEPTH])
 
 
 def _num_bytes_seen(world_size: int) -> int:

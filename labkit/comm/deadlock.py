@@ -77,7 +77,7 @@ def _comes_to(board: Board, side: int, source: int, destination: int) -> bool:
 
 def _waits_for_any(board: Board, rank: int) -> list[Waiting]:
     sources = [int(source) for source in np.flatnonzero(board.wanted[rank])]
-    if board.first_sender(rank, sources) is not None:
+    if board.senders(rank, sources):
         return []
     what = f"to send {board.ranks[rank]['any_what'].decode()}"
     return [Waiting(rank, source, RECV_ANY, what, any_of=True) for source in sources]

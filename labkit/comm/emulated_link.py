@@ -155,6 +155,8 @@ class LinkTransport(Transport):
     are channels only between the ranks of an emulated host: other collectives that would write
     directly into shared memory send messages.
 
+    (``Transport`` determines the methods and their number.)
+
     Args:
         transport: moves the messages.
         card: how long they take.

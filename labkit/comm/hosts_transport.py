@@ -19,6 +19,8 @@ class HostsTransport(Transport):
     There are channels between the ranks of a host only. A collective of all ranks that would write
     directly into channels sends messages instead, so the counts are those of one host.
 
+    (``Transport`` determines the methods and their number.)
+
     Args:
         near: for the ranks of this host; its arena has a place for every rank of the run.
         far: for all others; both ends of an edge agree on which of the two it is.

@@ -42,6 +42,8 @@ class TorchTransport(Transport):
     moves. (Without tags gloo aborts one of the processes, or delivers other values.) NCCL ignores
     tags.
 
+    (``Transport`` determines the methods and their number.)
+
     Args:
         backend: of the group, ``gloo`` or ``nccl``.
         device: where this rank's tensors live.
