@@ -164,6 +164,7 @@ def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypat
             work=work,
             strategy=strategy,
             checkpoints=Checkpoints(config, strategy, {}),
+            ends_after=lambda progress: False,
         )
         for _ in range(2):
             loop._train_epoch(run, Progress.none(comm.device))
