@@ -857,7 +857,9 @@ def shared_memory_full(case):
             "Next step: a",
         ]
         check_words(printed, [*says, "num_workers=0", "--shm-size", "in DataLoader(data"])
-    assert case.kernel.runs("os.remove('/dev/shm/old'); print(os.listdir('/dev/shm'))") == "[]\n"
+    left = case.kernel.runs("os.remove('/dev/shm/old'); print(*os.listdir('/dev/shm'))").split()
+    # A rank that is killed while the C library makes a semaphore leaves that one's temporary name.
+    assert [name for name in left if not re.fullmatch(r"sem\.\w{6}", name)] == []
 
 
 def bounded(comm, how, limit):

@@ -135,8 +135,7 @@ def test_odd_parameters_and_buffers():
 def train_without_a_board(comm, batches, make_optimizer):
     """As on several machines: nobody sees from outside who has something to send."""
     comm = Comm(comm.rank, comm.world_size, comm.device, comm.transport)
-    with pytest.raises(ValueError, match="have to be on one Linux machine"):
-        train_odd(comm, batches, make_optimizer)
+    train_odd(comm, batches, make_optimizer)
     return train_odd(comm, batches, make_optimizer, max_staleness=None)
 
 
@@ -156,7 +155,7 @@ def test_an_epochs_loss_is_the_mean_of_its_samples_whoever_brought_them():
     assert losses == pytest.approx([math.log(6)] * 3)
 
 
-def test_ranks_of_several_machines_train_without_a_bound():
+def test_ranks_of_several_machines_train_with_and_without_a_bound():
     batches, plain = some_batches((5, 5, 5)), partial(torch.optim.SGD, lr=0.1)
     values = run(train_without_a_board, batches, plain, world_size=4, transport="gloo").values
     _, ends, after = values[0]
