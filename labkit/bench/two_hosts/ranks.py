@@ -121,7 +121,7 @@ class Turns:
         functions: dict[str, Any] = {
             work.FLAT: collectives.ring_all_reduce,
             work.DEALT_OUT: _dealt_out_ring,
-            work.HIERARCHICAL: collectives.hierarchical_all_reduce,
+            work.HIERARCHICAL: collectives.fast_hierarchical_all_reduce,
         }
         return partial(functions[name], self.comm, torch.ones(work.PARAMETERS))
 
