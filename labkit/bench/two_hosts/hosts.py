@@ -125,7 +125,9 @@ class TwoHosts:
         enter = ["nsenter", f"--target={self.pids[host]}", *_NAMESPACES]
         # In other mounts a program starts in the root folder.
         there = ["env", f"--chdir={os.getcwd()}"]
-        settings = os.environ | {"TMPDIR": SCRATCH} | dict(env or {})
+        # The names of this machine's network interfaces mean nothing there.
+        kept = {key: text for key, text in os.environ.items() if not key.endswith("_IFNAME")}
+        settings = kept | {"TMPDIR": SCRATCH} | dict(env or {})
         options.setdefault("start_new_session", True)
         return subprocess.Popen([*enter, *there, *words], env=settings, **options)
 

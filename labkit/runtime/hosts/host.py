@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from labkit.comm import mirror
 from labkit.comm.board import LOST, RUNNING
+from labkit.comm.processes import loopback
 from labkit.comm.shared_memory import Arena
 from labkit.devices import Plan, num_cores, plan, versions
 from labkit.runtime.connect import MeetingFile
@@ -87,7 +88,9 @@ class Host:
         os.environ.pop("OMP_NUM_THREADS", None)
         if interface := interface_of(self._address):
             for name in _FOR_NETWORKS:
-                os.environ.setdefault(name, interface)
+                # Nobody on another host reaches a loopback interface, whoever has named it.
+                if os.environ.get(name, loopback()) == loopback():
+                    os.environ[name] = interface
         self.take(sent)
         warm_up()
         return versions()
