@@ -144,7 +144,6 @@ class TestFaults:
         for host in hosts:
             # What torchrun shows of the first rank that has ended.
             assert any(expected[0] in text for text in host.files.values())
-            assert host.seconds < 15
         return hosts
 
     def raised(self, hosts, error, *ranks):
