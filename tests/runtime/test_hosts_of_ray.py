@@ -144,7 +144,7 @@ class TestFailures:
         ) as e:
             run(fails, world_size=3, hosts=2)
         assert e.value.rank == 2
-        assert "test_hosts.py" in e.value.location
+        assert "test_hosts_of_ray.py" in e.value.location
         assert "host 1 is 10.0.0.2" in str(e.value)
 
     def test_a_killed_rank_is_named(self, hosts):
