@@ -10,13 +10,14 @@ time in nanoseconds that a thread was ready to run, and did not run.
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from labkit.comm.processes import PROCESSES
 
 # Threads that compute without end, more of them than cores, are always waiting: so some of the
 # time always counts.
 _LEAST = 0.1
+_PAUSE_S = 0.05
 
 
 class Patience:
@@ -47,6 +48,16 @@ class Patience:
         self.used_s += max(passed_s - longest_s, _LEAST * passed_s)
         self._waited_s, self._seen_s = waited_s, now_s
         return self.used_s
+
+    def sleep(self, until_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Sleep until so many seconds were used since this was made; whether it was over before.
+
+        Args:
+            is_over: asked again and again, and ends the sleep.
+        """
+        while not (over := is_over()) and self.look() < until_s:
+            time.sleep(_PAUSE_S)
+        return over
 
     def _waits(self) -> dict[str, float]:
         """By thread, the seconds for which it has waited for a core in its life.

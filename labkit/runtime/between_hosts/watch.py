@@ -46,7 +46,6 @@ _INTERRUPT_S = 1.0
 _GRACE_S = 3.0
 # How long a rank that has failed stays, so that all others hear of it.
 _TELL_S = 0.5
-_PAUSE_S = 0.05
 _OVER, _WELL = "over", b"well"
 
 
@@ -168,12 +167,9 @@ class Watch:
         self._board.ranks[self._rank]["state"] = LEFT
         patience = Patience(self._neighbours.pids())
         # They hear of it later than this rank, and end themselves when their own time is over.
-        while not self._neighbours.have_left() and patience.look() < 2 * _GRACE_S:
-            time.sleep(_PAUSE_S)
+        patience.sleep(2 * _GRACE_S, self._neighbours.have_left)
         # Only now, so that the ranks of a host leave together.
-        rest = Patience(self._neighbours.pids())
-        while rest.look() < _TELL_S:
-            time.sleep(_PAUSE_S)
+        Patience(self._neighbours.pids()).sleep(_TELL_S)
 
     def _tell(self, error: BaseException) -> None:
         """Find out, or say, why this rank's function has ended with an error."""
@@ -309,20 +305,13 @@ class Watch:
         cut(self._connections)
         self._abort()
         patience = Patience([os.getpid()])
-        if self._leaves(patience, _INTERRUPT_S):
+        if patience.sleep(_INTERRUPT_S, self._left.is_set):
             return
         self._interrupt()
-        if not self._leaves(patience, _GRACE_S):
+        if not patience.sleep(_GRACE_S, self._left.is_set):
             self._record()
             sys.stderr.flush()
             os._exit(1)
-
-    def _leaves(self, patience: Patience, until_s: float) -> bool:
-        """Whether the rank leaves its function until so much of its patience is used."""
-        while patience.look() < until_s:
-            if self._left.wait(_PAUSE_S):
-                return True
-        return self._left.is_set()
 
     def _interrupt(self) -> None:
         """Interrupt the learner's code as Ctrl-C does, unless it handles that itself."""
