@@ -1,8 +1,8 @@
 """The environments of other frameworks, each with packages that do not go together with ours.
 
-``make horovod`` makes .venv-horovod, ``make tensorflow`` makes .venv-tensorflow. The stamp ``.ready``
-is written last, by tools/other_framework.py: the folder that it was made in, since no environment
-works from another place, and the SHA-256 of the pins it was made from.
+``make horovod`` makes .venv-horovod, ``make tensorflow`` makes .venv-tensorflow. The stamp
+``.ready`` is written last, by tools/other_framework.py: the folder that it was made in, since no
+environment works from another place, and the SHA-256 of the pins it was made from.
 """
 
 import hashlib
