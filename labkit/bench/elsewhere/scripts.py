@@ -8,7 +8,7 @@ from pathlib import Path
 from labkit.bench.elsewhere.digits import Place
 from labkit.bench.elsewhere.environments import REPOSITORY, python_of, why_not
 from labkit.bench.elsewhere.turn import Turn, TurnError, read_reports, reason_in
-from labkit.bench.gpu_report.processes import run_command
+from labkit.bench.processes import run_command
 from labkit.comm.processes import loopback
 
 # A function of a private folder: the words of the command line before the script.
