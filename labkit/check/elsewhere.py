@@ -217,7 +217,7 @@ def _judge(case: Case, values: list[Any], *, to_horovod: bool) -> Mistake | None
     called = {name for trained in values for one in trained for name in one.called}
     if to_horovod and "labkit.horovod.init" not in called:
         return Mistake("port.no_init")
-    used = sorted(name for name in called if name.startswith("labkit.horovod."))
+    used = sorted(name for name in called if name.startswith("labkit."))
     if used and not to_horovod:
         return Mistake("port.still_horovod", name=used[0])
     trainings = list(zip(_settings(case, to_horovod), zip(*values)))
