@@ -30,10 +30,10 @@ from labkit.check.grading.in_process import Question, ask, differs
 from labkit.check.grading.report import told
 from labkit.collectives import negotiated
 from labkit.comm.comm import Comm
-from labkit.strategies.distributed_optimizer import Distributed, WrongOrder
+from labkit.strategies.by_name.optimizer import Distributed, WrongOrder
 
 # Longer than anything between a gradient and the wait for it.
-_LAZY_S = 5.0
+_LAZY_S = 2.0
 _NO_GROUP = (
     "this is a call of torch.distributed, which has no process group in a program that Horovod "
     "has started: hvd has a counterpart, or takes the rank and the number of ranks"
