@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env cluster lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts html \
+.PHONY: help env cluster lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts elsewhere html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -49,6 +49,7 @@ help:
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make two-hosts       train on two hosts on this machine, and record it (root; five minutes)"
+	@echo "make elsewhere       train the same with PyTorch, Horovod and TensorFlow, and record it"
 	@echo "make html            the notebooks as web pages in build/html"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
 	@echo "make pins            renew requirements.txt, tools/uv.txt and tools/cluster.txt, with hashes"
@@ -186,6 +187,11 @@ bench: env
 two-hosts: env
 	@$(BIN)/python -m labkit bench two-hosts --json data/results/two_hosts.json \
 	  --figure data/results/two_hosts.png $(ARGS)
+
+# What make horovod and make tensorflow have made takes part.
+elsewhere: env
+	@$(BIN)/python -m labkit bench elsewhere --json data/results/elsewhere.json \
+	  --figure data/results/elsewhere.png $(ARGS)
 
 html: env
 	@mkdir -p build/html

@@ -22,6 +22,7 @@ its counterpart in ``labkit.collectives``:
     check.rendezvous.meet
     check.hosts.inside   .between   .all_reduce   .place
     check.detective.culprit
+    check.elsewhere.to_ddp   .to_horovod   .semantics
     check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
         .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
 
@@ -43,6 +44,7 @@ from labkit.check import (
     data_parallel,
     ddp,
     detective,
+    elsewhere,
     fairness,
     hops,
     hosts,
@@ -64,7 +66,8 @@ from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
 __all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "detective"]
-__all__ += ["fairness", "hops", "hosts", "messages", "naive", "overlap", "parameter_server"]
-__all__ += ["pipeline", "placement", "puzzles", "rendezvous", "ring", "staleness", "step", "tree"]
+__all__ += ["elsewhere", "fairness", "hops", "hosts", "messages", "naive", "overlap"]
+__all__ += ["parameter_server", "pipeline", "placement", "puzzles", "rendezvous", "ring"]
+__all__ += ["staleness", "step", "tree"]
 
 __getattr__ = unknown_name(__name__)

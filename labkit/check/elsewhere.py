@@ -1,0 +1,312 @@
+"""The checks of page 16: from Horovod to DDP and back, and what an update means elsewhere.
+
+The ranks of the two ports begin with different weights and buffers, as in a real program, and
+rank 0 alone may have a checkpoint. Their trainings are compared with one device that plays all
+ranks. Symbols: P ranks.
+"""
+
+import contextlib
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import Random
+from statistics import fmean
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit import horovod as hvd
+from labkit.check.elsewhere_judge import Trained, wrong_training
+from labkit.check.elsewhere_training import Setting
+from labkit.check.grading import Case, Mistake, Verdict, returns
+from labkit.check.grading.compare import plain
+from labkit.check.grading.exercise import new_seed
+from labkit.check.grading.in_process import Question, ask, differs
+from labkit.check.grading.report import told
+from labkit.collectives import negotiated
+from labkit.comm.comm import Comm
+from labkit.strategies.distributed_optimizer import Distributed, WrongOrder
+
+# Longer than anything between a gradient and the wait for it.
+_LAZY_S = 5.0
+_NO_GROUP = (
+    "this is a call of torch.distributed, which has no process group in a program that Horovod "
+    "has started: hvd has a counterpart, or takes the rank and the number of ranks"
+)
+_WORLD_SIZES = (1, 2, 3, 4)
+_SIGNATURE = "model, dataset, batch_size, lr, epochs, start, save"
+# How a port may go wrong without an error; see ``Ways``.
+_OF_BOTH: dict[str, dict[str, Any]] = {
+    "port.nothing_shared": {"weights": "own", "buffers": "own"},
+    "port.own_weights": {"weights": "own"},
+    "port.own_buffers": {"buffers": "own"},
+    "port.lr_unscaled": {"power": 0},
+    "port.lr_twice": {"power": 2},
+    "port.sum": {"gradients": "sum"},
+    "port.own_gradients": {"gradients": "own"},
+    "port.divided_twice": {"gradients": "twice"},
+    "port.not_loaded": {"loads": False},
+    "port.no_momentum": {"momentum": ""},
+}
+_TO_DDP = _OF_BOTH | {
+    "port.first_momentum": {"momentum": "first"},
+    "port.shared_early": {"weights": "early"},
+}
+_TO_HOROVOD = _OF_BOTH | {
+    "port.clipped_before": {"clip": "before"},
+    "port.not_clipped": {"clip": ""},
+    "port.not_halved": {"halved": False},
+}
+
+
+def to_ddp(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
+    """Grade ``fn``, a port of ``programs.with_horovod.train`` to torch.distributed.
+
+    ``fn(model, dataset, batch_size, lr, epochs, start, save)`` is called twice: to begin, and to
+    go on from a checkpoint that rank 0 has.
+    """
+    return returns(
+        fn,
+        name="elsewhere.to_ddp",
+        signature=_SIGNATURE,
+        call=_ported_to_ddp,
+        inputs=lambda rank, case: (case,),
+        judge=partial(_judge, to_horovod=False),
+        may_call=frozenset({"torch", "labkit"}),
+        world_sizes=world_sizes,
+    )
+
+
+def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
+    """Grade ``fn``, a port of ``programs.with_ddp.train`` to Horovod.
+
+    ``fn(model, dataset, batch_size, lr, max_norm, epochs, start, save)`` is called twice: to begin
+    and to go on from a checkpoint. torch.distributed has no process group here, as in a program
+    that Horovod has started.
+    """
+    return returns(
+        fn,
+        name="elsewhere.to_horovod",
+        signature=_SIGNATURE.replace("lr", "lr, max_norm"),
+        call=_ported_to_horovod,
+        inputs=lambda rank, case: (case,),
+        judge=partial(_judge, to_horovod=True),
+        may_call=frozenset({"torch", "labkit"}),
+        world_sizes=world_sizes,
+    )
+
+
+# The trainings, on a rank
+
+
+def _settings(case: Case, to_horovod: bool) -> list[Setting]:
+    more = {"passes": 2, "clips": True} if to_horovod else {}
+    return [Setting(case, resumed, **more) for resumed in (False, True)]
+
+
+def _ported_to_ddp(fn: Callable, comm: Comm, case: Case) -> list[Trained] | Mistake:
+    with _made_already():
+        return [
+            _train(fn, setting, comm.rank, setting.lr, rank_0_alone=True)
+            for setting in _settings(case, to_horovod=False)
+        ]
+
+
+def _ported_to_horovod(fn: Callable, comm: Comm, case: Case) -> list[Trained] | Mistake:
+    found = []
+    # What is submitted stays as it is until somebody waits for it: then a program that uses its
+    # gradients too early goes wrong in the same way each time.
+    with mock.patch.object(negotiated, "CYCLE_S", _LAZY_S), _waits() as waits:
+        for setting in _settings(case, to_horovod=True):
+            hvd.init(comm)
+            rates = setting.lr, setting.max_norm
+            try:
+                with _made_already(), _no_group():
+                    found.append(_train(fn, setting, comm.rank, *rates, rank_0_alone=False))
+            except WrongOrder:
+                if not waits:
+                    return Mistake("port.old_optimizer")
+                raise
+            hvd.shutdown()
+    return found
+
+
+@contextlib.contextmanager
+def _waits() -> Iterator[list]:
+    """An entry for each time that a DistributedOptimizer waits for its gradients."""
+    waits: list[Any] = []
+    known = Distributed.synchronize
+
+    def noted(self: Distributed) -> None:
+        waits.append(self)
+        known(self)
+
+    with mock.patch.object(Distributed, "synchronize", noted):
+        yield waits
+
+
+def _train(
+    fn: Callable, setting: Setting, rank: int, *rates: float, rank_0_alone: bool
+) -> Trained:
+    """Call the learner's function on a rank, and note what it does."""
+    model, seen, saved = setting.model(rank), [], []
+    names = {row: i for i, row in enumerate(setting.samples.inputs[:, 0].tolist())}
+
+    def note(module: nn.Module, inputs: tuple) -> None:
+        if torch.is_grad_enabled():
+            seen.append(_rows(inputs, names))
+
+    model.register_forward_pre_hook(note)
+    start = setting.checkpoint() if rank == 0 or not rank_0_alone else None
+    rest = setting.epochs, start, lambda state: saved.append(copy.deepcopy(state))
+    losses = fn(model, setting.samples, setting.batch_size, *rates, *rest)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return Trained(state, plain(losses), saved, seen, frozenset(fn.called))
+
+
+def _rows(inputs: tuple, names: dict[float, int]) -> list[int]:
+    """Which samples these are; -1 for others."""
+    try:
+        return [names.get(row, -1) for row in inputs[0][:, 0].tolist()]
+    except (IndexError, RuntimeError):  # not in order, or a tensor of torch.func.vmap
+        return [-1]
+
+
+@contextlib.contextmanager
+def _made_already() -> Iterator[None]:
+    """Let a program make and destroy its process group, which exists in a run of labkit."""
+    originals = [inspect.unwrap(f) for f in (dist.init_process_group, dist.destroy_process_group)]
+    # By their code, since a program may have imported them by name.
+    kept = [original.__code__ for original in originals]
+    for original in originals:
+        original.__code__ = _nothing.__code__
+    try:
+        yield
+    finally:
+        for original, code in zip(originals, kept):
+            original.__code__ = code
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _no_group() -> Iterator[None]:
+    """Hide the default process group, which a program has not got that Horovod has started."""
+    kept, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
+    try:
+        yield
+    except ValueError as error:
+        if "Default process group" in str(error):
+            error.args = (_NO_GROUP,)
+        raise
+    finally:
+        dist.GroupMember.WORLD = kept
+
+
+# What is wrong
+
+
+def _judge(case: Case, values: list[Any], *, to_horovod: bool) -> Mistake | None:
+    called = {name for trained in values for one in trained for name in one.called}
+    if to_horovod and "labkit.horovod.init" not in called:
+        return Mistake("port.no_init")
+    used = sorted(name for name in called if name.startswith("labkit.horovod."))
+    if used and not to_horovod:
+        return Mistake("port.still_horovod", name=used[0])
+    trainings = list(zip(_settings(case, to_horovod), zip(*values)))
+    return wrong_training(trainings, _TO_HOROVOD if to_horovod else _TO_DDP)
+
+
+# Two semantics
+
+_GRADIENTS = ("mean of means", "mean over the batch", "sum of means")
+_STATISTICS = ("own", "rank 0", "mean of replicas", "whole batch")
+Answer = tuple[str, str]
+
+
+def semantics(fn: Callable) -> Verdict:
+    """Grade ``fn(step)``: (what becomes of the gradients, whose batch statistics are kept).
+
+    ``step(shares)`` makes one update on ``len(shares)`` replicas, from the same start each time;
+    a share is a list of samples, numbers, each of which is its own gradient. It returns how far
+    the weight has moved, and each replica's running mean. The steps have all pairs of
+    semantics, and learning rates and momenta of their own. Runs in another process.
+    """
+    random = Random(new_seed())
+    pairs = list(itertools.product(_GRADIENTS, _STATISTICS))
+    random.shuffle(pairs)
+    rates = [(random.uniform(0.1, 0.9), random.uniform(0.1, 0.9)) for _ in pairs]
+    truth = {_step(*pair, *both): pair for pair, both in zip(pairs, rates)}
+    name = getattr(fn, "__name__", "the function")
+    questions = [
+        Question((step,), f"{name}(step), with {' and '.join(map(repr, pair))},", pair)
+        for step, pair in truth.items()
+    ]
+    wrong = [(id, lambda step, way=way: way(*truth[step])) for id, way in _confusions()]
+    judge = partial(
+        *(ask, "elsewhere.semantics", fn, questions, _unlike),
+        mistakes=wrong,
+        call=_in_plain_words,
+        right=lambda answers: f"all {len(answers)} steps are told apart",
+        signature="step",
+    )
+    return told("elsewhere.semantics", judge)
+
+
+def _step(gradients: str, statistics: str, lr: float, momentum: float) -> Callable:
+    """One update of a model with one weight, and a BatchNorm of one channel beside it."""
+
+    def step(shares: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
+        numbers = [[float(sample) for sample in share] for share in shares]
+        if not numbers or not all(numbers):
+            raise ValueError(f"step({shares!r}): a replica needs a share of one sample or more")
+        means = [fmean(share) for share in numbers]
+        of_batch = fmean(itertools.chain(*numbers))
+        moved = dict(zip(_GRADIENTS, (fmean(means), of_batch, sum(means))))
+        kept = dict(zip(_STATISTICS, (means, means[:1], [fmean(means)], [of_batch])))
+        by_replica = kept[statistics] * (1 if statistics == "own" else len(means))
+        return lr * moved[gradients], [momentum * mean for mean in by_replica]
+
+    return step
+
+
+def _in_plain_words(fn: Callable, step: Callable) -> Any:
+    found = plain(fn(step))
+    if not isinstance(found, list):
+        return found
+    return [" ".join(x.lower().split()) if isinstance(x, str) else x for x in found]
+
+
+def _unlike(question: Question, answer: Any) -> Mistake | None:
+    words = {*_GRADIENTS, *_STATISTICS}
+    if isinstance(answer, list) and len(answer) == 2:
+        strange = [x for x in answer if x not in words]
+        if strange:
+            return Mistake("semantics.words", found=strange[0], words=", ".join(map(repr, words)))
+    return differs(question, answer)
+
+
+def _confusions() -> Iterator[tuple[str, Callable[[str, str], Answer]]]:
+    """A mistake's id, and what it answers where (gradients, statistics) is right."""
+    yield "semantics.swapped", lambda gradients, statistics: (statistics, gradients)
+    for constant in itertools.product(_GRADIENTS, _STATISTICS):
+        yield "semantics.constant", lambda *_, constant=constant: constant
+    for one, other in (_STATISTICS[:2], _STATISTICS[1::-1]):
+        yield "semantics.first_replica", _taken(("", ""), (one, other))
+    of_gradients = [("", ""), _GRADIENTS[:2], _GRADIENTS[1::-1]]
+    of_statistics = [("", ""), _STATISTICS[2:], _STATISTICS[:1:-1]]
+    for pairs in itertools.product(of_gradients, of_statistics):
+        if any(map(any, pairs)):
+            yield "semantics.equal_shares", _taken(*pairs)
+
+
+def _taken(*pairs: Answer) -> Callable[[str, str], Answer]:
+    """As if the first of a pair were the second, of gradients and of statistics."""
+    return lambda *right: tuple(b if x == a else x for x, (a, b) in zip(right, pairs))
