@@ -30,10 +30,10 @@ from labkit.check.grading.in_process import Question, ask, differs
 from labkit.check.grading.report import told
 from labkit.collectives import negotiated
 from labkit.comm.comm import Comm
-from labkit.strategies.distributed_optimizer import Distributed, WrongOrder
+from labkit.strategies.by_name.optimizer import Distributed, WrongOrder
 
 # Longer than anything between a gradient and the wait for it.
-_LAZY_S = 5.0
+_LAZY_S = 2.0
 _NO_GROUP = (
     "this is a call of torch.distributed, which has no process group in a program that Horovod "
     "has started: hvd has a counterpart, or takes the rank and the number of ranks"
@@ -217,7 +217,7 @@ def _judge(case: Case, values: list[Any], *, to_horovod: bool) -> Mistake | None
     called = {name for trained in values for one in trained for name in one.called}
     if to_horovod and "labkit.horovod.init" not in called:
         return Mistake("port.no_init")
-    used = sorted(name for name in called if name.startswith("labkit.horovod."))
+    used = sorted(name for name in called if name.startswith("labkit."))
     if used and not to_horovod:
         return Mistake("port.still_horovod", name=used[0])
     trainings = list(zip(_settings(case, to_horovod), zip(*values)))

@@ -25,6 +25,7 @@ _SOLUTIONS = tuple(
     for part in (
         *("collectives/", "schedules/", "strategies/", "placement/planner", "placement/search"),
         *("costs/pipeline_timeline", "workload/sampling", "comm/work.py", "horovod.py"),
+        "check/programs/with_",
     )
 )
 _HELPERS = {
