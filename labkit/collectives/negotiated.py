@@ -174,7 +174,7 @@ class Negotiator(threading.Thread):
         results: Sequence[Any] = [decision.last] * len(handles)
         error = NegotiationError(decision.error) if decision.error else None
         if error is None and decision.requests[0].kind != JOIN:
-            results = carry_out(comm, decision, [handle and handle.values() for handle in handles])
+            results = carry_out(comm, decision, [h.values() if h else None for h in handles])
         with self._changed:
             for request in decision.requests:
                 self._handles.pop(request.name, None)

@@ -53,9 +53,10 @@ def distributed(
     """
     check_integer("backward_passes_per_step", passes)
     names = _names_of(optimizer.param_groups, named_parameters)
-    wrapped = object.__new__(type(type(optimizer).__name__, (Distributed, type(optimizer)), {}))
+    kind = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
+    wrapped: Distributed = object.__new__(kind)
     # A scheduler puts its own ``step`` into the instance.
-    vars(wrapped).update({name: kept for name, kept in vars(optimizer).items() if name != "step"})
+    wrapped.__dict__ |= {name: v for name, v in vars(optimizer).items() if name != "step"}
     wrapped.gradients = Gradients(names, begin, compression, passes, sparse_as_dense)
     wrapped.gradients.watch(wrapped.param_groups)
     return wrapped
@@ -77,6 +78,11 @@ class Gradients:
         # The passes that are left before this parameter's gradient is submitted.
         self._left: dict[Tensor, int] = {}
         self.under_way: dict[Tensor, tuple[Handle, Any]] = {}
+
+    def set_passes(self, passes: int) -> None:
+        check_integer("backward_passes_per_step", passes)
+        self._passes = passes
+        self._left = dict.fromkeys(self._left, passes)
 
     def watch(self, groups: list[dict[str, Any]]) -> None:
         """Hook the parameters that need gradients and have no hook yet."""
@@ -145,6 +151,10 @@ class Distributed(Optimizer):
         self.gradients.finish()
         self._is_synchronized = True
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduce gradients after this number of passes, from the next step on."""
+        self.gradients.set_passes(passes)
+
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """A context for ``step`` after ``synchronize``, which is not to reduce once more."""
@@ -161,8 +171,8 @@ class Distributed(Optimizer):
             return super().step(closure)
         if self._is_synchronized:
             warnings.warn(
-                "step() after synchronize() reduces the gradients once more, which takes time: "
-                "call it inside `with optimizer.skip_synchronize():`",
+                "optimizer.step() called without optimizer.skip_synchronize() after "
+                "synchronize(): it reduces the gradients once more, which takes time",
                 stacklevel=3,
             )
         if closure is None:
