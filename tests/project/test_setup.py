@@ -32,12 +32,11 @@ FLOORS = [
     {"collectives", "placement"},
     {"backend", "runtime"},
     {"strategies"},
-    {"training"},
+    {"horovod", "training"},
     {"plots"},
     {"notebook"},
     {"check", "widgets"},
     {"bench", "lab"},
-    {"gpu_checks"},
     {"doctor"},
     {"__init__", "__main__"},
 ]

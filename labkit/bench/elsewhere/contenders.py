@@ -65,12 +65,14 @@ CONTENDERS = {
         *("PyTorch", "TCP", "all-reduce"),
     ),
     "labkit.horovod": Contender(
-        partial(scripts.turn, script=OUR_SCRIPT, launch=scripts.torchrun),
+        partial(scripts.turn, script=OUR_SCRIPT, launch=scripts.ring_on_one_host),
         messages="shared memory",
         formula="all-reduce",
     ),
     "labkit.horovod over TCP": Contender(
-        partial(own.script_turn, world_size=2), messages="TCP", formula="all-reduce"
+        partial(scripts.turn, script=OUR_SCRIPT, launch=scripts.ring_on_two_hosts),
+        messages="TCP",
+        formula="all-reduce",
     ),
     "Horovod": Contender(
         partial(scripts.turn, script=HOROVOD_SCRIPT, launch=scripts.horovodrun),

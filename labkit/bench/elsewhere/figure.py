@@ -67,12 +67,6 @@ def _formula_mark() -> Any:
 
 
 _MARK: dict[str, Any] = {"color": "#1A1A1A", "marker": "|", "markersize": 12, "mew": 2}
-    "color": "#1A1A1A",
-    "marker": "|",
-    "markersize": 12,
-    "linestyle": "",
-    "mew": 2,
-}
 
 
 def _draw_losses(axes: "Axes", rows: Sequence[Row]) -> None:

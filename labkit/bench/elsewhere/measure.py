@@ -1,14 +1,16 @@
 """The one run: in each round every contender that is here trains once, in turns."""
 
+import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from labkit.bench.elsewhere.contenders import CONTENDERS, ONE_DEVICE, Contender
-from labkit.bench.elsewhere.digits import prepare
+from labkit.bench.elsewhere.digits import SCRIPTS, prepare
 from labkit.bench.elsewhere.result import ElsewhereResult, Found
 from labkit.bench.elsewhere.turn import TurnError
+from labkit.bench.processes import as_ctrl_c
 from labkit.units import check_choice, check_integer
 
 # Who trains for longer than this hangs: the slowest takes some seconds to start.
@@ -72,6 +74,7 @@ def measure(
     repeats: int,
     *,
     limit_s: float = _LIMIT_S,
+    scripts: Path = SCRIPTS,
     tell: Tell = lambda number, name: None,
 ) -> ElsewhereResult:
     """Train with these contenders in turns, one device first in the first round.
@@ -82,13 +85,16 @@ def measure(
     Args:
         contenders: by name; one device is among them.
         limit_s: seconds of a turn, after which the contender is ended.
+        scripts: the folder with ``experiment.py`` and what is run.
         tell: called before each turn.
     """
     found = {name: Found(contender) for name, contender in contenders.items()}
     for each in found.values():
         each.absent = each.problem = each.contender.why_not()
-    with tempfile.TemporaryDirectory(prefix="lk-", ignore_cleanup_errors=True) as folder:
-        place = prepare(Path(folder), steps)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(as_ctrl_c())
+        private = tempfile.TemporaryDirectory(prefix="lk-", ignore_cleanup_errors=True)
+        place = prepare(Path(stack.enter_context(private)), steps, scripts=scripts)
         for repeat in range(repeats):
             for name in _rotated([name for name in found if not found[name].problem], repeat):
                 tell(repeat + 1, name)

@@ -1,23 +1,16 @@
-"""The turns of labkit's own techniques, and of Horovod's script on labkit's ring.
+"""The turns of labkit's own techniques, in ranks of ``labkit.run``."""
 
-Both run in ranks of ``labkit.run``, where labkit's counter of bytes and the kernel's are read at
-the same moments.
-"""
-
-import runpy
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from labkit import strategies
-from labkit.bench.elsewhere.digits import OUR_SCRIPT, Place, initial_model, module_of
-from labkit.bench.elsewhere.turn import Turn, TurnError, read_reports, reason_in
+from labkit.bench.elsewhere.counting import Counting
+from labkit.bench.elsewhere.digits import Place, initial_model, module_of
+from labkit.bench.elsewhere.turn import Turn, TurnError, reason_in
 from labkit.comm.comm import Comm
 from labkit.devices import versions
 from labkit.errors import DeadlineError, WorkerError
@@ -44,19 +37,6 @@ def turn(
     found = Turn.of([report | {"losses": totals} for report in reports], steps)
     names = "labkit", "torch", "python"
     return replace(found, versions={name: versions()[name] for name in names})
-
-
-def script_turn(place: Place, steps: int, limit_s: float, *, world_size: int) -> Turn:
-    """Horovod's script with one changed import, in ranks whose messages travel over TCP.
-
-    Raises:
-        TurnError: it failed, or took longer than ``limit_s``.
-    """
-    with tempfile.TemporaryDirectory(dir=place.folder) as name:
-        script = partial(_run_script, place, Path(name) / "report.json")
-        counted = _run(script, world_size, "gloo", limit_s)
-        found = Turn.of(read_reports(Path(name)), steps)
-    return replace(found, counted_bytes={f"worker {rank}": n for rank, n in enumerate(counted)})
 
 
 def _run(
@@ -87,7 +67,7 @@ def _train(place: Place, strategy: str, comm: Comm) -> dict[str, Any]:
     rates = {"lr": experiment.lr, "momentum": experiment.momentum}
     technique.setup(comm, model, partial(torch.optim.SGD, **rates))
     index, count = technique.share()
-    measured, losses = _Counting(comm, module.Measured()), []
+    measured, losses = Counting(lambda: comm, module.Measured()), []
     for step in range(experiment.steps):
         inputs, targets = map(torch.from_numpy, experiment.share(index, count or 1, step))
         batch_size = experiment.labels.shape[1]
@@ -105,38 +85,3 @@ def _train(place: Place, strategy: str, comm: Comm) -> dict[str, Any]:
         "counted_bytes": {name: measured.counted_bytes},
         "versions": {},
     }
-
-
-def _run_script(place: Place, report: Path, comm: Comm) -> list[int]:
-    """Run the script as a program of its own would; returns the bytes that labkit counted."""
-    torch.set_num_threads(1)
-    module = module_of(place.folder)
-    measured = _Counting(comm, module.Measured())
-    module.Measured, sys.modules["experiment"] = lambda: measured, module
-    sys.argv = [OUR_SCRIPT, "--experiment", str(place.experiment), "--report", str(report)]
-    runpy.run_path(str(place.script(OUR_SCRIPT)), run_name="__main__")
-    return measured.counted_bytes
-
-
-class _Counting:
-    """What the scripts measure, and labkit's own count of bytes beside it.
-
-    Attributes:
-        step_s, sent_bytes: as of the scripts' ``Measured``.
-        counted_bytes: payload bytes that this rank has sent, one number per step.
-    """
-
-    def __init__(self, comm: Comm, measured: Any):
-        self._comm, self._measured = comm, measured
-        self.step_s: list[float] = measured.step_s
-        self.sent_bytes: list[int] = measured.sent_bytes
-        self.counted_bytes: list[int] = []
-
-    def __enter__(self) -> "_Counting":
-        self._counted = self._comm.bytes_sent
-        self._measured.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._measured.__exit__(*error)
-        self.counted_bytes.append(self._comm.bytes_sent - self._counted)

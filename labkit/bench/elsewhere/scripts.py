@@ -8,11 +8,12 @@ from pathlib import Path
 from labkit.bench.elsewhere.digits import Place
 from labkit.bench.elsewhere.environments import REPOSITORY, python_of, why_not
 from labkit.bench.elsewhere.turn import Turn, TurnError, read_reports, reason_in
-from labkit.bench.gpu_report.processes import run_command
+from labkit.bench.processes import run_command
 from labkit.comm.processes import loopback
 
 # A function of a private folder: the words of the command line before the script.
 Launch = Callable[[Path], Sequence[str]]
+_RING = "labkit.bench.elsewhere.ring_script"
 
 
 def turn(place: Place, steps: int, limit_s: float, *, script: str, launch: Launch) -> Turn:
@@ -27,7 +28,7 @@ def turn(place: Place, steps: int, limit_s: float, *, script: str, launch: Launc
         report, log = folder / "report.json", folder / "log"
         words = [*launch(folder), str(place.script(script))]
         words += ["--experiment", str(place.experiment), "--report", str(report)]
-        ended = run_command(words, log, limit_s, folder, _settings(launch))
+        ended = run_command(words, log, limit_s, folder, _settings())
         if ended.timed_out:
             raise TurnError(f"not done after {limit_s:g} s, and so ended")
         if ended.returncode:
@@ -44,6 +45,16 @@ def torchrun(folder: Path, workers: int = 2) -> list[str]:
         *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"),
         *("--rdzv-endpoint", f"{folder}/store", "--rdzv-id", "elsewhere"),
     ]
+
+
+def ring_on_one_host(folder: Path) -> list[str]:
+    """Workers that run Horovod's script on labkit's ring, in shared memory."""
+    return [*torchrun(folder), "-m", _RING, "rank"]
+
+
+def ring_on_two_hosts(folder: Path) -> list[str]:
+    """The same with a host for each worker, so that labkit's messages travel over TCP."""
+    return [sys.executable, "-m", _RING, "hosts"]
 
 
 def horovodrun(folder: Path, workers: int = 2) -> list[str]:
@@ -65,16 +76,15 @@ def _python(framework: str) -> Path:
     return python
 
 
-def _settings(launch: Launch) -> dict[str, str]:
-    """One core for each worker, loopback, no GPU; labkit itself only where it is wanted."""
-    ours = launch is torchrun
+def _settings() -> dict[str, str]:
+    """One core for each worker, loopback, no GPU, and this labkit where it is imported."""
     return {
         "OMP_NUM_THREADS": "1",
         "TF_NUM_INTRAOP_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "CUDA_VISIBLE_DEVICES": "-1",
         "GLOO_SOCKET_IFNAME": loopback(),
-        "PYTHONPATH": str(REPOSITORY) if ours else "",
+        "PYTHONPATH": str(REPOSITORY),
         "PYTHONHOME": "",
         "PYTHONUNBUFFERED": "1",
     }

@@ -6,9 +6,10 @@ import pytest
 import recorded_gpus as recorded
 import torch
 
-from labkit import gpu_checks, gpus
+from labkit import gpus
+from labkit.runtime import gpu_checks
 from labkit.doctor import CHECKS, WIDTH, examine, render
-from labkit.gpu_checks import is_too_old, runs_on
+from labkit.runtime.gpu_checks import is_too_old, runs_on
 from labkit.gpus import Gpu, Gpus
 from labkit.runtime import nvidia_smi
 
