@@ -25,15 +25,17 @@ def recorded(path: Path = RECORD) -> dict[str, Any]:
 def side_by_side(
     live: Mapping[str, Any], stored: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A record in which what cannot run here is taken from the stored one, and marked so.
+    """A record in which contenders that have not run here are taken from the stored one, marked.
 
     Args:
-        live: the record of a run here.
+        live: the record of a run here: of some contenders, or with some that cannot run here.
         stored: by default ``recorded()``.
     """
     kept = {row["contender"]: row for row in (stored or recorded())["contenders"]}
+    ran = {row["contender"]: row for row in live["contenders"]}
     rows = []
-    for row in live["contenders"]:
-        old = kept.get(row["contender"], {})
+    for name in [*ran, *(name for name in kept if name not in ran)]:
+        row, old = ran.get(name, {"absent": True}), kept.get(name, {})
         rows.append(old | {"recorded": True} if row["absent"] and "losses" in old else row)
-    return {**live, "contenders": rows}
+    # One that has neither run nor been recorded with losses has nothing to show.
+    return {**live, "contenders": [row for row in rows if "contender" in row]}
