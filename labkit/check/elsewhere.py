@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit import horovod as hvd
 from labkit.check.elsewhere_judge import Trained, wrong_training
@@ -125,10 +126,10 @@ def _ported_to_horovod(fn: Watched, comm: Comm, case: Case) -> list[Trained] | M
     found = []
     # What is submitted stays as it is until somebody waits for it: then a program that uses its
     # gradients too early goes wrong in the same way each time.
-    with mock.patch.object(negotiated, "CYCLE_S", _LAZY_S), _waits() as waits:
+    with mock.patch.object(negotiated, "CYCLE_S", _LAZY_S), _noted() as noted:
         for setting in _settings(case, to_horovod=True):
             hvd.init(comm)
-            trained = _with_horovod(fn, setting, comm.rank, waits)
+            trained = _with_horovod(fn, setting, comm.rank, noted)
             hvd.shutdown()
             if isinstance(trained, Mistake):
                 return trained
@@ -136,30 +137,33 @@ def _ported_to_horovod(fn: Watched, comm: Comm, case: Case) -> list[Trained] | M
     return found
 
 
-def _with_horovod(fn: Watched, setting: Setting, rank: int, waits: list) -> Trained | Mistake:
+def _with_horovod(fn: Watched, setting: Setting, rank: int, noted: set) -> Trained | Mistake:
     try:
         with _made_already(), _no_group():
             rates = setting.lr, setting.max_norm
             trained = _train(fn, setting, rank, *rates, rank_0_alone=False)
     except WrongOrder:
-        if not waits:
+        if noted == {"update"}:
             return Mistake("port.old_optimizer")
         raise
     return trained if "labkit.horovod.init" in fn.called else Mistake("port.no_init")
 
 
 @contextlib.contextmanager
-def _waits() -> Iterator[list]:
-    """An entry for each time that a DistributedOptimizer waits for its gradients."""
-    waits: list[Any] = []
-    known = Distributed.synchronize
+def _noted() -> Iterator[set[str]]:
+    """Whether any optimizer made an "update", and a DistributedOptimizer a "wait"."""
+    noted, wait = set[str](), Distributed.synchronize
 
-    def noted(self: Distributed) -> None:
-        waits.append(self)
-        known(self)
+    def waits(self: Distributed) -> None:
+        noted.add("wait")
+        wait(self)
 
-    with mock.patch.object(Distributed, "synchronize", noted):
-        yield waits
+    hook = register_optimizer_step_post_hook(lambda *_: noted.add("update"))
+    try:
+        with mock.patch.object(Distributed, "synchronize", waits):
+            yield noted
+    finally:
+        hook.remove()
 
 
 def _train(fn: Watched, setting: Setting, rank: int, *rates: float, rank_0_alone: bool) -> Trained:
