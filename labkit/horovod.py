@@ -20,16 +20,23 @@ from labkit.comm.comm import Comm
 from labkit.runtime import launch
 from labkit.runtime.script import open_for
 from labkit.strategies import sync_batch_norm
-from labkit.strategies.by_name import operations
+from labkit.strategies.by_name import reductions
 from labkit.strategies.by_name.compression import Compression as Compression
 from labkit.strategies.by_name.operations import GlobalBatch, Operations
 from labkit.strategies.by_name.optimizer import distributed
 from labkit.units import MOST_SECONDS
 
-Average, Sum, Adasum = operations.Average, operations.Sum, operations.Adasum
-Min, Max, Product = operations.Min, operations.Max, operations.Product
-HorovodInternalError = NegotiationError
+Average, Sum, Adasum = reductions.Average, reductions.Sum, reductions.Adasum
+Min, Max, Product = reductions.Min, reductions.Max, reductions.Product
+HorovodInternalError, global_process_set = NegotiationError, "all ranks"
 _joined: Operations | None = None
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"labkit.horovod has no {name!r}. Some ranks alone: torch.distributed.new_group; a "
+        "timeline: labkit.run(...).trace; elastic runs: torchrun --max-restarts"
+    )
 
 
 def init(comm: Comm | Iterable[int] | None = None) -> None:
@@ -82,33 +89,41 @@ mpi_built = mpi_enabled = mpi_threads_supported = nccl_built = ddl_built = ccl_b
 cuda_built, rocm_built = torch.backends.cuda.is_built, bool
 
 
-def _of(method: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(method)(lambda *args, **more: method(_now(), *args, **more))
+def _of(method: Callable[..., Any], **fixed: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, process_set: Any = None, **more: Any) -> Any:
+        if process_set not in (None, global_process_set):
+            raise ValueError("all ranks take part here: leave process_set out")
+        return method(_now(), *args, **more, **fixed)
 
-
-def _in_place(method: Callable[..., Handle]) -> Callable[..., Handle]:
-    return functools.partial(_of(method), in_place=True)
+    return call
 
 
 def _at_once(begin: Callable[..., Handle]) -> Callable[..., Any]:
-    return functools.wraps(begin.func)(lambda *args, **more: begin(*args, **more).wait())
+    return functools.wraps(begin)(lambda *args, **more: begin(*args, **more).wait())
 
 
 synchronize, poll = Handle.wait, Handle.is_done
 allreduce, allreduce_async = _of(Operations.allreduce), _of(Operations.allreduce_async)
-allreduce_async_ = _in_place(Operations.allreduce_async)
+allreduce_async_ = _of(Operations.allreduce_async, in_place=True)
 grouped_allreduce = _of(Operations.grouped_allreduce)
 grouped_allreduce_async = _of(Operations.grouped_allreduce_async)
-grouped_allreduce_async_ = _in_place(Operations.grouped_allreduce_async)
+grouped_allreduce_async_ = _of(Operations.grouped_allreduce_async, in_place=True)
 allreduce_, grouped_allreduce_ = _at_once(allreduce_async_), _at_once(grouped_allreduce_async_)
 allgather, allgather_async = _of(Operations.allgather), _of(Operations.allgather_async)
+grouped_allgather = _of(Operations.grouped_allgather)
+grouped_allgather_async = _of(Operations.grouped_allgather_async)
 broadcast, broadcast_async = _of(Operations.broadcast), _of(Operations.broadcast_async)
-broadcast_async_ = _in_place(Operations.broadcast_async)
+broadcast_async_ = _of(Operations.broadcast_async, in_place=True)
 broadcast_ = _at_once(broadcast_async_)
 alltoall, alltoall_async = _of(Operations.alltoall), _of(Operations.alltoall_async)
 reducescatter = _of(Operations.reducescatter)
 reducescatter_async = _of(Operations.reducescatter_async)
+grouped_reducescatter = _of(Operations.grouped_reducescatter)
+grouped_reducescatter_async = _of(Operations.grouped_reducescatter_async)
 barrier, join = _of(Operations.barrier), _of(Operations.join)
+broadcast_parameters = _of(Operations.broadcast_parameters)
+broadcast_optimizer_state = _of(Operations.broadcast_optimizer_state)
 broadcast_object = _of(Operations.broadcast_object)
 allgather_object = _of(Operations.allgather_object)
 
@@ -135,8 +150,12 @@ def DistributedOptimizer(
         num_groups, groups: no effect, as what is ready at the same time is fused anyway.
         sparse_as_dense: whether sparse gradients become dense; otherwise they are refused.
     """
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor is for op=hvd.Average: leave it out")
+    if op not in (Average, Sum):
+        raise ValueError(f"op={op!r}: gradients are reduced by hvd.Average or hvd.Sum")
+    if gradient_predivide_factor != 1.0 and (op != Average or gradient_predivide_factor <= 0):
+        raise ValueError(
+            "gradient_predivide_factor is above 0 and for op=hvd.Average: leave it out"
+        )
     scales = 1 / gradient_predivide_factor, gradient_predivide_factor
 
     def begin(name: str, tensor: Tensor, **told: Any) -> Handle:
@@ -144,24 +163,6 @@ def DistributedOptimizer(
 
     options = compression, backward_passes_per_step, sparse_as_dense
     return distributed(optimizer, named_parameters, begin, *options)
-
-
-def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Copy a state dict, named parameters or a list of tensors from the root, in place."""
-    listed = sorted(params.items()) if isinstance(params, dict) else list(params)
-    named = [one if isinstance(one, tuple) else (None, one) for one in listed]
-    begun = [broadcast_async_(p, root_rank, name) for name, p in named if isinstance(p, Tensor)]
-    for handle in begun:
-        handle.wait()
-
-
-def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int) -> None:
-    """Copy the root's state, and its options such as the learning rate."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
-    state = broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
-    if rank() != root_rank:
-        optimizer.load_state_dict(state)
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):

@@ -21,7 +21,7 @@ from labkit.comm.comm import Comm
 from labkit.schedules.ring import owned_chunk
 
 # What one rank has for a request; None for zeros.
-Values = Sequence[Tensor] | None
+Values = list[Tensor] | None
 
 
 def carry_out(
