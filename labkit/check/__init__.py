@@ -23,6 +23,7 @@ its counterpart in ``labkit.collectives``:
     check.hosts.inside   .between   .all_reduce   .place
     check.detective.culprit
     check.elsewhere.to_ddp   .to_horovod   .semantics
+    check.coordinator.decide
     check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
         .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
 
@@ -41,6 +42,7 @@ from labkit.check import (
     backend,
     collectives,
     compressed,
+    coordinator,
     data_parallel,
     ddp,
     detective,
@@ -65,8 +67,8 @@ from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade
 from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
-__all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "detective"]
-__all__ += ["elsewhere", "fairness", "hops", "hosts", "messages", "naive", "overlap"]
+__all__ += ["backend", "collectives", "compressed", "coordinator", "data_parallel", "ddp"]
+__all__ += ["detective", "elsewhere", "fairness", "hops", "hosts", "messages", "naive", "overlap"]
 __all__ += ["parameter_server", "pipeline", "placement", "puzzles", "rendezvous", "ring"]
 __all__ += ["staleness", "step", "tree"]
 
