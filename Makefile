@@ -130,8 +130,13 @@ cluster: env
 
 # Environments of their own, where the package's own programs are those of .venv.
 ASKED := $(if $(filter command environment,$(firstword $(origin PYTHON))),--python "$(PYTHON)")
-horovod tensorflow: env
-	@$(BIN)/python tools/other_framework.py $@ $(ASKED) --torch $(BUILD)
+MAKE_OTHER = $(BIN)/python tools/other_framework.py $@ $(ASKED) --torch $(BUILD)
+
+horovod: env
+	@$(MAKE_OTHER)
+
+tensorflow: env
+	@$(MAKE_OTHER)
 
 lab: env
 	@$(BIN)/python -m labkit lab $(ARGS)

@@ -92,6 +92,8 @@ class Making:
             CannotMakeError: with the reason and the next step.
         """
         began = time.monotonic()
+        if self.folder.is_symlink():  # what it leads to belongs to another clone
+            self.folder.unlink()
         (self.folder / ".ready").unlink(missing_ok=True)
         python = self._bin("python") if self._done() else self._find_python(asked)
         self._check_disk()
@@ -183,9 +185,7 @@ class Making:
         """A new environment, with all packages but the one that is compiled."""
         for name in (".ready", ".steps"):  # first: what follows may stop halfway
             (self.folder / name).unlink(missing_ok=True)
-        if self.folder.is_symlink():
-            self.folder.unlink()
-        elif self.folder.exists():
+        if self.folder.exists():
             shutil.rmtree(self.folder)
         self._tell(f"making {self.folder.name} with {python}, up to {self.recipe.disk_gb:g} GB")
         answer([UV, "venv", "--quiet", "--no-project", "--python", python, self.folder])

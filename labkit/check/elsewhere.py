@@ -23,11 +23,11 @@ from torch import nn
 from labkit import horovod as hvd
 from labkit.check.elsewhere_judge import Trained, wrong_training
 from labkit.check.elsewhere_training import Setting
-from labkit.check.grading import Case, Mistake, Verdict, returns
-from labkit.check.grading.compare import plain
-from labkit.check.grading.exercise import new_seed
+from labkit.check.grading import Case, Mistake, Verdict, grader, returns
+from labkit.check.grading.compare import fit, plain
 from labkit.check.grading.in_process import Question, ask, differs
 from labkit.check.grading.report import told
+from labkit.check.grading.watched import Watched
 from labkit.collectives import negotiated
 from labkit.comm.comm import Comm
 from labkit.strategies.by_name.optimizer import Distributed, WrongOrder
@@ -41,27 +41,28 @@ _NO_GROUP = (
 _WORLD_SIZES = (1, 2, 3, 4)
 _SIGNATURE = "model, dataset, batch_size, lr, epochs, start, save"
 # How a port may go wrong without an error; see ``Ways``.
-_OF_BOTH: dict[str, dict[str, Any]] = {
-    "port.nothing_shared": {"weights": "own", "buffers": "own"},
-    "port.own_weights": {"weights": "own"},
-    "port.own_buffers": {"buffers": "own"},
-    "port.lr_unscaled": {"power": 0},
-    "port.lr_twice": {"power": 2},
-    "port.sum": {"gradients": "sum"},
-    "port.own_gradients": {"gradients": "own"},
-    "port.divided_twice": {"gradients": "twice"},
-    "port.not_loaded": {"loads": False},
-    "port.no_momentum": {"momentum": ""},
-}
-_TO_DDP = _OF_BOTH | {
-    "port.first_momentum": {"momentum": "first"},
-    "port.shared_early": {"weights": "early"},
-}
-_TO_HOROVOD = _OF_BOTH | {
-    "port.clipped_before": {"clip": "before"},
-    "port.not_clipped": {"clip": ""},
-    "port.not_halved": {"halved": False},
-}
+_DEVIATIONS: list[tuple[str, dict[str, Any]]] = [
+    ("port.nothing_shared", {"weights": "fresh", "buffers": "fresh"}),
+    ("port.nothing_shared", {"weights": "own", "buffers": "own"}),
+    ("port.own_weights", {"weights": "fresh"}),
+    ("port.own_weights", {"weights": "own"}),
+    ("port.own_buffers", {"buffers": "fresh"}),
+    ("port.own_buffers", {"buffers": "own"}),
+    ("port.shared_early", {"weights": "early"}),
+    ("port.lr_unscaled", {"power": 0}),
+    ("port.lr_twice", {"power": 2}),
+    ("port.sum", {"gradients": "sum"}),
+    ("port.own_gradients", {"gradients": "own"}),
+    ("port.divided_twice", {"gradients": "twice"}),
+    ("port.not_loaded", {"loads": False}),
+    ("port.no_momentum", {"momentum": ""}),
+    ("port.first_momentum", {"momentum": "first"}),
+]
+_WITH_CLIPPING = [
+    ("port.clipped_before", {"clip": "before"}),
+    ("port.not_clipped", {"clip": ""}),
+    ("port.not_halved", {"halved": False}),
+]
 
 
 def to_ddp(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> Verdict:
@@ -109,31 +110,42 @@ def _settings(case: Case, to_horovod: bool) -> list[Setting]:
     return [Setting(case, resumed, **more) for resumed in (False, True)]
 
 
-def _ported_to_ddp(fn: Callable, comm: Comm, case: Case) -> list[Trained] | Mistake:
+def _ported_to_ddp(fn: Watched, comm: Comm, case: Case) -> list[Trained] | Mistake:
+    found = []
     with _made_already():
-        return [
-            _train(fn, setting, comm.rank, setting.lr, rank_0_alone=True)
-            for setting in _settings(case, to_horovod=False)
-        ]
+        for setting in _settings(case, to_horovod=False):
+            found.append(_train(fn, setting, comm.rank, setting.lr, rank_0_alone=True))
+            if used := sorted(name for name in fn.called if name.startswith("labkit.")):
+                hvd.shutdown()
+                return Mistake("port.still_horovod", name=used[0])
+    return found
 
 
-def _ported_to_horovod(fn: Callable, comm: Comm, case: Case) -> list[Trained] | Mistake:
+def _ported_to_horovod(fn: Watched, comm: Comm, case: Case) -> list[Trained] | Mistake:
     found = []
     # What is submitted stays as it is until somebody waits for it: then a program that uses its
     # gradients too early goes wrong in the same way each time.
     with mock.patch.object(negotiated, "CYCLE_S", _LAZY_S), _waits() as waits:
         for setting in _settings(case, to_horovod=True):
             hvd.init(comm)
-            rates = setting.lr, setting.max_norm
-            try:
-                with _made_already(), _no_group():
-                    found.append(_train(fn, setting, comm.rank, *rates, rank_0_alone=False))
-            except WrongOrder:
-                if not waits:
-                    return Mistake("port.old_optimizer")
-                raise
+            trained = _with_horovod(fn, setting, comm.rank, waits)
             hvd.shutdown()
+            if isinstance(trained, Mistake):
+                return trained
+            found.append(trained)
     return found
+
+
+def _with_horovod(fn: Watched, setting: Setting, rank: int, waits: list) -> Trained | Mistake:
+    try:
+        with _made_already(), _no_group():
+            rates = setting.lr, setting.max_norm
+            trained = _train(fn, setting, rank, *rates, rank_0_alone=False)
+    except WrongOrder:
+        if not waits:
+            return Mistake("port.old_optimizer")
+        raise
+    return trained if "labkit.horovod.init" in fn.called else Mistake("port.no_init")
 
 
 @contextlib.contextmanager
@@ -150,9 +162,7 @@ def _waits() -> Iterator[list]:
         yield waits
 
 
-def _train(
-    fn: Callable, setting: Setting, rank: int, *rates: float, rank_0_alone: bool
-) -> Trained:
+def _train(fn: Watched, setting: Setting, rank: int, *rates: float, rank_0_alone: bool) -> Trained:
     """Call the learner's function on a rank, and note what it does."""
     model, seen, saved = setting.model(rank), [], []
     names = {row: i for i, row in enumerate(setting.samples.inputs[:, 0].tolist())}
@@ -166,7 +176,7 @@ def _train(
     rest = setting.epochs, start, lambda state: saved.append(copy.deepcopy(state))
     losses = fn(model, setting.samples, setting.batch_size, *rates, *rest)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return Trained(state, plain(losses), saved, seen, frozenset(fn.called))
+    return Trained(state, fit(losses, [0.0]), saved, seen)
 
 
 def _rows(inputs: tuple, names: dict[float, int]) -> list[int]:
@@ -214,14 +224,8 @@ def _no_group() -> Iterator[None]:
 
 
 def _judge(case: Case, values: list[Any], *, to_horovod: bool) -> Mistake | None:
-    called = {name for trained in values for one in trained for name in one.called}
-    if to_horovod and "labkit.horovod.init" not in called:
-        return Mistake("port.no_init")
-    used = sorted(name for name in called if name.startswith("labkit."))
-    if used and not to_horovod:
-        return Mistake("port.still_horovod", name=used[0])
     trainings = list(zip(_settings(case, to_horovod), zip(*values)))
-    return wrong_training(trainings, _TO_HOROVOD if to_horovod else _TO_DDP)
+    return wrong_training(trainings, _DEVIATIONS + (_WITH_CLIPPING if to_horovod else []))
 
 
 # Two semantics
@@ -239,7 +243,7 @@ def semantics(fn: Callable) -> Verdict:
     the weight has moved, and each replica's running mean. The steps have all pairs of
     semantics, and learning rates and momenta of their own. Runs in another process.
     """
-    random = Random(new_seed())
+    random = Random(grader.new_seed())
     pairs = list(itertools.product(_GRADIENTS, _STATISTICS))
     random.shuffle(pairs)
     rates = [(random.uniform(0.1, 0.9), random.uniform(0.1, 0.9)) for _ in pairs]

@@ -34,21 +34,21 @@ class Trained:
         losses: what the function returned.
         saved: what it has saved, in this order.
         seen: the samples of each forward with gradients; -1 for one that is not of the data set.
-        called: the functions of labkit and PyTorch that it called, see ``Watched``.
     """
 
     state: State
     losses: Any
     saved: list[dict[str, Any]]
     seen: list[list[int]]
-    called: frozenset[str]
 
 
 # By training, then by rank.
 Trainings = Sequence[tuple[Setting, Sequence[Trained]]]
+# A mistake's id, and what it changes in ``Ways``.
+Deviations = Sequence[tuple[str, dict[str, Any]]]
 
 
-def wrong_training(trainings: Trainings, deviations: dict[str, dict[str, Any]]) -> Mistake | None:
+def wrong_training(trainings: Trainings, deviations: Deviations) -> Mistake | None:
     """The first thing that is wrong; its reason is named if it explains all trainings."""
     found = _wrong_kind(trainings) or _every_rank_does_all(trainings)
     found = found or _wrong_states(trainings, deviations)
@@ -153,7 +153,7 @@ def _wrong_batch_size(trainings: Trainings) -> Mistake | None:
 # The replicas at the end
 
 
-def _wrong_states(trainings: Trainings, deviations: dict[str, dict[str, Any]]) -> Mistake | None:
+def _wrong_states(trainings: Trainings, deviations: Deviations) -> Mistake | None:
     def fits(ways: Ways) -> bool:
         return all(
             alike(one.state, replica.state)

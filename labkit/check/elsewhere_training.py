@@ -5,7 +5,7 @@ deviation. Symbols: P ranks, N samples.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -149,7 +149,7 @@ class Ways(NamedTuple):
 
     Attributes:
         weights: of the other ranks at the start: rank 0's ("shared"), rank 0's from before the
-            checkpoint ("early"), their own ("own").
+            checkpoint ("early"), their own ("own"), their own without a checkpoint ("fresh").
         buffers: the same.
         momentum: at a resumed start, on all ranks ("shared"), on rank 0 ("first"), nowhere ("").
         loads: whether the checkpoint is loaded at all.
@@ -207,7 +207,8 @@ def _begin(setting: Setting, ways: Ways, rank: int) -> tuple[nn.Module, torch.op
     optimizer = setting.optimizer(model, setting.case.world_size**ways.power)
     first = setting.model(0).state_dict()
     loaded = found["model"] if found else first
-    kinds = {"shared": loaded, "early": first, "own": model.state_dict()}
+    own = model.state_dict()
+    kinds = {"shared": loaded, "early": first, "own": own, "fresh": loaded if found else own}
     parameters = dict(model.named_parameters())
     if rank == 0:
         model.load_state_dict(loaded)
@@ -268,18 +269,14 @@ def alike(one: State, other: State) -> bool:
 
 
 def deviating(
-    deviations: dict[str, dict[str, Any]], fits: Callable[[Ways], bool]
-) -> tuple[str, ...]:
+    deviations: Sequence[tuple[str, dict[str, Any]]], fits: Callable[[Ways], bool]
+) -> list[str]:
     """The fewest deviations, two at most, that lead to the training that was found."""
-    for names in _alone_and_in_pairs(list(deviations)):
-        ways = [deviations[name] for name in names]
-        together = {field: value for way in ways for field, value in way.items()}
+    pairs = itertools.combinations(deviations, 2)
+    for some in itertools.chain(((one,) for one in deviations), pairs):
+        together = {field: value for _, ways in some for field, value in ways.items()}
         # Two ways of one field exclude each other.
-        if len(together) == sum(map(len, ways)) and fits(RIGHT._replace(**together)):
-            return names
-    return ()
-
-
-def _alone_and_in_pairs(names: list[str]) -> Iterator[tuple[str, ...]]:
-    yield from ((name,) for name in names)
-    yield from itertools.combinations(names, 2)
+        excluded = len(together) < sum(len(ways) for _, ways in some)
+        if not excluded and fits(RIGHT._replace(**together)):
+            return [id for id, _ in some]
+    return []

@@ -34,7 +34,9 @@ from labkit.collectives.coordinator import Coordinator, named
 from labkit.collectives.fused import carry_out
 from labkit.collectives.handle import Handle
 from labkit.collectives.requests import JOIN, Decision, Request, check
+from labkit.comm.board import LEFT
 from labkit.comm.comm import Comm
+from labkit.comm.source_lines import credit_to
 from labkit.errors import MismatchError, PeerLostError
 
 # How long a tensor waits for others to be fused with, unless the program waits for it.
@@ -136,6 +138,7 @@ class Negotiator(threading.Thread):
     def _cycle(self) -> None:
         with self._changed:
             new, self._new = self._new, []
+            credit_to(next(iter(self._handles.values())).location)
             mine = {"new": [request.packed() for request in new], "waits": self._only_waits()}
         comm, others = self.comm, range(1, self.comm.world_size)
         if self._coordinator is None:
@@ -198,13 +201,20 @@ class Negotiator(threading.Thread):
         with self._changed:
             handles, self._handles = self._handles, {}
             if isinstance(error, PeerLostError):
-                names = ", ".join(map(repr, handles))
-                told = f"{error}; unfinished on rank {self.comm.rank}: {names}"
-                error = PeerLostError(told, error.rank)
+                error = PeerLostError(self._of_loss(error, handles), error.rank)
             self._error = error
         self.comm.session.board.give_up(self.comm.rank, f"{type(error).__name__}: {error}")
         for handle in handles.values():
             handle.finish(None, error)
+
+    def _of_loss(self, error: PeerLostError, handles: dict[str, Handle]) -> str:
+        why, ranks = str(error), self.comm.session.board.ranks
+        if error.rank is not None and ranks[error.rank]["state"] == LEFT:
+            why = (
+                f"rank {error.rank} takes no part any more: it has called shutdown() or has ended"
+            )
+        names = [f"{name!r} of {handle.location}" for name, handle in handles.items()]
+        return f"{why}. Unfinished on rank {self.comm.rank}: {', '.join(names) or 'nothing'}"
 
     def end(self, drain: bool = True) -> None:
         """End the thread. To ``drain`` gives what is under way a moment to finish."""

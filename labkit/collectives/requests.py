@@ -119,7 +119,7 @@ def check(request: Request, tensors: Sequence[Tensor], comm: Comm) -> None:
                 f"{request.kind} works along the first dimension, and {request.name!r} has none: "
                 "use tensor.reshape(1)"
             )
-    if request.root is not None:
+    if request.kind == "broadcast":
         check_root(comm, request.root)
     if request.kind == "alltoall":
         splits, rows = request.splits, request.shapes[0][0]

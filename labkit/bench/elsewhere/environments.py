@@ -34,9 +34,7 @@ def why_not(framework: str, repository: Path = REPOSITORY) -> str:
     if found[:1] != [made_in] or not (folder / "bin" / "python").exists():
         return f"{folder.name} was made in another folder, or has lost its Python: {to_run}"
     if found[1:] != [made_from]:
-        return (
-            f"{folder.name} was made from other versions than {pins_of(framework).name}: {to_run}"
-        )
+        return f"{folder.name} has other versions than tools/{framework}.txt: {to_run}"
     return ""
 
 

@@ -6,6 +6,7 @@ different orders.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,8 @@ class Reductions:
         if name is None:
             name = f"noname.{next(self._numbers.setdefault(kind, itertools.count(1)))}"
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise ValueError(f"{kind} needs tensors, got {list(map(type, tensors))}")
+            kinds = ", ".join(type(tensor).__name__ for tensor in tensors)
+            raise ValueError(f"{kind} is for tensors, got {kinds}: use torch.tensor(...)")
         request = Request.of(f"{kind}.{name}", kind, tensors, **told)
         return self.engine.submit(request, tensors, take)
 
@@ -166,6 +168,8 @@ def reduction(
         raise ValueError("give op or average (its older name), not both")
     if op == Adasum:
         raise ValueError("op=hvd.Adasum is not here: use hvd.Average, or hvd.Sum and a smaller lr")
+    if not (math.isfinite(prescale_factor) and math.isfinite(postscale_factor)):
+        raise ValueError(f"factors are finite, got {prescale_factor} and {postscale_factor}")
     op = op or (Sum if average is False else Average)
     return {"op": op, "prescale": float(prescale_factor), "postscale": float(postscale_factor)}
 

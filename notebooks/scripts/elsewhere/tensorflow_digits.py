@@ -1,6 +1,7 @@
-"""What the three TensorFlow scripts share: the model with PyTorch's initial weights, and silence."""
+"""What the three TensorFlow scripts share: the model, its weights from PyTorch, and silence."""
 
 import contextlib
+import hashlib
 import os
 import sys
 import tempfile
@@ -27,6 +28,8 @@ def quiet():
 
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors only
+# Keras reads its settings from a file in the home folder, and else writes one: neither, here.
+os.environ |= {"KERAS_HOME": os.devnull, "KERAS_BACKEND": "tensorflow"}
 with quiet():  # while it loads, TensorFlow does not look at that level yet
     import tensorflow as tf
 
@@ -71,3 +74,10 @@ def digits_cnn(weights):
 def channels_last(images):
     """[batch, channel, row, column] to [batch, row, column, channel]."""
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1))
+
+
+def digests(strategy, model):
+    """The SHA-256 of all weights of each replica that is in this process."""
+    copies = [strategy.experimental_local_results(weight.value) for weight in model.weights]
+    replicas = [b"".join(copy.numpy().tobytes() for copy in replica) for replica in zip(*copies)]
+    return [hashlib.sha256(replica).hexdigest() for replica in replicas]

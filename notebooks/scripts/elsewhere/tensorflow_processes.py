@@ -1,41 +1,52 @@
-"""Several TensorFlow processes on this machine, which start and end with one command.
-
-The process of the command is the first task of the cluster. It starts the others with the same
-script, and TensorFlow finds in the variable ``TF_CONFIG`` who is where. Nothing of TensorFlow is
-imported here, so that all processes can load it at the same time.
-"""
+"""Several TensorFlow processes on this machine, which start and end with one command."""
 
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
+import time
 
-from experiment import sent_bytes
+from experiment import Measured, sent_bytes
 
 HOST = "127.0.0.1"
+NAMES = {"chief": "coordinator", "ps": "server"}
 
 
 def start(**tasks):
-    """Start the processes of a cluster, such as ``start(chief=1, worker=2)``.
+    """Make a process of each task of a cluster, such as ``start(chief=1, worker=2)``.
+
+    From here on all of them execute the script: this one as the first task, the others as its
+    copies, which need not load TensorFlow again. TensorFlow may be imported before, but not used.
+    It finds in the variable ``TF_CONFIG`` who is where.
 
     Returns:
-        `Others` in the process of the command, `First` in those that it starts.
+        `Others` in the first process, `First` in the others.
     """
     # An interrupt ends a process also while it waits inside TensorFlow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if "TF_CONFIG" in os.environ:
-        return First()
+    sys.excepthook = _end_at_once
+    os.environ.update(no_grpc_proxy=HOST)  # where a proxy is set for what is outside
     reserved = [(job, _reserve()) for job, count in tasks.items() for _ in range(count)]
     cluster = {job: [] for job in tasks}
     for job, port in reserved:
         cluster[job].append(f"{HOST}:{port.getsockname()[1]}")
     first, *rest = [(job, index) for job in cluster for index in range(len(cluster[job]))]
-    others = {f"{job} {index}": _start(cluster, job, index) for job, index in rest}
-    os.environ["TF_CONFIG"] = _config(cluster, *first)
-    return Others(others, reserved)
+    copies = {}
+    for task in rest:
+        ours, theirs = socket.socketpair()
+        process = os.fork()
+        if not process:
+            # Only the first process may hold its ends: so they close with it.
+            for link in [ours, *(link for _, link in copies.values())]:
+                link.close()
+            _set_task(cluster, *task)
+            return First(theirs)
+        theirs.close()
+        copies[_name(*task)] = process, ours
+    _set_task(cluster, *first)
+    return Others(_name(*first), copies, reserved)
 
 
 class Others:
@@ -45,37 +56,45 @@ class Others:
     that cannot be caught, the kernel closes its socket, the other reads the end, and exits.
     """
 
-    def __init__(self, processes, reserved):
-        self._processes, self._reserved = processes, reserved
+    def __init__(self, own_name, processes, reserved):
+        self._own_name, self._processes, self._reserved = own_name, processes, reserved
         self._over = False
-        sys.excepthook = _end_at_once
-        for name in processes:
-            threading.Thread(target=self._watch, args=(name,), daemon=True).start()
+        self._watching = [
+            threading.Thread(target=self._watch, args=(name,), daemon=True) for name in processes
+        ]
+        for thread in self._watching:
+            thread.start()
 
     def sent_bytes(self):
-        """{process: bytes that it has sent over TCP so far}."""
+        """{process: bytes that it has sent over TCP so far}, of this process and all others."""
         for _, link in self._processes.values():
             link.sendall(b"?")
-        return {name: int(link.recv(20)) for name, (_, link) in self._processes.items()}
+        found = {name: int(link.recv(20)) for name, (_, link) in self._processes.items()}
+        return {self._own_name: sent_bytes()} | found
 
     def finish(self):
-        """Let the others end, once their work is done, too."""
+        """End all processes, once the work of the others is done, too."""
         self._over = True
-        for process, link in self._processes.values():
+        for _, link in self._processes.values():
             link.sendall(b".")
-            process.wait()
+        for thread in self._watching:
+            thread.join()
+        # At once: TensorFlow would look for the others.
+        os._exit(0)
 
     def _watch(self, name):
-        code = self._processes[name][0].wait()
-        if not self._over:
-            print(f"{name} ended with exit code {code}: the others end, too", file=sys.stderr)
+        _, status = os.waitpid(self._processes[name][0], 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code or not self._over:
+            print(f"{name} ended with {code}: all processes end", file=sys.stderr, flush=True)
             os._exit(1)
 
 
 class First:
-    """The process of the command, as one that it has started sees it."""
+    """The process of the command, as the others see it."""
 
-    def __init__(self):
+    def __init__(self, link):
+        self._link = link
         self._over = threading.Event()
         threading.Thread(target=self._answer, daemon=True).start()
 
@@ -85,14 +104,30 @@ class First:
         os._exit(0)
 
     def _answer(self):
-        with socket.socket(fileno=os.dup(0)) as link:
-            while asked := link.recv(1):
-                if asked == b"?":
-                    link.sendall(b"%d" % sent_bytes())
-                else:
-                    self._over.set()
-        if not self._over.is_set():
-            os._exit(1)
+        while asked := self._link.recv(1):
+            if asked == b"?":
+                self._link.sendall(b"%d" % sent_bytes())
+            else:
+                self._over.set()
+        os._exit(1)
+
+
+class MeasuredByAll(Measured):
+    """``Measured``, with the bytes of all processes: ``{process: bytes of every step}``."""
+
+    def __init__(self, others):
+        super().__init__()
+        self._others, self.sent_bytes = others, {}
+
+    def __enter__(self):
+        self._before = self._others.sent_bytes()
+        self._start_s = time.perf_counter()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.step_s.append(time.perf_counter() - self._start_s)
+        for name, sent in self._others.sent_bytes().items():
+            self.sent_bytes.setdefault(name, []).append(sent - self._before[name])
 
 
 def _reserve():
@@ -107,19 +142,13 @@ def _reserve():
     return port
 
 
-def _config(cluster, job, index):
-    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+def _set_task(cluster, job, index):
+    task = {"type": job, "index": index}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
 
 
-def _start(cluster, job, index):
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, *sys.argv],
-            stdin=theirs,
-            env={**os.environ, "TF_CONFIG": _config(cluster, job, index)},
-        )
-    return process, ours
+def _name(job, index):
+    return NAMES.get(job, f"{job} {index}")
 
 
 def _end_at_once(*error):
