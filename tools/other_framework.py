@@ -214,8 +214,8 @@ class Making:
         self._finished("compiled")
 
     def _try(self) -> None:
+        self._tell(f"trying {self.recipe.title}")
         for words, texts in self.recipe.checks:
-            self._tell(f"trying it: {words[0]} {words[1]}")
             ran = self._run(self._bin(words[0]), *words[1:], timeout_s=CHECK_S)
             missing = [text for text in texts if text not in ran.text]
             if ran.code is None:

@@ -106,7 +106,13 @@ def answer(words: Sequence[str | Path]) -> str:
     Raises:
         CannotMakeError: it fails.
     """
-    ran = subprocess.run(words, capture_output=True, text=True, env=clean_environment())
+    ran = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        preexec_fn=_end_with_parent,
+    )
     if ran.returncode:
         raise CannotMakeError(f"{words[0]}: {Ran(ran.returncode, ran.stdout + ran.stderr).reason}")
     return ran.stdout.strip()

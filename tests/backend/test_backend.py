@@ -21,6 +21,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import warm_python
 from ranks import equal, open_descriptors, plain, travel_by_value, wait_until
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -916,7 +917,8 @@ class TestFreshProcesses:
             sys.stdout.write(f"{found}\\n")
             """)
         )
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
+        launch = [warm_python.command(), "-m", "torch.distributed.run"]
+        launch += ["--nproc-per-node", "2", program]
         done = subprocess.run(launch, capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stderr
         sums = [1.0, 3.0, 5.0, 1.0, 1.0, 3.0, 3.0, 5.0, 5.0]

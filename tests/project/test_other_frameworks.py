@@ -510,6 +510,32 @@ def test_the_makefile_hands_on_the_python_and_the_build_that_was_chosen(clone):
     assert not list(clone.folder.glob(".venv*"))
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_ci_goes_on_where_an_environment_cannot_be_made(works, tmp_path):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    make = f"""#!/bin/sh
+echo "$*" >> {tmp_path}/made
+case "$1" in test) exit 7;; *) exit {int(not works)};; esac
+"""
+    for name, text in {"make": make, "apt-get": "#!/bin/sh\n", "chromium": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    search = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", tmp_path / ".ci" / "run"],
+        env={**os.environ, "PATH": search},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 7, "that of make test"
+    made = (tmp_path / "made").read_text().splitlines()
+    assert made == ["cluster", "tensorflow", "horovod", "test"]
+    told = [line for line in done.stdout.splitlines() if "its tests will be skipped" in line]
+    assert len(told) == (0 if works else 2)
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="'jax' is not one of horovod, tensorflow"):
         why_not("jax")

@@ -139,18 +139,14 @@ def _read(descriptor):
 def report(path, *, losses, step_s, sent_bytes, versions, worker=0, **more):
     """Write this worker's report: worker 0 to ``path``, worker N to ``path.N``.
 
-        Args:
-            losses: of every step, the mean over the global batch before the update; those of
-                worker 0 are read.
-            step_s: seconds of every step; those of worker 0 are read.
-            sent_bytes: bytes of every step, of this worker; or ``{process: bytes of every step}``,
-                where one process tells those of several.
-            versions: for example ``{"torch": torch.__version__}``.
-    <<<<<<< HEAD
-            more: what else this worker has counted, by name.
-    =======
-            more: what else is told, plain numbers and texts.
-    >>>>>>> h4
+    Args:
+        losses: of every step, the mean over the global batch before the update; those of
+            worker 0 are read.
+        step_s: seconds of every step; those of worker 0 are read.
+        sent_bytes: bytes of every step, of this worker; or ``{process: bytes of every step}``,
+            where one process tells those of several.
+        versions: for example ``{"torch": torch.__version__}``.
+        more: what else this worker has counted, by name.
     """
     by_process = sent_bytes if isinstance(sent_bytes, dict) else {f"worker {worker}": sent_bytes}
     told = {
