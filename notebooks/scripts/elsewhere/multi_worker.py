@@ -28,6 +28,7 @@ batch_size = experiment.labels.shape[1]
 with strategy.scope():  # every variable made here gets worker 0's value in all processes
     model = digits_cnn(experiment.weights)
     optimizer = tf.keras.optimizers.SGD(experiment.lr, experiment.momentum)
+    optimizer.build(model.trainable_variables)
 
 
 def replica_step(images, labels):
