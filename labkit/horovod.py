@@ -32,6 +32,13 @@ HorovodInternalError, global_process_set = NegotiationError, "all ranks"
 _joined: Operations | None = None
 
 
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"labkit.horovod has no {name!r}. Some ranks alone: torch.distributed.new_group; a "
+        "timeline: labkit.run(...).trace; elastic runs: torchrun --max-restarts"
+    )
+
+
 def init(comm: Comm | Iterable[int] | None = None) -> None:
     """Join the other ranks, unless this one has. ``comm``: of ``labkit.run``, or all ranks."""
     global _joined
@@ -115,6 +122,8 @@ reducescatter_async = _of(Operations.reducescatter_async)
 grouped_reducescatter = _of(Operations.grouped_reducescatter)
 grouped_reducescatter_async = _of(Operations.grouped_reducescatter_async)
 barrier, join = _of(Operations.barrier), _of(Operations.join)
+broadcast_parameters = _of(Operations.broadcast_parameters)
+broadcast_optimizer_state = _of(Operations.broadcast_optimizer_state)
 broadcast_object = _of(Operations.broadcast_object)
 allgather_object = _of(Operations.allgather_object)
 
@@ -141,8 +150,12 @@ def DistributedOptimizer(
         num_groups, groups: no effect, as what is ready at the same time is fused anyway.
         sparse_as_dense: whether sparse gradients become dense; otherwise they are refused.
     """
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor is for op=hvd.Average: leave it out")
+    if op not in (Average, Sum):
+        raise ValueError(f"op={op!r}: gradients are reduced by hvd.Average or hvd.Sum")
+    if gradient_predivide_factor != 1.0 and (op != Average or gradient_predivide_factor <= 0):
+        raise ValueError(
+            "gradient_predivide_factor is above 0 and for op=hvd.Average: leave it out"
+        )
     scales = 1 / gradient_predivide_factor, gradient_predivide_factor
 
     def begin(name: str, tensor: Tensor, **told: Any) -> Handle:
@@ -150,24 +163,6 @@ def DistributedOptimizer(
 
     options = compression, backward_passes_per_step, sparse_as_dense
     return distributed(optimizer, named_parameters, begin, *options)
-
-
-def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Copy a state dict, named parameters or a list of tensors from the root, in place."""
-    listed = sorted(params.items()) if isinstance(params, dict) else list(params)
-    named = [one if isinstance(one, tuple) else (None, one) for one in listed]
-    begun = [broadcast_async_(p, root_rank, name) for name, p in named if isinstance(p, Tensor)]
-    for handle in begun:
-        handle.wait()
-
-
-def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: Any = None) -> None:
-    """Copy the root's state, also none, and options such as the learning rate."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
-    state = broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
-    if rank() != root_rank:
-        optimizer.load_state_dict(state)
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):

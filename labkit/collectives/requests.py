@@ -109,6 +109,8 @@ def check(request: Request, tensors: Sequence[Tensor], comm: Comm) -> None:
             elements that share memory, a root that is not a rank, splits that do not add up.
     """
     for tensor in tensors:
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{request.kind} is for tensors on CPU or CUDA, not {tensor.device}")
         if request.in_place or tensor.layout != torch.strided:
             with in_place(tensor):
                 pass
@@ -120,7 +122,8 @@ def check(request: Request, tensors: Sequence[Tensor], comm: Comm) -> None:
                 "use tensor.reshape(1)"
             )
     if request.kind == "broadcast":
-        check_root(comm, request.root)
+        root: Any = request.root
+        check_root(comm, root)
     if request.kind == "alltoall":
         splits, rows = request.splits, request.shapes[0][0]
         if len(splits) != comm.world_size or min(splits) < 0 or sum(splits) != rows:

@@ -2,14 +2,17 @@
 
 The gradient of a collective is another collective: of an all-gather the own rows of the summed
 gradients, of a broadcast their sum on the root, of an all-to-all the same way back, of a
-reduce-scatter the all-gather.
+reduce-scatter the all-gather. That is the derivative of the sum of all ranks' losses. (Horovod
+0.28 has the average in place of the sum for all-gathers and broadcasts, and P times as much for a
+reduce-scatter.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from labkit.collectives.common import check_root
 from labkit.collectives.handle import Handle
@@ -160,6 +163,31 @@ class Operations(Reductions):
 
         found = Differentiable.apply(run, gradient, *small)
         return list(map(compression.decompress, found, contexts))
+
+    def broadcast_parameters(self, params: Any, root_rank: int) -> None:
+        """Copy a state dict, named parameters or a list of tensors from the root, in place."""
+        if not isinstance(params, Iterable):
+            raise ValueError(f"params is a state dict, named parameters or a list, not {params!r}")
+        listed = sorted(params.items()) if isinstance(params, dict) else list(params)
+        named = [one if isinstance(one, tuple) else (None, one) for one in listed]
+        begun = [
+            self.broadcast_async(one, root_rank, name, in_place=True)
+            for name, one in named
+            # A state dict may hold other things, too.
+            if isinstance(one, Tensor) or not isinstance(params, dict)
+        ]
+        for handle in begun:
+            handle.wait()
+
+    def broadcast_optimizer_state(
+        self, optimizer: Optimizer, root_rank: int, model: Any = None
+    ) -> None:
+        """Copy the root's state, also an empty one, and options such as the learning rate."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
+        state = self.broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
+        if self.rank != root_rank:
+            optimizer.load_state_dict(state)
 
     def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
         """All ranks' objects, by rank, see ``Opened.dump``."""

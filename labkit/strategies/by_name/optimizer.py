@@ -49,8 +49,13 @@ def distributed(
         sparse_as_dense: whether sparse gradients become dense ones; otherwise they are refused.
 
     Raises:
-        ValueError: the names are not one for each parameter; ``passes`` is not a positive integer.
+        ValueError: not an optimizer or a compression; the names are not one for each parameter;
+            ``passes`` is not a positive integer.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"{optimizer!r:.60} is not an optimizer of torch.optim")
+    if not hasattr(compression, "compress"):
+        raise ValueError(f"compression is hvd.Compression.none or .fp16, not {compression!r}")
     check_integer("backward_passes_per_step", passes)
     names = _names_of(optimizer.param_groups, named_parameters)
     kind = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
@@ -77,7 +82,7 @@ class Gradients:
         self._passes, self._sparse_as_dense = passes, sparse_as_dense
         # The passes that are left before this parameter's gradient is submitted.
         self._left: dict[Tensor, int] = {}
-        self.under_way: dict[Tensor, tuple[Handle, Any]] = {}
+        self._under_way: dict[Tensor, tuple[Handle, Any]] = {}
 
     def set_passes(self, passes: int) -> None:
         check_integer("backward_passes_per_step", passes)
@@ -117,15 +122,19 @@ class Gradients:
         values = parameter.detach() if gradient is None else gradient
         small, context = self._compression.compress(values)
         handle = self._begin(name, small, has_value=has_value, in_place=has_value)
-        self.under_way[parameter] = handle, context
+        self._under_way[parameter] = handle, context
+
+    def have_begun(self) -> bool:
+        """Whether a backward pass has run since the last step."""
+        return any(left != self._passes for left in self._left.values())
 
     def finish(self) -> None:
         """Submit the gradients that are left, and wait until all are reduced."""
         try:
             for parameter in self._left:
-                if parameter not in self.under_way:
+                if parameter not in self._under_way:
                     self._submit(parameter)
-            for parameter, (handle, context) in self.under_way.items():
+            for parameter, (handle, context) in self._under_way.items():
                 reduced = handle.wait()
                 if reduced is None:
                     continue
@@ -135,7 +144,7 @@ class Gradients:
                 elif parameter.grad is not reduced:
                     parameter.grad.detach().copy_(reduced)
         finally:
-            self.under_way.clear()
+            self._under_way.clear()
             self._left = dict.fromkeys(self._left, self._passes)
 
 
@@ -191,10 +200,10 @@ class Distributed(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.gradients.under_way:
+        if self.gradients.have_begun():
             raise WrongOrder(
                 "zero_grad() between backward() and step() or synchronize() would clear gradients "
-                "that are being reduced: call it after step()"
+                "that are to be reduced: call it after step()"
             )
         super().zero_grad(set_to_none)
 
