@@ -480,7 +480,16 @@ def test_run_returns_what_the_ranks_return():
 # ---- scripts of torchrun
 
 
+def inside(comm):
+    hvd.init()
+    return hvd.allreduce(torch.tensor(comm.rank), op=hvd.Sum).item()
+
+
 def script(how):
+    if how == "well":
+        size = int(os.environ["WORLD_SIZE"])
+        assert run(inside, world_size=size).values == [sum(range(size))] * size
+        assert not hvd.is_initialized()
     hvd.init()
     rank = hvd.rank()
     torch.set_num_threads(1)
