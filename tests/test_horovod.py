@@ -69,6 +69,7 @@ def reductions():
     assert near(found[0], everyone(2).sum(0))
     assert found[1].dtype == torch.float32
     assert found[2].tolist() == [sum(range(size))]
+    assert hvd.grouped_allreduce([]) == []
     found = hvd.grouped_allreduce_(group, op=hvd.Sum)
     assert all(one is other for one, other in zip(found, group))
     handle = hvd.allreduce_async(values, name="held")

@@ -18,8 +18,8 @@ output        the ranks' output, as the caller prints it (screen: lines that are
               objects: what ranks display)
 displays      ``display`` and pyplot in a rank (figures: pyplot's backend)
 watch         what shows a run while it lasts
-nvidia_smi    what nvidia-smi says of driver and cards; gpu_links: who reaches whom; gpu_checks: what
-              the doctor says of it
+nvidia_smi    what nvidia-smi says of driver and cards (gpu_links: who reaches whom; gpu_checks:
+              what the doctor says of it)
 agents        several hosts on this machine, each an agent of torchrun (marked: what is left of it)
 forkserver    the process that ranks are forked from; preload, preload_first and
               preload_last have what it imports
