@@ -23,9 +23,11 @@ import torch_build
 from framework_recipes import RECIPES, SWITCHES
 from run_program import CannotMakeError, Ran, answer, free_memory_gb, run
 
-from labkit.bench.elsewhere.environments import environment_of, pins_of, stamp, why_not
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "labkit" / "bench" / "elsewhere"))
+# By its file: a call with nothing to do is over before labkit would be imported.
+from environments import environment_of, pins_of, stamp, why_not  # noqa: E402
+
 UV = ROOT / ".venv" / "bin" / "uv"
 CHECK_S = 600
 
@@ -92,6 +94,8 @@ class Making:
             CannotMakeError: with the reason and the next step.
         """
         began = time.monotonic()
+        if self.folder.is_symlink():  # what it leads to belongs to another clone
+            self.folder.unlink()
         (self.folder / ".ready").unlink(missing_ok=True)
         python = self._bin("python") if self._done() else self._find_python(asked)
         self._check_disk()
@@ -183,9 +187,7 @@ class Making:
         """A new environment, with all packages but the one that is compiled."""
         for name in (".ready", ".steps"):  # first: what follows may stop halfway
             (self.folder / name).unlink(missing_ok=True)
-        if self.folder.is_symlink():
-            self.folder.unlink()
-        elif self.folder.exists():
+        if self.folder.exists():
             shutil.rmtree(self.folder)
         self._tell(f"making {self.folder.name} with {python}, up to {self.recipe.disk_gb:g} GB")
         answer([UV, "venv", "--quiet", "--no-project", "--python", python, self.folder])
@@ -214,8 +216,8 @@ class Making:
         self._finished("compiled")
 
     def _try(self) -> None:
+        self._tell(f"trying {self.recipe.title}")
         for words, texts in self.recipe.checks:
-            self._tell(f"trying it: {words[0]} {words[1]}")
             ran = self._run(self._bin(words[0]), *words[1:], timeout_s=CHECK_S)
             missing = [text for text in texts if text not in ran.text]
             if ran.code is None:

@@ -35,11 +35,10 @@ class Ran:
 
     @property
     def reason(self) -> str:
-        """The line that most likely says what was wrong."""
+        """The line that most likely says what was wrong: uv's last cause, or the last line."""
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
-        errors = [line for line in lines if re.search(r"\b(error|Error): ", line)]
         causes = [line.removeprefix("cause: ") for line in lines if line.startswith("cause: ")]
-        return ([*lines[-1:], *errors[:1], *causes[-1:]] or ["it printed nothing"])[-1][:300]
+        return ([*lines[-1:], *causes[-1:]] or ["it printed nothing"])[-1][:300]
 
     def why_not_installed(self, memory_gb: float) -> str:
         """What uv's words mean, without a full stop at the end."""
@@ -47,16 +46,14 @@ class Ran:
             return "the disk is full: make room"
         if re.search(r"Killed|out of memory|cannot allocate memory", self.text, re.IGNORECASE):
             return f"a compiler was killed: {memory_gb:g} GB of free memory are needed; end others"
-        if failed := re.search(r"Failed to build `?([\w.=-]+)", self.text):
-            return f"{failed[1]} cannot be compiled here ({self.reason})"
-        package = re.search(r"`([\w.-]+==[\w.+]+)`|require ([\w.-]+==[\w.+]+)", self.text)
-        asked = re.search(r"/simple/([\w.-]+)/|/([\w.-]+?)-\d[\w.+]*-[\w.-]+\.whl", self.text)
-        named = [one for one in (package or asked or [""])[1:] if one] if package or asked else []
-        name = named[0] if named else "a package"
+        if failed := re.search(r"Failed to build `([\w.=-]+)`", self.text):
+            error = re.search(r"^.*(?:\S: (?:fatal )?error: |CMake Error).*$", self.text, re.M)
+            why = error[0].strip()[:300] if error else self.reason
+            return f"{failed[1]} cannot be compiled here ({why})"
+        names = re.findall(r"([\w.-]+==[\w.+]+)|/simple/([\w.-]+)/", self.text)
+        name = "".join(names[0]) if names else "a package"
         if "Hash mismatch" in self.text:
-            return (
-                f"{name} at the index is not the file whose hash was written down: do not use it"
-            )
+            return f"{name} at the index is not the file whose hash is pinned: do not use it"
         return f"{name} cannot be had ({self.reason}): is the package index in reach?"
 
 
@@ -109,7 +106,13 @@ def answer(words: Sequence[str | Path]) -> str:
     Raises:
         CannotMakeError: it fails.
     """
-    ran = subprocess.run(words, capture_output=True, text=True, env=clean_environment())
+    ran = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        preexec_fn=_end_with_parent,
+    )
     if ran.returncode:
         raise CannotMakeError(f"{words[0]}: {Ran(ran.returncode, ran.stdout + ran.stderr).reason}")
     return ran.stdout.strip()

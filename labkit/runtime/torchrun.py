@@ -21,7 +21,7 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, tell_once
 from labkit.runtime.between_hosts import reports
-from labkit.runtime.between_hosts.watch import Watch
+from labkit.runtime.between_hosts.watch import Watch, tell
 from labkit.runtime.connect import PATIENCE_S, connect, group_connections, host_names, own_store
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_value
@@ -101,7 +101,7 @@ def tell_briefly(rank: int) -> None:
 
     def print_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if getattr(error, "is_told", False):
-            print(f"labkit: rank {rank} ends with this {kind.__name__}", file=sys.stderr)
+            tell(f"rank {rank} ends with this {kind.__name__}")
         else:
             print_error(kind, error, trace)
 

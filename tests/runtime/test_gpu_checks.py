@@ -7,11 +7,10 @@ import recorded_gpus as recorded
 import torch
 
 from labkit import gpus
-from labkit.runtime import gpu_checks
 from labkit.doctor import CHECKS, WIDTH, examine, render
-from labkit.runtime.gpu_checks import is_too_old, runs_on
 from labkit.gpus import Gpu, Gpus
-from labkit.runtime import nvidia_smi
+from labkit.runtime import gpu_checks, nvidia_smi
+from labkit.runtime.gpu_checks import is_too_old, runs_on
 
 GPU_CHECKS = [name for name, check in CHECKS.items() if check.__module__ == gpu_checks.__name__]
 GIB = 2**30

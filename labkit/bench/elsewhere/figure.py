@@ -10,6 +10,7 @@ from labkit.units import format_number, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from labkit.plots.figure import CaptionedFigure
 
@@ -28,30 +29,35 @@ def elsewhere_figure(record: Mapping[str, Any]) -> "CaptionedFigure":
         ValueError: no contender has trained.
     """
     # Here, since the ranks that import this package do not need matplotlib.
-    from matplotlib.figure import Figure
-
-    from labkit.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
-    from labkit.plots.palette import swatch
+    from labkit.plots.figure import CaptionedFigure, drawn
 
     rows = [row for row in record["contenders"] if "losses" in row]
     if not rows:
         raise ValueError("no contender has trained: there is nothing to draw")
-    with drawn:
-        figure = Figure(figsize=(WIDTH_IN, 4.4 + 0.27 * len(rows)))
-        heights = [2.5, 1.2 + 0.27 * len(rows)]
-        parts: Any = figure.subfigures(2, 1, height_ratios=heights)
-        upper, lower = parts
-        _draw_losses(upper.subplots(), rows)
-        left, right = lower.subplots(1, 2, sharey=True)
-        _draw_bytes(left, rows)
-        _draw_seconds(right, rows)
-        left.set_yticks(range(len(rows)), list(map(name_of, rows)))
-        left.set_ylim(len(rows) - 0.5, -0.5)
-        add_title(figure, "The same training, by each framework")
-        present = [name for name in _FRAMEWORKS if name in {row["framework"] for row in rows}]
-        handles: list[Any] = [swatch(name, _looks()[name][0]) for name in present]
-        add_legend(figure, [*handles, _formula_mark()])
-    return CaptionedFigure(figure, alt=_alt(rows), caption=_caption(rows))
+    return CaptionedFigure(drawn(_draw)(rows), alt=_alt(rows), caption=_caption(rows))
+
+
+def _draw(rows: Sequence[Row]) -> "Figure":
+    from matplotlib.figure import Figure
+
+    from labkit.plots.figure import WIDTH_IN, add_legend, add_title
+    from labkit.plots.palette import swatch
+
+    figure = Figure(figsize=(WIDTH_IN, 4.4 + 0.27 * len(rows)))
+    heights = [2.5, 1.2 + 0.27 * len(rows)]
+    parts: Any = figure.subfigures(2, 1, height_ratios=heights)
+    upper, lower = parts
+    _draw_losses(upper.subplots(), rows)
+    left, right = lower.subplots(1, 2, sharey=True)
+    _draw_bytes(left, rows)
+    _draw_seconds(right, rows)
+    left.set_yticks(range(len(rows)), list(map(name_of, rows)))
+    left.set_ylim(len(rows) - 0.5, -0.5)
+    add_title(figure, "The same training, by each framework")
+    present = [name for name in _FRAMEWORKS if name in {row["framework"] for row in rows}]
+    handles: list[Any] = [swatch(name, _looks()[name][0]) for name in present]
+    add_legend(figure, [*handles, _formula_mark()])
+    return figure
 
 
 def _looks() -> dict[str, Any]:

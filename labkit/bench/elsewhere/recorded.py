@@ -25,15 +25,16 @@ def recorded(path: Path = RECORD) -> dict[str, Any]:
 def side_by_side(
     live: Mapping[str, Any], stored: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A record in which what cannot run here is taken from the stored one, and marked so.
+    """A record in which contenders that have not run here are taken from the stored one, marked.
 
     Args:
-        live: the record of a run here.
+        live: the record of a run here: of some contenders, or with some that cannot run here.
         stored: by default ``recorded()``.
     """
     kept = {row["contender"]: row for row in (stored or recorded())["contenders"]}
+    kept = {name: row | {"recorded": True} for name, row in kept.items() if "losses" in row}
     rows = []
     for row in live["contenders"]:
-        old = kept.get(row["contender"], {})
-        rows.append(old | {"recorded": True} if row["absent"] and "losses" in old else row)
-    return {**live, "contenders": rows}
+        old = kept.pop(row["contender"], None)
+        rows.append(old if row["absent"] and old else row)
+    return {**live, "contenders": [*rows, *kept.values()]}

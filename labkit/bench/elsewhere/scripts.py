@@ -61,7 +61,8 @@ def horovodrun(folder: Path, workers: int = 2) -> list[str]:
     """Workers on this machine in Horovod's own environment, over gloo."""
     python = _python("horovod")
     launcher = [str(python.with_name("horovodrun")), "--gloo", "-np", str(workers)]
-    return [*launcher, "--network-interfaces", loopback(), str(python)]
+    # Its cache would be a folder in the user's home.
+    return [*launcher, "--disable-cache", "--network-interfaces", loopback(), str(python)]
 
 
 def tensorflow(folder: Path) -> list[str]:

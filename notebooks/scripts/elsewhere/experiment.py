@@ -146,7 +146,7 @@ def report(path, *, losses, step_s, sent_bytes, versions, worker=0, **more):
         sent_bytes: bytes of every step, of this worker; or ``{process: bytes of every step}``,
             where one process tells those of several.
         versions: for example ``{"torch": torch.__version__}``.
-        more: what else is told, plain numbers and texts.
+        more: what else this worker has counted, by name.
     """
     by_process = sent_bytes if isinstance(sent_bytes, dict) else {f"worker {worker}": sent_bytes}
     told = {
