@@ -21,9 +21,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from labkit import gpu_checks
 from labkit.devices import hardware, num_cores, num_gpus, plan
-from labkit.gpu_checks import Finding
+from labkit.runtime import gpu_checks
+from labkit.runtime.gpu_checks import Finding
 from labkit.units import format_bytes, format_count, format_seconds
 
 WIDTH = 99

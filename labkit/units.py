@@ -131,7 +131,7 @@ def unknown_name(module: str, known: Iterable[str] = ()) -> Callable[[str], Neve
     """
 
     def refuse(name: str) -> Never:
-        public = known or [each for each in vars(sys.modules[module]) if each[0] != "_"]
+        public = known or [each for each in list(vars(sys.modules[module])) if each[0] != "_"]
         # With the object, too, Python would make the same suggestion once more.
         text = f"module {module!r} has no attribute {name!r}{closest(name, public)}"
         raise AttributeError(text, name=name)

@@ -130,8 +130,9 @@ def _be_rank(packed: bytes, variables, out: int, pid_file: str) -> None:
         for descriptor in (1, 2):
             os.dup2(out, descriptor)
         for name in ("stdout", "stderr"):
-            raw = os.fdopen({"stdout": 1, "stderr": 2}[name], "wb", buffering=0, closefd=False)
-            setattr(sys, name, io.TextIOWrapper(raw, write_through=True))
+            # By line, as a terminal's: several ranks share the file.
+            raw = os.fdopen({"stdout": 1, "stderr": 2}[name], "wb", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(raw, line_buffering=True))
         os.environ.update(variables)
         # (The forkserver blocks it.)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

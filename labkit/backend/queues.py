@@ -11,21 +11,12 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from labkit.comm import meeting
-from labkit.comm.comm import Comm
-from labkit.comm.emulated_link import emulated_hosts, over_link
-from labkit.comm.hosts_transport import HostsTransport
 from labkit.comm.sent import Traffic
-from labkit.comm.shared_transport import SharedTransport
-from labkit.comm.torch_transport import TorchTransport
-from labkit.comm.transport import Transport
+from labkit.comm.separate import separate_comm
 from labkit.comm.work_queue import WorkQueue
 
-# How many spans a group keeps: training for days must not fill the memory with spans.
-_KEPT_SPANS = 10_000
 # How long the end of the program waits for a thread that is inside a learner's function.
 _LAST_PATIENCE_S = 2.0
 
@@ -55,9 +46,10 @@ class Queues:
     ):
         # Messages of an edge are first in, first out, so each kind of traffic has its own Comm.
         self._comms = {
-            part: _comm(part, store, rank, size, timeout, ranks)
+            part: separate_comm(part, store, rank, size, timeout, ranks)
             for part in ("collectives", "pairs")
         }
+        _traffic.extend(comm.transport.sent for comm in self._comms.values())
         self._timeout_s = timeout.total_seconds()
         self._queues: dict[tuple[str, ...], WorkQueue] = {}
         self._starting = threading.Lock()
@@ -124,32 +116,3 @@ def abandon_all() -> None:
     # A thread that is inside PyTorch when the interpreter ends would abort the process.
     for queues in list(_live):
         queues.abandon()
-
-
-def _comm(
-    part: str,
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    ranks: Sequence[int] | None,
-) -> Comm:
-    """A Comm for one kind of traffic: through shared memory, or over gloo between hosts."""
-    cpu = torch.device("cpu")
-    store = dist.PrefixStore(f"labkit/{part}", store)
-    hosts = meeting.find_hosts(store, rank, size)
-    neighbours = hosts.neighbours(rank)
-    arena = meeting.meet(store, rank, size, neighbours)
-    transport: Transport
-    near = None if arena is None else SharedTransport(arena, rank, timeout.total_seconds())
-    if near is not None and len(neighbours) == size:
-        transport = near
-    else:
-        meeting.stay_on_loopback()
-        far = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
-        transport = far if near is None else HostsTransport(near, far, neighbours)
-    _traffic.append(transport.sent)
-    linked, board = over_link(transport, ranks), None if arena is None else arena.board
-    comm = Comm(rank, size, cpu, linked, board, keep_spans=_KEPT_SPANS, hosts=hosts.ranks)
-    comm.hosts = emulated_hosts(ranks or range(size)) or hosts.ranks
-    return comm

@@ -50,6 +50,7 @@ class Session:
         queue: what was queued and has not ended; None if operations end before they return.
         sums: this rank's seconds by kind of span; None before ``start_together``.
         memory: measures this rank's peak memory; None before ``start_together``.
+        at_close: called first when the session is closed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Session:
         self.queue = Queue(rank, board, transport) if transport.queues else None
         self._on_gpu = device.type == "cuda"
         self.memory: MemoryMeter | None = None
+        self.at_close: list[Callable[[], None]] = []
         self._host = ClockTimer()
         self.timers, self.loss = DeviceTimers(), ReportedLoss(board.ranks[rank])
         self.recorder = Recorder(rank, self.timers.of(device), keep=keep_spans)
@@ -294,6 +296,8 @@ class Session:
 
     def close(self) -> None:
         """End the session: every later use of the comm is an error."""
+        for ending in self.at_close:
+            ending()
         self.finish("the end of its run")
         if self.queue is not None:
             self.queue.close()

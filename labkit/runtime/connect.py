@@ -85,7 +85,17 @@ def connect(
     if comm.session.queue is not None:
         flush_before_reads(comm.session)
         _leaving.append(comm.session)
+    _latest[:] = [comm]
     return comm
+
+
+# The Comm that this process has last joined the others with.
+_latest: list[Comm] = []
+
+
+def open_comm() -> Comm | None:
+    """The Comm of the run that this process is in as a rank; None in none."""
+    return next((comm for comm in _latest if not comm.session.is_closed), None)
 
 
 # Those of the default process group of this process.

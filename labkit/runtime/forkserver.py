@@ -12,11 +12,13 @@ import multiprocessing.util
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from labkit.comm.processes import is_running, is_stopped, signal_name
+from labkit.runtime.variables import variables_now
 
 _server: Any = multiprocessing.forkserver._forkserver
 # How long a stopped server may take to continue: after Ctrl-Z, fg continues the caller and the
@@ -41,6 +43,7 @@ _OF_SERVER = {"OMP_WAIT_POLICY": "passive", _ASK_NVML: "1"}
 # The variables of this process when it started the server.
 _variables_at_start: dict[str, str] = {}
 _told: set[tuple[str, str | None]] = set()
+_starting = threading.RLock()
 
 
 def start_method() -> str:
@@ -54,16 +57,23 @@ def start_server(preload: list[str]) -> None:
     Args:
         preload: names of modules, in the order in which to import them.
     """
+    # Two threads may start runs at the same time; the variables below are those of the process.
+    with _starting:
+        _start_server(preload)
+
+
+def _start_server(preload: list[str]) -> None:
     end_stopped_server()
     _open_standard_files()
     _make_short_folder()
     multiprocessing.forkserver.set_forkserver_preload(preload)
+    global _variables_at_start
     # Ctrl-C and the stop button signal the whole process group, which would kill a server that is
     # still importing. The server inherits the signal mask of the thread that starts it.
     # (The resource tracker unblocks the signal when it starts, so it has to be started first.)
     multiprocessing.resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    pid, variables = _server._forkserver_pid, dict(os.environ)
+    pid, variables = _server._forkserver_pid, variables_now()
     added = {name: value for name, value in _OF_SERVER.items() if not variables.get(name)}
     os.environ.update(added)
     try:
@@ -74,8 +84,7 @@ def start_server(preload: list[str]) -> None:
             del os.environ[name]
             os.environ.update({name: ""} if name in variables else {})
     if _server._forkserver_pid != pid:
-        _variables_at_start.clear()
-        _variables_at_start.update(variables)
+        _variables_at_start = variables
         _told.clear()
 
 
@@ -86,7 +95,7 @@ def removed_variables() -> set[str]:
 
 def late_variables() -> str:
     """Which variables were set too late for the ranks' libraries; each change is told once."""
-    before, now = _variables_at_start, dict(os.environ)
+    before, now = _variables_at_start, variables_now()
     if not before:
         return ""
     changed = {name for name in {*before, *now} if before.get(name) != now.get(name)}
@@ -177,7 +186,10 @@ def _process_config() -> dict[str, Any]:
 
 def _forget_server() -> None:
     """Make a forked child forget the server and its socket's folder, which are the parent's."""
+    global _starting
     _server.__init__()
+    # Another thread of the parent may have held it.
+    _starting = threading.RLock()
     _process_config().pop("tempdir", None)
 
 

@@ -6,7 +6,6 @@ import pdb
 import random
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Any, Never
 
 import numpy as np
@@ -26,15 +25,6 @@ _PRINT = (
 )
 # For debuggers that find the end of their input at once, and give up.
 NO_DEBUGGER = _NO_KEYBOARD.format(what="a debugger", instead=_PRINT)
-
-
-def set_variables(variables: Mapping[str, str | None]) -> None:
-    """Set the environment variables of this process; None removes one."""
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def seed_random_numbers(rank: int) -> None:

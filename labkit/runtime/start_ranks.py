@@ -39,6 +39,7 @@ from labkit.runtime.forkserver import (
     start_method,
 )
 from labkit.runtime.preload import warm_up
+from labkit.runtime.variables import variables_now
 
 _LOOPBACK = "127.0.0.1"
 # The longest time between two checks whether the agent has to stop.
@@ -291,7 +292,7 @@ def _environment(rank: int, place: Place, group: api.WorkerGroup) -> dict[str, s
     address, port = place.master or (group.master_addr or _LOOPBACK, group.master_port)
     return {
         **dict.fromkeys(removed_variables()),
-        **os.environ,
+        **variables_now(),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - place.ranks.start),
         "WORLD_SIZE": str(place.world_size),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from labkit import gpus
 from labkit.collectives import all_gather
-from labkit.comm.board import RETURNED, RUNNING
+from labkit.comm.board import RETURNED, RUNNING, Board
 from labkit.comm.comm import Comm
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.meeting import meet
@@ -21,7 +21,7 @@ from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
 from labkit.devices import plan, tell_once
 from labkit.runtime.between_hosts import reports
-from labkit.runtime.between_hosts.watch import Watch
+from labkit.runtime.between_hosts.watch import Watch, tell
 from labkit.runtime.connect import PATIENCE_S, connect, group_connections, host_names, own_store
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import dump_value
@@ -31,7 +31,7 @@ from labkit.units import format_count
 
 # Whether ``run_as_rank`` is calling a function in this process at the moment.
 inside_a_run = False
-_NO_MEMORY = (
+NO_MEMORY = (
     "the ranks of this machine cannot open each other's memory through /proc/PID/fd, and labkit "
     "takes pickled results only from there: run it without torchrun"
 )
@@ -64,10 +64,11 @@ def run_as_rank(
     if os.environ.get("LOCAL_RANK", "0") == "0":
         tell_once(chosen.notes)
     comm = connect(chosen, timeout_s, link=link)
-    memory, watch = _report_memory(comm, timeout_s), _watch(comm)
+    memory, watch = _report_memory(comm, timeout_s), new_watch(comm)
     try:
         if watch is not None:
             watch.also_ends(memory.session.board)
+            _watching.append(watch)
             watch.start()
         mine = _call(comm, fn, args)
         return _exchange(memory, mine)
@@ -75,21 +76,32 @@ def run_as_rank(
         raised = error if watch is None else watch.failed(error)
         if raised is error:
             raise
-        _tell_briefly(comm.rank)
+        tell_briefly(comm.rank)
         # The explanation names the cause; what this rank ran into is a consequence.
         raise raised from None
     finally:
+        _watching.clear()
         if watch is not None:
             watch.close()
 
 
-def _tell_briefly(rank: int) -> None:
+# The watch over the run that this process is in.
+_watching: list[Watch] = []
+
+
+def also_ends(board: Board) -> None:
+    """Let a fault of this run also end the operations that wait on another board."""
+    for watch in _watching:
+        watch.also_ends(board)
+
+
+def tell_briefly(rank: int) -> None:
     """Print no traceback for an explanation that is on stderr already, once for each host."""
     print_error = sys.excepthook
 
     def print_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if getattr(error, "is_told", False):
-            print(f"labkit: rank {rank} ends with this {kind.__name__}", file=sys.stderr)
+            tell(f"rank {rank} ends with this {kind.__name__}")
         else:
             print_error(kind, error, trace)
 
@@ -132,7 +144,7 @@ def _local_world_size(world_size: int) -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def _watch(comm: Comm) -> Watch | None:
+def new_watch(comm: Comm) -> Watch | None:
     """The watch over this run; None where a rank cannot see how the others of its host are."""
     if not sys.platform.startswith("linux"):
         return None
@@ -165,7 +177,7 @@ def _report_memory(comm: Comm, timeout_s: float) -> Comm:
         store = dist.distributed_c10d._get_default_store()
         neighbours = next(ranks for ranks in comm.session.hosts if comm.rank in ranks)
         if (arena := meet(store, comm.rank, comm.world_size, neighbours)) is None:
-            raise ConnectionError(_NO_MEMORY)
+            raise ConnectionError(NO_MEMORY)
     if arena is None or len(comm.session.hosts) > 1:
         moved = comm.device if dist.get_backend() == "nccl" else torch.device("cpu")
         return Comm(comm.rank, comm.world_size, moved, TorchTransport(dist.get_backend(), moved))

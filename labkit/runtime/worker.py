@@ -29,8 +29,9 @@ from labkit.runtime.connect import MeetingFile, connect
 from labkit.runtime.failures import report_of_failure
 from labkit.runtime.messages import Report, may_go, send
 from labkit.runtime.pickling import dump_value
-from labkit.runtime.prepare import seed_random_numbers, set_variables, take_keyboard_away
+from labkit.runtime.prepare import seed_random_numbers, take_keyboard_away
 from labkit.runtime.shortages import result_too_large
+from labkit.runtime.variables import set_variables
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 from ranks import wait_until
 
-from labkit.bench.gpu_report import processes, steps as steps_of_report
+from labkit.bench import processes
+from labkit.bench.gpu_report import steps as steps_of_report
 from labkit.bench.gpu_report.command import Report, main
 from labkit.bench.gpu_report.folder import Folder, State
 from labkit.bench.gpu_report.page import write_page
 from labkit.bench.gpu_report.placements import QUICK, Size, settings_of
-from labkit.bench.gpu_report.processes import run_command
 from labkit.bench.gpu_report.steps import Step, all_steps
 from labkit.bench.gpu_report.tables import BENCHES, beside
+from labkit.bench.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit import gpu_checks
+from labkit.runtime import gpu_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -202,7 +202,7 @@ class TestFailures:
             run(waits, world_size=3, hosts=2)
         assert "Rank 0 (host 0) was waiting for it in recv" in str(error.value)
         # What the driver cannot reach any more ends by itself when it is not asked any more.
-        for host_run in hosts[1]._host._runs.values():
+        for host_run in list(hosts[1]._host._runs.values()):
             host_run.close()
 
     def test_the_stop_button_ends_the_ranks_everywhere(self, hosts, tmp_path):
@@ -225,6 +225,26 @@ class TestFailures:
         monkeypatch.setattr("labkit.runtime.hosts.host._SILENCE_S", -1.0)
         with pytest.raises(WorkerError, match="its driver was not heard"):
             run(lambda comm: time.sleep(60), world_size=2, hosts=2)
+
+    def test_a_host_may_be_told_to_end_a_run_by_several_at_once(self, hosts, tmp_path):
+        def sleeps(comm):
+            (tmp_path / str(comm.rank)).touch()
+            time.sleep(60)
+
+        def ends():
+            wait_until((tmp_path / "1").exists, 60)
+            (host_run,) = list(hosts[1]._host._runs.values())
+            with ThreadPoolExecutor(4) as pool:
+                ended = [pool.submit(host_run.close) for _ in range(4)]
+            done.append([one.exception() for one in ended])
+
+        done = []
+        thread = threading.Thread(target=ends)
+        thread.start()
+        with pytest.raises(WorkerError, match=r"rank 1 \(host 1\) was killed by SIGKILL"):
+            run(sleeps, world_size=2, hosts=2)
+        thread.join()
+        assert done == [[None] * 4]
 
 
 class TestSettings:

@@ -8,7 +8,7 @@ mirrors what the others do, and looks for a deadlock, a mismatch, a stopped rank
 Whoever finds a fault writes the explanation into the store, and each host's board; the first one
 counts, on all hosts. On each host one rank prints it. In all ranks the operations that wait raise
 an error, so that the learner's ``finally`` runs, and ``labkit.run`` raises the explanation. A rank
-that does not come back in ``_GRACE_S`` is ended.
+that does not come back in ``_GRACE_S`` in which it could run is ended.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from labkit.comm.torch_transport import first_line
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.between_hosts.faults import Faults
 from labkit.runtime.between_hosts.neighbours import Neighbours
+from labkit.runtime.between_hosts.patience import Patience
 from labkit.runtime.between_hosts.rows import Rows
 from labkit.runtime.between_hosts.termination import Termination
 from labkit.runtime.between_hosts.verdict import Verdict
@@ -39,12 +40,19 @@ _TICK_S = 0.25
 _JOIN_S = 1.0
 # After the first sign of a failure: time for its cause to become known.
 _SETTLE_S, _STORE_S = 4.0, 1.0
-# From the explanation: until the learner's code is interrupted, and until the rank is ended.
+# From the explanation: until the learner's code is interrupted, and until the rank is ended; in
+# seconds in which the rank could run.
 _INTERRUPT_S = 1.0
-_GRACE_S = 6.0
+_GRACE_S = 3.0
 # How long a rank that has failed stays, so that all others hear of it.
 _TELL_S = 0.5
 _OVER, _WELL = "over", b"well"
+
+
+def tell(text: str) -> None:
+    """Say it on stderr, in one piece: the ranks of a host often share one."""
+    sys.stderr.write(f"labkit: {text}\n")
+    sys.stderr.flush()
 
 
 class Watch:
@@ -156,12 +164,12 @@ class Watch:
 
         As soon as one rank has ended, torchrun ends the others of its host.
         """
-        started_s = time.monotonic()
         self._board.ranks[self._rank]["state"] = LEFT
-        while (waited_s := time.monotonic() - started_s) < _GRACE_S:
-            if self._neighbours.have_left() and waited_s > _TELL_S:
-                break
-            time.sleep(_TELL_S / 10)
+        patience = Patience(self._neighbours.pids())
+        # They hear of it later than this rank, and end themselves when their own time is over.
+        patience.sleep(2 * _GRACE_S, self._neighbours.have_left)
+        # Only now, so that the ranks of a host leave together.
+        Patience(self._neighbours.pids()).sleep(_TELL_S)
 
     def _tell(self, error: BaseException) -> None:
         """Find out, or say, why this rank's function has ended with an error."""
@@ -197,12 +205,12 @@ class Watch:
         except Exception as error:
             self._termination.let_go()
             what = f"{type(error).__name__}: {error}"
-            print(f"labkit: the run goes on, and is no longer watched: {what}", file=sys.stderr)
+            tell(f"the run goes on, and is no longer watched: {what}")
 
     def _end_as_asked(self) -> None:
         """End by SIGTERM: torchrun ends this rank, mostly because of another one."""
         if self._verdict is not None and self._neighbours.speaks(self._verdict):
-            print(f"labkit: {self._verdict.text}", file=sys.stderr, flush=True)
+            tell(self._verdict.text)
         self._termination.end()
 
     def _sleep(self) -> None:
@@ -248,7 +256,7 @@ class Watch:
             found = self._faults.silent(beats, connected)
             if connected and not self._noticed and (notice := self._faults.notice(beats)):
                 self._noticed = True
-                print(f"labkit: {notice}", file=sys.stderr, flush=True)
+                tell(notice)
         return found
 
     def _without_store(self, why: str) -> Verdict | None:
@@ -290,16 +298,17 @@ class Watch:
         """End this rank: print why if it is this rank's turn, and let its function raise."""
         assert self._verdict is not None
         if self._neighbours.speaks(self._verdict):
-            print(f"labkit: {self._verdict.text}", file=sys.stderr, flush=True)
+            tell(self._verdict.text)
         first_line = self._verdict.text.splitlines()[0]
         for board in (self._board, *self._more_boards):
             board.give_up(self._rank, first_line)
         cut(self._connections)
         self._abort()
-        if self._left.wait(_INTERRUPT_S):
+        patience = Patience([os.getpid()])
+        if patience.sleep(_INTERRUPT_S, self._left.is_set):
             return
         self._interrupt()
-        if not self._left.wait(_GRACE_S - _INTERRUPT_S):
+        if not patience.sleep(_GRACE_S, self._left.is_set):
             self._record()
             sys.stderr.flush()
             os._exit(1)

@@ -32,9 +32,9 @@ from labkit.runtime.hosts.meeting_store import (
 from labkit.runtime.hosts.news import CONTROL, OUTPUT, News, Orders
 from labkit.runtime.hosts.sent import Sent
 from labkit.runtime.preload import warm_up
-from labkit.runtime.prepare import set_variables
 from labkit.runtime.shortages import remove_empty_segments
 from labkit.runtime.start_ranks import Place, Ranks
+from labkit.runtime.variables import set_variables
 from labkit.runtime.worker import Job, run_rank
 
 # How long a call of ``hear`` waits for something to happen.
@@ -131,8 +131,9 @@ class Host:
         return self._runs[run].hear()
 
     def obey(self, run: str, orders: Orders) -> None:
-        if run in self._runs:
-            self._runs[run].obey(orders)
+        # Another call may end the run meanwhile.
+        if (there := self._runs.get(run)) is not None:
+            there.obey(orders)
 
     def forget(self, run: str) -> None:
         """End what is left of a run."""
@@ -150,7 +151,11 @@ class Host:
 
 
 class HostRun:
-    """The ranks of one host in one run."""
+    """The ranks of one host in one run.
+
+    Its methods are called in several threads: whoever uses the pipes holds a lock, and ``close``
+    waits for them.
+    """
 
     def __init__(self, job: Job, place: Place, meeting: MeetingStore):
         self._place = place
@@ -167,7 +172,8 @@ class HostRun:
         self._board, self._told = b"", News()
         self._made_s, self._heard_s = time.time(), time.monotonic()
         self._error = ""
-        self._closed = threading.Event()
+        self._hearing, self._obeying = threading.Lock(), threading.Lock()
+        self._closing, self._closed = threading.Lock(), threading.Event()
         threading.Thread(
             target=self._watch_driver, name="labkit-driver-watch", daemon=True
         ).start()
@@ -175,6 +181,10 @@ class HostRun:
         self._ranks.start()
 
     def hear(self) -> News:
+        with self._hearing:
+            return self._hear()
+
+    def _hear(self) -> News:
         until_s = time.monotonic() + HEARTBEAT_S
         while True:
             self._heard_s = time.monotonic()
@@ -230,9 +240,10 @@ class HostRun:
 
     def obey(self, orders: Orders) -> None:
         self._heard_s = time.monotonic()
-        for rank, data in orders.data:
-            with contextlib.suppress(OSError):
-                os.write(self._controls[rank].fileno(), data)
+        with self._obeying:
+            for rank, data in orders.data:
+                with contextlib.suppress(OSError):
+                    os.write(self._controls[rank].fileno(), data)
         for rank, number in orders.signals:
             self._ranks.send_signal(rank, number)
         for rank in orders.lost:
@@ -258,8 +269,12 @@ class HostRun:
         self._end()
         if self._ranks.may_start_ranks():
             self._ranks.finished.wait(10)
-        for end in [*self._open, *self._controls.values()]:
-            end.close()
-        remove_empty_segments(self._made_s - 0.1)
-        if self._file is not None:
-            self._file.close()
+        with self._closing:
+            # The number of a closed pipe may be that of another file soon.
+            with self._hearing, self._obeying:
+                for end in [*self._open, *self._controls.values()]:
+                    end.close()
+                self._open.clear()
+            remove_empty_segments(self._made_s - 0.1)
+            if self._file is not None:
+                self._file.close()

@@ -19,6 +19,7 @@ from types import ModuleType
 import cloudpickle
 
 from labkit.comm.source_lines import cell_sources
+from labkit.runtime.variables import variables_now
 
 _PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
 # The driver's are not those of another host; Ray sets CUDA_VISIBLE_DEVICES for its actors.
@@ -49,7 +50,7 @@ def of_this_process() -> Sent:
     before = _variables_at_start()
     changed = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in variables_now().items()
         if (before.get(name) != value or name.startswith("LABKIT_")) and not name.startswith(_OWN)
     }
     return Sent(changed, os.getcwd())
@@ -67,7 +68,7 @@ def _variables_at_start() -> dict[str, str]:
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return dict(os.environ)
+        return variables_now()
     parted = (os.fsdecode(entry).partition("=") for entry in entries)
     return {name: value for name, _, value in parted}
 

@@ -6,11 +6,11 @@ import pytest
 import recorded_gpus as recorded
 import torch
 
-from labkit import gpu_checks, gpus
+from labkit import gpus
 from labkit.doctor import CHECKS, WIDTH, examine, render
-from labkit.gpu_checks import is_too_old, runs_on
 from labkit.gpus import Gpu, Gpus
-from labkit.runtime import nvidia_smi
+from labkit.runtime import gpu_checks, nvidia_smi
+from labkit.runtime.gpu_checks import is_too_old, runs_on
 
 GPU_CHECKS = [name for name, check in CHECKS.items() if check.__module__ == gpu_checks.__name__]
 GIB = 2**30

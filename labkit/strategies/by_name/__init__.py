@@ -1,0 +1,1 @@
+"""Data parallelism by name, as in Horovod: what ``labkit.horovod`` offers is made here."""
