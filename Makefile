@@ -13,7 +13,7 @@ BUILD := $(or $(strip $(TORCH)),$(BUILT))
 BUILD := $(if $(filter default auto cpu cu% rocm% xpu,$(BUILD)),$(BUILD),cu$(subst .,,$(BUILD)))
 
 NOTEBOOKS ?= $(sort $(wildcard notebooks/*.ipynb))
-NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
+NBVAL := -p tests.lean_imports --nbval --nbval-current-env --nbval-cell-timeout 120 \
          --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 # The stored outputs are those of the CPU.
@@ -31,7 +31,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 unexport UV_TORCH_BACKEND UV_REQUIRE_HASHES UV_NO_VERIFY_HASHES
 
 .DEFAULT_GOAL := help
-.PHONY: help env cluster lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts html \
+.PHONY: help env cluster horovod tensorflow lab test test-unit test-core test-gpu test-pretended test-notebooks test-torch slowest faults storm bench two-hosts elsewhere html \
         notebooks pins clean distclean FORCE
 
 help:
@@ -49,14 +49,17 @@ help:
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
 	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
 	@echo "make two-hosts       train on two hosts on this machine, and record it (root; five minutes)"
+	@echo "make elsewhere       train the same with PyTorch, Horovod and TensorFlow, and record it"
 	@echo "make html            the notebooks as web pages in build/html"
 	@echo "make notebooks       run the notebooks and store their outputs in place"
-	@echo "make pins            renew requirements.txt, tools/uv.txt and tools/cluster.txt, with hashes"
+	@echo "make pins            renew requirements.txt and the pins in tools/*.txt, with hashes"
 	@echo "make cluster         add Ray to .venv, for runs on several machines: labkit.run(..., hosts=2)"
+	@echo "make horovod         make .venv-horovod, where Horovod runs (4 GB; compiles it: 4 minutes)"
+	@echo "make tensorflow      make .venv-tensorflow, where TensorFlow runs (1.5 GB)"
 	@echo "make env             set up only (.venv, about 6 GB)"
 	@echo "make env TORCH=auto  the same with the PyTorch that this machine's driver can run; also"
 	@echo "                     TORCH=cpu (no CUDA, 3 GB less), TORCH=12.8 (that CUDA), TORCH=default"
-	@echo "make clean           remove what make built; make distclean removes .venv too"
+	@echo "make clean           remove what make built; make distclean removes .venv* too"
 
 env: $(READY)
 	@:
@@ -125,6 +128,16 @@ cluster: env
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --require-hashes \
 	  -r tools/cluster.txt
 
+# Environments of their own, where the package's own programs are those of .venv.
+ASKED := $(if $(filter command environment,$(firstword $(origin PYTHON))),--python "$(PYTHON)")
+MAKE_OTHER = $(BIN)/python tools/other_framework.py $@ $(ASKED) --torch $(BUILD)
+
+horovod: env
+	@$(MAKE_OTHER)
+
+tensorflow: env
+	@$(MAKE_OTHER)
+
 lab: env
 	@$(BIN)/python -m labkit lab $(ARGS)
 
@@ -187,6 +200,11 @@ two-hosts: env
 	@$(BIN)/python -m labkit bench two-hosts --json data/results/two_hosts.json \
 	  --figure data/results/two_hosts.png $(ARGS)
 
+# What make horovod and make tensorflow have made takes part.
+elsewhere: env
+	@$(BIN)/python -m labkit bench elsewhere --json data/results/elsewhere.json \
+	  --figure data/results/elsewhere.png $(ARGS)
+
 html: env
 	@mkdir -p build/html
 	@$(if $(NOTEBOOKS),$(BIN)/jupyter nbconvert --to html --output-dir build/html $(NOTEBOOKS),\
@@ -199,15 +217,19 @@ notebooks: env
 PINS := --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
         --custom-compile-command "make pins"
 EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cluster"])
+# What PyTorch 2.0.1 brings and needs on a GPU alone: 160 MB. (The other CUDA libraries it loads at its start.)
+UNUSED := $(addprefix --no-emit-package ,triton lit nvidia-cusolver-cu11)
 pins: env
 	$(BIN)/uv pip compile $(PINS) $(ARGS) --extra test pyproject.toml -o requirements.txt
 	echo uv | $(BIN)/uv pip compile $(PINS) $(ARGS) - -o tools/uv.txt
 	$(BIN)/python -c '$(EXTRA)' | $(BIN)/uv pip compile $(PINS) $(ARGS) -c requirements.txt - \
 	  -o tools/cluster.txt
+	$(BIN)/uv pip compile $(PINS) $(ARGS) $(UNUSED) --group horovod -o tools/horovod.txt
+	$(BIN)/uv pip compile $(PINS) $(ARGS) --group tensorflow -o tools/tensorflow.txt
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache notebooks/.ipynb_checkpoints
 	find labkit tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-*

@@ -113,7 +113,7 @@ def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
     add = bench.add_argument
     names = "launch, all-reduce, ddp, placement, pipeline, checkpoint: all of them if left out; "
-    names += "two-hosts (root)"
+    names += "two-hosts (root), elsewhere (other frameworks)"
     add("names", nargs="*", metavar="NAME", help=names)
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
@@ -121,12 +121,14 @@ def _add_bench(commands) -> None:
     parse_sizes = _list_of(units.parse_bytes)
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
     add("--models", type=_list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
+    add("--contenders", type=_list_of(str), metavar="C,C", help="elsewhere: only these")
+    add("--steps", type=_integer, metavar="N", help="elsewhere: steps of each contender (40)")
     add("--repeats", type=_integer, metavar="N", help="at most N repeats; slow ones get fewer")
     add("--device", metavar="auto|cpu|cuda", help="where the ranks run")
     add("--devices", type=_list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results of one benchmark, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    draw = "all-reduce, placement, two-hosts: draw the times, to FILE.png"
+    draw = "all-reduce, placement, two-hosts, elsewhere: draw the times, to FILE.png"
     add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
 
 

@@ -1,23 +1,28 @@
 """torchrun's agents as separate nodes of one machine, started by the course's own scripts."""
 
-import contextlib
 import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
-from ranks import session_of, wait_until
+import warm_python
+from ranks import wait_until
+
+from labkit.runtime.marked import kill_marked
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "notebooks" / "scripts"
 WORK = ["--model", "elastic_work:make_model", "--dataset", "elastic_work:make_dataset"]
 WORK += ["--dtype", "float64", "--batch-size", "10", "--momentum", "0.9"]
 PATIENCE_S = 90
+# The variable by which an agent and its ranks are known.
+MARK = "TESTS_AGENT"
 
 
 class Agents:
     """Scripts that run in a folder of the test, each in a session of its own.
+
+    Their ``python`` and ``torchrun``, and torchrun's ranks, are forks of one that has imported
+    torch (``warm_python``).
 
     Args:
         folder: where they run.
@@ -28,7 +33,7 @@ class Agents:
     def __init__(self, folder: Path, pace_s: float = 0.0, **variables: str):
         self.folder, self.steps_folder = folder, folder / "steps"
         self.steps_folder.mkdir()
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        path = os.pathsep.join([str(self._programs()), os.environ["PATH"]])
         python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         self.variables = os.environ | {
             "PATH": path, "PYTHONPATH": python_path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1",
@@ -36,12 +41,21 @@ class Agents:
         }  # fmt: skip
         self.started: dict[str, subprocess.Popen] = {}
 
+    def _programs(self) -> Path:
+        """A folder with what the scripts call."""
+        folder = self.folder / "programs"
+        folder.mkdir()
+        for name, words in {"python": "", "torchrun": "-m torch.distributed.run"}.items():
+            (folder / name).write_text(f'#!/bin/sh\nexec "{warm_python.command()}" {words} "$@"\n')
+            (folder / name).chmod(0o755)
+        return folder
+
     def start(self, name: str, script: str, *words: str, **variables: str) -> subprocess.Popen:
         """Run ``script`` with its output in the file ``name``."""
         with open(self.folder / name, "a") as log:
             self.started[name] = subprocess.Popen(
                 ["bash", str(SCRIPTS / script), *words],
-                cwd=self.folder, env=self.variables | variables,
+                cwd=self.folder, env=self.variables | variables | {MARK: f"{self.folder}/{name}"},
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         return self.started[name]
@@ -56,9 +70,7 @@ class Agents:
     def kill(self, name: str) -> None:
         """Kill an agent and its ranks at once, as when a machine loses its power."""
         agent = self.started[name]
-        for pid in {agent.pid, *session_of(agent.pid), *children_of(agent.pid)}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_marked(MARK, f"{self.folder}/{name}", PATIENCE_S, agent.poll)
         agent.wait()
 
     def wait(self, name: str) -> int:
@@ -82,8 +94,3 @@ class Agents:
         for name, agent in self.started.items():
             if agent.poll() is None:
                 self.kill(name)
-
-
-def children_of(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(word) for word in text.split()]

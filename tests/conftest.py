@@ -13,8 +13,10 @@ from pathlib import Path
 
 import fault_seconds
 import kernel_ports
+import lean_imports  # noqa: F401
 import pytest
 import slowest
+import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTED_S = time.time()
@@ -70,6 +72,10 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = str(folder / "t")
     (folder / "t").mkdir()
     tempfile.tempdir = None
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        warm_python.start(folder)
+    if config.pluginmanager.hasplugin("nbval"):
+        warm_python.for_kernels()
 
 
 def pytest_collection_modifyitems(items):

@@ -39,8 +39,9 @@ def _told(step, folder, pace_s):
 
 
 if "LABKIT_STEPS" in os.environ:
-    # A rank that torchrun starts would spend two seconds on importing what no optimizer needs.
-    torch._dynamo = sys.modules["torch._dynamo"] = MagicMock(disable=lambda one, *_, **__: one)
+    if "torch._dynamo" not in sys.modules:
+        # To import it takes seconds, and no optimizer needs it.
+        torch._dynamo = sys.modules["torch._dynamo"] = MagicMock(disable=lambda one, *_, **__: one)
     _pace_s = float(os.environ["LABKIT_PACE_S"])
     for _name in ("ddp", "ring_all_reduce"):
         _technique = strategies.get(_name)

@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+import warm_python
 from test_cli import call
 
 from labkit.__main__ import main
@@ -79,7 +80,7 @@ def test_own_work_from_the_current_directory(work, capsys):
 
 
 def test_own_work_under_torchrun(work):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = [warm_python.command(), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     torchrun += ["-m", "labkit", "train"]
     words = ["--strategy", "ddp", "--json", "out.json"]

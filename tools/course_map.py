@@ -60,6 +60,10 @@ PAGES = {
         "seventy times",
         'How does a benchmark come to "70 times faster than DDP"?',
     ),
+    "16_the_same_elsewhere": (
+        "the same elsewhere",
+        "What is each technique called in Horovod, TensorFlow and others, and is it the same?",
+    ),
     "17_puzzles": (
         "puzzles",
         "In how few rounds, bytes or spare memory can you solve ten small puzzles?",

@@ -25,8 +25,17 @@ def main(task: str, build: str = "default") -> None:
 
 def pins() -> list[str]:
     """The entries of requirements.txt as another build needs them, one a line."""
-    text = PINS.read_text().replace("\\\n", " ")
-    entries = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return of_another_build(entries(PINS))
+
+
+def entries(file: Path) -> list[str]:
+    """The entries of a locked file, one a line."""
+    text = file.read_text().replace("\\\n", " ")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def of_another_build(entries: list[str]) -> list[str]:
+    """Without what comes with the index's build of PyTorch, and without PyTorch's hashes."""
     kept = [entry for entry in entries if not _OF_THE_BUILD.match(entry)]
     return [
         entry.partition("--hash")[0].strip() if re.match(r"torch(vision)?==", entry) else entry

@@ -7,6 +7,7 @@
     pipeline      a step of our pipelines, of PyTorch's, and of a split without a pipeline
     checkpoint    a step with and without a checkpoint being written in the background
     two-hosts     one worker, two on one host, four on two hosts, over cables of several rates
+    elsewhere     the same training by PyTorch, Horovod and TensorFlow, and by labkit
 
 ``turns`` has the rules of timing, ``record`` what is recorded beside the results, ``compare`` the
 command ``labkit compare``. ``python tools/bench_mpi.py`` is the all-reduce bench with MPI as an

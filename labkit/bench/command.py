@@ -9,6 +9,7 @@ from typing import Any
 from labkit.bench.all_reduce import bench_all_reduce
 from labkit.bench.checkpoint import bench_checkpoint
 from labkit.bench.ddp import bench_ddp
+from labkit.bench.elsewhere.measure import bench_elsewhere
 from labkit.bench.launch import bench_launch
 from labkit.bench.pipeline import bench_pipeline
 from labkit.bench.placement import bench_placement
@@ -26,10 +27,11 @@ BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
     "pipeline": bench_pipeline,
     "checkpoint": bench_checkpoint,
     "two-hosts": bench_two_hosts,
+    "elsewhere": bench_elsewhere,
 }
-# Takes root, and so runs only when it is named.
-_NEEDS_ROOT = ("two-hosts",)
-DRAWN = ("all-reduce", "placement", "two-hosts")
+# They take root, or environments of other frameworks and minutes.
+_ONLY_NAMED = ("two-hosts", "elsewhere")
+DRAWN = ("all-reduce", "placement", "two-hosts", "elsewhere")
 _PICTURES = (".png", ".svg")
 
 
@@ -43,7 +45,7 @@ def main(
     """Run the benches of these names (all of them if none is given); print and record them.
 
     Args:
-        names: out of ``BENCHES``; if empty, all that need no root.
+        names: out of ``BENCHES``; if empty, all but ``_ONLY_NAMED``.
         json_path: where to write one bench's results, with hardware and versions.
         figure_path: where to write its figures.
         words: the command line, for the record.
@@ -56,7 +58,7 @@ def main(
         ValueError: before anything runs, for options that are wrong or belong to another bench.
         OutputError: after the runs, a file could not be written.
     """
-    chosen = names or [name for name in BENCHES if name not in _NEEDS_ROOT]
+    chosen = names or [name for name in BENCHES if name not in _ONLY_NAMED]
     _check(chosen, settings, json_path, figure_path)
     # A bench checks its settings when it is called, and runs when its results are iterated over.
     runs = {name: BENCHES[name](**settings) for name in chosen}

@@ -22,6 +22,8 @@ its counterpart in ``labkit.collectives``:
     check.rendezvous.meet
     check.hosts.inside   .between   .all_reduce   .place
     check.detective.culprit
+    check.elsewhere.to_ddp   .to_horovod   .semantics
+    check.coordinator.decide
     check.puzzles.largest   .pass_on   .pass_in_place   .same_bits   .broadcast   .prefix_sum
         .all_gather   .long_broadcast   .reduce_blocks   .all_reduce
 
@@ -40,9 +42,11 @@ from labkit.check import (
     backend,
     collectives,
     compressed,
+    coordinator,
     data_parallel,
     ddp,
     detective,
+    elsewhere,
     fairness,
     hops,
     hosts,
@@ -63,8 +67,9 @@ from labkit.check.grading import Case, Exercise, Target, Verdict, answers, grade
 from labkit.units import unknown_name
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "answers", "grade", "returns"]
-__all__ += ["backend", "collectives", "compressed", "data_parallel", "ddp", "detective"]
-__all__ += ["fairness", "hops", "hosts", "messages", "naive", "overlap", "parameter_server"]
-__all__ += ["pipeline", "placement", "puzzles", "rendezvous", "ring", "staleness", "step", "tree"]
+__all__ += ["backend", "collectives", "compressed", "coordinator", "data_parallel", "ddp"]
+__all__ += ["detective", "elsewhere", "fairness", "hops", "hosts", "messages", "naive", "overlap"]
+__all__ += ["parameter_server", "pipeline", "placement", "puzzles", "rendezvous", "ring"]
+__all__ += ["staleness", "step", "tree"]
 
 __getattr__ = unknown_name(__name__)

@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 from ranks import wait_until
 
-from labkit.bench.gpu_report import processes, steps as steps_of_report
+from labkit.bench import processes
+from labkit.bench.gpu_report import steps as steps_of_report
 from labkit.bench.gpu_report.command import Report, main
 from labkit.bench.gpu_report.folder import Folder, State
 from labkit.bench.gpu_report.page import write_page
 from labkit.bench.gpu_report.placements import QUICK, Size, settings_of
-from labkit.bench.gpu_report.processes import run_command
 from labkit.bench.gpu_report.steps import Step, all_steps
 from labkit.bench.gpu_report.tables import BENCHES, beside
+from labkit.bench.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
@@ -234,7 +235,7 @@ class TestNothingIsLeft:
             assert wait_until(lambda: any(logs()), 60)
             pid = int(next(filter(None, logs())))
             process.send_signal(number)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=240)
         assert process.returncode == 130, err
         assert "no process of the report remains" in err
         assert wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10)
@@ -244,7 +245,7 @@ class TestNothingIsLeft:
         if number != signal.SIGINT:
             return
         with started("0") as process:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=240)
         # The step that was cut off has other words now; the first is kept.
         assert process.returncode == 0, err
         assert "kept from an earlier call: first" in out

@@ -20,6 +20,7 @@ from labkit import WorkerError, run, strategies
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCKED = ("requirements.txt", "tools/uv.txt", "tools/cluster.txt")
+LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt")
 
 # The package's floors, from the ground up. A room imports from floors below, never from above or
 # beside. A new room gets its place here. ``labkit/__init__`` hands names on, by name alone.

@@ -3,7 +3,6 @@
 command       the order of the steps, the time they get, what is kept from an earlier call
 steps         what runs: doctor, placements, benches, GPU tests, notebooks
 folder        the report's folder: only whole files, and the state of each step
-processes     a step in a process of its own, of which nothing remains
 placements    the placements of VGG16 at their published size
 run_notebook  a notebook, with its outputs stored elsewhere
 page          index.html, from the files of the folder and the CPU records of the repository

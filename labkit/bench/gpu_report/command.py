@@ -1,12 +1,9 @@
 """The command ``labkit gpu-report``: run the steps in order, keep what has ended."""
 
-import contextlib
 import math
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,8 +19,8 @@ from labkit.bench.gpu_report.folder import (
     State,
 )
 from labkit.bench.gpu_report.page import write_page
-from labkit.bench.gpu_report.processes import run_command
 from labkit.bench.gpu_report.steps import Step, all_steps, machine_key
+from labkit.bench.processes import as_ctrl_c, run_command
 from labkit.units import check_above_zero, check_choice, format_count
 
 DEFAULT_OUT, DEFAULT_MINUTES = "gpu-report", 30.0
@@ -74,23 +71,8 @@ def main(
     folder = Folder(out)
     deadline_s = time.monotonic() + 60 * minutes
     report = Report(folder, chosen, root or folder.path, deadline_s, quick)
-    with folder.in_use(), _signals():
+    with folder.in_use(), as_ctrl_c():
         return report.make()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Let a closed terminal and a polite end of the process do what Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    old = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, old):
-            signal.signal(number, handler)
 
 
 @dataclass

@@ -41,6 +41,4 @@ def two_hosts_figure(record: Mapping[str, Any]) -> "CaptionedFigure":
     published = {name: published_speed_ups(name) for name in _DRAWN}
     groups[_PUBLISHED] = {name: values for name, values in published.items() if values}
     title = "Two hosts: what the cable costs, and what wins it back"
-    return bars(
-        groups, quantity="samples per second against one worker", unit="times", title=title
-    )
+    return bars(groups, quantity="speed-up over one worker", unit="times", title=title)

@@ -24,7 +24,8 @@ _SOLUTIONS = tuple(
     f"{_LABKIT}/{part}"
     for part in (
         *("collectives/", "schedules/", "strategies/", "placement/planner", "placement/search"),
-        *("costs/pipeline_timeline", "workload/sampling", "comm/work.py"),
+        *("costs/pipeline_timeline", "workload/sampling", "comm/work.py", "horovod.py"),
+        "check/programs/with_",
     )
 )
 _HELPERS = {
@@ -57,13 +58,14 @@ class Watched:
     Attributes:
         library: the first function called that solves the exercise, such as
             ``labkit.collectives.ring.share_reduce``; "" if none was.
+        called: all such functions, those in ``may_call``, too.
         steps: the calls of comm, see ``Outcome``.
     """
 
     def __init__(self, fn: Callable, signature: str, may_call: Collection[str]):
         self._fn, self._may_call = fn, may_call
         self._names = names_to_call_by(fn, signature)
-        self.library, self.steps = "", []
+        self.library, self.called, self.steps = "", set[str](), []
 
     def __call__(self, *args: Any) -> Any:
         with self._watching():
@@ -101,8 +103,10 @@ class Watched:
             given = frame.f_locals
             num_bytes = getattr(given.get(sent), "nbytes", 0)
             self.steps.append((step, given.get(dst), given.get(src), num_bytes))
-        elif not self.library and (name := _solution(code)) and not _inside_labkit(frame.f_back):
-            self.library = name if self._counts(name) else ""
+        elif (name := _solution(code)) and not _inside_labkit(frame.f_back):
+            self.called.add(name)
+            if not self.library and self._counts(name):
+                self.library = name
 
     def _counts(self, name: str) -> bool:
         module, _, function = name.rpartition(".")

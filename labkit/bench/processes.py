@@ -6,14 +6,15 @@ import secrets
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.runtime.marked import kill_marked
 
-_MARK = "LABKIT_GPU_REPORT"
+_MARK = "LABKIT_BENCH"
 _SHM = Path("/dev/shm")
 # What PyTorch and NCCL leave in shared memory when they are killed.
 _SHM_NAMES = ("nccl-", "torch_", "cuda.shm")
@@ -29,6 +30,21 @@ class Ended:
     returncode: int
     seconds: float
     timed_out: bool
+
+
+@contextlib.contextmanager
+def as_ctrl_c() -> Iterator[None]:
+    """Let a closed terminal and a polite end of the process do what Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    old = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, old):
+            signal.signal(number, handler)
 
 
 def run_command(
