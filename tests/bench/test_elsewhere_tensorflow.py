@@ -1,5 +1,6 @@
 """TensorFlow's strategies on the experiment, and the processes that one command starts."""
 
+import contextlib
 import json
 import os
 import signal
@@ -195,10 +196,10 @@ def copies_of(first, count):
 
 def is_connected(pid):
     """Whether this process has a TCP connection."""
-    inodes = {
-        Path(link).readlink().name.partition("[")[2].rstrip("]")
-        for link in Path(f"/proc/{pid}/fd").iterdir()
-    }
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
     rows = [
         row.split()
         for name in ("tcp", "tcp6")
@@ -240,9 +241,10 @@ def test_an_interrupt_from_the_terminal_ends_all_silently(tmp_path):
     assert (out, "Traceback" in err) == ("", False)
 
 
-def test_all_end_when_another_process_is_killed(tmp_path):
-    die = 'os.kill(os.getpid(), signal.SIGKILL) if task["type"] == "ps" else time.sleep(600)'
-    code, out, err = Started(tmp_path, others=die).ended()
+@pytest.mark.parametrize("first", ["time.sleep(600)", "while True: processes.sent_bytes()", ""])
+def test_all_end_when_another_process_is_killed(tmp_path, first):
+    die = 'os.kill(os.getpid(), signal.SIGKILL) if task["type"] == "ps" else processes.finish()'
+    code, out, err = Started(tmp_path, first=first or "pass", others=die).ended()
     assert (code, out) == (1, "")
     assert err == "server ended with -9: all processes end\n"
 
