@@ -13,7 +13,7 @@ BUILD := $(or $(strip $(TORCH)),$(BUILT))
 BUILD := $(if $(filter default auto cpu cu% rocm% xpu,$(BUILD)),$(BUILD),cu$(subst .,,$(BUILD)))
 
 NOTEBOOKS ?= $(sort $(wildcard notebooks/*.ipynb))
-NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
+NBVAL := -p tests.lean_imports --nbval --nbval-current-env --nbval-cell-timeout 120 \
          --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 # The stored outputs are those of the CPU.
@@ -54,7 +54,7 @@ help:
 	@echo "make notebooks       run the notebooks and store their outputs in place"
 	@echo "make pins            renew requirements.txt and the pins in tools/*.txt, with hashes"
 	@echo "make cluster         add Ray to .venv, for runs on several machines: labkit.run(..., hosts=2)"
-	@echo "make horovod         make .venv-horovod, where Horovod runs (3.5 GB; compiles it: 4 minutes)"
+	@echo "make horovod         make .venv-horovod, where Horovod runs (4 GB; compiles it: 4 minutes)"
 	@echo "make tensorflow      make .venv-tensorflow, where TensorFlow runs (1.5 GB)"
 	@echo "make env             set up only (.venv, about 6 GB)"
 	@echo "make env TORCH=auto  the same with the PyTorch that this machine's driver can run; also"

@@ -148,8 +148,8 @@ def test_stdout_keeps_what_was_printed_before_and_after(tmp_path):
     command = [sys.executable, "-c", program]
     log = tmp_path / "log"
     with log.open("w") as sink:
-        subprocess.run(command, stdout=sink, check=True, timeout=60)
-    piped = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+        subprocess.run(command, stdout=sink, check=True, timeout=240)
+    piped = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=240)
     assert log.read_text() == piped.stdout == "before\nrecord\nafter\n"
 
 

@@ -57,7 +57,9 @@ def parse(words: list[str]) -> tuple[str, str, list[str]] | None:
         elif word == "-B":
             sys.dont_write_bytecode = True
         elif word.startswith("-W"):
-            (word == "-W") and words.pop(0)
+            # The server has the same ones from its environment.
+            if word[2:] not in os.environ.get("PYTHONWARNINGS", "").split(","):
+                return None
         elif word == "-X" or word.startswith("-Xfrozen_modules"):
             if word == "-X" and not words.pop(0).startswith("frozen_modules"):
                 return None

@@ -23,9 +23,11 @@ import torch_build
 from framework_recipes import RECIPES, SWITCHES
 from run_program import CannotMakeError, Ran, answer, free_memory_gb, run
 
-from labkit.bench.elsewhere.environments import environment_of, pins_of, stamp, why_not
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "labkit" / "bench" / "elsewhere"))
+# By its file: a call with nothing to do is over before labkit would be imported.
+from environments import environment_of, pins_of, stamp, why_not  # noqa: E402
+
 UV = ROOT / ".venv" / "bin" / "uv"
 CHECK_S = 600
 

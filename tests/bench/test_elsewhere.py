@@ -543,8 +543,9 @@ class TestARecord:
         assert figure.caption.startswith("All 2 lines lie on each other: no loss differs from one")
 
     def test_what_was_not_to_run_is_taken_from_it_too(self):
-        failed = {"contender": "D", "problem": "ended with 1"}
-        stored = {"contenders": [row("A"), row("B"), failed]}
+        stored = {
+            "contenders": [row("A"), row("B"), {"contender": "D", "problem": "ended with 1"}]
+        }
         shown = elsewhere.side_by_side({"contenders": [row("B", difference=0)]}, stored)
         assert [one["contender"] for one in shown["contenders"]] == ["B", "A"]
         assert [one.get("recorded", False) for one in shown["contenders"]] == [False, True]

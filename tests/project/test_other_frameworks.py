@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from ranks import wait_until
+from ranks import is_alive, wait_until
 
+from labkit.bench.elsewhere import environments
 from labkit.bench.elsewhere.environments import FRAMEWORKS, python_of, stamp, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ case "$1 $2" in
 esac
 env | grep -E "^(HOROVOD_|MAKEFLAGS|UV_CACHE_DIR|CUDA_)" > "$here/switches"
 for word in $(cat "$here/does" 2>/dev/null); do case "$word" in
-  hang) rm "$here/does"; echo $$ > "$here/hangs"; exec sleep 600;;
+  hang) rm "$here/does"; echo $$ > "$here/hangs"; sleep 600 & echo $! > "$here/below"; wait;;
   fail) cat "$here/words" >&2; exit 1;;
 esac; done
 """
@@ -58,7 +59,7 @@ esac
 HOROVODRUN = """#!/bin/sh
 here=$(cd "$(dirname "$0")/../.." && pwd)
 case "$(cat "$here/tried" 2>/dev/null)" in
-  hang) rm "$here/tried"; echo $$ > "$here/hangs"; exec sleep 600;;
+  hang) rm "$here/tried"; echo $$ > "$here/hangs"; sleep 600 & echo $! > "$here/below"; wait;;
   broken) echo "ImportError: undefined symbol"; exit 1;;
   no_gloo) echo "[X] PyTorch"; echo "[ ] Gloo"; exit;;
 esac
@@ -71,11 +72,12 @@ class Clone:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        for name in ("tools", "include/python3.11", ".venv/bin"):
+        for name in ("tools", "include/python3.11", ".venv/bin", "labkit/bench/elsewhere"):
             (folder / name).mkdir(parents=True)
         for path in (ROOT / "tools").glob("*"):
             if path.suffix in (".py", ".txt"):
                 shutil.copy(path, folder / "tools" / path.name)
+        shutil.copy(environments.__file__, folder / "labkit/bench/elsewhere")
         (folder / "include/python3.11/Python.h").touch()
         (folder / "version.py").write_text("cuda = '11.7'\nhip = None\n")
         for name, text in {".venv/bin/uv": UV, "python": PYTHON, "horovodrun": HOROVODRUN}.items():
@@ -99,7 +101,6 @@ class Clone:
         program = self.folder / "tools" / "other_framework.py"
         return subprocess.Popen(
             [sys.executable, program, framework, *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -212,12 +213,17 @@ def test_stopped_in_a_step_it_leaves_nothing_and_goes_on_there(step, number, clo
     clone.asked()
     running = clone.start("horovod")
     hangs = clone.folder / "hangs"
-    wait_until(lambda: (hangs.exists() and hangs.read_text().strip()) or ended(running), 60)
+    assert wait_until(lambda: (hangs.exists() and hangs.read_text().strip()) or ended(running), 60)
     child = int(hangs.read_text())
     running.send_signal(number)
+    running.wait(60)
+    assert wait_until(lambda: not is_alive(child), 60)
+    below = int((clone.folder / "below").read_text())
+    if number == signal.SIGKILL:
+        os.kill(below, signal.SIGKILL)  # a compiler ends with its file, and cannot do harm
     said, _ = running.communicate(timeout=60)
+    assert wait_until(lambda: not is_alive(below), 60)
     assert running.returncode == (-number if number == signal.SIGKILL else 130), said
-    wait_until(lambda: not Path(f"/proc/{child}").exists(), 60)
     if number != signal.SIGKILL:
         assert "make horovod: stopped. make horovod goes on with" in said
     assert clone.why_not() == ".venv-horovod is not complete: make horovod"
@@ -415,7 +421,7 @@ def test_a_try_that_never_ends_is_ended(clone, make, monkeypatch):
     code, said = make()
     assert code == 1
     assert "horovodrun has not ended after 0.5 s" in refusal(said)
-    assert not Path(f"/proc/{(clone.folder / 'hangs').read_text().strip()}").exists()
+    assert not any(is_alive(int((clone.folder / name).read_text())) for name in ("hangs", "below"))
     clone.asked()
     assert make()[0] == 0
     assert clone.asked() == [], "only tried again"
@@ -482,7 +488,6 @@ def test_what_is_there_is_what_the_pins_say(framework):
 def test_the_makefile_hands_on_the_python_and_the_build_that_was_chosen(clone):
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, clone.folder / name)
-    (clone.folder / "labkit").mkdir()
     (clone.folder / "tests").mkdir()
     ready = clone.folder / ".venv" / ".ready"
     notes = '#!/bin/sh\necho "$*" >> asked_of_python\n'
