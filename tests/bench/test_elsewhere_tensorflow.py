@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from agents import children_of
 from ranks import is_alive, session_of, wait_until
 from torch.nn.functional import cross_entropy
 
@@ -142,9 +141,10 @@ def test_an_asynchronous_parameter_server_counts_its_staleness(place, batches):
 def test_nothing_is_left_when_the_coordinator_is_killed_while_it_trains(tmp_path):
     place = prepare(tmp_path, steps=1000)
     words = command(place, "parameter_server.py")
-    with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": ""}) as first:
+    settings = {**os.environ, "PYTHONPATH": ""}
+    with subprocess.Popen(words, env=settings, start_new_session=True) as first:
         others = copies_of(first, 3)
-        assert wait_until(lambda: all(map(is_connected, others)) or first.poll(), 200)
+        assert wait_until(lambda: all(map(is_connected, others)), 200)
         assert first.poll() is None
         first.kill()
     assert wait_until(lambda: not any(map(is_alive, others)), 60)
@@ -209,8 +209,13 @@ def start(tmp_path):
 
 
 def copies_of(first, count):
-    assert wait_until(lambda: len(children_of(first.pid)) == count or first.poll(), 200)
-    return children_of(first.pid)
+    """The other processes of a script that was started in a session of its own, in order."""
+
+    def copies():
+        return sorted({*session_of(first.pid)} - {first.pid})
+
+    assert wait_until(lambda: len(copies()) == count or first.poll() is not None, 200)
+    return copies()
 
 
 def is_connected(pid):
