@@ -83,17 +83,7 @@ def be_client(words: list[str]) -> None:
     if what is None or read_at_load(os.environ) != at_load:
         real = os.environ.get(f"{VARIABLE}_REAL", sys.executable)
         os.execv(real, [real, *words])
-    connection.set_inheritable(False)
-    held = {connection.fileno()}
-    fds = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd not in held and _is_open(fd)]
-    body = {"what": what, "environment": dict(os.environ), "folder": os.getcwd(), "fds": fds}
-    body["mask"] = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-    body["is_ignored"] = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    body["leads_session"] = os.getsid(0) == os.getpid()
-    data = json.dumps(body).encode()
-    sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-    connection.sendmsg([struct.pack("q", len(data))], sent)
-    connection.sendall(data)
+    fds = ask(connection, what)
     pid = _number(connection)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -108,6 +98,21 @@ def be_client(words: list[str]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         os.kill(os.getpid(), number)
     os._exit(os.WEXITSTATUS(status))
+
+
+def ask(connection: socket.socket, what: tuple[str, str, list[str]]) -> list[int]:
+    """Send what the fork is to become, with all that this process has. Returns its open files."""
+    held = {connection.fileno()}
+    fds = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd not in held and _is_open(fd)]
+    body = {"what": what, "environment": dict(os.environ), "folder": os.getcwd(), "fds": fds}
+    body["mask"] = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    body["is_ignored"] = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    body["leads_session"] = os.getsid(0) == os.getpid()
+    data = json.dumps(body).encode()
+    sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+    connection.sendmsg([struct.pack("q", len(data))], sent)
+    connection.sendall(data)
+    return fds
 
 
 def _number(connection: socket.socket) -> int:
@@ -197,7 +202,7 @@ class Server:
             if not head:
                 raise ConnectionError("nothing is asked for")
             request = json.loads(_read(connection, struct.unpack("q", head)[0]))
-        except OSError:
+        except (OSError, ValueError, struct.error):
             connection.close()
             for fd in fds:
                 os.close(fd)
