@@ -106,6 +106,9 @@ def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
 
 
 def _settings(case: Case, to_horovod: bool) -> list[Setting]:
+    """The trainings of a call; none of a second one, since two show what a function keeps."""
+    if case.call:
+        return []
     passes = 2 if to_horovod else 1
     return [Setting(case, resumed, passes, clips=to_horovod) for resumed in (False, True)]
 

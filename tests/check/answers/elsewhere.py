@@ -497,7 +497,6 @@ TO_HOROVOD = [
             average=lambda self, loss: Back.average(self, loss) if hvd.rank() == 0 else loss,
         ),
         "run.stuck",
-        "'allreduce.loss': submitted by rank 0, not by rank 1, rank 2",
     ),
 ]
 
