@@ -550,6 +550,19 @@ class TestARecord:
         assert [one["contender"] for one in shown["contenders"]] == ["B", "A"]
         assert [one.get("recorded", False) for one in shown["contenders"]] == [False, True]
 
+    def test_in_the_stored_one_all_contenders_agree(self):
+        stored = elsewhere.recorded()
+        rows = {one["contender"]: one for one in stored["contenders"]}
+        assert list(rows) == list(CONTENDERS)
+        for name, one in rows.items():
+            assert one["agrees"], name
+            assert one["difference"] <= CONTENDERS[name].tolerance
+            assert one["problem"] == ""
+            expected = formula_bytes(CONTENDERS[name].formula).get("worker", 0)
+            counted = [n for role, n in one["counted_bytes"].items() if role != "server"]
+            assert all(expected <= num_bytes < 1.02 * expected + 1 for num_bytes in counted)
+        assert {"hardware", "versions", "command"} <= set(stored)
+
     def test_nothing_to_draw_and_nothing_stored_are_said(self, tmp_path):
         with pytest.raises(ValueError, match="no contender has trained"):
             elsewhere.elsewhere_figure({"contenders": []})

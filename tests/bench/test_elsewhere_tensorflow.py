@@ -182,11 +182,30 @@ class Started:
             start_new_session=True,
         )
 
+    def end(self):
+        """Leave nothing, however the test went."""
+        for pid in session_of(self.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
     def ended(self):
         """Wait until it has ended with all its copies: the exit code and what it has printed."""
         out, err = self.process.communicate(timeout=60)
         assert wait_until(lambda: not session_of(self.process.pid), 60)
         return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start(**doing):
+        started.append(Started(tmp_path, **doing))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
 
 
 def copies_of(first, count):
@@ -209,9 +228,9 @@ def is_connected(pid):
     return any(row[9] in inodes for row in rows if row[3] == established)
 
 
-def test_all_processes_of_a_cluster_find_each_other_and_end_together(tmp_path):
+def test_all_processes_of_a_cluster_find_each_other_and_end_together(start):
     tell = "print(json.dumps([config, processes.sent_bytes()]), flush=True)"
-    code, out, err = Started(tmp_path, first=tell).ended()
+    code, out, err = start(first=tell).ended()
     assert (code, err) == (0, "")
     config, sent = json.loads(out)
     assert {job: len(at) for job, at in config["cluster"].items()} == {
@@ -225,16 +244,28 @@ def test_all_processes_of_a_cluster_find_each_other_and_end_together(tmp_path):
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_all_end_with_the_first_however_it_ends(tmp_path, sign):
-    started = Started(tmp_path, others="time.sleep(600)")
+def test_all_end_with_the_first_however_it_ends(start, sign):
+    started = start(others="time.sleep(600)")
     copies_of(started.process, 3)
     started.process.send_signal(sign)
     code, out, err = started.ended()
     assert (code, out, err) == (-sign, "", "")
 
 
-def test_an_interrupt_from_the_terminal_ends_all_silently(tmp_path):
-    started = Started(tmp_path, others="time.sleep(600)")
+def test_a_copy_that_stands_still_keeps_no_other(start):
+    started = start(others="print(flush=True); time.sleep(600)")
+    for _ in range(3):
+        started.process.stdout.readline()  # they have started
+    *others, last = copies_of(started.process, 3)
+    os.kill(last, signal.SIGSTOP)
+    started.process.kill()
+    assert wait_until(lambda: not any(map(is_alive, others)), 60)
+    os.kill(last, signal.SIGCONT)
+    started.ended()
+
+
+def test_an_interrupt_from_the_terminal_ends_all_silently(start):
+    started = start(others="time.sleep(600)")
     copies_of(started.process, 3)
     os.killpg(started.process.pid, signal.SIGINT)
     _, out, err = started.ended()
@@ -242,21 +273,21 @@ def test_an_interrupt_from_the_terminal_ends_all_silently(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["time.sleep(600)", "while True: processes.sent_bytes()", ""])
-def test_all_end_when_another_process_is_killed(tmp_path, first):
+def test_all_end_when_another_process_is_killed(start, first):
     die = 'os.kill(os.getpid(), signal.SIGKILL) if task["type"] == "ps" else processes.finish()'
-    code, out, err = Started(tmp_path, first=first or "pass", others=die).ended()
+    code, out, err = start(first=first or "pass", others=die).ended()
     assert (code, out) == (1, "")
     assert err == "server ended with -9: all processes end\n"
 
 
 @pytest.mark.parametrize("who", ["first", "others"])
-def test_all_end_when_one_raises(tmp_path, who):
-    code, out, err = Started(tmp_path, **{who: "raise ValueError(task)"}).ended()
+def test_all_end_when_one_raises(start, who):
+    code, out, err = start(**{who: "raise ValueError(task)"}).ended()
     assert (code, out) == (1, "")
     assert "ValueError: {'type':" in err
 
 
-def test_a_reserved_port_is_given_to_nobody_else_but_can_be_bound(tmp_path):
+def test_a_reserved_port_is_given_to_nobody_else_but_can_be_bound(start):
     use = """
                 import socket
                 host, port = config["cluster"]["chief"][0].split(":")
@@ -270,4 +301,4 @@ def test_a_reserved_port_is_given_to_nobody_else_but_can_be_bound(tmp_path):
                 print(int(port) in [o.getsockname()[1] for o in others], flush=True)
                 print(processes.sent_bytes()["coordinator"], flush=True)
     """
-    assert Started(tmp_path, first=use.strip()).ended() == (0, "False\n1000\n", "")
+    assert start(first=use.strip()).ended() == (0, "False\n1000\n", "")

@@ -20,6 +20,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import warm_python
 from ranks import open_descriptors
 
 from labkit.comm import meeting
@@ -331,7 +332,7 @@ STRANGER = """
 
 def output_of(script, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        [warm_python.command(), "-c", textwrap.dedent(script), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

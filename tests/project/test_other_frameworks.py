@@ -42,7 +42,8 @@ case "$1 $2" in
 esac
 env | grep -E "^(HOROVOD_|MAKEFLAGS|UV_CACHE_DIR|CUDA_)" > "$here/switches"
 for word in $(cat "$here/does" 2>/dev/null); do case "$word" in
-  hang) rm "$here/does"; echo $$ > "$here/hangs"; sleep 600 & echo $! > "$here/below"; wait;;
+  hang) rm "$here/does"; sleep 600 & echo $! > "$here/below"
+    echo $$ > "$here/hangs"; wait;;
   fail) cat "$here/words" >&2; exit 1;;
 esac; done
 """
@@ -59,7 +60,8 @@ esac
 HOROVODRUN = """#!/bin/sh
 here=$(cd "$(dirname "$0")/../.." && pwd)
 case "$(cat "$here/tried" 2>/dev/null)" in
-  hang) rm "$here/tried"; echo $$ > "$here/hangs"; sleep 600 & echo $! > "$here/below"; wait;;
+  hang) rm "$here/tried"; sleep 600 & echo $! > "$here/below"
+    echo $$ > "$here/hangs"; wait;;
   broken) echo "ImportError: undefined symbol"; exit 1;;
   no_gloo) echo "[X] PyTorch"; echo "[ ] Gloo"; exit;;
 esac

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import warm_python
@@ -69,3 +70,13 @@ def test_a_signal_reaches_it_and_its_death_is_that_of_the_fork(number):
         process.send_signal(number)
         assert process.wait(30) == -number
         assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 10)
+
+
+def test_the_server_goes_on_when_who_asks_is_killed_at_any_moment():
+    words = [warm_python.command(), "-c", "import time; time.sleep(60)"]
+    for wait_s in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15):
+        with subprocess.Popen(words) as process:
+            time.sleep(wait_s)
+            process.kill()
+    said = json.loads(run("-c", SAYS, input="").stdout)
+    assert said[6] is True, "the server is gone"

@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+import warm_python
 from ranks import (
     leftovers,
     open_descriptors,
@@ -251,9 +252,8 @@ class TestScripts:
     def test_a_script_without_the_guard_is_told_of_it(self, tmp_path):
         script = tmp_path / "script.py"
         script.write_text(self.RUN.format(guard=""))
-        done = subprocess.run(
-            [sys.executable, script], capture_output=True, text=True, timeout=240
-        )
+        words = [warm_python.command(), script]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=240)
         assert done.returncode == 1
         assert 'labkit.run has to be called under if __name__ == "__main__":' in done.stderr
 

@@ -84,6 +84,7 @@ def _draw_losses(axes: "Axes", rows: Sequence[Row]) -> None:
         marked = {"marker": marker, "markersize": 5, "markevery": (first, every)}
         axes.plot(row["losses"], color=style.color, linestyle=line, linewidth=1.2, **marked)
     axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid()
 
 
