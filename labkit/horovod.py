@@ -24,7 +24,7 @@ from labkit.runtime.script import open_for
 from labkit.strategies import sync_batch_norm
 from labkit.strategies.by_name import reductions
 from labkit.strategies.by_name.compression import Compression as Compression
-from labkit.strategies.by_name.operations import GlobalBatch, Operations
+from labkit.strategies.by_name.operations import GlobalBatch, Operations, SparseHandle
 from labkit.strategies.by_name.optimizer import distributed
 from labkit.units import MOST_SECONDS
 
@@ -123,6 +123,7 @@ reducescatter = _of(Operations.reducescatter)
 reducescatter_async = _of(Operations.reducescatter_async)
 grouped_reducescatter = _of(Operations.grouped_reducescatter)
 grouped_reducescatter_async = _of(Operations.grouped_reducescatter_async)
+sparse_allreduce_async = _of(Operations.sparse_allreduce_async)
 barrier, join = _of(Operations.barrier), _of(Operations.join)
 broadcast_parameters = _of(Operations.broadcast_parameters)
 broadcast_optimizer_state = _of(Operations.broadcast_optimizer_state)
@@ -150,7 +151,7 @@ def DistributedOptimizer(
         op: Average or Sum.
         gradient_predivide_factor: divides before an average, and multiplies after it.
         num_groups, groups: no effect, as what is ready at the same time is fused anyway.
-        sparse_as_dense: whether sparse gradients become dense; otherwise they are refused.
+        sparse_as_dense: whether sparse gradients become dense.
     """
     if op not in (Average, Sum):
         raise ValueError(f"op={op!r}: gradients are reduced by hvd.Average or hvd.Sum")
@@ -160,7 +161,9 @@ def DistributedOptimizer(
         )
     scales = 1 / gradient_predivide_factor, gradient_predivide_factor
 
-    def begin(name: str, tensor: Tensor, **told: Any) -> Handle:
+    def begin(name: str, tensor: Tensor, **told: Any) -> Handle | SparseHandle:
+        if tensor.is_sparse:
+            return _now().sparse_allreduce_async(tensor, name, op)
         return _now().allreduce_async(tensor, None, name, op, *scales, **told)
 
     options = compression, backward_passes_per_step, sparse_as_dense
