@@ -3,7 +3,9 @@
 It works in a script that torchrun starts, inside ``labkit.run``, alone, and with ``hvd.run``.
 Ranks may call in different orders: see ``labkit.collectives.negotiated``. Arguments, defaults and
 results are those of Horovod 0.28 (horovod.readthedocs.io/en/stable/api.html), without process
-sets, Adasum and elastic runs. ``hvd.engine().comm`` counts the messages and bytes of this rank.
+sets, Adasum and elastic runs. Gradients through collectives differ (``by_name.operations``), and a
+parameter that has no gradient on any rank keeps none, as on one device. ``hvd.engine().comm``
+counts messages and bytes.
 """
 
 import functools

@@ -69,6 +69,7 @@ def reductions():
     assert near(found[0], everyone(2).sum(0))
     assert found[1].dtype == torch.float32
     assert found[2].tolist() == [sum(range(size))]
+    assert hvd.grouped_allreduce([]) == []
     found = hvd.grouped_allreduce_(group, op=hvd.Sum)
     assert all(one is other for one, other in zip(found, group))
     handle = hvd.allreduce_async(values, name="held")
@@ -480,7 +481,16 @@ def test_run_returns_what_the_ranks_return():
 # ---- scripts of torchrun
 
 
+def inside(comm):
+    hvd.init()
+    return hvd.allreduce(torch.tensor(comm.rank), op=hvd.Sum).item()
+
+
 def script(how):
+    if how == "well":
+        size = int(os.environ["WORLD_SIZE"])
+        assert run(inside, world_size=size).values == [sum(range(size))] * size
+        assert not hvd.is_initialized()
     hvd.init()
     rank = hvd.rank()
     torch.set_num_threads(1)

@@ -24,6 +24,7 @@ from labkit.strategies.by_name.reductions import (
     Reductions,
     Sum,
     check_has_gradient,
+    compressed,
     of_gradient,
     reduction,
 )
@@ -150,7 +151,7 @@ class Operations(Reductions):
     ) -> list[Tensor]:
         """The same of each of several tensors, in one step."""
         told = reduction(None, op, *scales, **more)
-        small, contexts = zip(*map(compression.compress, tensors))
+        small, contexts = compressed(compression, tensors)
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
             return tuple(self.begin("reducescatter", name, values, list, **told).wait())
@@ -183,6 +184,8 @@ class Operations(Reductions):
         self, optimizer: Optimizer, root_rank: int, model: Any = None
     ) -> None:
         """Copy the root's state, also an empty one, and options such as the learning rate."""
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"{optimizer!r:.60} is not an optimizer of torch.optim")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
         state = self.broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
