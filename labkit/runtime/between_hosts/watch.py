@@ -43,7 +43,7 @@ _SETTLE_S, _STORE_S = 4.0, 1.0
 # From the explanation: until the learner's code is interrupted, and until the rank is ended; in
 # seconds in which the rank could run.
 _INTERRUPT_S = 1.0
-_GRACE_S = 3.0
+_GRACE_S = 6.0
 # How long a rank that has failed stays, so that all others hear of it.
 _TELL_S = 0.5
 _OVER, _WELL = "over", b"well"
