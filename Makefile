@@ -13,7 +13,7 @@ BUILD := $(or $(strip $(TORCH)),$(BUILT))
 BUILD := $(if $(filter default auto cpu cu% rocm% xpu,$(BUILD)),$(BUILD),cu$(subst .,,$(BUILD)))
 
 NOTEBOOKS ?= $(sort $(wildcard notebooks/*.ipynb))
-NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 \
+NBVAL := -p tests.lean_imports --nbval --nbval-current-env --nbval-cell-timeout 120 \
          --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 # The stored outputs are those of the CPU.

@@ -3,7 +3,9 @@
 It works in a script that torchrun starts, inside ``labkit.run``, alone, and with ``hvd.run``.
 Ranks may call in different orders: see ``labkit.collectives.negotiated``. Arguments, defaults and
 results are those of Horovod 0.28 (horovod.readthedocs.io/en/stable/api.html), without process
-sets, Adasum and elastic runs. ``hvd.engine().comm`` counts the messages and bytes of this rank.
+sets, Adasum and elastic runs. Gradients through collectives differ (``by_name.operations``), and a
+parameter that has no gradient on any rank keeps none, as on one device. ``hvd.engine().comm``
+counts messages and bytes.
 """
 
 import functools
@@ -22,7 +24,7 @@ from labkit.runtime.script import open_for
 from labkit.strategies import sync_batch_norm
 from labkit.strategies.by_name import reductions
 from labkit.strategies.by_name.compression import Compression as Compression
-from labkit.strategies.by_name.operations import GlobalBatch, Operations
+from labkit.strategies.by_name.operations import GlobalBatch, Operations, SparseHandle
 from labkit.strategies.by_name.optimizer import distributed
 from labkit.units import MOST_SECONDS
 
@@ -121,6 +123,7 @@ reducescatter = _of(Operations.reducescatter)
 reducescatter_async = _of(Operations.reducescatter_async)
 grouped_reducescatter = _of(Operations.grouped_reducescatter)
 grouped_reducescatter_async = _of(Operations.grouped_reducescatter_async)
+sparse_allreduce_async = _of(Operations.sparse_allreduce_async)
 barrier, join = _of(Operations.barrier), _of(Operations.join)
 broadcast_parameters = _of(Operations.broadcast_parameters)
 broadcast_optimizer_state = _of(Operations.broadcast_optimizer_state)
@@ -148,7 +151,7 @@ def DistributedOptimizer(
         op: Average or Sum.
         gradient_predivide_factor: divides before an average, and multiplies after it.
         num_groups, groups: no effect, as what is ready at the same time is fused anyway.
-        sparse_as_dense: whether sparse gradients become dense; otherwise they are refused.
+        sparse_as_dense: whether sparse gradients become dense.
     """
     if op not in (Average, Sum):
         raise ValueError(f"op={op!r}: gradients are reduced by hvd.Average or hvd.Sum")
@@ -158,7 +161,9 @@ def DistributedOptimizer(
         )
     scales = 1 / gradient_predivide_factor, gradient_predivide_factor
 
-    def begin(name: str, tensor: Tensor, **told: Any) -> Handle:
+    def begin(name: str, tensor: Tensor, **told: Any) -> Handle | SparseHandle:
+        if tensor.is_sparse:
+            return _now().sparse_allreduce_async(tensor, name, op)
         return _now().allreduce_async(tensor, None, name, op, *scales, **told)
 
     options = compression, backward_passes_per_step, sparse_as_dense

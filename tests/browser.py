@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import kernel_ports
+import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
 SCREENSHOTS = ROOT / "build" / "screenshots"
@@ -122,13 +123,16 @@ def missing() -> str:
 def open_lab(folder: Path, screenshots: bool = False) -> Iterator["Lab"]:
     """Serve a copy of the notebooks with `labkit lab`, open a browser, and end both at the end.
 
+    Its kernels are forks of a Python that has imported torch, see ``warm_python``.
     With ``screenshots`` every page is kept as pictures before it is closed.
     """
     from playwright.sync_api import sync_playwright
 
     workbook = folder / "workbook"
     _copy_notebooks(workbook / "notebooks")
-    with serve(folder, workbook) as address, sync_playwright() as playwright:
+    warm_python.write_kernel(folder / "jupyter")
+    kernels = {"JUPYTER_PATH": str(folder / "jupyter")}
+    with serve(folder, workbook, **kernels) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_OPTIONS)
         try:
             yield Lab(browser, address, workbook / "notebooks", screenshots)
@@ -181,7 +185,7 @@ def empty_page() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, workbook: Path) -> Iterator[str]:
+def serve(folder: Path, workbook: Path, **variables: str) -> Iterator[str]:
     """Run `labkit lab` in the workbook; yields its address, ends it by one interrupt."""
     token = secrets.token_hex(16)
     log = folder / "jupyterlab.log"
@@ -190,7 +194,7 @@ def serve(folder: Path, workbook: Path) -> Iterator[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *options],
             cwd=workbook,
-            env=_environment(folder, token),
+            env=_environment(folder, token) | variables,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,

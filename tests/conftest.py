@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fault_seconds
 import kernel_ports
+import lean_imports  # noqa: F401
 import pytest
 import slowest
 import warm_python

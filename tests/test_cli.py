@@ -26,7 +26,7 @@ QUICK = ["--train-size", "128", "--batch-size", "32"]
 
 def call(*words, command=TRAIN, **settings):
     return subprocess.run(
-        [*command, *words], capture_output=True, text=True, timeout=120, **settings
+        [*command, *words], capture_output=True, text=True, timeout=240, **settings
     )
 
 

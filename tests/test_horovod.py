@@ -69,6 +69,7 @@ def reductions():
     assert near(found[0], everyone(2).sum(0))
     assert found[1].dtype == torch.float32
     assert found[2].tolist() == [sum(range(size))]
+    assert hvd.grouped_allreduce([]) == []
     found = hvd.grouped_allreduce_(group, op=hvd.Sum)
     assert all(one is other for one, other in zip(found, group))
     handle = hvd.allreduce_async(values, name="held")
@@ -122,11 +123,11 @@ def gradients():
     assert near(scaled, total * 3 / size)
     last = size - 1
     found = of(lambda x: hvd.broadcast(x, last, "b"), mine(4, 2), weights[rank])
-    assert near(found, total if rank == last else torch.zeros(4, 2))
+    assert near(found, total / size if rank == last else torch.zeros(4, 2))
     rows, first = 4 * size, 4 * rank
     weights = torch.stack([mine(rows, 2, rank=20 + r) for r in range(size)])
     found = of(hvd.allgather, mine(4, 2), weights[rank])
-    assert near(found, weights.sum(0)[first : first + 4])
+    assert near(found, weights.mean(0)[first : first + 4])
     # Rank r sends r + 1 rows to each: on the way back it gets as many.
     sent = rank + 1
     weights = torch.full((sum(range(size + 1)), 1), rank + 1.0)
@@ -135,6 +136,8 @@ def gradients():
     assert found.flatten().tolist() == expected
     weights = torch.full((1, 1), rank + 1.0)
     found = of(lambda x: hvd.reducescatter(x, op=hvd.Sum), mine(size, 1), weights)
+    assert found.flatten().tolist() == [size * (r + 1.0) for r in range(size)]
+    found = of(hvd.reducescatter, mine(size, 1), weights)
     assert found.flatten().tolist() == [r + 1.0 for r in range(size)]
     one, other = mine(2).requires_grad_(), mine(3).requires_grad_()
     sums = hvd.grouped_allreduce([one, other], op=hvd.Sum)
@@ -356,15 +359,15 @@ def optimizer_rules():
         sparse = hvd.DistributedOptimizer(
             torch.optim.SGD(table.parameters(), 1.0), sparse_as_dense=dense, op=hvd.Sum
         )
-        if dense:
-            table(torch.tensor([rank % 4])).sum().backward()
-            sparse.step()
-            assert table.weight.grad.sum() == 2 * hvd.size()
-        else:
-            with pytest.raises(ValueError, match="sparse_as_dense"):
-                table(torch.tensor([0])).sum().backward()
-            for parameter in table.parameters():
-                parameter._post_accumulate_grad_hooks.clear()
+        table(torch.tensor([rank % 4, 3])).sum().backward()
+        sparse.step()
+        assert table.weight.grad.is_sparse == (not dense)
+        counts = torch.bincount(
+            torch.tensor([r % 4 for r in range(hvd.size())] + [3] * hvd.size())
+        )
+        assert torch.equal(table.weight.grad.to_dense(), counts[:, None].expand(4, 2))
+        for parameter in table.parameters():
+            parameter._post_accumulate_grad_hooks.clear()
         table.weight.grad = None
 
 
@@ -480,7 +483,16 @@ def test_run_returns_what_the_ranks_return():
 # ---- scripts of torchrun
 
 
+def inside(comm):
+    hvd.init()
+    return hvd.allreduce(torch.tensor(comm.rank), op=hvd.Sum).item()
+
+
 def script(how):
+    if how == "well":
+        size = int(os.environ["WORLD_SIZE"])
+        assert run(inside, world_size=size).values == [sum(range(size))] * size
+        assert not hvd.is_initialized()
     hvd.init()
     rank = hvd.rank()
     torch.set_num_threads(1)

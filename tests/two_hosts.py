@@ -89,7 +89,7 @@ class RayCluster:
             settings = {"RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0"}
             words = [*map(str, words), "--disable-usage-stats"]
             starting = hosts.popen(host, words, settings, **pipes)
-            said, _ = starting.communicate(timeout=120)
+            said, _ = starting.communicate(timeout=240)
             assert starting.returncode == 0, said
 
 

@@ -57,7 +57,9 @@ def parse(words: list[str]) -> tuple[str, str, list[str]] | None:
         elif word == "-B":
             sys.dont_write_bytecode = True
         elif word.startswith("-W"):
-            (word == "-W") and words.pop(0)
+            # The server has the same ones from its environment.
+            if word[2:] not in os.environ.get("PYTHONWARNINGS", "").split(","):
+                return None
         elif word == "-X" or word.startswith("-Xfrozen_modules"):
             if word == "-X" and not words.pop(0).startswith("frozen_modules"):
                 return None
@@ -81,7 +83,25 @@ def be_client(words: list[str]) -> None:
     if what is None or read_at_load(os.environ) != at_load:
         real = os.environ.get(f"{VARIABLE}_REAL", sys.executable)
         os.execv(real, [real, *words])
-    connection.set_inheritable(False)
+    fds = ask(connection, what)
+    pid = _number(connection)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    # Who waits for the other end of a pipe must not wait for this process.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in fds:
+        os.dup2(nothing, fd)
+    status = _number(connection)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+def ask(connection: socket.socket, what: tuple[str, str, list[str]]) -> list[int]:
+    """Send what the fork is to become, with all that this process has. Returns its open files."""
     held = {connection.fileno()}
     fds = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd not in held and _is_open(fd)]
     body = {"what": what, "environment": dict(os.environ), "folder": os.getcwd(), "fds": fds}
@@ -92,20 +112,15 @@ def be_client(words: list[str]) -> None:
     sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
     connection.sendmsg([struct.pack("q", len(data))], sent)
     connection.sendall(data)
-    pid = struct.unpack("q", _read(connection, 8))[0]
-    for number in FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
-    # Who waits for the other end of a pipe must not wait for this process.
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for fd in fds:
-        os.dup2(nothing, fd)
-    status = struct.unpack("q", _read(connection, 8))[0]
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-        os.kill(os.getpid(), number)
-    os._exit(os.WEXITSTATUS(status))
+    return fds
+
+
+def _number(connection: socket.socket) -> int:
+    """The server's next number; without one this process ends, as the server has."""
+    try:
+        return struct.unpack("q", _read(connection, 8))[0]
+    except OSError:
+        os._exit(1)
 
 
 def _is_open(fd: int) -> bool:
@@ -119,7 +134,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         if not (more := connection.recv(count - len(data))):
-            os._exit(1)
+            raise ConnectionError("the other end is closed")
         data += more
     return data
 
@@ -152,7 +167,9 @@ class Server:
                     self._end()
                 elif key.fileobj is self.listener:
                     connection, _ = self.listener.accept()
-                    if (request := self._fork(connection)) is not None:
+                    if (request := self._received(connection)) is not None and self._fork(
+                        connection, request
+                    ):
                         return request
                 elif isinstance(key.data, int):
                     self._has_ended(key.fileobj, key.data)
@@ -175,39 +192,49 @@ class Server:
         multiprocessing.spawn.set_executable(sys.executable)
         self.is_ready = True
 
-    def _fork(self, connection: socket.socket) -> dict | None:
+    def _received(self, connection: socket.socket) -> dict | None:
+        """What is asked for; None from who asks for nothing, or was killed meanwhile."""
+        size, fds = array.array("i").itemsize, array.array("i")
+        try:
+            head, extra, *_ = connection.recvmsg(8, socket.CMSG_LEN(200 * size))
+            for _, _, data in extra:
+                fds.frombytes(data[: len(data) - len(data) % size])
+            if not head:
+                raise ConnectionError("nothing is asked for")
+            request = json.loads(_read(connection, struct.unpack("q", head)[0]))
+        except (OSError, ValueError, struct.error):
+            connection.close()
+            for fd in fds:
+                os.close(fd)
+            return None
+        return request | {"received": list(fds)}
+
+    def _fork(self, connection: socket.socket, request: dict) -> bool:
+        """Fork; returns whether this is the fork."""
         if not self.is_ready:
             self._import()
-        size = array.array("i").itemsize
-        head, extra, *_ = connection.recvmsg(8, socket.CMSG_LEN(200 * size))
-        if not head:
-            connection.close()
-            return None
-        fds = array.array("i")
-        for _, _, data in extra:
-            fds.frombytes(data[: len(data) - len(data) % size])
-        request = json.loads(_read(connection, struct.unpack("q", head)[0]))
         pid = os.fork()
         if pid == 0:
-            return request | {"received": list(fds)}
-        for fd in fds:
+            return True
+        for fd in request["received"]:
             os.close(fd)
-        connection.sendall(struct.pack("q", pid))
         self.children[pid] = connection
         self.selector.register(os.pidfd_open(pid), 1, pid)
         self.selector.register(connection, 1)
-        return None
+        # (If the other end is gone, the selector tells it, and the fork is killed.)
+        with contextlib.suppress(OSError):
+            connection.sendall(struct.pack("q", pid))
+        return False
 
     def _has_ended(self, pidfd: int, pid: int) -> None:
         self.selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         connection = self.children.pop(pid)
-        try:
+        # (It is not registered any more, or closed, if the process was killed.)
+        with contextlib.suppress(OSError, KeyError):
             self.selector.unregister(connection)
             connection.sendall(struct.pack("q", status))
-        except (OSError, KeyError):
-            pass
         connection.close()
 
     def _is_forsaken(self, connection: socket.socket) -> None:
@@ -372,6 +399,18 @@ def for_kernels() -> None:
         return found | {"argv": [command(), *found["argv"][1:]]}
 
     specs.get_kernel_dict = forked
+
+
+def write_kernel(folder) -> None:
+    """Make a folder for JUPYTER_PATH, in which Python's kernel is a fork."""
+    import shutil
+    from pathlib import Path
+
+    usual = Path(sys.prefix, "share", "jupyter", "kernels", "python3")
+    spec = json.loads((usual / "kernel.json").read_text())
+    spec["argv"][0] = command()
+    shutil.copytree(usual, folder / "kernels" / "python3")
+    (folder / "kernels" / "python3" / "kernel.json").write_text(json.dumps(spec))
 
 
 if __name__ == "__main__":

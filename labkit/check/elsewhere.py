@@ -8,20 +8,20 @@ ranks. Symbols: P ranks.
 import contextlib
 import copy
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
-from statistics import fmean
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit import horovod as hvd
 from labkit.check.elsewhere_judge import Trained, wrong_training
+from labkit.check.elsewhere_steps import CONFUSIONS, GRADIENTS, STATISTICS, new_steps
 from labkit.check.elsewhere_training import Setting
 from labkit.check.grading import Case, Mistake, Verdict, grader, returns
 from labkit.check.grading.compare import fit, plain
@@ -106,8 +106,11 @@ def to_horovod(fn: Callable, *, world_sizes: tuple[int, ...] = _WORLD_SIZES) -> 
 
 
 def _settings(case: Case, to_horovod: bool) -> list[Setting]:
-    more = {"passes": 2, "clips": True} if to_horovod else {}
-    return [Setting(case, resumed, **more) for resumed in (False, True)]
+    """The trainings of a call; none of a second one, since two show what a function keeps."""
+    if case.call:
+        return []
+    passes = 2 if to_horovod else 1
+    return [Setting(case, resumed, passes, clips=to_horovod) for resumed in (False, True)]
 
 
 def _ported_to_ddp(fn: Watched, comm: Comm, case: Case) -> list[Trained] | Mistake:
@@ -125,10 +128,10 @@ def _ported_to_horovod(fn: Watched, comm: Comm, case: Case) -> list[Trained] | M
     found = []
     # What is submitted stays as it is until somebody waits for it: then a program that uses its
     # gradients too early goes wrong in the same way each time.
-    with mock.patch.object(negotiated, "CYCLE_S", _LAZY_S), _waits() as waits:
+    with mock.patch.object(negotiated, "CYCLE_S", _LAZY_S), _noted() as noted:
         for setting in _settings(case, to_horovod=True):
             hvd.init(comm)
-            trained = _with_horovod(fn, setting, comm.rank, waits)
+            trained = _with_horovod(fn, setting, comm.rank, noted)
             hvd.shutdown()
             if isinstance(trained, Mistake):
                 return trained
@@ -136,30 +139,33 @@ def _ported_to_horovod(fn: Watched, comm: Comm, case: Case) -> list[Trained] | M
     return found
 
 
-def _with_horovod(fn: Watched, setting: Setting, rank: int, waits: list) -> Trained | Mistake:
+def _with_horovod(fn: Watched, setting: Setting, rank: int, noted: set) -> Trained | Mistake:
     try:
         with _made_already(), _no_group():
             rates = setting.lr, setting.max_norm
             trained = _train(fn, setting, rank, *rates, rank_0_alone=False)
     except WrongOrder:
-        if not waits:
+        if noted == {"update"}:
             return Mistake("port.old_optimizer")
         raise
     return trained if "labkit.horovod.init" in fn.called else Mistake("port.no_init")
 
 
 @contextlib.contextmanager
-def _waits() -> Iterator[list]:
-    """An entry for each time that a DistributedOptimizer waits for its gradients."""
-    waits: list[Any] = []
-    known = Distributed.synchronize
+def _noted() -> Iterator[set[str]]:
+    """Whether any optimizer made an "update", and a DistributedOptimizer a "wait"."""
+    noted, wait = set[str](), Distributed.synchronize
 
-    def noted(self: Distributed) -> None:
-        waits.append(self)
-        known(self)
+    def waits(self: Distributed) -> None:
+        noted.add("wait")
+        wait(self)
 
-    with mock.patch.object(Distributed, "synchronize", noted):
-        yield waits
+    hook = register_optimizer_step_post_hook(lambda *_: noted.add("update"))
+    try:
+        with mock.patch.object(Distributed, "synchronize", waits):
+            yield noted
+    finally:
+        hook.remove()
 
 
 def _train(fn: Watched, setting: Setting, rank: int, *rates: float, rank_0_alone: bool) -> Trained:
@@ -230,55 +236,28 @@ def _judge(case: Case, values: list[Any], *, to_horovod: bool) -> Mistake | None
 
 # Two semantics
 
-_GRADIENTS = ("mean of means", "mean over the batch", "sum of means")
-_STATISTICS = ("own", "rank 0", "mean of replicas", "whole batch")
-Answer = tuple[str, str]
-
 
 def semantics(fn: Callable) -> Verdict:
     """Grade ``fn(step)``: (what becomes of the gradients, whose batch statistics are kept).
 
     ``step(shares)`` makes one update on ``len(shares)`` replicas, from the same start each time;
     a share is a list of samples, numbers, each of which is its own gradient. It returns how far
-    the weight has moved, and each replica's running mean. The steps have all pairs of
-    semantics, and learning rates and momenta of their own. Runs in another process.
+    the weight has moved, and each replica's running mean. Runs in another process.
     """
-    random = Random(grader.new_seed())
-    pairs = list(itertools.product(_GRADIENTS, _STATISTICS))
-    random.shuffle(pairs)
-    rates = [(random.uniform(0.1, 0.9), random.uniform(0.1, 0.9)) for _ in pairs]
-    truth = {_step(*pair, *both): pair for pair, both in zip(pairs, rates)}
+    truth = new_steps(Random(grader.new_seed()))
     name = getattr(fn, "__name__", "the function")
     questions = [
         Question((step,), f"{name}(step), with {' and '.join(map(repr, pair))},", pair)
         for step, pair in truth.items()
     ]
-    wrong = [(id, lambda step, way=way: way(*truth[step])) for id, way in _confusions()]
     judge = partial(
         *(ask, "elsewhere.semantics", fn, questions, _unlike),
-        mistakes=wrong,
+        mistakes=[(id, lambda step, way=way: way(*truth[step])) for id, way in CONFUSIONS],
         call=_in_plain_words,
         right=lambda answers: f"all {len(answers)} steps are told apart",
         signature="step",
     )
     return told("elsewhere.semantics", judge)
-
-
-def _step(gradients: str, statistics: str, lr: float, momentum: float) -> Callable:
-    """One update of a model with one weight, and a BatchNorm of one channel beside it."""
-
-    def step(shares: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
-        numbers = [[float(sample) for sample in share] for share in shares]
-        if not numbers or not all(numbers):
-            raise ValueError(f"step({shares!r}): a replica needs a share of one sample or more")
-        means = [fmean(share) for share in numbers]
-        of_batch = fmean(itertools.chain(*numbers))
-        moved = dict(zip(_GRADIENTS, (fmean(means), of_batch, sum(means))))
-        kept = dict(zip(_STATISTICS, (means, means[:1], [fmean(means)], [of_batch])))
-        by_replica = kept[statistics] * (1 if statistics == "own" else len(means))
-        return lr * moved[gradients], [momentum * mean for mean in by_replica]
-
-    return step
 
 
 def _in_plain_words(fn: Callable, step: Callable) -> Any:
@@ -289,28 +268,8 @@ def _in_plain_words(fn: Callable, step: Callable) -> Any:
 
 
 def _unlike(question: Question, answer: Any) -> Mistake | None:
-    words = {*_GRADIENTS, *_STATISTICS}
     if isinstance(answer, list) and len(answer) == 2:
-        strange = [x for x in answer if x not in words]
-        if strange:
+        words = (*GRADIENTS, *STATISTICS)
+        if strange := [x for x in answer if x not in words]:
             return Mistake("semantics.words", found=strange[0], words=", ".join(map(repr, words)))
     return differs(question, answer)
-
-
-def _confusions() -> Iterator[tuple[str, Callable[[str, str], Answer]]]:
-    """A mistake's id, and what it answers where (gradients, statistics) is right."""
-    yield "semantics.swapped", lambda gradients, statistics: (statistics, gradients)
-    for constant in itertools.product(_GRADIENTS, _STATISTICS):
-        yield "semantics.constant", lambda *_, constant=constant: constant
-    for one, other in (_STATISTICS[:2], _STATISTICS[1::-1]):
-        yield "semantics.first_replica", _taken(("", ""), (one, other))
-    of_gradients = [("", ""), _GRADIENTS[:2], _GRADIENTS[1::-1]]
-    of_statistics = [("", ""), _STATISTICS[2:], _STATISTICS[:1:-1]]
-    for pairs in itertools.product(of_gradients, of_statistics):
-        if any(map(any, pairs)):
-            yield "semantics.equal_shares", _taken(*pairs)
-
-
-def _taken(*pairs: Answer) -> Callable[[str, str], Answer]:
-    """As if the first of a pair were the second, of gradients and of statistics."""
-    return lambda *right: tuple(b if x == a else x for x, (a, b) in zip(right, pairs))

@@ -50,6 +50,8 @@ Deviations = Sequence[tuple[str, dict[str, Any]]]
 
 def wrong_training(trainings: Trainings, deviations: Deviations) -> Mistake | None:
     """The first thing that is wrong; its reason is named if it explains all trainings."""
+    if not trainings:
+        return None
     found = _wrong_kind(trainings) or _every_rank_does_all(trainings)
     found = found or _wrong_states(trainings, deviations)
     return found or _wrong_losses(trainings) or _wrong_saves(trainings)

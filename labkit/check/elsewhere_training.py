@@ -183,6 +183,16 @@ class Replica(NamedTuple):
 @lru_cache(maxsize=1024)
 def played(setting: Setting, ways: Ways = RIGHT) -> list[Replica]:
     """The training on one device that plays all ranks, by rank."""
+    # Tensors of a few numbers: further threads would only wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _played(setting, ways)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _played(setting: Setting, ways: Ways) -> list[Replica]:
     replicas = [_begin(setting, ways, rank) for rank in setting.ranks]
     losses: list[list[float]] = [[] for _ in replicas]
     for of_ranks in zip(*setting.batches()):

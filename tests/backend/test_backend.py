@@ -838,7 +838,7 @@ def fresh(folder, script, *arguments, **environment):
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
     return [(process.returncode, output) for process, output in zip(processes, outputs)]
 
 
@@ -919,7 +919,7 @@ class TestFreshProcesses:
         )
         launch = [warm_python.command(), "-m", "torch.distributed.run"]
         launch += ["--nproc-per-node", "2", program]
-        done = subprocess.run(launch, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         sums = [1.0, 3.0, 5.0, 1.0, 1.0, 3.0, 3.0, 5.0, 5.0]
         assert done.stdout.splitlines() == [str(sums)] * 2

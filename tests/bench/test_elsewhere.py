@@ -542,6 +542,27 @@ class TestARecord:
         assert "A (recorded): 117,500 bytes, 10 ms" in figure.alt
         assert figure.caption.startswith("All 2 lines lie on each other: no loss differs from one")
 
+    def test_what_was_not_to_run_is_taken_from_it_too(self):
+        stored = {
+            "contenders": [row("A"), row("B"), {"contender": "D", "problem": "ended with 1"}]
+        }
+        shown = elsewhere.side_by_side({"contenders": [row("B", difference=0)]}, stored)
+        assert [one["contender"] for one in shown["contenders"]] == ["B", "A"]
+        assert [one.get("recorded", False) for one in shown["contenders"]] == [False, True]
+
+    def test_in_the_stored_one_all_contenders_agree(self):
+        stored = elsewhere.recorded()
+        rows = {one["contender"]: one for one in stored["contenders"]}
+        assert list(rows) == list(CONTENDERS)
+        for name, one in rows.items():
+            assert one["agrees"], name
+            assert one["difference"] <= CONTENDERS[name].tolerance
+            assert one["problem"] == ""
+            expected = formula_bytes(CONTENDERS[name].formula).get("worker", 0)
+            counted = [n for role, n in one["counted_bytes"].items() if role != "server"]
+            assert all(expected <= num_bytes < 1.02 * expected + 1 for num_bytes in counted)
+        assert {"hardware", "versions", "command"} <= set(stored)
+
     def test_nothing_to_draw_and_nothing_stored_are_said(self, tmp_path):
         with pytest.raises(ValueError, match="no contender has trained"):
             elsewhere.elsewhere_figure({"contenders": []})

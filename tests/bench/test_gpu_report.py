@@ -235,7 +235,7 @@ class TestNothingIsLeft:
             assert wait_until(lambda: any(logs()), 60)
             pid = int(next(filter(None, logs())))
             process.send_signal(number)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=240)
         assert process.returncode == 130, err
         assert "no process of the report remains" in err
         assert wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10)
@@ -245,7 +245,7 @@ class TestNothingIsLeft:
         if number != signal.SIGINT:
             return
         with started("0") as process:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=240)
         # The step that was cut off has other words now; the first is kept.
         assert process.returncode == 0, err
         assert "kept from an earlier call: first" in out

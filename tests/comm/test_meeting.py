@@ -20,6 +20,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import warm_python
 from ranks import open_descriptors
 
 from labkit.comm import meeting
@@ -287,7 +288,7 @@ RANK = """
     import torch.distributed as dist
 
     rank, port = int(sys.argv[1]), int(sys.argv[2])
-    patience = timedelta(seconds=30)
+    patience = timedelta(seconds=120)
     store = dist.TCPStore("127.0.0.1", port, timeout=patience)
     for round in range(2):
         if rank == 1:
@@ -309,7 +310,7 @@ STRANGER = """
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
     for round in range(2):
         note = re.compile(rf".*round {round}.*labkit/arena/0/1")
         while not (found := [key for key in store.list_keys() if note.fullmatch(key)]):
@@ -331,7 +332,7 @@ STRANGER = """
 
 def output_of(script, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        [warm_python.command(), "-c", textwrap.dedent(script), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -348,7 +349,7 @@ class TestSecondUser:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         programs = [output_of(RANK, rank, store.port) for rank in range(2)]
         programs.append(output_of(STRANGER, store.port, bomb(proof).hex()))
-        first, second, stranger = (program.communicate(timeout=60)[0] for program in programs)
+        first, second, stranger = (program.communicate(timeout=240)[0] for program in programs)
         assert first.startswith("[2.0, 2.0, 2.0]\n")
         assert second.startswith("[2.0, 2.0, 2.0]\n")
         assert stranger.startswith("uid 65534 has written to")

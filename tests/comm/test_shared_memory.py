@@ -365,7 +365,7 @@ def in_a_private_shm(folder, size, script):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
+        timeout=240,
     )
     return done.stdout
 

@@ -133,7 +133,7 @@ def test_the_command_does_not_wait_for_torch():
         [sys.executable, "-c", f"{program}; print(sorted(sys.modules))"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "'labkit.notebook.progress'" in done.stdout

@@ -274,7 +274,7 @@ class TestNoPlace:
                 capture_output=True,
                 text=True,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
-                timeout=60,
+                timeout=240,
             )
             if done.returncode != 77 and "unshare" not in done.stderr:
                 assert done.stdout == "['ring', 'tree']\n"

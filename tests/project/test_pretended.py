@@ -198,7 +198,7 @@ def test_a_page_runs_on_two_and_says_the_same():
     stored = nbformat.read(PAGE, as_version=4)
     page = nbformat.read(PAGE, as_version=4)
     resources = {"metadata": {"path": str(PAGE.parent)}}
-    client = NotebookClient(page, timeout=120, kernel_name="python3", resources=resources)
+    client = NotebookClient(page, timeout=240, kernel_name="python3", resources=resources)
     client.execute(env=with_gpus(2) | {"LABKIT_LIVE": "0"}, stderr=subprocess.DEVNULL)
     for index, (before, after) in enumerate(zip(stored.cells, page.cells)):
         if "nbval-ignore-output" not in before.metadata.get("tags", []):

@@ -213,7 +213,7 @@ def output_in_a_network(folder, script):
         ["unshare", "--uts", "--net", "sh", "-c", f"{setting} && {program}"],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
         cwd=folder,
         env=environment,
     )
@@ -282,7 +282,7 @@ def test_torchruns_ranks_of_one_machine_take_no_pickle_from_a_socket(tmp_path):
     launch = [warm_python.command(), "-m", "torch.distributed.run"]
     launch += ["--nproc-per-node", "2", program]
     done = subprocess.run(
-        launch, capture_output=True, text=True, timeout=90, env=os.environ | {"PYTHONPATH": ROOT}
+        launch, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONPATH": ROOT}
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

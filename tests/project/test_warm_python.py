@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 
@@ -69,3 +71,18 @@ def test_a_signal_reaches_it_and_its_death_is_that_of_the_fork(number):
         process.send_signal(number)
         assert process.wait(30) == -number
         assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 10)
+
+
+def test_the_server_goes_on_when_who_asks_is_killed_meanwhile():
+    for half in (b"", b"12", struct.pack("q", 99), struct.pack("q", 99) + b"{"):
+        with asking() as connection:
+            connection.sendall(half)
+    with asking() as connection:
+        warm_python.ask(connection, ("-c", "import time; time.sleep(60)", []))
+    assert json.loads(run("-c", SAYS, input="").stdout)[6] is True, "the server has ended"
+
+
+def asking():
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.path.join(os.environ[warm_python.VARIABLE], "socket"))
+    return connection

@@ -205,10 +205,20 @@ class TestFailures:
         for host_run in list(hosts[1]._host._runs.values()):
             host_run.close()
 
-    def test_the_stop_button_ends_the_ranks_everywhere(self, hosts):
-        threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    def test_the_stop_button_ends_the_ranks_everywhere(self, hosts, tmp_path):
+        def sleeps(comm):
+            (tmp_path / str(comm.rank)).touch()
+            time.sleep(60)
+
+        def stops():
+            wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
+            # Until what the ranks said of themselves has reached the driver.
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=stops).start()
         with pytest.raises(KeyboardInterrupt) as stop:
-            run(lambda comm: time.sleep(60), world_size=2, hosts=2)
+            run(sleeps, world_size=2, hosts=2)
         assert "rank 1 (host 1) was in its own code" in stop.value.__notes__[0]
 
     def test_a_host_ends_its_ranks_when_its_driver_is_silent(self, hosts, monkeypatch):

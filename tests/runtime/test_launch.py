@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+import warm_python
 from ranks import (
     leftovers,
     open_descriptors,
@@ -234,7 +235,7 @@ class TestRanksThatMayBeLost:
         with pytest.raises(WorkerError, match=f"rank 0 raised RuntimeError(?s:.)*{why}"):
             run(fails_without_it, False, world_size=2, may_lose=[1])
         with pytest.raises(DeadlineError, match=why) as caught:
-            run(fails_without_it, True, world_size=2, may_lose=[1], timeout_s=0.8)
+            run(fails_without_it, True, world_size=2, may_lose=[1], timeout_s=3)
         assert "rank 1 was in its own code" not in str(caught.value)
 
     def test_ranks_that_there_are_not(self):
@@ -251,7 +252,8 @@ class TestScripts:
     def test_a_script_without_the_guard_is_told_of_it(self, tmp_path):
         script = tmp_path / "script.py"
         script.write_text(self.RUN.format(guard=""))
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+        words = [warm_python.command(), script]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=240)
         assert done.returncode == 1
         assert 'labkit.run has to be called under if __name__ == "__main__":' in done.stderr
 
@@ -261,7 +263,7 @@ class TestScripts:
             input=self.RUN.format(guard=""),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         assert "save it as a file and run that" in done.stderr.splitlines()[-1]
 

@@ -17,7 +17,7 @@ def meet(store, world_size, timeout_s=10.0):
         return function(store, number, world_size, timeout_s)
 
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(rank, reversed(range(world_size)), timeout=60))[::-1]
+        return list(pool.map(rank, reversed(range(world_size)), timeout=240))[::-1]
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (4, 4)])
@@ -74,7 +74,7 @@ def test_texts_of_all_ranks_in_the_order_of_the_calls():
         return [one.exchange(f"{call} of {one.rank}", "a call") for call in range(3)]
 
     with ThreadPoolExecutor(2) as pool:
-        told = list(pool.map(rank, found, timeout=60))
+        told = list(pool.map(rank, found, timeout=240))
     assert told == [[[f"{call} of 0", f"{call} of 1"] for call in range(3)]] * 2
 
 

@@ -41,7 +41,7 @@ def on_all(function, *by_rank):
             return error
 
     with ThreadPoolExecutor(len(by_rank[0])) as pool:
-        return list(pool.map(called, *by_rank, timeout=60))
+        return list(pool.map(called, *by_rank, timeout=240))
 
 
 def checked(configs, check=lambda: "checked"):

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 
 from labkit.bench.elsewhere import own, scripts
 from labkit.bench.elsewhere.digits import HOROVOD_SCRIPT, OUR_SCRIPT, Place
-from labkit.bench.elsewhere.environments import why_not
+from labkit.bench.elsewhere.environments import version_in, why_not
 from labkit.bench.elsewhere.turn import Turn
 
 # A function of the place, the steps and the limit in seconds.
@@ -39,6 +40,12 @@ class Contender:
     def why_not(self) -> str:
         """Why it cannot run here, and what to do; empty if it can."""
         return why_not(self.environment) if self.environment else ""
+
+    def versions(self) -> dict[str, str]:
+        """Of what a script cannot tell, as its text is the same for Horovod and labkit."""
+        if self.environment == "horovod":
+            return {"horovod": version_in("horovod", "horovod")}
+        return {"labkit": metadata.version("labkit")} if self.framework == "labkit" else {}
 
 
 def _own(strategy: str, transport: str, ranks: int = 2, formula: str = "all-reduce") -> Contender:

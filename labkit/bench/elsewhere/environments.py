@@ -6,6 +6,7 @@ environment works from another place, and the SHA-256 of the pins it was made fr
 """
 
 import hashlib
+from importlib import metadata
 from pathlib import Path
 
 FRAMEWORKS = ("horovod", "tensorflow")
@@ -36,6 +37,13 @@ def why_not(framework: str, repository: Path = REPOSITORY) -> str:
     if found[1:] != [made_from]:
         return f"{folder.name} has other versions than tools/{framework}.txt: {to_run}"
     return ""
+
+
+def version_in(framework: str, package: str, repository: Path = REPOSITORY) -> str:
+    """The version of a package in a framework's environment; empty if it is not there."""
+    packages = environment_of(framework, repository).glob("lib/python3*/site-packages")
+    found = metadata.distributions(name=package, path=list(map(str, packages)))
+    return next((each.version for each in found), "")
 
 
 def stamp(framework: str, repository: Path = REPOSITORY) -> list[str]:

@@ -77,6 +77,8 @@ _MARK: dict[str, Any] = {"color": "#1A1A1A", "marker": "|", "markersize": 12, "m
 
 def _draw_losses(axes: "Axes", rows: Sequence[Row]) -> None:
     """One line each; the markers take turns, so that lines that coincide can be seen."""
+    from matplotlib.ticker import MaxNLocator
+
     looks, every = _looks(), len(rows)
     for number, row in enumerate(rows):
         style, marker, line = looks[row["framework"]]
@@ -84,6 +86,7 @@ def _draw_losses(axes: "Axes", rows: Sequence[Row]) -> None:
         marked = {"marker": marker, "markersize": 5, "markevery": (first, every)}
         axes.plot(row["losses"], color=style.color, linestyle=line, linewidth=1.2, **marked)
     axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid()
 
 

@@ -35,8 +35,7 @@ def turn(
     # A rank knows the sum over its own samples.
     totals = [sum(each) for each in zip(*(report["losses"] for report in reports))]
     found = Turn.of([report | {"losses": totals} for report in reports], steps)
-    names = "labkit", "torch", "python"
-    return replace(found, versions={name: versions()[name] for name in names})
+    return replace(found, versions={"torch": versions()["torch"]})
 
 
 def _run(

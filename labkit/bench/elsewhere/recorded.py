@@ -32,10 +32,9 @@ def side_by_side(
         stored: by default ``recorded()``.
     """
     kept = {row["contender"]: row for row in (stored or recorded())["contenders"]}
-    ran = {row["contender"]: row for row in live["contenders"]}
+    kept = {name: row | {"recorded": True} for name, row in kept.items() if "losses" in row}
     rows = []
-    for name in [*ran, *(name for name in kept if name not in ran)]:
-        row, old = ran.get(name, {"absent": True}), kept.get(name, {})
-        rows.append(old | {"recorded": True} if row["absent"] and "losses" in old else row)
-    # One that has neither run nor been recorded with losses has nothing to show.
-    return {**live, "contenders": [row for row in rows if "contender" in row]}
+    for row in live["contenders"]:
+        old = kept.pop(row["contender"], None)
+        rows.append(old if row["absent"] and old else row)
+    return {**live, "contenders": [*rows, *kept.values()]}

@@ -87,7 +87,7 @@ class ElsewhereResult(Result):
             "formula_bytes": formula_bytes(contender.formula),
             "seconds": rounded(seconds),
             "step_s": asdict(Spread.of(seconds)),
-            "versions": turns[0].versions,
+            "versions": contender.versions() | turns[0].versions,
         }
 
     def _difference(self, turns: Iterable[Turn], tolerance: float) -> dict[str, Any]:

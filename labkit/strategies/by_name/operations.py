@@ -1,12 +1,15 @@
 """Negotiated collectives on tensors and objects, with gradients, for ``labkit.horovod``.
 
-The gradient of a collective is another collective: of an all-gather the own rows of the summed
-gradients, of a broadcast their sum on the root, of an all-to-all the same way back, of a
-reduce-scatter the all-gather. That is the derivative of the sum of all ranks' losses. (Horovod
-0.28 has the average in place of the sum for all-gathers and broadcasts, and P times as much for a
-reduce-scatter.)
+The gradient of a collective is another collective: of an all-gather the own rows of the averaged
+gradients, of a broadcast their average on the root, of an all-to-all the same way back, of a
+reduce-scatter the all-gather, times P for a sum. These factors are Horovod 0.28's, as scripts that
+rely on them are. (The derivative of the sum of all ranks' losses has the sum in place of these
+averages, and no P; a sum over ranks alone, an all-reduce, follows it.)
+
+Symbols: P ranks.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +27,7 @@ from labkit.strategies.by_name.reductions import (
     Reductions,
     Sum,
     check_has_gradient,
+    compressed,
     of_gradient,
     reduction,
 )
@@ -52,13 +56,23 @@ class Operations(Reductions):
 
         def gradient(*of: Tensor) -> tuple[Tensor, ...]:
             counts = self.allgather(torch.tensor([rows]), name and f"{name}.rows").t().tolist()
-            sums = self.reduced(of, of_gradient(name), reduction(op=Sum))
-            return tuple(one.split(each)[self.rank] for one, each in zip(sums, counts))
+            means = self.reduced(of, of_gradient(name), reduction())
+            return tuple(one.split(each)[self.rank] for one, each in zip(means, counts))
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
             return tuple(self.grouped_allgather_async(values, name).wait())
 
         return list(Differentiable.apply(run, gradient, *tensors))
+
+    def sparse_allreduce_async(
+        self, tensor: Tensor, name: str | None = None, op: str = Average
+    ) -> "SparseHandle":
+        """Reduce a sparse tensor: all ranks get the indices and values of all."""
+        mine = tensor.detach().coalesce()
+        scale = 1 / self.size if op == Average else 1
+        rows = self.allgather_async(mine.indices().t().contiguous(), name and f"{name}.indices")
+        values = self.allgather_async(mine.values(), name and f"{name}.values")
+        return SparseHandle(rows, values, scale, tensor.shape)
 
     def broadcast_async(
         self, tensor: Tensor, root_rank: int, name: str | None = None, *, in_place: bool = False
@@ -69,8 +83,8 @@ class Operations(Reductions):
         """The root's values, in a new tensor."""
 
         def gradient(of: Tensor) -> Tensor:
-            (total,) = self.reduced([of], of_gradient(name), reduction(op=Sum))
-            return total if self.rank == root_rank else torch.zeros_like(total)
+            (mean,) = self.reduced([of], of_gradient(name), reduction())
+            return mean if self.rank == root_rank else torch.zeros_like(mean)
 
         return Differentiable.apply(
             lambda one: self.broadcast_async(one, root_rank, name).wait(), gradient, tensor
@@ -150,14 +164,14 @@ class Operations(Reductions):
     ) -> list[Tensor]:
         """The same of each of several tensors, in one step."""
         told = reduction(None, op, *scales, **more)
-        small, contexts = zip(*map(compression.compress, tensors))
+        small, contexts = compressed(compression, tensors)
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:
             return tuple(self.begin("reducescatter", name, values, list, **told).wait())
 
         def gradient(*of: Tensor) -> tuple[Tensor, ...]:
             check_has_gradient(op)
-            scale = told["prescale"] * told["postscale"] / (self.size if op == Average else 1)
+            scale = told["prescale"] * told["postscale"] * (self.size if op == Sum else 1)
             scaled = [one * scale for one in of]
             return tuple(self.grouped_allgather(scaled, of_gradient(name)))
 
@@ -183,8 +197,15 @@ class Operations(Reductions):
         self, optimizer: Optimizer, root_rank: int, model: Any = None
     ) -> None:
         """Copy the root's state, also an empty one, and options such as the learning rate."""
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"{optimizer!r:.60} is not an optimizer of torch.optim")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("the state of LBFGS cannot be broadcast: use another optimizer")
+        if not optimizer.state:
+            # A step on zeros is how Horovod makes a state, and scripts find these gradients.
+            for parameter in itertools.chain(*(g["params"] for g in optimizer.param_groups)):
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         state = self.broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
         if self.rank != root_rank:
             optimizer.load_state_dict(state)
@@ -201,6 +222,22 @@ class Operations(Reductions):
         check_root(self.engine.comm, root_rank)
         found = self.allgather_object(obj if self.rank == root_rank else None, name)
         return obj if self.rank == root_rank else found[root_rank]
+
+
+class SparseHandle:
+    """A sparse all-reduce under way, as ``Handle``."""
+
+    def __init__(self, rows: Handle, values: Handle, scale: float, shape: torch.Size):
+        self._rows, self._values, self._scale, self._shape = rows, values, scale, shape
+
+    def is_done(self) -> bool:
+        return self._rows.is_done() and self._values.is_done()
+
+    def wait(self) -> Tensor:
+        """The reduced tensor, sparse: entries of several ranks at one place are added up."""
+        indices, values = self._rows.wait().t(), self._values.wait() * self._scale
+        found = torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=True)
+        return found.coalesce()
 
 
 class GlobalBatch(sync_batch_norm.GlobalBatch):

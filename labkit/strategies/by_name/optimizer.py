@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from labkit.collectives.handle import Handle
+from labkit.strategies.by_name.operations import SparseHandle
 from labkit.units import check_integer
 
-# Submits an all-reduce: name, tensor, options of ``Request``. The result is the
-# reduced tensor, or None if no rank has a value.
-Begin = Callable[..., Handle]
+# Submits an all-reduce: name, tensor (a sparse one, too), options of ``Request``. The result is
+# the reduced tensor, or None if no rank has a value.
+Begin = Callable[..., Handle | SparseHandle]
 
 
 class WrongOrder(ValueError, AssertionError):
@@ -46,7 +47,7 @@ def distributed(
         compression: has ``compress(tensor)``, which returns what travels and a context, and
             ``decompress(tensor, context)``.
         passes: backward passes before each step.
-        sparse_as_dense: whether sparse gradients become dense ones; otherwise they are refused.
+        sparse_as_dense: whether sparse gradients become dense ones.
 
     Raises:
         ValueError: not an optimizer or a compression; the names are not one for each parameter;
@@ -82,7 +83,7 @@ class Gradients:
         self._passes, self._sparse_as_dense = passes, sparse_as_dense
         # The passes that are left before this parameter's gradient is submitted.
         self._left: dict[Tensor, int] = {}
-        self._under_way: dict[Tensor, tuple[Handle, Any]] = {}
+        self._under_way: dict[Tensor, tuple[Handle | SparseHandle, Any]] = {}
 
     def set_passes(self, passes: int) -> None:
         check_integer("backward_passes_per_step", passes)
@@ -113,10 +114,8 @@ class Gradients:
         name, gradient = self._names[parameter], parameter.grad
         if gradient is not None and gradient.is_sparse:
             if not self._sparse_as_dense:
-                raise ValueError(
-                    f"the gradient of {name!r} is sparse: use sparse_as_dense=True, or a layer "
-                    "without sparse=True"
-                )
+                self._under_way[parameter] = self._begin(name, gradient), None
+                return
             parameter.grad = gradient = gradient.to_dense()
         has_value = gradient is not None
         values = parameter.detach() if gradient is None else gradient
@@ -137,6 +136,9 @@ class Gradients:
             for parameter, (handle, context) in self._under_way.items():
                 reduced = handle.wait()
                 if reduced is None:
+                    continue
+                if reduced.is_sparse:
+                    parameter.grad = reduced
                     continue
                 reduced = self._compression.decompress(reduced, context)
                 if parameter.grad is None:

@@ -104,7 +104,7 @@ class Reductions:
         **more: float,
     ) -> list[Tensor]:
         """New tensors, reduced in one step; what travels is made by ``compression``."""
-        small, contexts = zip(*map(compression.compress, tensors))
+        small, contexts = compressed(compression, tensors)
         found = self.reduced(small, name, reduction(average, op, *scales, **more))
         return list(map(compression.decompress, found, contexts))
 
@@ -180,6 +180,14 @@ def check_has_gradient(op: str) -> None:
         raise ValueError(
             f"the {op} over ranks has no gradient here: use op=hvd.Sum or hvd.Average"
         )
+
+
+def compressed(
+    compression: Any, tensors: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """What travels in place of the tensors, and the contexts that ``decompress`` needs."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return tuple(small for small, _ in pairs), tuple(context for _, context in pairs)
 
 
 def of_gradient(name: str | None) -> str | None:

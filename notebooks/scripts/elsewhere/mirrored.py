@@ -28,6 +28,7 @@ def main(options):
     with strategy.scope():  # every variable made here gets a copy on each device
         model = digits_cnn(experiment.weights)
         optimizer = tf.keras.optimizers.SGD(experiment.lr, experiment.momentum)
+        optimizer.build(model.trainable_variables)
 
     def replica_step(images, labels):
         with tf.GradientTape() as tape:

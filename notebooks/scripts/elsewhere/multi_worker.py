@@ -7,6 +7,7 @@ strategy.
 """
 
 import argparse
+import signal
 
 import tensorflow_processes
 from experiment import Experiment, Measured, report
@@ -23,11 +24,13 @@ ring = tf.distribute.experimental.CollectiveCommunication.RING  # over gRPC; the
 strategy = tf.distribute.MultiWorkerMirroredStrategy(
     communication_options=tf.distribute.experimental.CommunicationOptions(implementation=ring)
 )
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # TensorFlow would save a checkpoint first
 batch_size = experiment.labels.shape[1]
 
 with strategy.scope():  # every variable made here gets worker 0's value in all processes
     model = digits_cnn(experiment.weights)
     optimizer = tf.keras.optimizers.SGD(experiment.lr, experiment.momentum)
+    optimizer.build(model.trainable_variables)
 
 
 def replica_step(images, labels):

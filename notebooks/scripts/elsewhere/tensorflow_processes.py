@@ -1,5 +1,6 @@
 """Several TensorFlow processes on this machine, which start and end with one command."""
 
+import contextlib
 import json
 import os
 import signal
@@ -26,7 +27,6 @@ def start(**tasks):
     """
     # An interrupt ends a process also while it waits inside TensorFlow.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.excepthook = _end_at_once
     os.environ.update(no_grpc_proxy=HOST)  # where a proxy is set for what is outside
     reserved = [(job, _reserve()) for job, count in tasks.items() for _ in range(count)]
     cluster = {job: [] for job in tasks}
@@ -59,28 +59,34 @@ class Others:
     def __init__(self, own_name, processes, reserved):
         self._own_name, self._processes, self._reserved = own_name, processes, reserved
         self._over = False
-        self._watching = [
-            threading.Thread(target=self._watch, args=(name,), daemon=True) for name in processes
-        ]
-        for thread in self._watching:
+        self._watching = {
+            name: threading.Thread(target=self._watch, args=(name,), daemon=True)
+            for name in processes
+        }
+        for thread in self._watching.values():
             thread.start()
 
     def sent_bytes(self):
         """{process: bytes that it has sent over TCP so far}, of this process and all others."""
-        for _, link in self._processes.values():
-            link.sendall(b"?")
-        found = {name: int(link.recv(20)) for name, (_, link) in self._processes.items()}
-        return {self._own_name: sent_bytes()} | found
+        return {self._own_name: sent_bytes()} | {name: self._ask(name) for name in self._processes}
 
     def finish(self):
         """End all processes, once the work of the others is done, too."""
         self._over = True
-        for _, link in self._processes.values():
-            link.sendall(b".")
-        for thread in self._watching:
-            thread.join()
+        for name, (_, link) in self._processes.items():
+            with contextlib.suppress(OSError):  # it has ended: the next line finds out
+                link.sendall(b".")
+            self._watching[name].join()
         # At once: TensorFlow would look for the others.
         os._exit(0)
+
+    def _ask(self, name):
+        _, link = self._processes[name]
+        try:
+            link.sendall(b"?")
+            return int(link.recv(20))
+        except (OSError, ValueError):  # it has ended, which the other thread tells
+            self._watching[name].join()
 
     def _watch(self, name):
         _, status = os.waitpid(self._processes[name][0], 0)
@@ -149,9 +155,3 @@ def _set_task(cluster, job, index):
 
 def _name(job, index):
     return NAMES.get(job, f"{job} {index}")
-
-
-def _end_at_once(*error):
-    """TensorFlow's own clean-up would wait for processes that wait for this one."""
-    sys.__excepthook__(*error)
-    os._exit(1)

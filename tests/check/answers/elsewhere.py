@@ -496,7 +496,7 @@ TO_HOROVOD = [
             "rank_0_averages",
             average=lambda self, loss: Back.average(self, loss) if hvd.rank() == 0 else loss,
         ),
-        "run.error",
+        "run.stuck",
     ),
 ]
 

@@ -1,0 +1,238 @@
+"""Horovod's interface when something goes wrong: who is told what, what ends, what goes on."""
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from hosts import on_hosts
+from ranks import leftovers, running_ranks, travel_by_value, wait_until
+from torch import nn
+
+import labkit.horovod as hvd
+from labkit import WorkerError, run
+from labkit.errors import PeerLostError
+
+travel_by_value(__name__)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = leftovers()
+    yield
+    assert wait_until(lambda: not running_ranks(), 10)
+    assert leftovers() == before
+
+
+def total(tensor, name=None):
+    return hvd.allreduce(tensor, name=name, op=hvd.Sum)
+
+
+# ---- the last rank does something else than the others, which wait for it
+
+
+def raises():
+    raise KeyError("of the learner")
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+def wants_another():
+    total(torch.ones(2), "another")
+
+
+FAULTS = {
+    raises: "raised KeyError: 'of the learner'",
+    is_killed: "was killed by SIGKILL",
+    leaves: "called sys.exit(0)",
+    wants_another: "'allreduce.another': submitted by rank",
+}
+
+
+def fault(comm=None, *, of):
+    hvd.init()
+    total(torch.ones(2))
+    if hvd.rank() == hvd.size() - 1:
+        of()
+    total(torch.ones(2), "waits")
+
+
+@pytest.mark.parametrize(
+    ("of", "told"), FAULTS.items(), ids=lambda one: getattr(one, "__name__", "")
+)
+def test_in_a_run_the_cause_is_raised(of, told):
+    with pytest.raises(WorkerError) as error:
+        run(partial(fault, of=of), world_size=3)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [[2], [1, 1]], ids=["one host", "two hosts"])
+@pytest.mark.parametrize(
+    ("of", "told"),
+    [
+        (raises, "KeyError: 'of the learner'"),
+        (wants_another, "'allreduce.another': submitted by rank 1"),
+    ],
+    ids=["raises", "wants another"],
+)
+def test_under_torchrun_each_host_is_told_the_cause(of, told, sizes):
+    hosts = on_hosts(partial(fault, of=of), sizes)
+    codes = {rank: code for host in hosts for rank, code in host.codes.items()}
+    # torchrun ends the others by SIGTERM once one has ended.
+    assert set(codes.values()) <= {1, -signal.SIGTERM}, codes
+    for host in hosts:
+        assert told in host.text, host.text
+
+
+def test_under_torchrun_a_stopped_rank_is_named():
+    (host,) = on_hosts(partial(fault, of=is_stopped), [2])
+    assert "rank 1 is stopped by a signal" in host.text
+    assert host.codes[1] == -signal.SIGKILL
+
+
+# ---- errors that a program may catch
+
+
+def goes_on(comm):
+    """What ranks do not agree on fails on all of them, and nothing else does."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    different = [
+        lambda: total(torch.ones(2 + rank), "shape"),
+        lambda: total(torch.ones(2, dtype=torch.float32 if rank else torch.float64), "dtype"),
+        lambda: hvd.allreduce(torch.ones(2), name="op", op=hvd.Sum if rank else hvd.Average),
+        lambda: hvd.broadcast(torch.ones(2), rank, name="root"),
+        lambda: hvd.allgather(torch.ones(2, 1 + rank), name="rows"),
+        lambda: hvd.alltoall(torch.ones(size, dtype=torch.int32 if rank else torch.int64)),
+        lambda: hvd.reducescatter(torch.ones(size + rank)),
+    ]
+    for number, operation in enumerate(different):
+        beside = hvd.allreduce_async(torch.ones(2), name=f"beside {number}", op=hvd.Sum)
+        with pytest.raises(hvd.HorovodInternalError, match="do not agree") as error:
+            operation()
+        assert all(f"rank {each} has" in str(error.value) for each in range(size))
+        assert hvd.synchronize(beside).tolist() == [size] * 2
+    # Operations without a name still meet.
+    assert total(torch.ones(2)).tolist() == [size] * 2
+    assert hvd.alltoall(torch.full((size,), rank)).tolist() == list(range(size))
+    return True
+
+
+def begins_again(comm):
+    """``shutdown``, also with something under way, and ``init`` again."""
+    for number in range(3):
+        hvd.init()
+        hvd.init()
+        assert total(torch.ones(1)).item() == hvd.size()
+        is_alone = hvd.rank() == number and hvd.size() > 1
+        held = hvd.allreduce_async(torch.ones(1), name="alone") if is_alone else None
+        hvd.barrier()
+        hvd.shutdown()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        with pytest.raises(ValueError, match=r"hvd.init\(\)"):
+            hvd.rank()
+        if held is not None:
+            with pytest.raises(PeerLostError, match=r"'allreduce\.alone'"):
+                hvd.synchronize(held)
+    # The run ends with something under way, which all ranks have.
+    hvd.init()
+    for number in range(50):
+        hvd.allreduce_async(torch.ones(100), name=str(number))
+    return True
+
+
+def many(comm):
+    """Hundreds of tensors in orders of their own, and a thread that comes late."""
+    hvd.init()
+    rank, size, count = hvd.rank(), hvd.size(), 300
+    order = range(count) if rank % 2 else reversed(range(count))
+    held = {
+        n: hvd.allreduce_async(torch.full((5,), n + rank), None, str(n), hvd.Sum) for n in order
+    }
+    expected = [n * size + sum(range(size)) for n in range(count)]
+    assert [hvd.synchronize(held[n])[4].item() for n in range(count)] == expected
+
+    def late():
+        time.sleep(0.2 * rank)
+        came.append(total(torch.ones(1), "late").item())
+
+    came = []
+    thread = threading.Thread(target=late)
+    thread.start()
+    total(torch.ones(1), "main")
+    thread.join()
+    assert came == [size]
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_a_program_can_go_on_after(world_size):
+    def all_of_them(comm):
+        return (comm.world_size == 1 or goes_on(comm)) and many(comm) and begins_again(comm)
+
+    assert run(all_of_them, world_size=world_size).values == [True] * world_size
+
+
+# ---- ranks with different numbers of batches
+
+
+def batch(rank, number):
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def uneven(comm, epochs):
+    """Rank r has r + 1 batches in each epoch; who is done first joins, and takes the new model."""
+    hvd.init()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
+    for _ in range(epochs):
+        for number in range(comm.rank + 1):
+            optimizer.zero_grad()
+            net(batch(comm.rank, number)).square().mean().backward()
+            optimizer.step()
+        last = hvd.join()
+        assert last == comm.world_size - 1
+        hvd.broadcast_parameters(net.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def one_device(world_size, epochs):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    for number in [*range(world_size)] * epochs:
+        optimizer.zero_grad()
+        there = range(number, world_size)
+        loss = sum(net(batch(rank, number)).square().mean() for rank in there) / world_size
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def test_uneven_batches_train_as_on_one_device_with_zeros_for_the_missing():
+    replicas = run(uneven, 2, world_size=3).values
+    for mine, expected in zip(replicas[0], one_device(3, 2)):
+        assert torch.allclose(mine, expected, rtol=0, atol=1e-12)
+    for other in replicas[1:]:
+        assert all(map(torch.equal, other, replicas[0]))
