@@ -243,7 +243,8 @@ class Making:
         words = [UV, "pip", "install", "--python", self._bin("python"), "--no-deps", *hashes]
         ran = self._run(*words, *options, "-r", self.folder / "pins.txt", **environment)
         if ran.code:
-            raise CannotMakeError(f"{ran.why_not_installed(self.recipe.memory_gb)}; {self.again}")
+            why = ran.why_not_installed(self.recipe.memory_gb)
+            raise CannotMakeError(f"{why} (uv's words: {self.log}); {self.again}")
 
     def _tell(self, text: str) -> None:
         print(f"make {self.framework}: {text}", flush=True)

@@ -47,8 +47,8 @@ class Ran:
         if re.search(r"Killed|out of memory|cannot allocate memory", self.text, re.IGNORECASE):
             return f"a compiler was killed: {memory_gb:g} GB of free memory are needed; end others"
         if failed := re.search(r"Failed to build `([\w.=-]+)`", self.text):
-            error = re.search(r"^.*(?:\S: (?:fatal )?error: |CMake Error).*$", self.text, re.M)
-            why = error[0].strip()[:300] if error else self.reason
+            error = re.search(r"CMake Error.*\n\s*.*|.*\S: (?:fatal )?error: .*", self.text)
+            why = " ".join(error[0].split())[:300] if error else self.reason
             return f"{failed[1]} cannot be compiled here ({why})"
         names = re.findall(r"([\w.-]+==[\w.+]+)|/simple/([\w.-]+)/", self.text)
         name = "".join(names[0]) if names else "a package"
@@ -114,7 +114,8 @@ def answer(words: Sequence[str | Path]) -> str:
         preexec_fn=_end_with_parent,
     )
     if ran.returncode:
-        raise CannotMakeError(f"{words[0]}: {Ran(ran.returncode, ran.stdout + ran.stderr).reason}")
+        said = (ran.stderr + ran.stdout).strip() or "it printed nothing"
+        raise CannotMakeError(f"{words[0]} does not run: {said.splitlines()[0][:300]}")
     return ran.stdout.strip()
 
 
