@@ -30,6 +30,7 @@ def small_cnn():
 def main(options):
     experiment = Experiment.load(options.experiment)
     hvd.init()
+    torch.set_num_threads(1)  # the workers share the cores of one machine
     rank, size = hvd.rank(), hvd.size()
 
     model = small_cnn()
