@@ -41,6 +41,7 @@ BAD = {
     "PIXELS": BAD_INTEGERS,
     "A,A": ["", "crop,", "crop flip", "rotate"],
     "NAME,NAME": ["", ",", "features,"],
+    "C,C": ["", ",", "nobody", "one device,", "one device,one device"],
     "--lr-schedule": ["", "linear", "step", "step:0:0.1", "step:2:0", "cosine:2"],
     **dict.fromkeys(("--weights", "--checkpoint-dir", "--log-dir"), ("",)),
     "RATE": [*BAD_NUMBERS, "0"],

@@ -52,7 +52,7 @@ def test_duration_under_torchrun(rank, monkeypatch):
     monkeypatch.setattr(torchrun, "_local_world_size", lambda *_: 1)
     monkeypatch.setattr(torchrun, "plan", lambda *_, **__: SimpleNamespace(notes=()))
     monkeypatch.setattr(torchrun, "_report_memory", lambda *_: None)
-    monkeypatch.setattr(torchrun, "_watch", lambda *_: None)
+    monkeypatch.setattr(torchrun, "new_watch", lambda *_: None)
     monkeypatch.setattr(torchrun, "_exchange", lambda _, mine: [mine])
     assert torchrun.run_as_rank(queues, (), 1, "cuda", "auto", 10.0) == [pytest.approx(3.0)]
 
