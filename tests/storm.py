@@ -266,6 +266,8 @@ def strike_program(
             text=True,
             start_new_session=True,
             env=os.environ | {"TMPDIR": str(inside)},
+            # Under nohup it would ignore a terminal that closes, as it should.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         try:
             assert program.stdout.readline() == "begins\n"
