@@ -142,10 +142,15 @@ def test_evaluation_is_no_part_of_the_steps():
     layers = [torch.nn.Flatten(), torch.nn.Linear(64, 50_000), torch.nn.Linear(50_000, 10)]
     # Between the steps of two epochs there is an evaluation.
     settings = {"device": "cpu", "batch_size": 1, "train_size": 4, "momentum": 0.0, "epochs": 2}
-    result = labkit.train_with("single", model=layers, **settings)
     parameters_and_gradients = 2 * (75 * 50_000 + 10) * 4
     outputs = 360 * 50_000 * 4
-    assert result.peak_memory[0].process_bytes < parameters_and_gradients + outputs / 2
+    # Memory that the system took from the idle forkserver, and gives back during a run, adds to
+    # some runs; an evaluation would add to all.
+    for _ in range(3):
+        (peak,) = labkit.train_with("single", model=layers, **settings).peak_memory
+        if peak.process_bytes < parameters_and_gradients + outputs / 2:
+            return
+    raise AssertionError(f"an evaluation counts as a part of the steps: {peak}")
 
 
 @on_linux
