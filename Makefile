@@ -21,7 +21,7 @@ HIDE_GPUS := $(if $(filter 1,$(LABKIT_TEST_GPUS)),,CUDA_VISIBLE_DEVICES=-1)
 
 # More than two cores: much of a test is waiting, for a process that imports torch or for a browser. A class or a notebook
 # stays together; tests/slowest.py puts the longest first.
-SPREAD := -n 4 --dist loadscope --no-loadscope-reorder
+SPREAD := -n 3 --dist loadscope --no-loadscope-reorder
 
 # A slow line needs longer than uv's 30 s; a shell's own Python paths must not leak into .venv, and
 # what is not written down compiled is compiled by each of hundreds of processes.

@@ -131,13 +131,21 @@ def test_an_actor_that_was_killed_is_named_and_renewed(nodes):
     assert run(who, world_size=2, hosts=2).values[0][1] == ((0,), (1,))
 
 
-def test_a_node_that_was_killed_is_named(nodes):
+def test_a_node_that_was_killed_is_named(nodes, tmp_path):
     def waits(comm):
-        print("here", flush=True)
+        (tmp_path / f"{comm.rank}").touch()
         comm.recv(torch.zeros(3), 2) if comm.rank == 0 else time.sleep(60)
 
     second = nodes.list_all_nodes()[1]
-    threading.Timer(1, lambda: nodes.remove_node(second, allow_graceful=False)).start()
+
+    def kills():
+        while not (tmp_path / "2").exists():
+            time.sleep(0.1)
+        # The driver hears several times per second how far the ranks are.
+        time.sleep(1)
+        nodes.remove_node(second, allow_graceful=False)
+
+    threading.Thread(target=kills, daemon=True).start()
     with pytest.raises(WorkerError, match=r"rank 2 \(host 1\) was lost in mid-run") as error:
         run(waits, world_size=3, hosts=2)
     assert "Rank 0 (host 0) was waiting for it in recv" in str(error.value)
