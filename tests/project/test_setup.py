@@ -114,6 +114,15 @@ def test_every_dependency_is_pinned_inside_its_range():
             assert requirement.specifier.contains(pin.removeprefix("==")), f"{requirement}: {pin}"
 
 
+def test_types_are_checked_where_an_extra_is_not_installed():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyrefly"]
+    code = "".join(path.read_text() for path in (ROOT / "labkit").rglob("*.py"))
+    for extra in PROJECT["optional-dependencies"].keys() - {"test"}:
+        for name in (Requirement(text).name for text in PROJECT["optional-dependencies"][extra]):
+            if re.search(rf"^\s*(import|from) {name}\b", code, re.M):
+                assert {name, f"{name}.*"} <= {*config["ignore-missing-imports"]}, extra
+
+
 @pytest.mark.parametrize("name", LOCKED)
 def test_what_is_installed_is_one_exact_version_whose_files_are_known(name):
     for requirement, options in locked(name):
