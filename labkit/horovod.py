@@ -10,6 +10,7 @@ counts messages and bytes.
 
 import functools
 from collections.abc import Callable, Iterable
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ local_rank = _asked(lambda now: now.opened.local_rank)
 local_size = _asked(lambda now: now.opened.local_size)
 cross_rank, cross_size = _asked(lambda now: now.opened.host), _asked(lambda now: len(now.hosts))
 is_homogeneous = _asked(lambda now: len(set(map(len, now.hosts))) == 1)
-# Which libraries move the tensors: ours does on a host, and gloo between hosts.
+# Which libraries move the tensors: ours does on a host, gloo between hosts. (bool() is False.)
 gloo_built = gloo_enabled = torch.distributed.is_gloo_available
 mpi_built = mpi_enabled = mpi_threads_supported = nccl_built = ddl_built = ccl_built = bool
 cuda_built, rocm_built = torch.backends.cuda.is_built, bool
@@ -105,7 +106,7 @@ def _at_once(begin: Callable[..., Handle]) -> Callable[..., Any]:
     return functools.wraps(begin)(lambda *args, **more: begin(*args, **more).wait())
 
 
-synchronize, poll = Handle.wait, Handle.is_done
+synchronize, poll = methodcaller("wait"), methodcaller("is_done")
 allreduce, allreduce_async = _of(Operations.allreduce), _of(Operations.allreduce_async)
 allreduce_async_ = _of(Operations.allreduce_async, in_place=True)
 grouped_allreduce = _of(Operations.grouped_allreduce)

@@ -354,6 +354,11 @@ def optimizer_rules():
     small(torch.full((1, 2), float(rank))).sum().backward()
     half.step()
     assert small.weight.grad.tolist() == [[(hvd.size() - 1) / 2] * 2]
+    places = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (4,), check_invariants=True)
+    for finish in (hvd.synchronize, lambda handle: handle()):
+        total = finish(hvd.sparse_allreduce_async(places, "places", hvd.Sum)).to_dense().tolist()
+        each = [float(r < hvd.size()) for r in range(3)]
+        assert total == [*each, 2.0 * hvd.size() + (hvd.size() == 4)]
     table = nn.Embedding(4, 2, sparse=True)
     for dense in (False, True):
         sparse = hvd.DistributedOptimizer(

@@ -239,6 +239,9 @@ class SparseHandle:
         found = torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=True)
         return found.coalesce()
 
+    # Horovod's is called.
+    __call__ = wait
+
 
 class GlobalBatch(sync_batch_norm.GlobalBatch):
     """What ranks tell each other about their batches, here through the background thread."""
