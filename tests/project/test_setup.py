@@ -259,9 +259,9 @@ def test_what_ranks_import_brings_nothing_heavy():
     heavy = {"torchvision", "matplotlib", "IPython", "ipywidgets", "jupyterlab"}
 
     def brought(comm):
-        import labkit.bench
+        import workbook.measure
 
-        assert labkit.bench
+        assert workbook.measure
         return sorted({name.split(".")[0] for name in sys.modules} & heavy)
 
     assert run(brought, world_size=1).values == [[]]
