@@ -30,7 +30,7 @@ from labkit.check.grading.report import told
 from labkit.check.grading.watched import Watched
 from labkit.collectives import negotiated
 from labkit.comm.comm import Comm
-from labkit.strategies.by_name.optimizer import Distributed, WrongOrder
+from labkit.horovod.optimizer import Distributed, WrongOrder
 
 # Longer than anything between a gradient and the wait for it.
 _LAZY_S = 2.0
