@@ -28,8 +28,8 @@ from labkit.check.grading.compare import fit, plain
 from labkit.check.grading.in_process import Question, ask, differs
 from labkit.check.grading.report import told
 from labkit.check.grading.watched import Watched
-from labkit.collectives import negotiated
 from labkit.comm.comm import Comm
+from labkit.horovod import engine
 from labkit.horovod.optimizer import Distributed, WrongOrder
 
 # Longer than anything between a gradient and the wait for it.
@@ -128,7 +128,7 @@ def _ported_to_horovod(fn: Watched, comm: Comm, case: Case) -> list[Trained] | M
     found = []
     # What is submitted stays as it is until somebody waits for it: then a program that uses its
     # gradients too early goes wrong in the same way each time.
-    with mock.patch.object(negotiated, "CYCLE_S", _LAZY_S), _noted() as noted:
+    with mock.patch.object(engine, "CYCLE_S", _LAZY_S), _noted() as noted:
         for setting in _settings(case, to_horovod=True):
             hvd.init(comm)
             trained = _with_horovod(fn, setting, comm.rank, noted)
