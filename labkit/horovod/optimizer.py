@@ -19,80 +19,82 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.collectives.handle import Handle
-from labkit.strategies.by_name.operations import SparseHandle
+from labkit.horovod import operations as hvd
 from labkit.units import check_integer
-
-# Submits an all-reduce: name, tensor (a sparse one, too), options of ``Request``. The result is
-# the reduced tensor, or None if no rank has a value.
-Begin = Callable[..., Handle | SparseHandle]
 
 
 class WrongOrder(ValueError, AssertionError):
     """Calls in an order in which wrong gradients would be reduced (Horovod: AssertionError)."""
 
 
-def distributed(
+def DistributedOptimizer(
     optimizer: Optimizer,
-    named_parameters: Iterable[tuple[str, Tensor]] | None,
-    begin: Begin,
-    compression: Any,
-    passes: int,
-    sparse_as_dense: bool,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = hvd.Compression.none,
+    backward_passes_per_step: int = 1,
+    op: str = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
 ) -> Optimizer:
-    """An optimizer of a subclass of the class of ``optimizer``, with its groups and its state.
+    """``optimizer``, whose ``step`` uses gradients that were reduced while backward still ran.
 
     Args:
-        begin: submits a gradient.
-        compression: has ``compress(tensor)``, which returns what travels and a context, and
-            ``decompress(tensor, context)``.
-        passes: backward passes before each step.
-        sparse_as_dense: whether sparse gradients become dense ones.
+        named_parameters: names by which the ranks agree; by default their order counts.
+        compression: ``Compression.none`` or ``Compression.fp16``, see there.
+        backward_passes_per_step: after how many passes a gradient is reduced; they add up.
+        op: Average or Sum.
+        gradient_predivide_factor: divides before an average, and multiplies after it.
+        num_groups, groups: no effect, as what is ready at the same time is fused anyway.
+        sparse_as_dense: whether sparse gradients become dense.
+
+    Returns:
+        An optimizer of a subclass of the class of ``optimizer``, with its groups and its state.
 
     Raises:
-        ValueError: not an optimizer or a compression; the names are not one for each parameter;
-            ``passes`` is not a positive integer.
+        ValueError: not an optimizer, a compression or a reduction of gradients; the names are not
+            one for each parameter; the passes are not a positive integer.
     """
+    if op not in (hvd.Average, hvd.Sum):
+        raise ValueError(f"op={op!r}: gradients are reduced by hvd.Average or hvd.Sum")
+    if gradient_predivide_factor != 1.0 and (op != hvd.Average or gradient_predivide_factor <= 0):
+        raise ValueError(
+            "gradient_predivide_factor is above 0 and for op=hvd.Average: leave it out"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"{optimizer!r:.60} is not an optimizer of torch.optim")
     if not hasattr(compression, "compress"):
         raise ValueError(f"compression is hvd.Compression.none or .fp16, not {compression!r}")
-    check_integer("backward_passes_per_step", passes)
-    names = _names_of(optimizer.param_groups, named_parameters)
+    check_integer("backward_passes_per_step", backward_passes_per_step)
     kind = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
     wrapped: Distributed = object.__new__(kind)
     # A scheduler puts its own ``step`` into the instance.
     wrapped.__dict__ |= {name: v for name, v in vars(optimizer).items() if name != "step"}
-    wrapped.gradients = Gradients(names, begin, compression, passes, sparse_as_dense)
-    wrapped.gradients.watch(wrapped.param_groups)
+    wrapped._names = _names_of(optimizer.param_groups, named_parameters)
+    wrapped._reduction = op, 1 / gradient_predivide_factor, gradient_predivide_factor
+    wrapped._compression, wrapped._sparse_as_dense = compression, sparse_as_dense
+    wrapped._passes, wrapped._left, wrapped._under_way = backward_passes_per_step, {}, {}
+    wrapped._watch()
     return wrapped
 
 
-class Gradients:
-    """The gradients of one optimizer on their way: steps 1 to 3."""
+class Distributed(Optimizer):
+    """What the subclass adds to an optimizer."""
 
-    def __init__(
-        self,
-        names: dict[Tensor, str],
-        begin: Begin,
-        compression: Any,
-        passes: int,
-        sparse_as_dense: bool,
-    ):
-        self._names, self._begin, self._compression = names, begin, compression
-        self._passes, self._sparse_as_dense = passes, sparse_as_dense
-        # The passes that are left before this parameter's gradient is submitted.
-        self._left: dict[Tensor, int] = {}
-        self._under_way: dict[Tensor, tuple[Handle | SparseHandle, Any]] = {}
+    _names: dict[Tensor, str]
+    _reduction: tuple[str, float, float]
+    _compression: Any
+    _sparse_as_dense: bool
+    _passes: int
+    # By parameter: the passes before its gradient is submitted, and what was submitted.
+    _left: dict[Tensor, int]
+    _under_way: dict[Tensor, tuple[Any, Any]]
+    _is_synchronized, _synchronizes = False, True
 
-    def set_passes(self, passes: int) -> None:
-        check_integer("backward_passes_per_step", passes)
-        self._passes = passes
-        self._left = dict.fromkeys(self._left, passes)
-
-    def watch(self, groups: list[dict[str, Any]]) -> None:
+    def _watch(self) -> None:
         """Hook the parameters that need gradients and have no hook yet."""
-        for number, group in enumerate(groups):
+        for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and parameter not in self._left:
                     self._names.setdefault(parameter, f"noname.{number}.{place}")
@@ -112,23 +114,23 @@ class Gradients:
 
     def _submit(self, parameter: Tensor) -> None:
         name, gradient = self._names[parameter], parameter.grad
+        op, *scales = self._reduction
         if gradient is not None and gradient.is_sparse:
             if not self._sparse_as_dense:
-                self._under_way[parameter] = self._begin(name, gradient), None
+                self._under_way[parameter] = hvd.sparse_allreduce_async(gradient, name, op), None
                 return
             parameter.grad = gradient = gradient.to_dense()
         has_value = gradient is not None
         values = parameter.detach() if gradient is None else gradient
         small, context = self._compression.compress(values)
-        handle = self._begin(name, small, has_value=has_value, in_place=has_value)
+        handle = hvd.allreduce_async(
+            small, None, name, op, *scales, has_value=has_value, in_place=has_value
+        )
         self._under_way[parameter] = handle, context
 
-    def have_begun(self) -> bool:
-        """Whether a backward pass has run since the last step."""
-        return any(left != self._passes for left in self._left.values())
-
-    def finish(self) -> None:
-        """Submit the gradients that are left, and wait until all are reduced."""
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, for example to clip them."""
+        self._watch()
         try:
             for parameter in self._left:
                 if parameter not in self._under_way:
@@ -137,34 +139,21 @@ class Gradients:
                 reduced = handle.wait()
                 if reduced is None:
                     continue
-                if reduced.is_sparse:
-                    parameter.grad = reduced
-                    continue
-                reduced = self._compression.decompress(reduced, context)
-                if parameter.grad is None:
+                if not reduced.is_sparse:
+                    reduced = self._compression.decompress(reduced, context)
+                if parameter.grad is None or reduced.is_sparse:
                     parameter.grad = reduced
                 elif parameter.grad is not reduced:
                     parameter.grad.detach().copy_(reduced)
         finally:
             self._under_way.clear()
             self._left = dict.fromkeys(self._left, self._passes)
-
-
-class Distributed(Optimizer):
-    """What the subclass adds to an optimizer."""
-
-    gradients: Gradients
-    _is_synchronized, _synchronizes = False, True
-
-    def synchronize(self) -> None:
-        """Wait until all gradients are reduced, for example to clip them."""
-        self.gradients.watch(self.param_groups)
-        self.gradients.finish()
         self._is_synchronized = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this number of passes, from the next step on."""
-        self.gradients.set_passes(passes)
+        check_integer("backward_passes_per_step", passes)
+        self._passes, self._left = passes, dict.fromkeys(self._left, passes)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -186,23 +175,23 @@ class Distributed(Optimizer):
                 "synchronize(): it reduces the gradients once more, which takes time",
                 stacklevel=3,
             )
-        if closure is None:
-            self.synchronize()
-            self._is_synchronized = False
-            return super().step()
 
         def reduced() -> Any:
             with torch.enable_grad():
-                loss = closure()
+                loss = closure() if closure is not None else None
             self.synchronize()
             return loss
 
-        result = super().step(reduced)
+        if closure is None:
+            self.synchronize()
+            result = super().step()
+        else:
+            result = super().step(reduced)
         self._is_synchronized = False
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.gradients.have_begun():
+        if any(left != self._passes for left in self._left.values()):
             raise WrongOrder(
                 "zero_grad() between backward() and step() or synchronize() would clear gradients "
                 "that are to be reduced: call it after step()"
@@ -213,11 +202,7 @@ class Distributed(Optimizer):
 def _names_of(
     groups: list[dict[str, Any]], named: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
-    """The name of each parameter, the same on all ranks.
-
-    Raises:
-        ValueError: what is given does not name each parameter once.
-    """
+    """The name of each parameter, the same on all ranks."""
     if named is None:
         return {}
     named = list(named)

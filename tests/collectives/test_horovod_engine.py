@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -12,11 +13,10 @@ from cases import FLOATS, OPS, values_of
 from ranks import travel_by_value, until_they_wait
 
 from labkit import WorkerError, run
-from labkit.collectives import coordinator, handle
-from labkit.collectives.coordinator import Coordinator, fuse
-from labkit.collectives.negotiated import NegotiationError, Negotiator
-from labkit.collectives.requests import JOIN, Decision, Request
 from labkit.costs.traffic import ring_all_reduce_cost
+from labkit.horovod import coordinator
+from labkit.horovod.coordinator import JOIN, Coordinator, Decision, Request, fuse
+from labkit.horovod.engine import Engine, NegotiationError
 from labkit.runtime.script import open_for
 
 travel_by_value(__name__)
@@ -31,7 +31,7 @@ def wants(name, kind="allreduce", op="sum", shape=(2,), dtype="float32", **more)
 
 
 def says(*requests, waits=False):
-    return {"new": [request.packed() for request in requests], "waits": waits}
+    return {"new": [astuple(request) for request in requests], "waits": waits}
 
 
 # ---- the coordinator
@@ -131,7 +131,7 @@ def test_it_is_a_deadlock_once_all_wait_and_nothing_has_come_for_long(monkeypatc
 def opened(comm):
     engines = []
     found = open_for("test", comm, lambda: (engines[0].end(), found.close()))
-    engines.append(Negotiator(found.comm))
+    engines.append(Engine(found.comm))
     return engines[0]
 
 
@@ -212,11 +212,13 @@ def odd_ends(comm):
     mine = torch.ones(3)
 
     def submit(name, tensor=mine, **more):
-        return engine.submit(Request.of(name, "allreduce", [tensor], op="sum", **more), [tensor])
+        return engine.submit(Request.of(name, "allreduce", [tensor], op="sum"), [tensor], **more)
 
     if comm.rank == 0:
         first = submit("twice")
-        with pytest.raises(ValueError, match=r"'twice' is under way already, from .*test_negot"):
+        with pytest.raises(
+            ValueError, match=r"'twice' is under way already, from .*test_horovod_engine"
+        ):
             submit("twice")
         until_they_wait(engine.comm, [0])
         spent_s = time.process_time()
@@ -239,7 +241,7 @@ def odd_ends(comm):
     helper.start()
     helper.join(10)
     told.append(len(came))
-    coordinator._STUCK_S = 0.3
+    coordinator.STUCK_S = 0.3
     with pytest.raises(NegotiationError, match="deadlock: all ranks wait") as error:
         submit(f"only {comm.rank}").wait()
     assert f"'only {comm.rank}': submitted by rank {comm.rank}" in str(error.value)
@@ -259,7 +261,6 @@ def test_a_rank_that_has_returned_is_named_with_what_was_waited_for():
     def leaves(comm):
         engine = opened(comm)
         if comm.rank == 0:
-            handle.STALL_S = 0.05
             tensor = torch.ones(2)
             engine.submit(Request.of("never", "allreduce", [tensor], op="sum"), [tensor]).wait()
         time.sleep(0.3)
