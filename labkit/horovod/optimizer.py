@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labkit.horovod import operations as hvd
+import labkit.horovod.operations as hvd
 from labkit.units import check_integer
 
 

@@ -273,7 +273,7 @@ def warn_as_ours(comm):
     )
 
 
-MOST_LINES, MOST_METHODS = 45, 20
+MOST_LINES, MOST_METHODS = 60, 20
 
 
 def test_no_function_and_no_class_is_too_long():
