@@ -9,7 +9,6 @@ frames, and ``error.worker_traceback`` is always complete.
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -53,25 +52,30 @@ def one_screen(show: Show, error: BaseException, tb: TracebackType | None) -> li
     """
     message, _, trace = str(error).partition(_RANKS_TRACEBACK)
     stand_in = Exception(message + spelling(error))
-    stand_in.__cause__, stand_in.__context__ = error.__cause__, error.__context__
     stand_in.__suppress_context__ = error.__suppress_context__
+    stand_in.__cause__, stand_in.__context__ = error.__cause__, error.__context__
+    causes, waiting = {}, [error.__cause__, error.__context__]
+    while waiting:
+        cause = waiting.pop()
+        if cause is not None and id(cause) not in causes:
+            causes[id(cause)] = cause, cause.__traceback__
+            waiting += [cause.__cause__, cause.__context__]
+            cause.__traceback__ = own_frames(cause.__traceback__)
     frames = own_frames(tb)
-    with _only_own_frames(error):
-        parts = show(type(error), stand_in, frames, 0, 5 if _length(frames) < 3 else 3)
+    try:
+        parts = show(type(error), stand_in, frames, 0, 5 if len([*_parts(frames)]) < 3 else 3)
+    finally:
+        for cause, whole in causes.values():
+            cause.__traceback__ = whole
     # IPython's first parts are a line of dashes and the type; its last is the message.
-    first = _failed_line(error)
+    first = []
+    if isinstance(error, WorkerError) and error.rank is not None and error.location:
+        first = [f"rank {error.rank}, {error.location}"]
     in_rank = _of_learner(trace)
     notes = list(getattr(error, "__notes__", ()))
-    room = MOST_LINES - sum(map(_num_lines, [*parts[:-1], *first, *in_rank]))
+    room = MOST_LINES - sum(text.count("\n") + 1 for text in [*parts[:-1], *first, *in_rank])
     message = _cut("\n".join([parts[-1], *notes]), max(room, 6))
     return [*parts[:1], *first, *parts[1:-1], *in_rank, message]
-
-
-def _failed_line(error: BaseException) -> list[str]:
-    """The line that failed in a rank, if it is known."""
-    if isinstance(error, WorkerError) and error.rank is not None and error.location:
-        return [f"rank {error.rank}, {error.location}"]
-    return []
 
 
 def _is_about_labkit(error: BaseException, tb: Any) -> bool:
@@ -91,10 +95,6 @@ def _parts(tb: TracebackType | None) -> Iterator[TracebackType]:
         tb = tb.tb_next
 
 
-def _length(tb: TracebackType | None) -> int:
-    return sum(1 for _ in _parts(tb))
-
-
 def own_frames(tb: TracebackType | None) -> TracebackType | None:
     """The traceback without frames of libraries; of many frames, the first and the last."""
     own = [p for p in _parts(tb) if not is_internal(p.tb_frame.f_code.co_filename)]
@@ -106,27 +106,9 @@ def own_frames(tb: TracebackType | None) -> TracebackType | None:
     return short
 
 
-@contextmanager
-def _only_own_frames(error: BaseException) -> Iterator[None]:
-    """Shorten the tracebacks of an error's causes, too, while the block runs."""
-    kept: dict[int, tuple[BaseException, TracebackType | None]] = {}
-    waiting = [error.__cause__, error.__context__]
-    while waiting:
-        cause = waiting.pop()
-        if cause is not None and id(cause) not in kept:
-            kept[id(cause)] = cause, cause.__traceback__
-            waiting += [cause.__cause__, cause.__context__]
-            cause.__traceback__ = own_frames(cause.__traceback__)
-    try:
-        yield
-    finally:
-        for cause, tb in kept.values():
-            cause.__traceback__ = tb
-
-
 def _of_learner(trace: str) -> list[str]:
     """A rank's traceback without the frames of libraries; nothing if one frame is left."""
-    kept, num_frames, is_own = [], 0, True
+    lines, num_frames, is_own = [], 0, True
     for line in trace.splitlines():
         if match := _FRAME.match(line):
             is_own = not is_internal(match[1])
@@ -134,29 +116,21 @@ def _of_learner(trace: str) -> list[str]:
         elif not line.startswith("  "):
             is_own = True
         if is_own:
-            kept.append(line)
+            lines.append(line)
     # The first line of all has shown the only frame.
-    return [_cut("\n".join([f"In rank {kept[0]}", *kept[1:]]), 12)] if num_frames > 1 else []
-
-
-def _num_lines(text: str) -> int:
-    return text.count("\n") + 1
+    return [_cut("\n".join([f"In rank {lines[0]}", *lines[1:]]), 12)] if num_frames > 1 else []
 
 
 def _cut(text: str, most: int) -> str:
     """The text without the middle of long lines, or of more than ``most`` lines."""
-    lines = [_cut_line(line) for line in text.splitlines()]
+    half, lines = _MOST_CHARS // 2, []
+    for line in text.splitlines():
+        if len(line) > _MOST_CHARS:
+            line = f"{line[:half]} ... {len(line) - 2 * half:,} characters ... {line[-half:]}"
+        lines.append(line)
     if len(lines) > most:
         tail = most // 2
         head = most - tail - 1
-        left_out = len(lines) - head - tail
-        gap = f"... {left_out} lines are left out; %xmode Verbose, then %tb, shows them"
-        lines = [*lines[:head], gap, *lines[len(lines) - tail :]]
+        gap = f"... {len(lines) - head - tail} lines are left out; %xmode Verbose, then %tb, shows"
+        lines = [*lines[:head], f"{gap} them", *lines[len(lines) - tail :]]
     return "\n".join(lines)
-
-
-def _cut_line(line: str) -> str:
-    half = _MOST_CHARS // 2
-    if len(line) <= _MOST_CHARS:
-        return line
-    return f"{line[:half]} ... {len(line) - 2 * half:,} characters ... {line[-half:]}"

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,17 +10,16 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from labkit.comm.board import Board
-from labkit.runtime.objects import kernel
-from labkit.runtime.output import is_live, is_terminal
+from labkit.runtime.output import is_live
 from labkit.runtime.preload import IN_NOTEBOOKS, interrupts_later
 from labkit.trace import Trace
 
 # A run that ends sooner shows no bar.
 _BAR_AFTER_S = 0.5
 _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
-_EVERY_S = 0.25
 
 Bars = Mapping[int, Sequence[str]]
+_draws = ContextVar("draws", default=True)
 
 
 class Watcher(Protocol):
@@ -40,11 +38,47 @@ class Watcher(Protocol):
         ...
 
 
-class Guarded:
-    """A watcher whose failure does not end the run: it is told, and nothing more is shown."""
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Within the block, runs show nothing while they last: a check shows its result."""
+    token = _draws.set(False)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
 
-    def __init__(self, watcher: Watcher):
-        self._watcher: Watcher | None = watcher
+
+def kernel() -> Any:
+    """The IPython shell of a notebook's kernel, or None."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return shell if hasattr(shell, "kernel") else None
+
+
+def draws_live() -> bool:
+    """Whether a notebook draws runs while they last: not where its outputs are compared."""
+    if "LABKIT_LIVE" in os.environ:
+        return is_live()
+    return not {"CI", "PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
+
+
+class Shown:
+    """What shows a run: the course's watcher in a notebook's kernel, else the bar, or nothing.
+
+    A watcher whose failure is told does not end the run.
+    """
+
+    def __init__(self, board: Board):
+        self._watcher: Watcher | None = None
+        if not _draws.get():
+            return
+        if kernel() is None:
+            self._watcher = ProgressBar(board)
+        elif draws_live():
+            for name in IN_NOTEBOOKS:
+                with interrupts_later():
+                    module = importlib.import_module(name)
+                self._watcher = module.watcher(board)
 
     def update(self, bars: Bars) -> None:
         self._call("update", bars)
@@ -62,103 +96,32 @@ class Guarded:
             print(f"the run goes on, and is no longer drawn: {what}", file=sys.stderr)
 
 
-_draws = ContextVar("draws", default=True)
-
-
-@contextmanager
-def undrawn() -> Iterator[None]:
-    """Within the block, runs show nothing while they last: a check shows its result."""
-    token = _draws.set(False)
-    try:
-        yield
-    finally:
-        _draws.reset(token)
-
-
-def watcher(board: Board) -> Watcher:
-    """The watcher of a run: the course's in a notebook's kernel, else the bar."""
-    if not _draws.get():
-        return Nothing()
-    if kernel() is not None:
-        if not draws_live():
-            return Nothing()
-        for name in IN_NOTEBOOKS:
-            try:
-                with interrupts_later():
-                    module = importlib.import_module(name)
-            except ModuleNotFoundError:
-                break  # the core without the course
-            return Guarded(module.watcher(board))
-    return Guarded(ProgressBar(board))
-
-
-def draws_live() -> bool:
-    """Whether a notebook draws runs while they last: not where its outputs are compared."""
-    if "LABKIT_LIVE" in os.environ:
-        return is_live()
-    return not {"CI", "PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
-
-
-class Nothing:
-    """A watcher that shows nothing."""
-
-    def update(self, bars: Bars) -> None:
-        pass
-
-    def close(self, trace: Trace | None) -> None:
-        pass
-
-
 class ProgressBar:
-    """One bar for a run: the progress of its slowest rank, read from the status board.
-
-    Ranks that report no progress but draw bars themselves share the terminal's line. In a file,
-    both are left out.
-    """
+    """One bar for a run: the progress of its slowest rank, read from the status board."""
 
     def __init__(self, board: Board):
         self._board = board
         self._started_s = time.monotonic()
         self._bar: Any = None
-        self._line = ""
-        self._line_s = 0.0
 
     def update(self, bars: Bars) -> None:
         """Show how far the slowest rank is, if any rank reports progress."""
-        if not is_live() or time.monotonic() - self._started_s < _BAR_AFTER_S:
-            return
         rows = self._board.ranks[self._board.ranks["total"] > 0]
-        if not len(rows):
-            self._show_line(bars)
+        if not len(rows) or not is_live() or time.monotonic() - self._started_s < _BAR_AFTER_S:
             return
         slowest = rows[int((rows["done"] / rows["total"]).argmin())]
         done, total = int(slowest["done"]), int(slowest["total"])
-        label = slowest["label"].decode()
         if self._bar is None:
             # Imported only when needed.
             from tqdm import tqdm
 
-            now = {"initial": done, "total": total, "desc": label}
-            self._bar = tqdm(**now, disable=None, bar_format=_BAR_FORMAT)
+            self._bar = tqdm(initial=done, total=total, disable=None, bar_format=_BAR_FORMAT)
         self._bar.total = total
-        self._bar.set_description(label, refresh=False)
+        self._bar.set_description(slowest["label"].decode(), refresh=False)
         self._bar.update(done - self._bar.n)
-
-    def _show_line(self, bars: Bars) -> None:
-        if time.monotonic() - self._line_s < _EVERY_S or not is_terminal(sys.stderr):
-            return
-        self._line_s = time.monotonic()
-        texts = [f"[rank {rank}] {mine[-1]}" for rank, mine in bars.items()]
-        width = shutil.get_terminal_size().columns - 1
-        line = "  ".join(text[: max(20, width // len(texts) - 2)] for text in texts)[:width]
-        if line != self._line:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-            self._line = line
 
     def close(self, trace: Trace | None) -> None:
         self.update({})
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()
-        if self._line:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
