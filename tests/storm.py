@@ -180,7 +180,8 @@ def strike_run(strike: Strike, draw: random.Random) -> str:
             assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
             outcome = "whole"
         except WorkerError as error:
-            assert strike.is_named_by(str(error)), f"{strike} is not named by: {error}"
+            if not strike.is_named_by(str(error)):
+                raise AssertionError(f"{strike} is not named by: {error}") from None
             outcome = "named"
         finally:
             # An interrupt that is on its way arrives here at the latest.

@@ -89,8 +89,9 @@ class Evidence:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have ended without a report, and are needed; the first to end first."""
-        return [r for r in self.exit_codes if r not in self.reports and r not in self.may_lose]
+        """The ranks that have ended, and are needed, but for their report of a failure."""
+        failed = {report.rank for report in self.failures}
+        return [rank for rank in self.exit_codes if rank not in self.may_lose | failed]
 
     @property
     def failures(self) -> list[Report]:

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from labkit.runtime.objects import kernel
 
 from labkit.comm.board import Board
 from labkit.notebook import live
@@ -14,7 +15,6 @@ from labkit.notebook.lane_picture import MOST_LANES, THEMED, Picture, draw, num_
 from labkit.notebook.lanes import History, Lane, trace_lanes
 from labkit.notebook.live import LiveRun
 from labkit.runtime import watch
-from labkit.runtime.objects import kernel
 from labkit.trace import Span, Trace
 
 MOST_BYTES = 20_000
