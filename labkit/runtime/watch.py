@@ -111,13 +111,15 @@ class ProgressBar:
             return
         slowest = rows[int((rows["done"] / rows["total"]).argmin())]
         done, total = int(slowest["done"]), int(slowest["total"])
+        label = slowest["label"].decode()
         if self._bar is None:
             # Imported only when needed.
             from tqdm import tqdm
 
-            self._bar = tqdm(initial=done, total=total, disable=None, bar_format=_BAR_FORMAT)
+            now = {"initial": done, "total": total, "desc": label}
+            self._bar = tqdm(**now, disable=None, bar_format=_BAR_FORMAT)
         self._bar.total = total
-        self._bar.set_description(slowest["label"].decode(), refresh=False)
+        self._bar.set_description(label, refresh=False)
         self._bar.update(done - self._bar.n)
 
     def close(self, trace: Trace | None) -> None:

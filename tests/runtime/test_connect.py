@@ -100,8 +100,8 @@ def test_only_a_connection_that_has_ended_is_a_lost_peer(error, is_loss):
 
 def test_memory_of_a_gpu_keeps_request_and_what_is_free():
     said = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of "
-        "which 1.00 GiB is free.\nException raised from malloc at x.cpp:1\nframe #0"
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB "
+        "of which 1.00 GiB is free.\nException raised from malloc at x.cpp:1\nframe #0"
     )
     summary = report_of_failure(0, torch.OutOfMemoryError(said)).summary
     assert "raised OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in summary

@@ -165,7 +165,7 @@ class TestWhatCannotTravel:
 
         with pytest.raises(ValueError, match=r"waits is an async function.* asyncio\.run\(waits"):
             run(waits, world_size=1)
-        with pytest.raises(ValueError, match="yields is a generator function .* return a list"):
+        with pytest.raises(ValueError, match=r"yields is a generator function .* return a list"):
             run(yields, world_size=1)
 
 
