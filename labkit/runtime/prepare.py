@@ -1,23 +1,11 @@
-"""Prepare a rank's process for the learner's function: random numbers, precision, no keyboard."""
+"""Prepare a rank's process for the learner's function: random numbers and precision."""
 
-import io
-import os
 import random
-import sys
 import warnings
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 import torch
-
-_ASK_BEFORE = (
-    "ask before the run, and give the answer to the ranks as an argument: "
-    "labkit.run(fn, answer, world_size=...)"
-)
-_PRINT = (
-    "print what you want to see (print(tensor.shape) shows the rank, too), or return it and look "
-    "at it in the notebook: result.values[rank]"
-)
 
 
 def seed_random_numbers(rank: int) -> None:
@@ -47,42 +35,3 @@ def allow_tf32(allowed: bool) -> None:
         cuda.matmul.allow_tf32 = cudnn.allow_tf32 = allowed
     for operation in (cuda.matmul, cudnn.conv, cudnn.rnn):
         operation.fp32_precision = "tf32" if allowed else "ieee"
-
-
-def take_keyboard_away() -> None:
-    """Let ``input()`` and debuggers raise an error that says what to do instead.
-
-    Otherwise they would find an empty input, and their errors (EOFError) say nothing of ranks; or
-    read the caller's terminal, which stops a process in the background.
-    """
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    sys.stdin = _NoKeyboard()
-    sys.breakpointhook = _refuse_breakpoint
-
-
-class _NoKeyboard(io.TextIOBase):
-    """The ``sys.stdin`` of a rank: input() and pdb read from it."""
-
-    def readable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 0
-
-    def read(self, *args: Any) -> Never:
-        _refuse("input()", _ASK_BEFORE)
-
-    readline = read
-
-
-def _refuse_breakpoint(*args: Any, **options: Any) -> None:
-    if os.environ.get("PYTHONBREAKPOINT") != "0":
-        _refuse("breakpoint()", _PRINT)
-
-
-def _refuse(what: str, instead: str) -> Never:
-    raise RuntimeError(
-        f"{what} reads the keyboard, and a rank has none: it is one of several processes. Next "
-        f"step: {instead}"
-    )

@@ -34,7 +34,7 @@ from labkit.runtime.messages import Inbox, Report, trace_of
 from labkit.runtime.output import Output
 from labkit.runtime.preload import server_fault, start_method, warm_up
 from labkit.runtime.shortages import remove_empty_segments, result_too_large
-from labkit.runtime.watch import Shown
+from labkit.runtime.watch import Watcher
 from labkit.runtime.worker import GO, Job, run_rank
 
 _POLL_S = 0.05
@@ -81,7 +81,7 @@ class Supervisor:
         self._launched_s = time.monotonic()
         self._looked_s = 0.0
         self._stuck: tuple[list[int], tuple[int, ...]] = [], ()
-        self._watcher: Shown | None = None
+        self._watcher: Watcher | None = None
 
     def run(self) -> list[Report | None]:
         """Start the ranks, wait for all of them, and return their reports in rank order.
@@ -97,7 +97,7 @@ class Supervisor:
             warm_up(training=False)
             self._starter.start()
             # The first one's imports take their time while the forkserver does its own.
-            self._watcher = Shown(self._seen.board)
+            self._watcher = Watcher(self._seen.board)
             error = self._watch(self._watcher)
             self.lost = {rank: self._seen.why_lost(rank) for rank in sorted(self._seen.lost)}
             if error is None:
@@ -161,7 +161,7 @@ class Supervisor:
         names |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         return os.environ.copy() | names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
-    def _watch(self, watcher: Shown) -> WorkerError | None:
+    def _watch(self, watcher: Watcher) -> WorkerError | None:
         """Watch until all ranks have returned (None) or the run has failed (an error to raise)."""
         seen = self._seen
         failed_s = started_s = None

@@ -1,41 +1,20 @@
-"""What shows a run while it lasts: one bar in a terminal; in a notebook, what the course draws."""
+"""What shows a run in a notebook while it lasts: the course's live lanes."""
 
 import importlib
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from labkit.comm.board import Board
 from labkit.runtime.output import is_live
 from labkit.runtime.preload import IN_NOTEBOOKS, interrupts_later
 from labkit.trace import Trace
 
-# A run that ends sooner shows no bar.
-_BAR_AFTER_S = 0.5
-_BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
-
 Bars = Mapping[int, Sequence[str]]
 _draws = ContextVar("draws", default=True)
-
-
-class Watcher(Protocol):
-    """Shows one run."""
-
-    def update(self, bars: Bars) -> None:
-        """Show the present state; called some twenty times a second.
-
-        Args:
-            bars: by rank, the bars that it draws with carriage returns.
-        """
-        ...
-
-    def close(self, trace: Trace | None) -> None:
-        """Show the end: the whole trace, or None if the run has failed."""
-        ...
 
 
 @contextmanager
@@ -62,68 +41,36 @@ def draws_live() -> bool:
     return not {"CI", "PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
 
 
-class Shown:
-    """What shows a run: the course's watcher in a notebook's kernel, else the bar, or nothing.
+class Watcher:
+    """Shows a run in a notebook's kernel, by the module in ``IN_NOTEBOOKS``; elsewhere nothing.
 
-    A watcher whose failure is told does not end the run.
+    Where the drawing fails this is said once, and the run goes on.
     """
 
     def __init__(self, board: Board):
-        self._watcher: Watcher | None = None
-        if not _draws.get():
-            return
-        if kernel() is None:
-            self._watcher = ProgressBar(board)
-        elif draws_live():
+        self.drawn: Any = None
+        if _draws.get() and kernel() is not None and draws_live():
             for name in IN_NOTEBOOKS:
                 with interrupts_later():
-                    module = importlib.import_module(name)
-                self._watcher = module.watcher(board)
+                    self.drawn = importlib.import_module(name).watcher(board)
 
     def update(self, bars: Bars) -> None:
+        """Show the present state; called some twenty times a second.
+
+        Args:
+            bars: by rank, the bars that it draws with carriage returns.
+        """
         self._call("update", bars)
 
     def close(self, trace: Trace | None) -> None:
+        """Show the end: the whole trace, or None if the run has failed."""
         self._call("close", trace)
 
     def _call(self, name: str, argument: Any) -> None:
         try:
-            if self._watcher is not None:
-                getattr(self._watcher, name)(argument)
+            if self.drawn is not None:
+                getattr(self.drawn, name)(argument)
         except Exception as error:
-            self._watcher = None
+            self.drawn = None
             what = f"{type(error).__name__}: {error}"
             print(f"the run goes on, and is no longer drawn: {what}", file=sys.stderr)
-
-
-class ProgressBar:
-    """One bar for a run: the progress of its slowest rank, read from the status board."""
-
-    def __init__(self, board: Board):
-        self._board = board
-        self._started_s = time.monotonic()
-        self._bar: Any = None
-
-    def update(self, bars: Bars) -> None:
-        """Show how far the slowest rank is, if any rank reports progress."""
-        rows = self._board.ranks[self._board.ranks["total"] > 0]
-        if not len(rows) or not is_live() or time.monotonic() - self._started_s < _BAR_AFTER_S:
-            return
-        slowest = rows[int((rows["done"] / rows["total"]).argmin())]
-        done, total = int(slowest["done"]), int(slowest["total"])
-        label = slowest["label"].decode()
-        if self._bar is None:
-            # Imported only when needed.
-            from tqdm import tqdm
-
-            now = {"initial": done, "total": total, "desc": label}
-            self._bar = tqdm(**now, disable=None, bar_format=_BAR_FORMAT)
-        self._bar.total = total
-        self._bar.set_description(label, refresh=False)
-        self._bar.update(done - self._bar.n)
-
-    def close(self, trace: Trace | None) -> None:
-        self.update({})
-        if self._bar is not None:
-            self._bar.refresh()
-            self._bar.close()

@@ -29,7 +29,7 @@ from labkit.runtime.connect import MeetingFile, connect
 from labkit.runtime.failures import report_of_failure
 from labkit.runtime.messages import Report, send
 from labkit.runtime.pickling import dump_value
-from labkit.runtime.prepare import seed_random_numbers, take_keyboard_away
+from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.shortages import result_too_large
 
 # What the launcher writes to let a rank exit.
@@ -93,7 +93,6 @@ def run_rank(
         # A DataLoader's workers are forks of this rank, as in any program on Linux. From the
         # forkserver they would have to unpickle the data set, and to import torch, each epoch.
         multiprocessing.set_start_method("fork", force=True)
-    take_keyboard_away()
     # A rank has no notebook that shows objects and figures: it prints their text.
     vars(builtins)["display"] = print
     os.environ["MPLBACKEND"] = "agg"

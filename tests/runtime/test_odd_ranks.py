@@ -4,7 +4,6 @@ Whatever they do, the run ends whole and says why.
 """
 
 import os
-import pdb
 import random
 import signal
 import subprocess
@@ -197,30 +196,6 @@ class TestRandomNumbers:
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
         assert len(drawn) == 3 * 64
-
-
-READS = {
-    "input": lambda: input("name? "),
-    "lines": lambda: list(sys.stdin),
-    "breakpoint": lambda: breakpoint(),
-    "pdb": lambda: pdb.set_trace(),
-}
-
-
-class TestKeyboard:
-    @pytest.mark.parametrize("how", READS)
-    def test_a_rank_has_none_and_says_so_at_the_learners_line(self, how):
-        def reads(comm):
-            READS[how]()
-            comm.barrier()
-
-        with pytest.raises(WorkerError, match="reads the keyboard, and a rank has") as caught:
-            run(reads, world_size=1)
-        assert "Next step: " in str(caught.value)
-        assert os.path.basename(__file__) in caught.value.location
-
-    def test_programs_that_a_rank_starts_find_an_empty_input(self):
-        assert run(lambda comm: os.read(0, 10), world_size=1).values == [b""]
 
 
 def variables(comm, *names):

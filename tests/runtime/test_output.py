@@ -1,6 +1,5 @@
-"""What the caller sees of the ranks' output and progress."""
+"""What the caller sees of the ranks' output."""
 
-import io
 import os
 import sys
 import time
@@ -10,9 +9,7 @@ import pytest
 from ranks import travel_by_value
 
 from labkit import WorkerError, run
-from labkit.comm.board import Board
 from labkit.runtime.output import Output
-from labkit.runtime.watch import ProgressBar
 
 travel_by_value(__name__)
 
@@ -134,30 +131,3 @@ def test_what_was_printed_or_displayed_before_a_failure_is_shown(capsys):
     with pytest.raises(WorkerError):
         run(fails, world_size=1)
     assert capsys.readouterr().out == "[rank 0] before the end\n[rank 0] text\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(
-    ("stream", "live", "shown"),
-    [(Terminal(), "1", True), (Terminal(), "0", False), (io.StringIO(), "1", False)],
-    ids=["terminal", "under test", "file"],
-)
-def test_the_bar_of_a_run_that_takes_a_while_shows_the_slowest_rank(
-    stream, live, shown, monkeypatch
-):
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("LABKIT_LIVE", live)
-    board = Board(2)
-    bar = ProgressBar(board)
-    board.progress(0, 6, 10, "steps")
-    board.progress(1, 4, 10, "steps")
-    bar.update({})
-    assert stream.getvalue() == "", "a short run shows nothing"
-    time.sleep(0.5)
-    bar.update({})
-    assert ("4/10" in stream.getvalue()) == ("steps" in stream.getvalue()) == shown
-    bar.close(None)
