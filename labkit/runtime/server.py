@@ -37,10 +37,11 @@ def _freeze() -> None:
 def _end() -> None:
     """Remove the server's socket and its folder, which a killed caller cannot remove."""
     gc.unfreeze()
-    with contextlib.suppress(OSError, TypeError):
-        socket = Path(_server._forkserver_address)
-        socket.unlink()
-        socket.parent.rmdir()
+    if os.getpid() == _PID and _server._forkserver_address:
+        with contextlib.suppress(OSError):
+            socket = Path(_server._forkserver_address)
+            socket.unlink()
+            socket.parent.rmdir()
 
 
 os.register_at_fork(before=_freeze)
