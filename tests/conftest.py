@@ -106,6 +106,8 @@ def pytest_collection_finish(session):
 
     # Functions that ranks run contain pytest's asserts: import them once, not in every rank.
     preload.FOR_RANKS.append("_pytest.assertion.rewrite")
+    # Most test processes also train: their forkserver imports what that needs at once.
+    preload.FOR_RANKS.extend(preload.FOR_TRAINING)
     # Imported objects are not garbage: without them, tests that collect garbage are quicker.
     gc.freeze()
     gc.enable()
@@ -138,6 +140,8 @@ def light_server():
     from labkit.runtime import preload
 
     with pytest.MonkeyPatch.context() as patch:
+        training, ranks = preload.FOR_TRAINING, preload.FOR_RANKS
+        patch.setattr(preload, "FOR_RANKS", [name for name in ranks if name not in training])
         patch.setattr(preload, "FOR_TRAINING", [])
         yield
     end_server()

@@ -25,7 +25,7 @@ from fault_seconds import PROPERTY
 from ranks import is_alive, leftovers, open_descriptors, running_ranks, session_of, wait_until
 
 from labkit import WorkerError, run
-from labkit.runtime import supervisor
+from labkit.runtime import launch
 
 # The table's limit for the end of a failed run, and how much longer a busy machine may take.
 LIMIT_S = 10.0
@@ -102,17 +102,17 @@ class Case:
             line: the learner's source line, or a part of it, that the error must show.
             error: the error's class.
         """
-        agents = []
+        runs = []
 
-        class Seen(supervisor.Ranks):
-            def start(self) -> None:
-                agents.append(self)
-                super().start()
+        class Seen(launch.Supervisor):
+            def run(self) -> list:
+                runs.append(self)
+                return super().run()
 
         options = {"world_size": 2, **options}
         limit_s = max(LIMIT_S, options.get("timeout_s", 0)) * PATIENCE
         with self.patch.context() as patch, self.timed(limit_s):
-            patch.setattr(supervisor, "Ranks", Seen)
+            patch.setattr(launch, "Supervisor", Seen)
             with pytest.raises(error) as caught:
                 run(fn, *args, **options)
         found = caught.value
@@ -122,9 +122,8 @@ class Case:
         if rank is not None:
             assert f"rank {rank}" in str(found)
             assert found.rank == rank, f"rank {found.rank} in {found}"
-        for agent in agents:
-            assert agent.finished.is_set()
-            assert not [pid for pid in agent.pids.values() if is_alive(pid)], "ranks not joined"
+        for one in runs:
+            assert not [pid for pid in one.pids.values() if is_alive(pid)], "ranks not joined"
         return found
 
     def refused(

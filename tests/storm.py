@@ -1,10 +1,10 @@
-"""A storm of signals: runs that are hit by a signal at a random moment.
+"""A storm of signals: runs that are hit by a signal at a random moment after their start.
 
 A strike sends SIGKILL, SIGTERM, SIGABRT or SIGSTOP to a rank, to the forkserver or to the program
-that runs them, or SIGINT to the caller (the stop button), at a time between the start of a run and
-a little after its usual end. Some runs fail by themselves, on all ranks at once, and beside some
-another run goes on. Whatever is hit, the run must end in time, with the right values or with an
-error that names the cause, and leave nothing behind: no process, no file, no semaphore.
+that runs them, or SIGINT to the caller (the stop button). Its moment is counted from an event (the
+ranks are there, the program has said that it runs), so that a slow start is not struck before it
+began. Whatever is hit, the run must end in time, with the right values or with an error that names
+the cause, and leave nothing behind: no process, no file, no semaphore.
 
 ``make storm`` makes several hundred runs, tests/runtime/test_storm.py a few. The same seed repeats
 the same strikes.
@@ -40,18 +40,16 @@ from ranks import (
 )
 
 from labkit import WorkerError, run
-from labkit.runtime import supervisor
-from labkit.runtime.forkserver import server_fault
-from labkit.runtime.preload import FOR_TRAINING
+from labkit.runtime import launch
+from labkit.runtime.preload import FOR_TRAINING, server_fault
 
 travel_by_value(__name__)
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSTOP)
 # A run with a stopped rank ends at its deadline; all other runs end much earlier.
 TIMEOUT_S = 2.0
-PATIENCE_S = 10.0
 # A forkserver that was hit before a run is started again, and imports torch.
-IMPORT_S = 60.0
+PATIENCE_S, IMPORT_S = 10.0, 60.0
 
 
 def returns_at_once(comm):
@@ -78,23 +76,15 @@ def returns_much(comm):
     return comm.rank, torch.zeros(2_000_000)
 
 
-def sends_around(comm):
-    mine, theirs = torch.full((100_000,), float(comm.rank)), torch.empty(100_000)
-    for _ in range(10):
-        if comm.world_size > 1:
-            right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-            comm.exchange(mine, right, theirs, left)
-    return comm.rank
-
-
 def fails_everywhere(comm):
     raise ValueError(f"the fault of rank {comm.rank}")
 
 
 # (target, signal) of the strikes, in turn.
 KINDS = [("caller", signal.SIGINT)] * 2
-KINDS += itertools.product(["rank"] * 3 + ["forkserver"], SIGNALS)
-FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much, sends_around)
+KINDS += itertools.product(["rank"] * 3, SIGNALS)
+KINDS += itertools.product(["forkserver"], SIGNALS[:3])
+FUNCTIONS = (returns_at_once, meets_often, computes_alone, returns_much)
 
 
 @dataclass
@@ -105,8 +95,7 @@ class Strike:
         function: what the ranks run.
         target: ``rank``, ``forkserver`` or ``caller``.
         number: the signal.
-        is_beside_another: another run goes on in a thread at the same time.
-        after_s: seconds from the start of the run to the signal.
+        after_s: seconds from the moment when the ranks are there to the signal.
         rank: the rank that was hit; None before, and if none was.
         has_hit: whether the signal was sent.
     """
@@ -116,22 +105,24 @@ class Strike:
     target: str
     number: signal.Signals
     after_s: float
-    is_beside_another: bool = False
     rank: int | None = None
     has_hit: bool = False
 
     @classmethod
     def drawn(cls, draw: random.Random, target: str, number: signal.Signals) -> "Strike":
         after_s = draw.uniform(0, draw.choice([0.06, 0.12, 0.3]))
-        # The loss of the forkserver may hit both.
-        beside = target != "forkserver" and draw.random() < 0.2
         function, ranks = draw.choice((*FUNCTIONS, fails_everywhere)), draw.randint(1, 4)
-        return cls(function, ranks, target, number, after_s, beside)
+        return cls(function, ranks, target, number, after_s)
 
-    def hit(self, agent: supervisor.Ranks | None, draw: random.Random) -> None:
+    def hit(self, run: launch.Supervisor, ended: threading.Event, draw: random.Random) -> None:
+        """Wait until the run has ranks, and a while, and send the signal."""
+        while not run.pids and not ended.is_set():
+            time.sleep(0.001)
+        if ended.wait(self.after_s):
+            return
         pid = os.getpid() if self.target == "caller" else server_pid()
         if self.target == "rank":
-            alive = {r: p for r, p in agent.pids.items() if r not in agent.exit_codes}
+            alive = {r: p for r, p in run.pids.items() if r not in run.exit_codes}
             if not alive:
                 return
             self.rank, pid = draw.choice(list(alive.items()))
@@ -146,7 +137,6 @@ class Strike:
         return (
             f"{self.number.name} to {self.target} {'' if self.rank is None else self.rank} after "
             f"{self.after_s:.3f} s of {self.function.__name__} on {self.world_size} ranks"
-            f"{' beside another run' * self.is_beside_another}"
         )
 
     def is_named_by(self, error: str) -> bool:
@@ -154,25 +144,11 @@ class Strike:
             return True
         if not self.has_hit or self.target == "caller":
             return False
-        stopped = self.number == signal.SIGSTOP
         if self.target == "forkserver":
-            end = "is stopped by a signal" if stopped else f"was killed by {self.number.name}"
-            return "(the forkserver, pid " in error and end in error
-        if stopped:
+            return "(the forkserver, pid " in error and self.number.name in error
+        if self.number == signal.SIGSTOP:
             return f"rank {self.rank} is stopped by a signal" in error
         return f"rank {self.rank} was killed by {self.number.name}" in error
-
-
-def _outcome(strike: Strike) -> str:
-    try:
-        result = run(strike.function, world_size=strike.world_size, timeout_s=TIMEOUT_S)
-    except WorkerError as error:
-        if not strike.is_named_by(str(error)):
-            raise AssertionError(f"{strike} is not named by: {error}") from None
-        return "named"
-    ranks = [value[0] if isinstance(value, tuple) else value for value in result.values]
-    assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
-    return "whole"
 
 
 def strike_run(strike: Strike, draw: random.Random) -> str:
@@ -185,49 +161,44 @@ def strike_run(strike: Strike, draw: random.Random) -> str:
     Raises:
         AssertionError: the run took too long, named another cause, or left something behind.
     """
-    agents, caller = [], threading.get_ident()
+    runs, ended, strikers = [], threading.Event(), []
 
-    class Seen(supervisor.Ranks):
-        def start(self):
-            if threading.get_ident() == caller:
-                agents.append(self)
-            super().start()
-
-    def hit():
-        if agents or strike.target == "caller":
-            strike.hit(agents[-1] if agents else None, draw)
+    class Seen(launch.Supervisor):
+        def run(self):
+            runs.append(self)
+            strikers.append(threading.Thread(target=strike.hit, args=(self, ended, draw)))
+            strikers[0].start()
+            return super().run()
 
     before = leftovers()
-    timer, beside, found = threading.Timer(strike.after_s, hit), None, []
-    if strike.is_beside_another:
-        call = lambda: found.append(run(meets_often, world_size=2).values)  # noqa: E731
-        beside = threading.Thread(target=call)
-        beside.start()
-    supervisor.Ranks, keep = Seen, supervisor.Ranks
+    launch.Supervisor, keep = Seen, launch.Supervisor
     started_s = time.monotonic()
     try:
         try:
-            timer.start()
-            outcome = _outcome(strike)
+            result = run(strike.function, world_size=strike.world_size, timeout_s=TIMEOUT_S)
+            ranks = [value[0] if isinstance(value, tuple) else value for value in result.values]
+            assert ranks == list(range(strike.world_size)), f"{strike}: wrong values {ranks}"
+            outcome = "whole"
+        except WorkerError as error:
+            if not strike.is_named_by(str(error)):
+                raise AssertionError(f"{strike} is not named by: {error}") from None
+            outcome = "named"
         finally:
             # An interrupt that is on its way arrives here at the latest.
-            timer.cancel()
-            timer.join()
+            ended.set()
+            strikers[0].join()
     except KeyboardInterrupt:
         assert strike.target == "caller", str(strike)
-        timer.join()
+        strikers[0].join()
         outcome = "stopped"
     finally:
-        took_s = time.monotonic() - started_s
-        supervisor.Ranks = keep
-    if beside:
-        beside.join()
-        assert found == [[0, 1]], f"{strike}: the run beside it ended with {found}"
+        launch.Supervisor = keep
+    took_s = time.monotonic() - started_s
     limit_s = TIMEOUT_S + PATIENCE_S + IMPORT_S * (strike.target == "forkserver")
     assert took_s < limit_s, f"{strike}: the run took {took_s:.1f} s"
     assert wait_until(lambda: not running_ranks(), 2), f"{strike} left ranks {running_ranks()}"
     assert leftovers() <= before, f"{strike} left {leftovers() - before}"
-    assert all(not is_alive(pid) for agent in agents for pid in agent.pids.values()), str(strike)
+    assert not any(map(is_alive, runs[0].pids.values())), str(strike)
     return outcome
 
 
@@ -235,11 +206,10 @@ PROGRAM = """
     import sys
     sys.path.insert(0, {here!r})
     import storm
-    from labkit import run, warm_up
+    from labkit import run
 
     if __name__ == "__main__":
         print("begins", flush=True)
-        warm_up(training=False)
         while True:
             for function in storm.FUNCTIONS:
                 run(function, world_size=2)
@@ -270,11 +240,18 @@ def strike_program(
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         try:
-            assert program.stdout.readline() == "begins\n"
-            time.sleep(draw.uniform(0, 6))
+            # While its forkserver imports torch, or while it runs.
+            said = draw.choice(["begins\n", "ran\n"])
+            while program.stdout.readline() != said:
+                assert program.poll() is None
+            time.sleep(draw.uniform(0, 1))
             send(program.pid, number)
             if number == signal.SIGSTOP:
-                _goes_on(program)
+                # One that was stopped for a moment continues as before.
+                time.sleep(0.5)
+                os.kill(program.pid, signal.SIGCONT)
+                for _ in range(8):
+                    assert program.stdout.readline() == "ran\n"
                 os.kill(program.pid, signal.SIGKILL)
             program.wait(10)
             # A forkserver that is still importing notices it only after its imports.
@@ -294,14 +271,6 @@ def strike_program(
         new &= set(os.listdir("/dev/shm"))
         assert not new, f"{number.name} to the program left {new}"
     return "gone"
-
-
-def _goes_on(program: subprocess.Popen) -> None:
-    """Check that a program that was stopped for a moment continues as before."""
-    time.sleep(0.5)
-    os.kill(program.pid, signal.SIGCONT)
-    for _ in range(8):
-        assert program.stdout.readline() == "ran\n"
 
 
 def weather(runs: int, programs: int, seed: int) -> Counter:

@@ -1,6 +1,5 @@
 """How a started process becomes a rank: it joins the other ranks and gets its Comm."""
 
-import atexit
 import os
 import tempfile
 import time
@@ -15,12 +14,9 @@ import torch.distributed as dist
 
 from labkit.comm.comm import Comm
 from labkit.comm.connections import Connection, new_connections
-from labkit.comm.cuda_ipc import CudaTransport
 from labkit.comm.emulated_link import EmulatedLink, emulated_hosts, over_link, plug_in
 from labkit.comm.hosts_transport import HostsTransport
 from labkit.comm.meeting import find_hosts, meet, stay_on_loopback
-from labkit.comm.reads import flush_before_reads
-from labkit.comm.session import Session
 from labkit.comm.shared_memory import Arena
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport, close_arrivals, means_loss
@@ -28,8 +24,6 @@ from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
-from labkit.runtime import rounds
-from labkit.runtime.nccl_sharing import SHARING, shares_gpus
 from labkit.runtime.prepare import allow_tf32
 
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
@@ -37,9 +31,12 @@ PATIENCE_S = 30.0
 _RENDEZVOUS_S = 60.0
 _FOREVER = timedelta(days=365)
 
-# PyTorch kills the process at an error or a timeout of NCCL, before it can say what was wrong.
-# With 2 ("CleanUpOnly", ProcessGroupNCCL.hpp) it only aborts the group, which raises an error.
-_ON_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+# The Comm that this process has last joined the others with.
+_latest: list[Comm] = []
+# The connections of the default process group of this process.
+group_connections: list[Connection] = []
+# Of the hosts of this process's latest run.
+host_names: list[str] = []
 
 
 def connect(
@@ -65,10 +62,22 @@ def connect(
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
-    _prepare(plan, device, int(os.environ["LOCAL_WORLD_SIZE"]))
+    stay_on_loopback()
+    torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # Whatever the devices: a run on the CPU may also use a GPU for a part of its model.
+    allow_tf32(False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if plan.backend == "nccl":
+        # PyTorch kills the process at an error or a timeout of NCCL, before it can say what was
+        # wrong. With 2 ("CleanUpOnly", ProcessGroupNCCL.hpp) it aborts the group, which raises.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     # If there is a launcher (``arena``), it enforces the deadline itself.
     group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
-    _join_once(plan.backend, group_timeout_s, device, meeting)
+    if not dist.is_initialized():
+        with new_connections() as opened:
+            _join_group(plan.backend, group_timeout_s, device, meeting)
+        group_connections[:] = opened
     group_store = dist.distributed_c10d._get_default_store()
     hosts = find_hosts(group_store, rank, world_size)
     neighbours, host_names[:] = hosts.neighbours(rank), hosts.names
@@ -76,21 +85,22 @@ def connect(
         arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
     plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
-    transport = over_link(_transport(plan, arena, neighbours, rank, device, patience_s))
-    board = arena.board if arena else None
-    bells = _doorbells(arena, rank, neighbours, patience_s) if arena else None
+    transport: Transport = TorchTransport(plan.backend, device)
+    is_alone = len(neighbours) == 1 < world_size
+    if arena and plan.transport == "shared" and device.type == "cpu" and not is_alone:
+        near = SharedTransport(arena, rank, patience_s)
+        is_near = len(neighbours) == world_size
+        transport = near if is_near else HostsTransport(near, transport, neighbours)
+    bells = None
+    if arena and arena.has_semaphores:
+        of_neighbours = {one: arena.doorbell(one) for one in neighbours}
+        bells = Doorbells(arena.board, rank, patience_s, of_neighbours)
+    board, transport = arena.board if arena else None, over_link(transport)
     comm = Comm(rank, world_size, device, transport, board, doorbells=bells, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
     comm.hosts = emulated_hosts(range(world_size)) or hosts.ranks
-    if comm.session.queue is not None:
-        flush_before_reads(comm.session)
-        _leaving.append(comm.session)
     _latest[:] = [comm]
     return comm
-
-
-# The Comm that this process has last joined the others with.
-_latest: list[Comm] = []
 
 
 def open_comm() -> Comm | None:
@@ -98,17 +108,13 @@ def open_comm() -> Comm | None:
     return next((comm for comm in _latest if not comm.session.is_closed), None)
 
 
-# Those of the default process group of this process.
-group_connections: list[Connection] = []
-# Of the hosts of this process's latest run.
-host_names: list[str] = []
-
-
 def own_store(run: int) -> dist.Store:
     """A new connection to torchrun's store, for the watch over the ``run``-th run of this process.
 
     A connection serves one request at a time, and the group's may be kept busy by the ranks.
     """
+    from labkit.runtime import rounds
+
     joined = rounds.current()
     assert joined is not None, "only torchrun's ranks are watched from within"
     store = joined.connection()
@@ -116,113 +122,48 @@ def own_store(run: int) -> dist.Store:
     return dist.PrefixStore(f"watch/{run}", store)
 
 
-def _prepare(plan: Plan, device: torch.device, local_world_size: int) -> None:
-    """Set what has to be set before a rank joins the others."""
-    stay_on_loopback()
-    torch.set_num_threads(max(1, num_cores() // local_world_size))
-    # Whatever the devices: a run on the CPU may also use a GPU for a part of its model.
-    allow_tf32(False)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if plan.backend == "nccl":
-        for name, value in (_ON_NCCL | (SHARING if shares_gpus(plan) else {})).items():
-            os.environ.setdefault(name, value)
-
-
-def _doorbells(
-    arena: Arena, rank: int, neighbours: tuple[int, ...], patience_s: float
-) -> Doorbells | None:
-    if not arena.has_semaphores:
-        return None
-    bells = {one: arena.doorbell(one) for one in neighbours}
-    return Doorbells(arena.board, rank, patience_s, bells)
-
-
-def _transport(
-    plan: Plan,
-    arena: Arena | None,
-    neighbours: tuple[int, ...],
-    rank: int,
-    device: torch.device,
-    patience_s: float,
-) -> Transport:
-    """Shared memory between ``neighbours``, the ranks of this host, if the plan says so."""
-    is_alone = arena is not None and len(neighbours) == 1 < arena.world_size
-    if arena is None or plan.transport != "shared" or is_alone:
-        return TorchTransport(plan.backend, device)
-    if device.type == "cuda":
-        near = CudaTransport(arena, rank, device, timeout_s=patience_s)
-    else:
-        near = SharedTransport(arena, rank, patience_s)
-    if len(neighbours) == arena.world_size:
-        return near
-    return HostsTransport(near, TorchTransport(plan.backend, device), neighbours)
-
-
-def _join_once(
-    backend: str, timeout_s: float, device: torch.device, meeting: "MeetingFile | None"
-) -> None:
-    """Join the group, unless this process is in one, and remember its connections."""
-    if not dist.is_initialized():
-        store = meeting.store(int(os.environ["WORLD_SIZE"])) if meeting else None
-        with new_connections() as opened:
-            _join_group(backend, timeout_s, device, store)
-        group_connections[:] = opened
-
-
 def _join_group(
-    backend: str, timeout_s: float, device: torch.device, store: dist.Store | None
+    backend: str, timeout_s: float, device: torch.device, meeting: "MeetingFile | None"
 ) -> None:
     started_s = time.monotonic()
     rendezvous_timeout = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        if store is None:
+        if meeting is not None:
+            store: Any = meeting.store(world_size)
+        else:
+            # Only what torchrun has started needs it.
+            from labkit.runtime import rounds
+
             store = rounds.join(rendezvous_timeout.total_seconds()).store
         store.set_timeout(rendezvous_timeout)
         dist.init_process_group(
             backend,
             store=store,
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=timeout_s + PATIENCE_S),
             device_id=device if backend == "nccl" else None,
         )
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except RuntimeError as error:
-        raise _not_joined(error, time.monotonic() - started_s, backend) from None
-    if backend == "nccl":
-        # The group must end before CUDA does. A rank's process runs finalizers of multiprocessing
-        # when it exits, but no atexit handlers.
-        Finalize(None, _leave_group, exitpriority=10)
-    else:
-        # Under torchrun, gloo's threads have aborted the interpreter if they still ran at its end.
-        atexit.register(_leave_group)
+        first_line = str(error).splitlines()[0]
+        if isinstance(error, dist.DistBackendError) and not means_loss(error):
+            text = str(error).partition("\nException raised from ")[0]
+            raise RuntimeError(f"rank {rank} could not start {backend}: {text}") from None
+        if isinstance(error, dist.DistError) and meeting is None:
+            from labkit.runtime import rounds
 
-
-def _not_joined(error: RuntimeError, waited_s: float, backend: str) -> Exception:
-    """The error of a rank that could not join the group, by its cause."""
-    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
-        return error
-    if isinstance(error, dist.DistBackendError) and not means_loss(error):
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        said = "\n".join(line for line in lines if not line.startswith(("frame #", "Exception")))
-        return RuntimeError(f"rank {os.environ['RANK']} could not start {backend}: {said}")
-    if isinstance(error, dist.DistError):
-        return rounds.unreachable(error, waited_s)
-    return _not_connected(error)
-
-
-def _not_connected(error: RuntimeError) -> PeerLostError:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    return PeerLostError(
-        f"rank {os.environ['RANK']} could not connect to the other ranks: one of them has "
-        "ended, another program has connected to its port (then run it again), or there is no "
-        f"network interface {interface!r} (GLOO_SOCKET_IFNAME). PyTorch says: "
-        f"{str(error).splitlines()[0]}"
-    )
-
-
-# The sessions of this process whose operations are queued.
-_leaving: list[Session] = []
+            raise rounds.unreachable(error, time.monotonic() - started_s) from None
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        raise PeerLostError(
+            f"rank {rank} could not connect to the other ranks: one of them has ended, another "
+            "program has connected to its port (then run it again), or there is no network "
+            f"interface {interface!r} (GLOO_SOCKET_IFNAME). PyTorch says: {first_line}"
+        ) from None
+    # The group must end before CUDA and the interpreter do, whose end gloo's threads have aborted.
+    Finalize(None, _leave_group, exitpriority=10)
 
 
 def _leave_group() -> None:
@@ -234,11 +175,10 @@ def _leave_group() -> None:
     if not dist.is_initialized():
         return
     close_arrivals()
-    broken = [session for session in _leaving if not session.ended_well]
-    if not broken:
+    if dist.get_backend() == "nccl" and (comm := open_comm()) is not None:
+        comm.transport.abort()
+    else:
         dist.destroy_process_group()
-    for session in broken:
-        session.transport.abort()
 
 
 class MeetingFile:

@@ -1,23 +1,18 @@
-"""The ranks' output, as the calling process prints it."""
+"""The ranks' output, as the calling process prints it: by rank, by line, up to a limit."""
 
 import os
-import sys
+import re
 import time
 from collections import deque
 from collections.abc import Collection
 from multiprocessing.connection import Connection
-from typing import TextIO
-
-from labkit.runtime.messages import Shown
-from labkit.runtime.objects import Objects
-from labkit.runtime.screen import Screen
 
 MAX_CHARS = 200_000
 # Lines are shown in rank order, so that the same run prints the same text in Jupyter, in a
 # terminal and under test. A rank's lines wait for the ranks below it, at most this long.
 _HOLD_S = 2.0
-# A line that a bar has left for this long will not be overwritten.
-_REST_S = 0.2
+# How tqdm moves between the lines of several bars.
+_CURSOR = re.compile(rb"\x1b\[(A|[02]?K)")
 
 
 def is_live() -> bool:
@@ -26,21 +21,23 @@ def is_live() -> bool:
 
 
 class Output:
-    """Collects the ranks' output and prints it by line, with the rank's name, up to a limit.
+    """Collects the ranks' output, and prints it by line with the rank's name.
 
-    Objects that a rank displays are shown at their places among its lines.
+    Of a line that is written again and again after a carriage return, as a bar is, the last state
+    counts.
+
+    Args:
+        connections: by rank, the ends of the pipes to read from.
     """
 
     def __init__(self, connections: list[Connection]):
         self._open = {connection: rank for rank, connection in enumerate(connections)}
-        self._screens = [Screen() for _ in connections]
-        # Lines, and numbers of objects to show.
-        self._due: list[deque[str | int]] = [deque() for _ in connections]
-        self._objects = Objects()
-        self._kept = [0] * len(connections)
-        self._cut = [0] * len(connections)
-        self._rested_s = 0.0
-        self._held_since_s: float | None = None
+        # By rank: the beginning of its next line, the lines that are not printed yet, how many
+        # characters there have been, and how many were cut.
+        self._parts = [b"" for _ in connections]
+        self._lines: list[deque[str]] = [deque() for _ in connections]
+        self._num_chars, self._num_cut = [0] * len(connections), [0] * len(connections)
+        self._waiting_since_s: float | None = None
 
     @property
     def connections(self) -> list[Connection]:
@@ -48,110 +45,85 @@ class Output:
 
     @property
     def bars(self) -> dict[int, list[str]]:
-        """By rank, the bars that it draws with carriage returns, as they are now."""
-        return {rank: bars for rank, screen in enumerate(self._screens) if (bars := screen.bars)}
+        """By rank, the line that it is writing, if it is a bar."""
+        texts = {rank: _last_state(part) for rank, part in enumerate(self._parts) if b"\r" in part}
+        return {rank: [text] for rank, text in texts.items() if text.strip()}
 
     def read(self, ready: Collection[object]) -> None:
         """Read from the connections that are in ``ready``."""
-        for connection in self.connections:
-            if connection in ready:
-                self._read(connection)
+        for connection, rank in list(self._open.items()):
+            if connection not in ready:
+                continue
+            try:
+                data = os.read(connection.fileno(), 1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                del self._open[connection]
+                connection.close()
+            *lines, rest = (self._parts[rank] + data).split(b"\n")
+            # What a bar has overwritten is not kept; a line without an end is cut in parts.
+            if b"\r" in rest:
+                rest = b"\r" + rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+            elif len(rest) > MAX_CHARS:
+                lines, rest = [*lines, rest], b""
+            self._parts[rank] = rest
+            for line in lines:
+                self._add(rank, line)
 
-    def _read(self, connection: Connection) -> None:
-        rank = self._open[connection]
-        try:
-            data = os.read(connection.fileno(), 1 << 16)
-        except OSError:
-            data = b""
-        if data:
-            self._add(rank, self._screens[rank].feed(data))
-            return
-        del self._open[connection]
-        connection.close()
-        self._add(rank, self._screens[rank].end())
-
-    def take(self, shown: Shown) -> None:
-        """Take an object that a rank displays."""
-        self._objects.add(shown)
-
-    def _add(self, rank: int, settled: list[bytes | int]) -> None:
-        for item in settled:
-            if isinstance(item, int):
-                self._due[rank].append(item)
-            else:
-                self._add_line(rank, item.decode("utf-8", errors="backslashreplace"))
-        if settled and self._held_since_s is None:
-            self._held_since_s = time.monotonic()
-
-    def _add_line(self, rank: int, text: str) -> None:
-        if self._kept[rank] >= MAX_CHARS:
-            self._cut[rank] += len(text) + 1
-            return
-        room = MAX_CHARS - self._kept[rank]
-        self._kept[rank] += len(text) + 1
-        self._cut[rank] += max(0, len(text) - room)
-        self._due[rank].append(text[:room])
+    def _add(self, rank: int, line: bytes) -> None:
+        text = _last_state(line)
+        if line.strip(b"\r") and not text.strip() and (b"\r" in line or b"\x1b" in line):
+            return  # a bar that was erased
+        if self._waiting_since_s is None:
+            self._waiting_since_s = time.monotonic()
+        room = max(0, MAX_CHARS - self._num_chars[rank])
+        self._num_chars[rank] += len(text) + 1
+        self._num_cut[rank] += len(text[room:]) if room else len(text) + 1
+        if room:
+            self._lines[rank].append(text[:room])
 
     def show(self, finished: set[int]) -> None:
         """Print rank 0's lines at once, and another rank's when all below it have finished.
 
         Lines that have waited too long are printed without waiting for ``finished`` ranks.
         """
-        if not is_live():
+        if not is_live() or self._waiting_since_s is None:
             return
-        now_s = time.monotonic()
-        if now_s - self._rested_s > _REST_S:
-            self._rested_s = now_s
-            for rank, screen in enumerate(self._screens):
-                self._add(rank, screen.rest())
-        if self._held_since_s is None:
-            return
-        overdue = now_s - self._held_since_s > _HOLD_S
-        for rank in range(len(self._due)):
+        overdue = time.monotonic() - self._waiting_since_s > _HOLD_S
+        for rank in range(len(self._lines)):
             self._print(rank)
             if rank not in finished and not overdue:
                 break
-        if not any(self._due):
-            self._held_since_s = None
+        if not any(self._lines):
+            self._waiting_since_s = None
 
     def flush(self) -> None:
         """Print all that is left, and how many characters were cut."""
-        for rank, screen in enumerate(self._screens):
-            self._add(rank, screen.end())
-            self._due[rank] = deque(self._objects.placed(rank, self._due[rank]))
-            if self._cut[rank]:
-                self._due[rank].append(
-                    f"... {self._cut[rank]:,} more characters cut (a rank may print {MAX_CHARS:,})"
-                )
-                self._cut[rank] = 0
+        for rank in range(len(self._lines)):
+            self._end_line(rank)
+            if cut := self._num_cut[rank]:
+                self._num_cut[rank] = 0
+                words = f"more characters cut (a rank may print {MAX_CHARS:,})"
+                self._lines[rank].append(f"... {cut:,} {words}")
             self._print(rank)
-
-    def _print(self, rank: int) -> None:
-        """Print the lines of a rank, and show its objects, in the order in which they came."""
-        lines: list[str] = []
-        while self._due[rank]:
-            item = self._due[rank][0]
-            if isinstance(item, str):
-                lines.append(item)
-            elif not self._objects.has(rank, item):
-                break  # it is on its way, through the other pipe
-            else:
-                if (text := self._objects.text(rank, item)) is not None:
-                    lines += text.splitlines()
-                else:
-                    _print_lines(rank, [*lines, "displays:"])
-                    lines.clear()
-                self._objects.show(rank, item)
-            self._due[rank].popleft()
-        _print_lines(rank, lines)
 
     def take_pending(self, rank: int) -> str:
         """Remove and return a rank's unprinted lines, for a message that quotes them."""
-        self._add(rank, self._screens[rank].close())
-        lines = [item for item in self._due[rank] if isinstance(item, str)]
-        left: list[str | int] = [item for item in self._due[rank] if isinstance(item, int)]
-        self._due[rank] = deque(left)
-        return "\n".join(lines)
+        self._end_line(rank)
+        text = "\n".join(self._lines[rank])
+        self._lines[rank].clear()
+        return text
+
+    def _end_line(self, rank: int) -> None:
+        part, self._parts[rank] = self._parts[rank], b""
+        if _last_state(part).strip():
+            self._add(rank, part)
+
+    def _print(self, rank: int) -> None:
+        if self._lines[rank]:
+            print("\n".join(f"[rank {rank}] {line}" for line in self._lines[rank]), flush=True)
+            self._lines[rank].clear()
 
     def close(self) -> None:
         for connection in self._open:
@@ -159,16 +131,7 @@ class Output:
         self._open.clear()
 
 
-def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal; a program may replace or close its streams."""
-    try:
-        return stream is not None and stream.isatty()
-    except (AttributeError, ValueError):
-        return False
-
-
-def _print_lines(rank: int, lines: list[str]) -> None:
-    if lines:
-        # Over a bar in a terminal.
-        erase = "\r\x1b[K" if is_terminal(sys.stdout) else ""
-        print(erase + "\n".join(f"[rank {rank}] {line}" for line in lines), flush=True)
+def _last_state(line: bytes) -> str:
+    """A line as it looks once what its carriage returns have overwritten is gone."""
+    states = [state for state in _CURSOR.sub(b"", line).split(b"\r") if state]
+    return states[-1].decode("utf-8", errors="backslashreplace") if states else ""

@@ -1,5 +1,6 @@
 """Pickling between the caller and the ranks; errors name the part that cannot be pickled."""
 
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from labkit.runtime.shortages import num_bytes, result_too_large
 
 # How many levels of nested containers are searched for the part that cannot be pickled.
 _MOST_DEPTH = 20
+# Pickling runs code of the objects' classes, which may also call sys.exit.
+_FAILURES = (Exception, SystemExit)
 
 
 class UnpicklableError(ValueError):
@@ -56,31 +59,37 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle a function with its arguments, by value if the ranks could not import it.
 
     Raises:
-        ValueError: ``fn`` is not callable.
+        ValueError: ``fn`` is no function that a call completes.
         UnpicklableError: names the argument, global or closure variable that cannot be pickled.
     """
     if not callable(fn):
         raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
+    name = getattr(fn, "__name__", "fn")
+    if inspect.iscoroutinefunction(fn):
+        raise ValueError(
+            f"{name} is an async function, whose call does nothing by itself: give run a function "
+            f"that calls asyncio.run({name}(comm))"
+        )
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise ValueError(
+            f"{name} is a generator function (it has yield), whose call does nothing by itself: "
+            "return a list of its values"
+        )
     try:
         return dumps((fn, args))
-    except Exception as error:
-        culprits = (find_unpicklable(*item) for item in _used_by(fn, args).items())
+    except _FAILURES as error:
+        used = {f"args[{index}]": arg for index, arg in enumerate(args)}
+        if (code := getattr(fn, "__code__", None)) is not None:
+            values = getattr(fn, "__globals__", {})
+            used |= {one: values[one] for one in code.co_names if one in values}
+            cells = (cell.cell_contents for cell in getattr(fn, "__closure__", None) or ())
+            used |= dict(zip(code.co_freevars, cells))
+        culprits = (find_unpicklable(*item) for item in used.items())
         culprit = next(filter(None, culprits), "an object")
         raise UnpicklableError(
-            f"{getattr(fn, '__name__', 'fn')} cannot be sent to other processes: it uses "
-            f"{culprit}, which cannot be pickled ({error}). Create it inside the function."
+            f"{name} cannot be sent to other processes: it uses {culprit}, which cannot be "
+            f"pickled ({error}). Create it inside the function."
         ) from None
-
-
-def _used_by(fn: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """The values that ``fn`` uses, by name: arguments, globals and closure variables."""
-    used = {f"args[{index}]": arg for index, arg in enumerate(args)}
-    if (code := getattr(fn, "__code__", None)) is not None:
-        values = getattr(fn, "__globals__", {})
-        used |= {name: values[name] for name in code.co_names if name in values}
-        cells = (cell.cell_contents for cell in getattr(fn, "__closure__", None) or ())
-        used |= dict(zip(code.co_freevars, cells))
-    return used
 
 
 def dump_value(value: Any) -> bytes:
@@ -95,7 +104,7 @@ def dump_value(value: Any) -> bytes:
         return dumps(tree_map_only(Tensor, Tensor.detach, value), _ResultPickler)
     except MemoryError:
         raise MemoryError(result_too_large(num_bytes(value))) from None
-    except (Exception, SystemExit) as error:
+    except _FAILURES as error:
         culprit = find_unpicklable("value", value) or _named("value", value)
         raise UnpicklableError(
             f"{culprit} cannot be pickled ({described(error)}). "
@@ -107,15 +116,15 @@ def load_value(report: Report) -> Any:
     """Unpickle the value that a rank returned.
 
     Raises:
-        WorkerError: unpickling runs code of the value's class, and this code raised; or there is
-            no memory for it.
+        WorkerError: unpickling runs code of the value's class, and this code raised or called
+            sys.exit; or there is no memory for it.
     """
     try:
         return pickle.loads(report.payload)
     except MemoryError:
-        told = result_too_large(len(report.payload))
-        raise WorkerError(f"rank {report.rank}: {told}", rank=report.rank) from None
-    except Exception as error:
+        text = result_too_large(len(report.payload))
+        raise WorkerError(f"rank {report.rank}: {text}", rank=report.rank) from None
+    except _FAILURES as error:
         raise WorkerError(
             f"rank {report.rank} returned a value that cannot be unpickled here: "
             f"{type(error).__name__}: {described(error)}. Return tensors, numbers, or containers "
@@ -132,7 +141,7 @@ def find_unpicklable(name: str, value: Any, depth: int = 0) -> str:
     try:
         dumps(value)
         return ""
-    except (Exception, SystemExit):
+    except _FAILURES:
         pass
     parts: list[tuple[str, Any]] = []
     # The depth has a limit: a value that contains itself has no innermost part.

@@ -1,32 +1,48 @@
-"""Import torch before the first run needs it, in the process that ranks are forked from."""
+"""The process that ranks are forked from: Python's forkserver, with torch imported already.
+
+A rank starts from it in tenths of a second, and is still a fresh process, which a CUDA context of
+the caller cannot break.
+"""
 
 import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import Any
 
+from labkit.comm.processes import signal_name
 from labkit.config import parse_devices
 from labkit.devices import plan, tell_once
 from labkit.gpus import may_exist
-from labkit.runtime.forkserver import start_method, start_server
 from labkit.units import spelled
 
-# What the forkserver imports before it forks ranks. The packages above the runtime append the
-# modules that their ranks need: the runtime does not know these packages.
-FOR_RANKS = ["labkit.runtime.preload_first", "labkit.runtime.worker", "labkit.collectives"]
+# What the forkserver imports before it forks ranks.
+FOR_RANKS = ["labkit.runtime.server", "labkit.runtime.worker"]
 # The first optimizer in a process imports torch._dynamo, which takes seconds in every rank.
-FOR_TRAINING = ["torch._dynamo"]
+FOR_TRAINING = ["torch._dynamo", "labkit.collectives"]
 # The module whose ``watcher`` draws the runs of a notebook, imported by the first of them. A
 # package above labkit appends it.
 IN_NOTEBOOKS: list[str] = []
+
+_server: Any = multiprocessing.forkserver._forkserver
+_starting = threading.Lock()
+_preloaded: set[str] = set()
 
 
 def under_torchrun() -> bool:
     """Whether ``torchrun`` has started this process as a rank."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def start_method() -> str:
+    """``forkserver`` (0.1 s per start), or ``spawn`` where the system has no forkserver."""
+    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 @spelled
@@ -57,13 +73,53 @@ def warm_up(
     if under_torchrun():
         return
     if start_method() == "forkserver":
-        more = FOR_TRAINING if training else ()
-        start_server([*FOR_RANKS, *more, "labkit.runtime.preload_last"])
+        _start_server([*FOR_RANKS, *(FOR_TRAINING if training else ())])
     if devices is not None:
         tell_once(plan(len(parse_devices(devices)), device or "auto", devices=devices).notes)
     # Without a driver auto has nothing to say, and to import torch would take seconds.
     elif device and (device != "auto" or may_exist() or "torch" in sys.modules):
         tell_once(plan(world_size, device).notes)
+
+
+def _start_server(preload: list[str]) -> None:
+    """Start the forkserver, unless one runs that has imported ``preload``."""
+    with _starting:
+        pid = _server._forkserver_pid
+        if pid and not {*preload} <= _preloaded and not multiprocessing.active_children():
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            os.unlink(_server._forkserver_address)
+        multiprocessing.forkserver.set_forkserver_preload(preload)
+        # Ctrl-C and the stop button signal the whole process group, and would end a server that
+        # still imports. It inherits this thread's signal mask; the resource tracker unblocks the
+        # signal when it starts, so it has to be there before.
+        multiprocessing.resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if _server._forkserver_pid != pid:
+            _preloaded.clear()
+            _preloaded.update(preload)
+
+
+def server_fault() -> str:
+    """How the forkserver has ended; empty while it runs."""
+    if (pid := _server._forkserver_pid) is None:
+        return ""
+    # WNOWAIT leaves the exit status to Python, which asks for it before the next run.
+    with contextlib.suppress(ChildProcessError):
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            return ""
+        how = f"exit code {end.si_status}"
+        if end.si_code != os.CLD_EXITED:
+            how = signal_name(end.si_status)
+        return (
+            f"the process that ranks are forked from (the forkserver, pid {pid}) has ended: {how}"
+        )
+    return f"the process that ranks are forked from (the forkserver, pid {pid}) has ended"
 
 
 @contextlib.contextmanager

@@ -1,30 +1,11 @@
-"""Prepare a rank's process for the learner's function: variables, random numbers, no keyboard."""
+"""Prepare a rank's process for the learner's function: random numbers and precision."""
 
-import io
-import os
-import pdb
 import random
-import sys
 import warnings
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 import torch
-
-_NO_KEYBOARD = (
-    "{what} reads the keyboard, and a rank has none: it is one of several processes. Next step: "
-    "{instead}"
-)
-_ASK_BEFORE = (
-    "ask before the run, and give the answer to the ranks as an argument: "
-    "labkit.run(fn, answer, world_size=...)"
-)
-_PRINT = (
-    "print what you want to see (print(tensor.shape) shows the rank, too), or return it and look "
-    "at it in the notebook: result.values[rank]"
-)
-# For debuggers that find the end of their input at once, and give up.
-NO_DEBUGGER = _NO_KEYBOARD.format(what="a debugger", instead=_PRINT)
 
 
 def seed_random_numbers(rank: int) -> None:
@@ -54,45 +35,3 @@ def allow_tf32(allowed: bool) -> None:
         cuda.matmul.allow_tf32 = cudnn.allow_tf32 = allowed
     for operation in (cuda.matmul, cudnn.conv, cudnn.rnn):
         operation.fp32_precision = "tf32" if allowed else "ieee"
-
-
-def take_keyboard_away() -> None:
-    """Let ``input()``, ``breakpoint()`` and the like raise an error that says what to do instead.
-
-    Otherwise they would find an empty input, and their errors (EOFError, BdbQuit) say nothing of
-    ranks; or read the caller's terminal, which stops a process in the background.
-    """
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    sys.stdin = NoKeyboard()
-    sys.breakpointhook = _refuse_breakpoint
-    pdb.set_trace = _refuse_debugger
-
-
-class NoKeyboard(io.TextIOBase):
-    """The ``sys.stdin`` of a rank: reading from it raises a RuntimeError with the next step."""
-
-    def readable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 0
-
-    @property
-    def buffer(self) -> Never:
-        self.read()
-
-    def read(self, *args: Any) -> Never:
-        raise RuntimeError(_NO_KEYBOARD.format(what="sys.stdin", instead=_ASK_BEFORE))
-
-    def readline(self, *args: Any) -> Never:
-        raise RuntimeError(_NO_KEYBOARD.format(what="input()", instead=_ASK_BEFORE))
-
-
-def _refuse_breakpoint(*args: Any, **options: Any) -> None:
-    if os.environ.get("PYTHONBREAKPOINT") != "0":
-        raise RuntimeError(_NO_KEYBOARD.format(what="breakpoint()", instead=_PRINT))
-
-
-def _refuse_debugger(*args: Any, **options: Any) -> Never:
-    raise RuntimeError(_NO_KEYBOARD.format(what="pdb.set_trace()", instead=_PRINT))

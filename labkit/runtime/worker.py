@@ -1,5 +1,6 @@
 """The process of a rank, from start to end: connect, call the function, report the result."""
 
+import builtins
 import contextlib
 import faulthandler
 import io
@@ -24,14 +25,15 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.shared_memory import Arena
 from labkit.comm.source_lines import install_sources
 from labkit.devices import Plan
-from labkit.runtime import displays
 from labkit.runtime.connect import MeetingFile, connect
 from labkit.runtime.failures import report_of_failure
-from labkit.runtime.messages import Report, may_go, send
+from labkit.runtime.messages import Report, send
 from labkit.runtime.pickling import dump_value
-from labkit.runtime.prepare import seed_random_numbers, take_keyboard_away
+from labkit.runtime.prepare import seed_random_numbers
 from labkit.runtime.shortages import result_too_large
-from labkit.runtime.variables import set_variables
+
+# What the launcher writes to let a rank exit.
+GO = b"g"
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,11 @@ class Job:
     Attributes:
         call: the function with its arguments, see ``pickling.dump_call``.
         sources: the caller's notebook cells, for tracebacks.
-        plan: the devices, backend and transport of the ranks of one host.
-        world_size: the number of all ranks, P.
+        plan: the devices, backend and transport of the ranks.
+        world_size: the number of ranks, P.
         timeout_s: the run's deadline.
         may_lose: ranks that the run can do without.
         link: the emulated link of each rank; None for no emulation.
-        in_notebook: whether a notebook's cell shows what the ranks display.
     """
 
     call: bytes
@@ -56,12 +57,11 @@ class Job:
     timeout_s: float
     may_lose: frozenset[int] = frozenset()
     link: EmulatedLink | None = None
-    in_notebook: bool = False
 
 
 def run_rank(
     rank: int,
-    environment: dict[str, str | None],
+    environment: dict[str, str],
     control: Connection,
     output: Connection,
     job: Job,
@@ -72,66 +72,64 @@ def run_rank(
 
     Args:
         rank: this rank.
-        environment: variables to set, including those that ``torchrun`` sets; None removes one.
+        environment: this process's variables.
         control: this rank's end of the pipe for its report and the launcher's answer.
         output: the writing end of the pipe for stdout and stderr.
         job: what to run.
         arena: the shared memory of all ranks, with the status board.
         meeting: the rendezvous of the ranks.
     """
-    set_variables(environment)
+    os.environ.clear()
+    os.environ.update(environment)
     # A separate process group, so that processes which this rank starts can be ended with it.
     os.setpgid(0, 0)
-    me = arena.board.ranks[rank]["pid"] = os.getpid()
-    let_go = _watch_launcher(control)
+    me = os.getpid()
+    may_exit = _watch_launcher(control)
     # Ctrl-C and the stop button signal the whole process group; the launcher ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _capture_output(output)
-    _let_children_fork()
-    take_keyboard_away()
-    displays.install(rank, control, job.in_notebook)
-    report = _call(job, rank, arena, meeting)
+    arena.board.ranks[rank]["pid"] = me
+    if sys.platform.startswith("linux"):
+        # A DataLoader's workers are forks of this rank, as in any program on Linux. From the
+        # forkserver they would have to unpickle the data set, and to import torch, each epoch.
+        multiprocessing.set_start_method("fork", force=True)
+    # A rank has no notebook that shows objects and figures: it prints their text.
+    vars(builtins)["display"] = print
+    os.environ["MPLBACKEND"] = "agg"
+    try:
+        report = _call(job, rank, arena, meeting)
+        arena.board.ranks[rank]["state"] = RETURNED
+    except BaseException as error:
+        report = report_of_failure(rank, error)
     _flush()
     if os.getpid() != me:
         # A child that the function has forked gets here, too; only the rank itself reports.
         os._exit(0)
-    report = _sent(control, report)
+    try:
+        send(control, report)
+    except MemoryError:
+        error = MemoryError(result_too_large(len(report.payload)))
+        send(control, report := report_of_failure(rank, error))
     if report.kind != "value" and rank in job.may_lose:
         # The other ranks notice that this one has ended, and continue.
         os._exit(1)
     # Exiting now would break the connections of ranks that are still running, and after a failure
     # their errors would hide its cause. The launcher lets this process exit, or kills it.
-    let_go.wait()
-
-
-def _sent(control: Connection, report: Report) -> Report:
-    """Send the report, or that there is no memory for it; return what was sent."""
-    try:
-        send(control, report)
-    except MemoryError:
-        error = MemoryError(result_too_large(len(report.payload)))
-        send(control, report := report_of_failure(report.rank, error))
-    return report
+    may_exit.wait()
 
 
 def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
-    try:
-        install_sources(job.sources)
-        function, args = cloudpickle.loads(job.call)
-        comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
-        arena.board.ranks[rank]["state"] = RUNNING
-        seed_random_numbers(rank)
-        comm.session.start_together()
-        started_s = time.perf_counter()
-        value = function(comm, *args)
-        comm.session.finish("the end of its function")
-        displays.show_open_figures()
-        gpus.synchronize_used(comm.device)
-        report = success(comm, value, time.perf_counter() - started_s)
-    except BaseException as error:
-        return report_of_failure(rank, error)
-    arena.board.ranks[rank]["state"] = RETURNED
-    return report
+    install_sources(job.sources)
+    function, args = cloudpickle.loads(job.call)
+    comm = connect(job.plan, job.timeout_s, arena, meeting, job.link)
+    arena.board.ranks[rank]["state"] = RUNNING
+    seed_random_numbers(rank)
+    comm.session.start_together()
+    started_s = time.perf_counter()
+    value = function(comm, *args)
+    comm.session.finish("the end of its function")
+    gpus.synchronize_used(comm.device)
+    return success(comm, value, time.perf_counter() - started_s)
 
 
 def success(
@@ -145,7 +143,6 @@ def success(
     Raises:
         UnpicklableError: the value cannot be pickled.
     """
-    returned_at_s = time.monotonic()
     meter = comm.session.memory
     peak_memory = meter.total() if meter else None
     payload = dump(value)
@@ -160,7 +157,6 @@ def success(
         device=_device_name(comm),
         peak_memory=peak_memory,
         duration_s=duration_s,
-        returned_at_s=returned_at_s,
     )
 
 
@@ -178,37 +174,20 @@ def _watch_launcher(control: Connection) -> threading.Event:
     launcher's pipe or process has ended (a child that the launcher has forked may hold the pipe
     open), and then kills this rank's process group.
     """
-    let_go = threading.Event()
+    may_exit = threading.Event()
     parent = parent_process()
     assert parent is not None
     launcher = parent.sentinel
 
     def watch() -> None:
-        if control in wait([control, launcher]) and may_go(control):
-            let_go.set()
-            wait([launcher])
+        with contextlib.suppress(OSError):
+            if control in wait([control, launcher]) and os.read(control.fileno(), 1) == GO:
+                may_exit.set()
+                wait([launcher])
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="labkit-launcher-watch", daemon=True).start()
-    return let_go
-
-
-def _let_children_fork() -> None:
-    """Let a DataLoader's workers start as forks of this rank, as in any program on Linux.
-
-    Python gives a process the start method that it was started with. Workers from the forkserver
-    would have to unpickle the data set, which cannot be imported if it is defined in a notebook,
-    and to import torch first (seconds per epoch).
-    """
-    if sys.platform.startswith("linux"):
-        multiprocessing.set_start_method("fork", force=True)
-
-
-def _flush() -> None:
-    # The function may have replaced a stream by an object that cannot be flushed.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    return may_exit
 
 
 def _capture_output(output: Connection) -> None:
@@ -223,3 +202,10 @@ def _capture_output(output: Connection) -> None:
         setattr(sys, stream, text)
     # A C-level handler: it answers even while the main thread is stuck in a native call.
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+
+
+def _flush() -> None:
+    # The function may have replaced a stream by an object that cannot be flushed.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

@@ -12,7 +12,7 @@ from labkit.config import RunConfig, parse_link
 from labkit.devices import hardware, versions
 from labkit.runtime.launch import RunResult, run
 from labkit.runtime.pickling import UnpicklableError
-from labkit.runtime.preload import under_torchrun
+from labkit.runtime.preload import under_torchrun, warm_up
 from labkit.strategies.base import Strategy
 from labkit.trace import Trace
 from labkit.training.check_work import check_work
@@ -98,6 +98,8 @@ def train_run(
     settings |= {"transport": config.transport, "timeout_s": timeout_s, "hosts": config.hosts}
     work = fit, with_full_paths(_with_logs(config, start)), strategy, verbose, own, start.path
     try:
+        if config.hosts is None:
+            warm_up()
         result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     except UnpicklableError as error:
         raise ValueError(why_not_sent(own) or str(error)) from None

@@ -10,7 +10,6 @@ import pytest
 
 from labkit.comm.board import Board
 from labkit.runtime import watch
-from labkit.runtime.objects import kernel
 from labkit.trace import Span, Trace
 from workbook.notebook import live
 from workbook.notebook.lane_picture import MOST_LANES, THEMED, Picture, draw, num_slots
@@ -271,17 +270,20 @@ class TestWhere:
             monkeypatch.delenv(name, raising=False)
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        assert kernel() is shell
-        assert isinstance(watch.watcher(Board(1)), watch.Guarded if drawn else watch.Nothing)
+        assert watch.kernel() is shell
+        assert (watch.Watcher(Board(1)).drawn is not None) == drawn
+        with watch.undrawn():
+            assert watch.Watcher(Board(1)).drawn is None
 
     def test_a_drawing_that_fails_does_not_end_the_run(self, capsys):
         class Fails:
             def update(self, bars):
                 raise OSError("gone")
 
-        guarded = watch.Guarded(Fails())
-        guarded.update({})
-        guarded.update({})
-        guarded.close(None)
+        watcher = watch.Watcher(Board(1))
+        watcher.drawn = Fails()
+        watcher.update({})
+        watcher.update({})
+        watcher.close(None)
         said = capsys.readouterr().err
         assert said == "the run goes on, and is no longer drawn: OSError: gone\n"

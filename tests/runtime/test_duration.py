@@ -38,7 +38,6 @@ def rank(machine, monkeypatch):
         monkeypatch.setattr(module, "success", lambda comm, value, duration_s, *_: duration_s)
         monkeypatch.setattr(module, "seed_random_numbers", lambda rank: None)
         monkeypatch.setattr(module, "time", machine.clock())
-    monkeypatch.setattr(worker.displays, "show_open_figures", lambda: None)
 
 
 def test_duration_of_a_run(rank):

@@ -611,7 +611,7 @@ def stopped(case):
 
     def starts_and_is_interrupted(thread):
         really_start(thread)
-        if thread.name == "labkit-agent":
+        if thread.name == "labkit-start":
             wait_until(running_ranks, 10)
             thread._started.clear()  # as it is until the new thread has come up
             raise KeyboardInterrupt

@@ -1,6 +1,10 @@
-"""Functions that do odd things to their process: the run still ends whole and says why."""
+"""The process of a rank: what it is given, and what odd functions do to it.
+
+Whatever they do, the run ends whole and says why.
+"""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,11 +12,15 @@ import textwrap
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
-from ranks import is_alive, running_ranks, travel_by_value, wait_until
+from ranks import end_server, is_alive, running_ranks, server_pid, travel_by_value, wait_until
 
-from labkit import WorkerError, run
+from labkit import RunConfig, WorkerError, run, strategies, warm_up
+from labkit.runtime import preload
+from labkit.runtime.prepare import seed_random_numbers
+from labkit.training.loop import fit
 
 travel_by_value(__name__)
 
@@ -40,29 +48,41 @@ class TestChildrenOfRanks:
         assert all(isinstance(pid, int) for pid in children)
         assert wait_until(lambda: not any(map(is_alive, children)), 5)
 
-    def test_they_end_with_a_rank_that_is_killed(self, tmp_path):
+    def test_they_end_with_a_rank_that_is_killed_and_do_not_hide_its_end(self, tmp_path):
         def leaves_a_child(comm, folder):
             if comm.rank == 1:
-                child = subprocess.Popen(["sleep", "60"])
-                (folder / str(child.pid)).touch()
+                if (child := os.fork()) == 0:
+                    time.sleep(60)
+                (folder / str(child)).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             comm.barrier()
 
-        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        started_s = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL in mid-run"):
             run(leaves_a_child, tmp_path, world_size=2)
+        assert time.monotonic() - started_s < 4
         (child,) = (int(path.name) for path in tmp_path.iterdir())
         assert wait_until(lambda: not is_alive(child), 5)
 
+    @pytest.mark.slow
+    def test_a_thread_that_a_rank_leaves_behind_does_not_hold_the_run(self):
+        def leaves_a_thread(comm):
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            return comm.rank
 
-class TestWhatIsToldIsTold:
-    def test_a_signal_without_a_name(self):
-        def hit(comm):
-            os.kill(os.getpid(), signal.SIGRTMIN + 5)
+        started_s = time.monotonic()
+        assert run(leaves_a_thread, world_size=2).values == [0, 1]
+        assert time.monotonic() - started_s < 8
 
-        number = signal.SIGRTMIN + 5
-        with pytest.raises(WorkerError, match=f"rank 0 was killed by signal {number} in mid-run"):
-            run(hit, world_size=1)
 
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+    __repr__ = __str__
+
+
+class TestErrors:
     @pytest.mark.parametrize("how", ["none", "closed", "fails"])
     def test_a_result_comes_whatever_lies_in_the_place_of_stdout(self, how):
         def spoils(comm, how):
@@ -78,22 +98,12 @@ class TestWhatIsToldIsTold:
 
         assert run(spoils, how, world_size=2).values == [0, 1]
 
-    def test_an_error_that_cannot_make_its_text(self):
-        class Mute(Exception):
-            def __str__(self):
-                raise KeyError("no text")
-
+    def test_what_cannot_make_its_text(self):
         def fails(comm):
             raise Mute
 
         with pytest.raises(WorkerError, match=r"rank 0 raised Mute: \(its str\(\) raised Key"):
             run(fails, world_size=1)
-
-    def test_an_exit_with_what_cannot_make_its_text(self):
-        class Mute:
-            def __repr__(self):
-                raise KeyError("no text")
-
         with pytest.raises(WorkerError, match=r"rank 0 called sys\.exit\(\(its str\(\) raised"):
             run(lambda comm: sys.exit(Mute()), world_size=1)
 
@@ -101,68 +111,215 @@ class TestWhatIsToldIsTold:
         def fails(comm):
             raise ExceptionGroup("two", [ValueError("the first"), KeyError("the second")])
 
-        with pytest.raises(WorkerError) as caught:
+        with pytest.raises(WorkerError, match=r"(?s)ValueError: the first.*KeyError: 'the secon"):
             run(fails, world_size=1)
-        assert "ValueError: the first" in str(caught.value)
-        assert "KeyError: 'the second'" in str(caught.value)
 
     def test_a_text_of_megabytes_is_cut_and_counted(self):
         def fails(comm):
             raise ValueError("begins " + 5_000_000 * "x" + " ends")
 
-        with pytest.raises(WorkerError) as caught:
+        with pytest.raises(WorkerError, match=r"(?s)begins x.*4,980,012 characters cut .*x ends"):
             run(fails, world_size=1)
-        text = str(caught.value)
-        assert len(text) < 60_000
-        assert "\n... 4,980,012 characters cut ...\n" in text
-        assert "begins x" in text
-        assert "x ends" in text
 
 
-class TestResultsThatCannotTravel:
-    def test_what_contains_itself(self):
+class TestWhatCannotTravel:
+    def test_a_result_that_contains_itself_or_leaves_while_it_is_pickled(self):
         def endless(comm):
             value = [torch.ones(1)]
             value.append(value)
             return value
 
-        with pytest.raises(WorkerError, match=r"cannot be sent back: value \(builtins.list\)"):
-            run(endless, world_size=1)
-
-    def test_what_leaves_while_it_is_pickled(self):
         class Leaves:
             def __reduce__(self):
                 raise SystemExit(3)
 
-        with pytest.raises(
-            WorkerError, match=r"has a result that cannot be sent back: value\['it'\]"
-        ):
+        with pytest.raises(WorkerError, match=r"cannot be sent back: value \(builtins.list\)"):
+            run(endless, world_size=1)
+        with pytest.raises(WorkerError, match=r"cannot be sent back: value\['it'\]"):
             run(lambda comm: {"it": Leaves()}, world_size=1)
 
-    def test_what_cannot_be_made_anew(self):
+    @pytest.mark.parametrize(
+        ("make", "args", "says"),
+        [(int, ("not a number",), "ValueError: invalid lit"), (sys.exit, (3,), "SystemExit: 3")],
+        ids=["raises", "exits"],
+    )
+    def test_a_result_that_cannot_be_made_anew(self, make, args, says):
         def picky(comm):
             class Picky:
                 def __reduce__(self):
-                    return int, ("not a number",)
+                    return make, args
 
             return Picky() if comm.rank else None
 
-        words = (
-            "rank 1 returned a value that cannot be unpickled here: ValueError: invalid literal"
-        )
+        words = f"rank 1 returned a value that cannot be unpickled here: {says}"
         with pytest.raises(WorkerError, match=words):
             run(picky, world_size=2)
 
+    def test_functions_whose_call_does_nothing(self):
+        async def waits(comm):
+            pass
+
+        def yields(comm):
+            yield comm.rank
+
+        with pytest.raises(ValueError, match=r"waits is an async function.* asyncio\.run\(waits"):
+            run(waits, world_size=1)
+        with pytest.raises(ValueError, match=r"yields is a generator function .* return a list"):
+            run(yields, world_size=1)
+
+
+def draws(comm):
+    """Two numbers of each generator, so that a generator that repeats itself shows, too."""
+    python = random.random(), random.random()
+    numpy = np.random.rand(2).tolist()
+    return [*python, *numpy, *torch.rand(2).tolist(), torch.randint(2**40, (1,)).item()]
+
+
+class TestRandomNumbers:
+    def test_each_rank_draws_its_own_and_the_same_in_each_run_of_any_size(self):
+        first = run(draws, world_size=3).values
+        drawn = [number for rank in first for number in rank]
+        assert len(set(drawn)) == len(drawn)
+        torch.manual_seed(77)
+        random.seed(77)
+        assert run(draws, world_size=2).values == first[:2]
+
+    def test_no_two_ranks_draw_alike(self):
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        drawn = set()
+        try:
+            for rank in range(64):
+                seed_random_numbers(rank)
+                drawn |= {random.random(), np.random.rand(), torch.rand(1).item()}
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+        assert len(drawn) == 3 * 64
+
+
+def variables(comm, *names):
+    return [os.environ.get(name) for name in names]
+
+
+def test_variables_that_are_set_changed_or_removed_after_the_start_arrive(monkeypatch):
+    run(variables, world_size=1)
+    for value in ("set", "changed, with ü"):
+        monkeypatch.setenv("LABKIT_TEST_MARK", value)
+        assert run(variables, "LABKIT_TEST_MARK", world_size=2).values == [[value]] * 2
+    monkeypatch.delenv("HOME")
+    assert run(variables, "HOME", "RANK", world_size=1).values == [[None, "0"]]
+
+
+SWITCHES = """
+import torch
+from labkit.runtime.prepare import allow_tf32
+
+def shown():
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    new = {part.fp32_precision for part in (cuda.matmul, cudnn.conv, cudnn.rnn)}
+    return cuda.matmul.allow_tf32, cudnn.allow_tf32, *new
+
+assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+for before in (
+    "",
+    "torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+    "torch.set_float32_matmul_precision('medium')",
+):
+    for allowed, name in ((False, "ieee"), (True, "tf32"), (False, "ieee")):
+        exec(before)
+        allow_tf32(allowed)
+        assert shown() == (allowed, allowed, name), (before, allowed, shown())
+"""
+
+
+class TestTf32:
+    def test_it_is_off_whatever_was_set_before_and_both_switches_say_so(self):
+        """With the variable of NVIDIA's containers, which only sets the default."""
+        environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+        command = [sys.executable, "-W", "error", "-c", SWITCHES]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_it_is_off_in_a_run_and_on_where_a_training_run_asks_for_it(self):
+        def precisions(comm):
+            from torch.backends import cuda, cudnn
+
+            return [part.fp32_precision for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
+
+        def all_in_turn(comm):
+            found = [precisions(comm)]
+            for tf32 in (True, False):
+                config = RunConfig(tf32=tf32, model="mlp", train_size=8)
+                fit(comm, config, strategies.get("single")(), verbose=False)
+                found.append(precisions(comm))
+            return found
+
+        off, on = ["ieee"] * 3, ["tf32"] * 3
+        assert run(all_in_turn, world_size=1, device="cpu").values == [[off, on, off]]
+
+
+def cuda_in_a_rank(comm):
+    """Whether the forkserver has asked for GPUs; what has become of CUDA; what is visible."""
+    spoilt = torch.cuda._is_in_bad_fork(), torch.cuda.is_initialized()
+    return "asks_for_gpus" in sys.modules, *spoilt, *torch.cuda._parse_visible_devices()
+
+
+@pytest.mark.fresh
+@pytest.mark.usefixtures("light_server")
+class TestForkserver:
+    def test_a_module_that_asks_for_gpus_when_it_is_imported_spoils_nothing(
+        self, tmp_path, monkeypatch
+    ):
+        (tmp_path / "asks_for_gpus.py").write_text(
+            "import torch\nHAS = torch.cuda.is_available()\n"
+        )
+        end_server()
+        paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        monkeypatch.setenv("PYTHONPATH", paths)
+        monkeypatch.setattr(preload, "FOR_RANKS", [*preload.FOR_RANKS, "asks_for_gpus"])
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+        found = run(cuda_in_a_rank, world_size=2, device="cpu").values
+        assert found == [(True, False, False)] * 2
+        # GPUs that are chosen after its start are those of the ranks.
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+        assert run(cuda_in_a_rank, world_size=1, device="cpu").values == [
+            (True, False, False, 3, 1)
+        ]
+
+    def test_one_that_lacks_what_training_needs_is_replaced(self, monkeypatch):
+        end_server()
+        warm_up(training=False)
+        server = server_pid()
+        monkeypatch.setattr(preload, "FOR_TRAINING", ["labkit.collectives.ring"])
+        is_loaded = lambda comm: "labkit.collectives.ring" in sys.modules  # noqa: E731
+        assert run(is_loaded, world_size=1).values == [False]
+        assert server_pid() == server
+        warm_up()
+        assert run(is_loaded, world_size=1).values == [True]
+        assert not is_alive(server)
+
+    def test_a_run_that_loses_it_names_it_and_the_next_run_works(self):
+        def works(comm, server):
+            os.kill(server, signal.SIGKILL)
+            time.sleep(60)
+
+        run(variables, world_size=1)
+        with pytest.raises(WorkerError, match=r"the forkserver, pid \d+\) has ended: SIGKILL"):
+            run(works, server_pid(), world_size=2)
+        assert run(lambda comm: comm.rank, world_size=2).values == [0, 1]
+
 
 PROGRAM = """
-    import os, signal, sys, threading
-    from labkit import run, warm_up
+    import os, resource, signal, sys, threading
+    from labkit import run
 
     def rank_of(comm):
         return comm.rank
 
     if __name__ == "__main__":
-        warm_up(training=False)
         {before}
         print(run(rank_of, world_size=2).values, file=sys.stderr)
 """
@@ -170,23 +327,11 @@ PROGRAM = """
 
 @pytest.mark.fresh
 class TestOddPrograms:
-    def said(self, tmp_path, before="", **settings):
+    def said(self, tmp_path, *lines):
         script = tmp_path / "program.py"
-        script.write_text(textwrap.dedent(PROGRAM).format(before=before or "pass"))
+        script.write_text(textwrap.dedent(PROGRAM).format(before="\n        ".join(lines)))
         pipes = {"stderr": subprocess.PIPE, "text": True, "timeout": 120}
-        return subprocess.run([sys.executable, script], **pipes, **settings).stderr
-
-    def test_one_with_stdin_and_stdout_closed_and_a_temporary_folder_of_a_very_long_path(
-        self, tmp_path
-    ):
-        def close():
-            os.close(0)
-            os.close(1)
-
-        folder = tmp_path / ("x" * 100)  # too long for the path of a socket in it
-        folder.mkdir()
-        settings = {"preexec_fn": close, "env": os.environ | {"TMPDIR": str(folder)}}
-        assert self.said(tmp_path, **settings) == "[0, 1]\n"
+        return subprocess.run([sys.executable, script], **pipes).stderr
 
     def test_ctrl_c_during_the_first_import_leaves_the_next_run_working(self, tmp_path):
         lines = [
@@ -197,30 +342,25 @@ class TestOddPrograms:
             "    except KeyboardInterrupt:",
             "        print('stopped', file=sys.stderr)",
         ]
-        said = self.said(tmp_path, "\n    ".join(lines))
-        assert said == "stopped\nstopped\n[0, 1]\n"
+        assert self.said(tmp_path, *lines) == "stopped\nstopped\n[0, 1]\n"
+
+    def test_a_limit_on_files_is_named(self, tmp_path):
+        said = self.said(tmp_path, "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000,) * 2)")
+        assert "File too large: 'the memory of 2 ranks (ulimit -f" in said.splitlines()[-1]
 
 
 def test_an_interrupt_is_held_back_to_the_end_of_the_block_and_in_other_threads_not():
-    from labkit.runtime.preload import interrupts_later
-
     passed = []
 
     def block():
-        with interrupts_later():
+        with preload.interrupts_later():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
             passed.append("the block")
 
     with pytest.raises(KeyboardInterrupt):
         block()
-    assert passed == ["the block"]
-
-    def elsewhere():
-        with interrupts_later():
-            passed.append("a thread")
-
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=lambda: preload.interrupts_later().__enter__())
     thread.start()
     thread.join()
-    assert passed == ["the block", "a thread"]
+    assert passed == ["the block"]

@@ -1,16 +1,17 @@
-"""What the caller sees of the ranks' output and progress, without any rank."""
+"""What the caller sees of the ranks' output."""
 
-import io
 import os
 import sys
 import time
 from multiprocessing import Pipe
 
 import pytest
+from ranks import travel_by_value
 
-from labkit.comm.board import Board
+from labkit import WorkerError, run
 from labkit.runtime.output import Output
-from labkit.runtime.watch import Nothing, ProgressBar, undrawn, watcher
+
+travel_by_value(__name__)
 
 
 @pytest.fixture
@@ -55,45 +56,78 @@ def test_lines_are_held_for_two_seconds_or_under_test_until_the_end(
     assert capsys.readouterr().out == "[rank 2] two\n" * (not live)
 
 
-def test_a_line_that_comes_in_pieces_is_one_line(pipes, capsys):
-    output, say = pipes
-    for piece in ("a", "b\nc", "d\n"):
-        say(0, piece)
-    output.flush()
-    assert capsys.readouterr().out == "[rank 0] ab\n[rank 0] cd\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.mark.parametrize(
-    ("stream", "live", "shown"),
-    [(Terminal(), "1", True), (Terminal(), "0", False), (io.StringIO(), "1", False)],
-    ids=["terminal", "under test", "file"],
+    ("text", "lines"),
+    [
+        ("a\n\nb", ["a", "", "b"]),
+        ("a\r\nb\r\n", ["a", "b"]),
+        ("\r 10%\r 90%\n1\r2\r3\r", [" 90%", "3"]),
+        ("loading\r       \r", []),
+        ("loading\r\x1b[Kdone\n", ["done"]),
+        ("\x1b[31mred\x1b[0m\n", ["\x1b[31mred\x1b[0m"]),
+    ],
 )
-def test_the_bar_of_a_run_that_takes_a_while_shows_the_slowest_rank(
-    stream, live, shown, monkeypatch
-):
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("LABKIT_LIVE", live)
-    board = Board(2)
-    bar = ProgressBar(board)
-    board.progress(0, 6, 10, "steps")
-    board.progress(1, 4, 10, "steps")
-    bar.update({})
-    assert stream.getvalue() == "", "a short run shows nothing"
-    time.sleep(0.5)
-    bar.update({})
-    assert ("4/10" in stream.getvalue()) == ("steps" in stream.getvalue()) == shown
-    board.progress(1, 7, 10, "steps")
-    bar.close(None)
-    assert ("6/10" in stream.getvalue()) == shown
+def test_the_last_state_of_each_line_is_left_however_the_pipe_cuts_it(text, lines, pipes, capsys):
+    output, say = pipes
+    say(0, text)
+    for one in text:
+        say(1, one)
+    output.flush()
+    shown = [f"[rank {rank}] {line}" for rank in (0, 1) for line in lines]
+    assert capsys.readouterr().out.splitlines() == shown
 
 
-def test_a_check_draws_nothing_while_its_ranks_run():
-    board = Board(2)
-    with undrawn():
-        assert isinstance(watcher(board), Nothing)
-    assert not isinstance(watcher(board), Nothing)
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto"])
+def test_a_bar_is_one_line_in_the_end(module, capsys, monkeypatch):
+    monkeypatch.setenv("LABKIT_LIVE", "0")
+
+    def counts(comm):
+        import importlib
+
+        for _ in importlib.import_module(module).tqdm(range(50), mininterval=0):
+            pass
+
+    run(counts, world_size=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:13] for line in lines] == ["[rank 0] 100%", "[rank 1] 100%"]
+
+
+@pytest.mark.slow
+def test_output_arrives_while_the_run_goes_on(tmp_path):
+    gate = tmp_path / "gate"
+
+    def waits(comm, path):
+        print("hello from", comm.rank)
+        while not os.path.exists(path):
+            time.sleep(0.02)
+
+    seen = []
+
+    class Gate:
+        """A stdout that opens the gate once both ranks have been heard."""
+
+        def write(self, text):
+            seen.append(text)
+            if all(f"hello from {rank}" in "".join(seen) for rank in (0, 1)):
+                gate.touch()
+
+        def flush(self):
+            pass
+
+    keep, sys.stdout = sys.stdout, Gate()
+    try:
+        run(waits, str(gate), world_size=2, timeout_s=30)
+    finally:
+        sys.stdout = keep
+    assert gate.exists()
+
+
+def test_what_was_printed_or_displayed_before_a_failure_is_shown(capsys):
+    def fails(comm):
+        print("before the end")
+        display("text")  # noqa: F821 (as in a notebook)
+        raise ValueError("now")
+
+    with pytest.raises(WorkerError):
+        run(fails, world_size=1)
+    assert capsys.readouterr().out == "[rank 0] before the end\n[rank 0] text\n"

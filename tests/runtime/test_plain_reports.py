@@ -38,7 +38,6 @@ REPORT = Report(
     device="cuda:0 of machine 1",
     peak_memory=PeakMemory(5, {"cuda:0": DeviceMemory(6, 7)}),
     duration_s=0.1,
-    returned_at_s=3.25,
 )
 
 

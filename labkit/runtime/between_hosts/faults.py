@@ -73,10 +73,10 @@ class Faults:
 
     def of_ends(self, codes: Mapping[int, int | None]) -> Verdict:
         """Of ranks whose processes have ended, by exit code; the first of them is the cause."""
-        return self.explained(failure_error(self._evidence(exit_codes=codes, gone=set(codes))))
+        return self.explained(failure_error(self._evidence(exit_codes=codes)))
 
     def _evidence(self, **known: Any) -> Evidence:
-        return Evidence(self.board.copy(whole=True), frozenset(), _TORCHRUN, **known)
+        return Evidence(self.board.copy(whole=True), **known)
 
     def standing_still(self, beats: Mapping[int, Beat]) -> Verdict | None:
         """A mismatch or a deadlock, if nobody has moved since it was first seen."""
@@ -96,7 +96,7 @@ class Faults:
             return None
         if mismatch:
             return self.explained(DeadlockError(readable(mismatch + self._lines(mismatch))))
-        return self.explained(deadlock_error(self._evidence(), stuck))
+        return self.explained(deadlock_error(self.board, stuck))
 
     def _lines(self, mismatch: str) -> str:
         """The lines of two ranks that call different collectives; empty for other texts."""
@@ -178,19 +178,3 @@ class Faults:
             where = f", at {readable(where)}" if where else ""
             known = f"was {explain_rank(self.board, rank)}{where}"
         return f"{known}.{self._evidence().who_waited_for(rank)}"
-
-
-class _Torchrun:
-    """What has started the ranks, as far as an explanation asks: ``explained`` names the hosts."""
-
-    def fault(self) -> str:
-        return ""
-
-    def lost_with(self, rank: int) -> str:
-        return ""
-
-    def with_hosts(self, text: str) -> str:
-        return text
-
-
-_TORCHRUN: Any = _Torchrun()

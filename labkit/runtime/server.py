@@ -1,0 +1,48 @@
+"""The first import of the process that ranks are forked from, Python's forkserver.
+
+It runs before torch is imported there, so it can set what torch reads only once.
+"""
+
+import atexit
+import contextlib
+import gc
+import multiprocessing.forkserver
+import os
+from pathlib import Path
+from typing import Any
+
+_PID = os.getpid()
+_server: Any = multiprocessing.forkserver._forkserver
+
+# A signal to the caller's whole group (a terminal that closes) ends the caller; the server, in a
+# group of its own, notices this, cleans up, and ends by itself.
+os.setpgid(0, 0)
+# OpenMP's threads spin while they wait, which takes the cores from other ranks.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A module that asks for GPUs when it is imported must not initialise CUDA, which no fork could
+# use afterwards: with this variable PyTorch asks NVML, the driver's monitor.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# Imported modules are no garbage; to look for some takes a fifth of the time of the imports.
+gc.disable()
+
+
+def _freeze() -> None:
+    """Before the first fork: Python's collector writes to all objects but frozen ones, and each
+    page that a rank or the server writes to is copied."""
+    if os.getpid() == _PID and not gc.get_freeze_count():
+        gc.freeze()
+        gc.enable()
+
+
+def _end() -> None:
+    """Remove the server's socket and its folder, which a killed caller cannot remove."""
+    gc.unfreeze()
+    if os.getpid() == _PID and _server._forkserver_address:
+        with contextlib.suppress(OSError):
+            socket = Path(_server._forkserver_address)
+            socket.unlink()
+            socket.parent.rmdir()
+
+
+os.register_at_fork(before=_freeze)
+atexit.register(_end)
