@@ -1,5 +1,6 @@
 """How a started process becomes a rank: it joins the other ranks and gets its Comm."""
 
+import atexit
 import os
 import tempfile
 import time
@@ -162,8 +163,12 @@ def _join_group(
             "program has connected to its port (then run it again), or there is no network "
             f"interface {interface!r} (GLOO_SOCKET_IFNAME). PyTorch says: {first_line}"
         ) from None
-    # The group must end before CUDA and the interpreter do, whose end gloo's threads have aborted.
-    Finalize(None, _leave_group, exitpriority=10)
+    if backend == "nccl":
+        # The group must end before CUDA does. (A rank's process runs no atexit handlers.)
+        Finalize(None, _leave_group, exitpriority=10)
+    else:
+        # Under torchrun, gloo's threads have aborted the interpreter if they still ran at its end.
+        atexit.register(_leave_group)
 
 
 def _leave_group() -> None:
