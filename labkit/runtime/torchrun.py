@@ -119,7 +119,6 @@ def _call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
     inside_a_run = True
     try:
         value = fn(comm, *args)
-        comm.session.finish("the end of its function")
         gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False
@@ -158,7 +157,7 @@ def new_watch(comm: Comm) -> Watch | None:
         (lambda: own_store(run)) if len(hosts) > 1 else None,
         f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
         group_connections,
-        comm.transport.abort,
+        lambda: dist.distributed_c10d._get_default_group().abort(),
     )
 
 

@@ -13,9 +13,15 @@ from labkit.comm.board import (
     SEND,
     Board,
 )
-from labkit.comm.deadlock import find_cycle, stuck_ranks, takes_part, waits
-from labkit.comm.explain import explain_deadlock
-from labkit.comm.mismatch import check_collective, check_message
+from labkit.comm.deadlock import (
+    check_collective,
+    check_message,
+    explain_deadlock,
+    find_cycle,
+    stuck_ranks,
+    takes_part,
+    waits,
+)
 from labkit.errors import MismatchError
 
 WHAT = "float32 [2]"

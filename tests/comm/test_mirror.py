@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from labkit.comm.board import EDGE, LEFT, RANK, RECV, RUNNING, SEND, Board
-from labkit.comm.deadlock import stuck_ranks, waits
-from labkit.comm.explain import explain_deadlock
+from labkit.comm.deadlock import explain_deadlock, find_mismatch, stuck_ranks, waits
 from labkit.comm.mirror import _HEAD, _layout, pack, unpack
-from labkit.comm.mismatch import find_mismatch
 
 RANKS = [2, 3]
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from fifo_transport import call_over_stream
 from ranks import travel_by_value
-from test_cuda_ipc import ends  # noqa: F401  (a fixture)
 
 from labkit import EmulatedLink, run
 from labkit.collectives import (
@@ -45,10 +44,9 @@ TRANSPORTS = [
     pytest.param("queued", id="gloo behind a stream"),
     pytest.param("group", id="gloo, a group of its own"),
     pytest.param("staged", id="gloo, staged through host memory", marks=needs_gpu),
-    pytest.param("cuda", id="CUDA IPC", marks=needs_gpu),
     pytest.param("nccl", id="NCCL", marks=needs_two_gpus),
 ]
-# Their errors come later, see test_queued.py.
+# Their errors come later.
 QUEUED = [("nccl",), ("queued",)]
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -64,10 +62,9 @@ def on(transport: str, function: Callable, world_size: int, *args, **settings) -
         "queued": "gloo",
         "linked": "shared",
         "staged": "gloo",
-        "cuda": "shared",
         "nccl": "auto",
     }
-    device = "cuda" if transport in ("staged", "cuda", "nccl") else "cpu"
+    device = "cuda" if transport in ("staged", "nccl") else "cpu"
     asked = known.get(transport, transport)
     settings |= {"world_size": world_size, "device": device, "transport": asked}
     if transport == "linked":
@@ -164,17 +161,6 @@ def test_every_dtype_shape_and_size_arrives_by_every_operation_and_is_counted(
         assert counts["to"] == {(rank + 1) % world_size: num_bytes}
 
 
-def test_cuda_ipc_with_stand_ins_for_the_gpu_keeps_the_contract_too(ends):  # noqa: F811
-    comms = [Comm(rank, 2, CPU, end, end.arena.board) for rank, end in enumerate(ends)]
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(every_operation, comms))
-    for rank, (wrong, counts) in enumerate(results):
-        num_bytes = 3 * sum(tensor.nbytes for tensor in contents(rank, "cpu"))
-        assert wrong == []
-        assert counts["to"] == {1 - rank: num_bytes}
-        assert counts["all"] == (3 * len(contents(rank, "cpu")), num_bytes)
-
-
 def alone(comm):
     comm.barrier()
     return comm.messages, comm.bytes_sent, dict(comm.bytes_to)
@@ -221,7 +207,7 @@ def what_it_states(comm):
 def test_what_it_cannot_do_it_states_and_refuses(transport):
     is_one, (shares_memory, from_any), refusals = on(transport, what_it_states, 2)[0]
     assert is_one
-    assert shares_memory == (transport in ("shared", "cuda"))
+    assert shares_memory == (transport == "shared")
     assert from_any == (transport in ("gloo", "group", "staged"))
     assert refusals.count("NotImplementedError") == (not shares_memory) + (not from_any)
 
