@@ -243,10 +243,11 @@ class Board:
     def arrived_s(self, rank: int, sent_to: int | None, received_from: int | None) -> float:
         """When the last peer came to the transfer that ``rank`` has just ended, in seconds."""
         latest = 0.0
-        if sent_to is not None:
-            latest = _came_s(self, RECV, rank, sent_to)
-        if received_from is not None:
-            latest = max(latest, _came_s(self, SEND, received_from, rank))
+        for side, source, destination in ((RECV, rank, sent_to), (SEND, received_from, rank)):
+            if source is not None and destination is not None:
+                mine = int(self.counts[1 - side, source, destination]) - 1
+                came_s = self.posted_s[side, source, destination][mine % DEPTH]
+                latest = max(latest, float(came_s))
         return latest
 
     def meeting_arrived_s(self, rank: int, among: Sequence[int] | None = None) -> float:
@@ -257,11 +258,6 @@ class Board:
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
         came_s = self.ranks["meeting_s"][:, index]
         return float((came_s if among is None else came_s[list(among)]).max())
-
-
-def _came_s(board: Board, peers_side: int, source: int, destination: int) -> float:
-    mine = int(board.counts[1 - peers_side, source, destination]) - 1
-    return float(board.posted_s[peers_side, source, destination][mine % DEPTH])
 
 
 def _num_bytes_seen(world_size: int) -> int:

@@ -189,17 +189,15 @@ class WorkQueue(threading.Thread):
     """Carries out operations on one ``Comm`` in the order of the calls.
 
     A caller that waits for its operation carries it out itself when nothing else is under way:
-    handing it over and being woken up again takes longer than sending a small message.
+    to hand it over takes longer than to send a small message.
 
     Callbacks of futures run in a second thread, and the queue waits for them. An operation that a
-    callback calls is carried out in that thread, before all queued operations. So the order is the
-    same on every rank, whatever the timing of the main threads. PyTorch's gloo backend does not
-    guarantee this order: there PowerSGD with several buckets ends in a timeout.
+    callback calls is carried out there, before all queued ones: so the order is the same on every
+    rank. (On gloo it is not, and PowerSGD with several buckets ends in a timeout.)
 
-    On a GPU the operations have a stream of their own, and always another thread: neither the
-    kernels nor the launches of the caller wait for a transfer. As in ``torch.distributed``, an
-    operation begins when the caller's stream has reached the call, and the stream of whoever
-    calls ``wait`` goes on after the operation.
+    On a GPU the operations have a stream and always a thread of their own. As in
+    ``torch.distributed``, an operation begins when the caller's stream has reached the call, and
+    the stream of whoever calls ``wait`` goes on after the operation.
 
     ``timeout_s`` is the process group's: the longest that one operation may take.
     """

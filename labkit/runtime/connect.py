@@ -85,12 +85,13 @@ def connect(
         arena = meet(group_store, rank, world_size, neighbours)
     patience_s = timeout_s + PATIENCE_S
     plug_in(link, rank, arena if len(hosts.ranks) == 1 else None)
-    transport: Transport = TorchTransport(plan.backend, device)
+    far = TorchTransport(plan.backend, device)
+    transport: Transport = far
     is_alone = len(neighbours) == 1 < world_size
     if arena and plan.transport == "shared" and device.type == "cpu" and not is_alone:
         near = SharedTransport(arena, rank, patience_s)
         is_near = len(neighbours) == world_size
-        transport = near if is_near else HostsTransport(near, transport, neighbours)
+        transport = near if is_near else HostsTransport(near, far, neighbours)
     bells = None
     if arena and arena.has_semaphores:
         of_neighbours = {one: arena.doorbell(one) for one in neighbours}
