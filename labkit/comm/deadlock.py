@@ -229,7 +229,10 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
     ops = {wait.op for rank in cycle for wait in reasons[rank]}
     if sequences:
         lines.append(sequences.lstrip())
-        step = "give every send a receive, and let all ranks call equally many collectives."
+        step = (
+            "give every send a receive, and let all ranks call the same collectives, "
+            "equally often."
+        )
     elif ops and ops <= {"recv", RECV_ANY}:
         step = "all of them receive first. Let one send first, or use comm.exchange."
     elif ops == {"send"}:

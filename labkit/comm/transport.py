@@ -182,10 +182,12 @@ class OverTransports(Transport):
         return self.to(peer).shares_memory_with(peer)
 
     def channel_to(self, dst: int) -> "Channel":
-        return self.to(dst).channel_to(dst)
+        near = self.shares_memory_with(dst)
+        return self.to(dst).channel_to(dst) if near else super().channel_to(dst)
 
     def channel_from(self, src: int) -> "Channel":
-        return self.to(src).channel_from(src)
+        near = self.shares_memory_with(src)
+        return self.to(src).channel_from(src) if near else super().channel_from(src)
 
     def barrier(self) -> None:
         self.first.barrier()

@@ -1,5 +1,6 @@
 """How a started process becomes a rank: it joins the other ranks and gets its Comm."""
 
+import atexit
 import os
 import tempfile
 import time
@@ -57,20 +58,17 @@ def connect(
         link: the emulated link of this process's messages; None for no emulation.
 
     Raises:
-        ConnectionError: the other ranks cannot be reached.
-        PeerLostError: another rank ended while the ranks connected.
+        ConnectionError: the other ranks cannot be reached, or one has ended meanwhile.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(plan.devices[int(os.environ["LOCAL_RANK"])])
     stay_on_loopback()
     torch.set_num_threads(max(1, num_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    # Whatever the devices: a run on the CPU may also use a GPU for a part of its model.
     allow_tf32(False)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if plan.backend == "nccl":
-        # PyTorch kills the process at an error or a timeout of NCCL, before it can say what was
-        # wrong. With 2 ("CleanUpOnly", ProcessGroupNCCL.hpp) it aborts the group, which raises.
+        # By default an error of NCCL kills the process, before it can say what was wrong.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     # If there is a launcher (``arena``), it enforces the deadline itself.
     group_timeout_s = max(timeout_s, _RENDEZVOUS_S) if arena else timeout_s
@@ -90,12 +88,12 @@ def connect(
     is_alone = len(neighbours) == 1 < world_size
     if arena and plan.transport == "shared" and device.type == "cpu" and not is_alone:
         near = SharedTransport(arena, rank, patience_s)
-        is_near = len(neighbours) == world_size
-        transport = near if is_near else HostsTransport(near, far, neighbours)
+        one_host = len(neighbours) == world_size
+        transport = near if one_host else HostsTransport(near, far, neighbours)
     bells = None
     if arena and arena.has_semaphores:
-        of_neighbours = {one: arena.doorbell(one) for one in neighbours}
-        bells = Doorbells(arena.board, rank, patience_s, of_neighbours)
+        of_near = {one: arena.doorbell(one) for one in neighbours}
+        bells = Doorbells(arena.board, rank, patience_s, of_near)
     board, transport = arena.board if arena else None, over_link(transport)
     comm = Comm(rank, world_size, device, transport, board, doorbells=bells, hosts=hosts.ranks)
     # The clocks and the board are those of one host nevertheless.
@@ -163,8 +161,12 @@ def _join_group(
             "program has connected to its port (then run it again), or there is no network "
             f"interface {interface!r} (GLOO_SOCKET_IFNAME). PyTorch says: {first_line}"
         ) from None
-    # The group must end before CUDA and the interpreter do, whose end gloo's threads have aborted.
-    Finalize(None, _leave_group, exitpriority=10)
+    if backend == "nccl":
+        # The group must end before CUDA does. (A rank's process runs no atexit handlers.)
+        Finalize(None, _leave_group, exitpriority=10)
+    else:
+        # Under torchrun, gloo's threads have aborted the interpreter if they still ran at its end.
+        atexit.register(_leave_group)
 
 
 def _leave_group() -> None:

@@ -104,13 +104,27 @@ def run(
             )
         here = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *here))
+    where, may_be_lost = (device, transport, devices), frozenset(may_lose)
     if hosts is not None:
         from labkit.runtime.hosts.launch import supervisor_on
 
-        where = device, transport, devices
-        there = world_size, where, timeout_s, frozenset(may_lose), link
+        there = world_size, where, timeout_s, may_be_lost, link
         supervisor = supervisor_on(hosts, fn, args, *there)
         return _result(supervisor.run(), supervisor.lost)
+    return _run_here(fn, args, where, world_size, timeout_s, may_be_lost, link)
+
+
+def _run_here(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    where: tuple[str, str, str | Sequence[str] | None],
+    world_size: int,
+    timeout_s: float,
+    may_lose: frozenset[int],
+    link: EmulatedLink | None,
+) -> RunResult:
+    """Run the ranks on this machine."""
+    device, transport, devices = where
     chosen = plan(world_size, device, transport, devices=devices)
     if may_lose and transport == "auto" and chosen.backend == "nccl":
         # A group of NCCL does not outlive any of its ranks.
@@ -124,7 +138,7 @@ def run(
             "save it as a file and run that"
         )
     call = dump_call(fn, args)
-    job = Job(call, cell_sources(), chosen, world_size, timeout_s, frozenset(may_lose), link)
+    job = Job(call, cell_sources(), chosen, world_size, timeout_s, may_lose, link)
     try:
         supervisor = Supervisor(job)
         reports = supervisor.run()

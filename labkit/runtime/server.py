@@ -29,7 +29,7 @@ gc.disable()
 def _freeze() -> None:
     """Before the first fork: Python's collector writes to all objects but frozen ones, and each
     page that a rank or the server writes to is copied."""
-    if os.getpid() == _PID and not gc.get_freeze_count():
+    if os.getpid() == _PID and not gc.isenabled():
         gc.freeze()
         gc.enable()
 

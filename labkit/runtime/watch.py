@@ -1,4 +1,4 @@
-"""What shows a run in a notebook while it lasts: the course's live lanes."""
+"""What shows a run in a notebook while it lasts: the drawing of a package above labkit."""
 
 import importlib
 import os

@@ -87,6 +87,8 @@ def train_run(
         WorkerError: a rank failed.
     """
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
+    if not isinstance(verbose, bool):
+        raise ValueError(f"verbose must be True or False, got {type(verbose).__name__}")
     own = resolved(config, own)
     strategy, note, start = ready(config, own, partial(_check, config, own, download), timeout_s)
     ranks, devices = config.world_size, config.devices

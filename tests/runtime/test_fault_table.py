@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -28,7 +27,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from faults import PATIENCE, Case, Kernel, Row, Table, check_words
+from faults import PATIENCE, Case, Kernel, Table, check_words
 from fifo_transport import streamed
 from odd_models import fit_in_turn
 from ranks import is_alive, running_ranks, travel_by_value, until_they_wait, wait_until
@@ -1149,47 +1148,3 @@ def test_row(row, tmp_path, capsys, request, record_property):
         case = Case(tmp_path, patch, capsys, Path(__file__).name, request)
         with case.row(row, record_property):
             row.check(case)
-
-
-def test_what_a_row_leaves_is_found(monkeypatch, tmp_path, capsys, request):
-    """By each of the assertions at the end of a row."""
-    case = Case(tmp_path, pytest.MonkeyPatch(), capsys, Path(__file__).name, request)
-    monkeypatch.setattr("faults.WAIT_S", 0.05)
-    kept, over = [], threading.Event()
-
-    def leaves_a_segment(case):
-        name = f"labkit-test-{os.getpid()}"
-        kept.append(Path("/dev/shm", name))
-        kept[-1].touch()
-
-    def leaves_a_file(case):
-        kept.append(Path(tempfile.mkstemp()[1]))
-
-    def leaves_half_a_file(case):
-        kept.append(case.folder / "x.part")
-        kept[-1].touch()
-
-    def leaves_a_thread(case):
-        threading.Thread(target=over.wait, daemon=True).start()
-
-    def leaves_a_pipe(case):
-        kept.append(socket.socketpair())
-
-    def prints_a_traceback(case):
-        print("Traceback (most recent call last):", file=sys.stderr)
-
-    faults = [leaves_a_segment, leaves_a_file, leaves_half_a_file, leaves_a_thread, leaves_a_pipe]
-    for fault in (*faults, prints_a_traceback):
-        row = Row(0, fault.__name__, "nothing is left", fault)
-        with pytest.raises(AssertionError), case.row(row, lambda *_: None):
-            row.check(case)
-        while kept:
-            left = kept.pop()
-            if isinstance(left, Path):
-                left.unlink()
-            else:
-                for end in left:
-                    end.close()
-    over.set()
-    with pytest.raises(AssertionError, match="is not in"):
-        case.fails(lambda comm: 1 / 0, world_size=1, says=["other words".upper()])

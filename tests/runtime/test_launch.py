@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -262,73 +261,3 @@ class TestManyRanks:
             return comm.rank
 
         assert run(meets, world_size=64).values == list(range(64))
-
-
-NAMES = """
-    import ctypes, fcntl, os, socket, struct, sys, threading, time
-
-    CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
-    MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def do(result):
-        if result:
-            print("cannot:", os.strerror(ctypes.get_errno()))
-            sys.exit(77)
-
-    def another_file(path, content):
-        mine = os.path.join(sys.argv[1], os.path.basename(path))
-        with open(mine, "w") as file:
-            file.write(content)
-        do(libc.mount(mine.encode(), path.encode(), None, MS_BIND, None))
-
-    import torch
-    from labkit import run, warm_up
-
-    def sums(comm):
-        total = torch.ones(1)
-        torch.distributed.all_reduce(total)
-        return total.item()
-
-    if __name__ == "__main__":
-        # A machine of its own: its loopback is up, and its one name server never answers.
-        do(libc.unshare(CLONE_NEWNS | CLONE_NEWNET))
-        do(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-        another_file("/etc/resolv.conf", "nameserver 127.0.0.1\\n")
-        another_file("/etc/hosts", "")
-        with socket.socket() as any_socket:
-            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sH14s", b"lo", 1 | 64, b""))
-        server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        server.bind(("127.0.0.1", 53))
-        asked = []
-
-        def listen():
-            while True:
-                asked.append(server.recvfrom(512)[0])
-
-        threading.Thread(target=listen, daemon=True).start()
-
-        warm_up(training=False)
-        for transport in ("shared", "gloo"):
-            run(sums, world_size=2, transport=transport)
-        try:
-            run(lambda comm: 1 / 0, world_size=2)
-        except Exception as error:
-            print(type(error).__name__)
-        started_s = time.monotonic()
-        print(run(sums, world_size=2).values, len(asked), time.monotonic() - started_s < 5)
-        print(*asked)
-"""
-
-
-@pytest.mark.fresh
-def test_a_launch_asks_no_name_server(tmp_path):
-    if os.getuid() != 0:
-        pytest.skip("needs root: a network of its own, with a name server that never answers")
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(NAMES))
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    if done.returncode == 77:
-        pytest.skip(f"no network of its own here: {done.stdout}")
-    assert done.stdout.splitlines()[:2] == ["WorkerError", "[2.0, 2.0] 0 True"], done.stderr

@@ -29,12 +29,3 @@ def test_every_run_ends_whole_or_with_the_cause_named(light_server):
 )
 def test_what_a_program_has_started_ends_with_it(number, seed, send):
     assert storm.strike_program(number, random.Random(seed), send) == "gone"
-
-
-def test_a_wrong_cause_would_be_found():
-    strike = storm.Strike(storm.returns_at_once, 2, "rank", storm.SIGNALS[0], 0.0, rank=1)
-    strike.has_hit = True
-    assert strike.is_named_by("rank 1 was killed by SIGKILL in mid-run")
-    assert not strike.is_named_by("rank 0 was killed by SIGKILL in mid-run")
-    assert not strike.is_named_by("rank 1 was killed by SIGTERM in mid-run")
-    assert not strike.is_named_by("rank 1 left early with exit code 255")
