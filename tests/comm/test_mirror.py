@@ -87,7 +87,7 @@ def rewritten(data: bytes, change) -> bytes:
     """``data`` with ``change(rows)`` made to what it holds."""
     head = data[: _HEAD.size]
     rows = np.frombuffer(
-        bytearray(zlib.decompress(data[_HEAD.size :])), _layout(4, bool(head[-1]))
+        bytearray(zlib.decompress(data[_HEAD.size :])), _layout(4)
     )
     change(rows)
     return head + zlib.compress(rows.tobytes())
@@ -112,7 +112,6 @@ LIES = [
     set_in(0, "row", "kind_s", value=float("nan")),
     set_in(0, "row", "until_s", value=float("inf")),
     set_in(0, "sends", "count", value=-1),
-    set_in(1, "recvs", "begun", value=-1),
     set_in(0, "wanted", value=2),
     set_in(0, "row", "op", value=b"\xff\xfe"),
 ]
