@@ -4,7 +4,6 @@ Every transport's contract holds over it, too: tests/comm/test_transports.py.
 """
 
 import itertools
-import threading
 import time
 
 import pytest
@@ -53,22 +52,6 @@ def test_a_card_sends_and_receives_at_the_same_time():
     assert card.book(out_bytes=100) == 10
     assert card.book(in_bytes=50) == 5
     assert card.book(out_bytes=0, in_bytes=20) == 10, "an exchange ends with the later of the two"
-
-
-def test_threads_share_a_card():
-    card, together = Card(EmulatedLink(1.0), now=lambda: 0.0), threading.Barrier(4)
-    ends: list[float] = []
-
-    def book():
-        together.wait()
-        ends.extend(card.book(out_bytes=1) for _ in range(50))
-
-    threads = [threading.Thread(target=book) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(ends) == list(range(1, 201))
 
 
 LINKS = [EmulatedLink(), EmulatedLink(1e-5, 1e22), EmulatedLink(0.1, 3), EmulatedLink(0, 5.5, 2)]

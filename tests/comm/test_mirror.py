@@ -86,9 +86,7 @@ def test_a_mirrored_board_shows_a_mismatch():
 def rewritten(data: bytes, change) -> bytes:
     """``data`` with ``change(rows)`` made to what it holds."""
     head = data[: _HEAD.size]
-    rows = np.frombuffer(
-        bytearray(zlib.decompress(data[_HEAD.size :])), _layout(4)
-    )
+    rows = np.frombuffer(bytearray(zlib.decompress(data[_HEAD.size :])), _layout(4))
     change(rows)
     return head + zlib.compress(rows.tobytes())
 

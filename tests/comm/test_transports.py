@@ -24,7 +24,7 @@ from labkit.collectives import (
     ring_all_reduce,
     tree_all_reduce,
 )
-from labkit.comm import meeting, shared_transport
+from labkit.comm import meeting
 from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.comm.torch_transport import TorchTransport
@@ -339,46 +339,6 @@ def test_what_is_booked_is_what_moved_whatever_the_formulas_say(transport):
         assert found == [(price.messages, price.num_bytes) for price in prices]
 
 
-def breaks_its_transport(comm, fault):
-    """Returns the counts of one message of three segments, on a transport broken at both ends."""
-    transport, cut = comm.transport, shared_transport.split_segments
-    really_send, really_receive = transport.send, transport.recv
-
-    def twice(really):
-        return lambda *arguments: [really(*arguments), really(*arguments)]
-
-    if fault == "sends twice":
-        transport.send, transport.recv = twice(really_send), twice(really_receive)
-    elif fault == "skips a segment":
-        shared_transport.split_segments = lambda *arguments: cut(*arguments)[:-1]
-    elif fault == "sends a segment twice":
-        shared_transport.split_segments = lambda *arguments: [
-            *cut(*arguments),
-            cut(*arguments)[-1],
-        ]
-    tensor = torch.ones(5 * SEGMENT_BYTES // 2, dtype=torch.uint8)
-    if comm.rank == 0:
-        comm.send(tensor, 1)
-    else:
-        comm.recv(tensor, 0)
-    return comm.messages, comm.bytes_sent / SEGMENT_BYTES
-
-
-@pytest.mark.parametrize(
-    ("transport", "fault", "counted"),
-    [
-        ("shared", "none", (1, 2.5)),
-        ("shared", "sends twice", (2, 5.0)),
-        ("gloo", "sends twice", (2, 5.0)),
-        ("group", "sends twice", (2, 5.0)),
-        ("shared", "skips a segment", (1, 2.0)),
-        ("shared", "sends a segment twice", (1, 3.0)),
-    ],
-)
-def test_what_a_broken_transport_moves_is_what_is_counted(transport, fault, counted):
-    assert on(transport, breaks_its_transport, 2, fault) == [counted, (0, 0.0)]
-
-
 def sends_from_many_threads(comm):
     """Rank 0 sends to each other rank from a separate thread, as the backend does."""
     transport, count = comm.transport, 300
@@ -400,31 +360,3 @@ def sends_from_many_threads(comm):
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_no_count_is_lost_between_threads(transport):
     assert on(transport, sends_from_many_threads, 3) == [(600, 4800), 0, 0]
-
-
-class NoGroup:
-    """In place of a process group: notes what is posted."""
-
-    def __init__(self):
-        self.posted = []
-
-    def send(self, tensors, dst, tag):
-        self.posted.append("send")
-        return self
-
-    def recv(self, tensors, src, tag):
-        self.posted.append("recv")
-        return self
-
-    def wait(self, *patience):
-        self.posted.append("wait")
-
-
-def test_an_exchange_over_gloo_posts_its_receive_first():
-    """Otherwise the peer's leave to send waits behind this rank's data, on their connection."""
-    transport = TorchTransport("gloo", CPU, NoGroup())
-    transport.exchange(torch.ones(2), 1, torch.empty(2), 1)
-    assert transport._group.posted == ["recv", "send", "wait", "wait"]
-    with transport.exchanging(torch.ones(2), 1, torch.empty(2), 1):
-        assert transport._group.posted[4:] == ["recv", "send"], "both are under way"
-    assert transport.sent.bytes_to[1] == 16
