@@ -182,8 +182,8 @@ def _leave_group() -> None:
     if not dist.is_initialized():
         return
     close_arrivals()
-    if dist.get_backend() == "nccl" and (comm := open_comm()) is not None:
-        comm.transport.abort()
+    if dist.get_backend() == "nccl" and open_comm() is not None:
+        dist.distributed_c10d._get_default_group().abort()
     else:
         dist.destroy_process_group()
 

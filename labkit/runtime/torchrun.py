@@ -126,7 +126,6 @@ def call(
     inside_a_run = True
     try:
         value = fn(comm, *args)
-        comm.session.finish("the end of its function")
         gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False
@@ -164,7 +163,7 @@ def new_watch(comm: Comm) -> Watch | None:
         (lambda: own_store(run)) if len(hosts) > 1 else None,
         f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
         group_connections,
-        comm.transport.abort,
+        lambda: dist.distributed_c10d._get_default_group().abort(),
     )
 
 
