@@ -25,6 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from labkit.training.checkpoint.folder import steps
 from ranks import is_alive, session_of, travel_by_value, wait_until
 from torch import nn
 from torch.nn import functional
@@ -32,7 +33,6 @@ from torch.nn import functional
 from labkit import WorkerError, train_with
 from labkit.runtime import supervisor
 from labkit.training.checkpoint import newest, why_not_whole
-from labkit.training.checkpoint.folder import steps
 
 travel_by_value(__name__)
 

@@ -13,7 +13,7 @@ from labkit.__main__ import main, make_parser
 from labkit.bench import compare
 from labkit.config import RunConfig
 from labkit.runtime import supervisor
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.training.train_run import train_run
 
 BAD_INTEGERS = [*NOT_NUMBERS, "-1", "1.5", "1e3", "-0.0", str(10**30), "9" * 5000]

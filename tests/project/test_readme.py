@@ -17,7 +17,7 @@ from labkit.__main__ import config_of, main, make_parser
 from labkit.bench import compare
 from labkit.bench.compare import figures, summary
 from labkit.bench.spread import Spread
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.units import format_bytes, format_number
 from labkit.workload.datasets import load_dataset
 

@@ -47,7 +47,7 @@ from labkit.collectives import (
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.errors import OutputError
 from labkit.runtime import launch
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 from labkit.workload.datasets import load_dataset
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_gpus import FakeComm, pretended
+from labkit.training.checkpoints import Checkpoints
 from torch import nn
 
 from labkit import RunConfig, strategies
 from labkit.comm import reported_loss
 from labkit.training import loop
-from labkit.training.checkpoints import Checkpoints
 from labkit.training.progress import Progress
 from labkit.workload.samples import TensorSamples, on_device
 

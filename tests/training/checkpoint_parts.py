@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-
 from labkit.training.checkpoint.writing import CheckpointWriter
 
 # All that the writer of one rank asks of its Comm.

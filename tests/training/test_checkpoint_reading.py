@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_parts import assert_equal_trees, everything_in, tensors_of, write
+from labkit.training.checkpoint.reading import read_tensors
+from labkit.training.checkpoint.whole import dumped, file_digest, read_record
 from torch.distributed.checkpoint.metadata import Metadata
 
 from labkit.training.checkpoint import newest, read_facts, why_not_whole
-from labkit.training.checkpoint.reading import read_tensors
-from labkit.training.checkpoint.whole import dumped, file_digest, read_record
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 

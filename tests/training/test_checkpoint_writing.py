@@ -23,6 +23,10 @@ from checkpoint_parts import (
     tensors_of,
     write,
 )
+from labkit.training.checkpoint.folder import Lock
+from labkit.training.checkpoint.plan import Copies
+from labkit.training.checkpoint.reading import read_tensors
+from labkit.training.checkpoint.writing import CheckpointWriter
 from ranks import travel_by_value
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -36,10 +40,6 @@ from labkit.training.checkpoint import (
     steps,
     why_not_whole,
 )
-from labkit.training.checkpoint.folder import Lock
-from labkit.training.checkpoint.plan import Copies
-from labkit.training.checkpoint.reading import read_tensors
-from labkit.training.checkpoint.writing import CheckpointWriter
 
 travel_by_value(__name__)
 travel_by_value("checkpoint_parts")

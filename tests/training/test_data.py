@@ -13,14 +13,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from labkit import RunConfig, run
-from labkit.training.data import samples_for, with_full_paths
 from labkit.training.evaluation import evaluated
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own
+from labkit.training.resolve import make_strategy, samples_for, work_of
 from labkit.training.state import largest_difference
 from labkit.training.train_run import train_run, train_with
-from labkit.training.work import work_of
 from labkit.workload.freezing import is_frozen
 from labkit.workload.samples import TensorSamples
 

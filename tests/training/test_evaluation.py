@@ -12,8 +12,8 @@ from torch.nn import functional
 from labkit import RunConfig, run, train_with
 from labkit.training.evaluation import told
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.own import Own
+from labkit.training.resolve import make_strategy
 
 travel_by_value(__name__)
 

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.optimizer import continue_schedule, optimizer_maker, scheduler_of
 from labkit.training.own import Own
+from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)

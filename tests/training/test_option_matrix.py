@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from labkit.training.check_work import check_work
 from ranks import travel_by_value
 from torch import Tensor, nn
 
 from labkit import RunConfig, run, strategies
-from labkit.training.check_work import check_work
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.own import Own
+from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)

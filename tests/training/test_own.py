@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from labkit import RunConfig, WorkerError, run, train_with
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.own import Own
+from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 from labkit.workload.models import import_torchvision
 

@@ -6,11 +6,11 @@ import time
 
 import ranks
 import torch.distributed as dist
+from labkit.training.preemption import Preemption
 
 from labkit import run
 from labkit.errors import PreemptedError
 from labkit.runtime import rounds
-from labkit.training.preemption import Preemption
 
 ranks.travel_by_value(__name__)
 

@@ -17,8 +17,8 @@ from labkit import RunConfig, run, train_with
 from labkit.runtime.prepare import seed_random_numbers
 from labkit.strategies.base import Strategy
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING, Own
+from labkit.training.resolve import make_strategy
 from labkit.training.resume import find_start
 from labkit.training.state import largest_difference
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from labkit.training.checkpoint.writing import CheckpointWriter
 
 from labkit.config import RunConfig
 from labkit.runtime import rounds
 from labkit.training import resume, together, train_run
-from labkit.training.checkpoint.writing import CheckpointWriter
-from labkit.training.make_strategy import make_strategy
 from labkit.training.own import NOTHING
-from labkit.training.work import work_of
+from labkit.training.resolve import make_strategy, work_of
 
 CONFIG = RunConfig("ddp", world_size=3, model="mlp", train_size=64)
 
