@@ -160,7 +160,10 @@ class _Run:
             done = progress.epoch * len(batches) + progress.step
             self.comm.progress(done, total, f"steps, epoch {progress.epoch + 1}", **now)
             if progress.step < len(batches) and self.checkpoints.writer is not None:
+                before = strategy.sent()
                 is_end = self.agree(progress)
+                # These messages are not the technique's.
+                progress.sent = added(progress.sent, strategy.sent(), before)
                 if is_end or self.checkpoints.is_due(progress):
                     progress.stop_clock(strategy)
                     self.checkpoints.save(progress)
@@ -187,19 +190,17 @@ class _Run:
             self.end_early(progress)
 
     def agree(self, progress: Progress) -> bool:
-        """Whether a rank has been told to end; the messages do not count as the technique's.
+        """Whether a rank has been told to end.
 
         Raises:
             FloatingPointError: the loss of a rank is not finite.
         """
         if self.checkpoints.writer is None:
             return False
-        before = self.strategy.sent()
         words = [float(self.stop.is_told), progress.finite.item() < progress.step]
         flags = torch.tensor(words, dtype=torch.float64, device=self.comm.device)
         if self.comm.world_size > 1:
             ring_all_reduce(self.comm, flags)
-        progress.sent = added(progress.sent, self.strategy.sent(), before)
         if flags[1]:
             self.check_finite(progress.epoch, progress.step - 1)
         return bool(flags[0])

@@ -78,9 +78,8 @@ class Progress:
 
     def add(self, numbers: dict[str, Any]) -> None:
         """Add what a rank had counted."""
-        self.loss_sum += torch.tensor(numbers["loss_sum"], device=self.loss_sum.device)
-        self.trained += torch.tensor(numbers["trained"], device=self.trained.device)
-        self.finite.fill_(self.step)
+        self.loss_sum += self.loss_sum.new_tensor(numbers["loss_sum"])
+        self.trained += self.trained.new_tensor(numbers["trained"])
         self.seconds = max(self.seconds, numbers["seconds"])
         self.spent_s = numbers["spent_s"]
 

@@ -138,6 +138,8 @@ def _check_fits(config: RunConfig, own: Own, work: Work, stored: Stored) -> None
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     # Another model, dtype or seed makes other data, too.
     names = [name for name in names if not name.startswith("data set")] or names
+    # Those with two values say most.
+    names.sort(key=lambda name: not (name in old and name in new))
     differ = [
         f"{name} {old.get(name, 'missing')} there, {new.get(name, 'missing')} here"
         for name in names

@@ -94,7 +94,7 @@ class Checkpoints:
                 numbers["updates"] = scheduler.last_epoch
             if scaler := getattr(strategy, "scaler", None):
                 numbers["scaler"] = scaler.state_dict()
-            place = {"epoch": progress.epoch, "step": progress.step, "rows": progress.rows}
+            place = {"epoch": progress.epoch, "step": progress.step, "rows": list(progress.rows)}
             facts = dataclasses.replace(self.facts, **place)
             best = progress.step == 0 and is_best(progress.rows)
             self.writer.save(facts, tensors, numbers, best)
@@ -112,6 +112,7 @@ class Checkpoints:
         stored, strategy = Stored(path), self.strategy
         facts, kept = stored.facts, strategy.kept()
         progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
+        progress.finite.fill_(facts.step)
         rehearse()
         # What it has counted was none of the run's samples.
         strategy.counted()

@@ -85,7 +85,7 @@ def train_run(
         PreemptedError: this process was sent SIGTERM, and the ranks have ended with a checkpoint.
     """
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
-    config, own = _with_full_paths(config), resolved(config, own)
+    given, config, own = config, _with_full_paths(config), resolved(config, own)
     strategy, note, start = ready(config, own, lambda: resolve(config, own, download), timeout_s)
     if config.log_dir is not None:
         rank = int(os.environ["RANK"]) if under_torchrun() else None
@@ -110,7 +110,7 @@ def train_run(
         raise
     finally:
         remove_unfinished(config.checkpoint_dir)
-    return _gather(config, strategy, result, [note, start.note])
+    return _gather(given, strategy, result, [note, start.note])
 
 
 def _with_full_paths(config: RunConfig) -> RunConfig:
