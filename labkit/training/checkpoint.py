@@ -238,6 +238,10 @@ class Writer:
         self._thread = threading.Thread(target=self._write, args=work, daemon=True)
         self._thread.start()
 
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait until this rank's part of the last checkpoint, on rank 0 all of it, is written."""
         if self._thread is not None:
