@@ -4,7 +4,7 @@ import lazy_loader
 
 from labkit.backend.registration import register_backend
 from labkit.runtime.cell_errors import show_errors_on_one_screen
-from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, IN_NOTEBOOKS, interrupts_later
+from labkit.runtime.preload import FOR_RANKS, FOR_TRAINING, interrupts_later
 from labkit.units import unknown_name
 
 # Lazy: a notebook's first cell should not wait for parts that it does not use. The names are
@@ -22,6 +22,4 @@ register_backend()
 show_errors_on_one_screen()
 # The ranks of a script load that script, and so import the launcher.
 FOR_RANKS.append("labkit.runtime.launch")
-IN_NOTEBOOKS.append("labkit.notebook.live")
-# A notebook warms up before it imports the checks: otherwise each rank would import them again.
-FOR_TRAINING.extend(["labkit.training.loop", "labkit.check"])
+FOR_TRAINING.append("labkit.training.loop")

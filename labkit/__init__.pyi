@@ -2,16 +2,13 @@
 # "X as X" hands a name on (PEP 484); labkit/__init__.py reads this list, too.
 from . import (
     backend as backend,
-    check as check,
     collectives as collectives,
     costs as costs,
     devices as devices,
     placement as placement,
-    plots as plots,
     schedules as schedules,
     strategies as strategies,
     units as units,
-    widgets as widgets,
     workload as workload,
 )
 from .comm.emulated_link import EmulatedLink as EmulatedLink
@@ -21,10 +18,6 @@ from .errors import (
     DeadlockError as DeadlockError,
     WorkerError as WorkerError,
 )
-from .notebook import verdict as verdict
-from .notebook.display import show_source as show_source
-from .notebook.predict import predict as predict, predict_row as predict_row
-from .notebook.progress import progress as progress
 from .runtime.launch import RunResult as RunResult, run as run
 from .runtime.preload import warm_up as warm_up
 from .trace import Span as Span, Trace as Trace

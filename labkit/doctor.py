@@ -237,13 +237,11 @@ def check_digits(name: str) -> Finding:
 
 
 def check_notebooks(name: str) -> Finding:
-    from labkit.lab import workbook_root
-
-    try:
-        folder = workbook_root() / "notebooks"
-    except ValueError as error:
-        return Finding(name, "note", "not found: only the command line works", str(error))
-    return Finding(name, "ok", f"{len(list(folder.glob('*.ipynb')))} in {folder}")
+    for root in (Path.cwd(), Path(__file__).resolve().parents[1]):
+        if (folder := root / "notebooks").is_dir():
+            return Finding(name, "ok", f"{len(list(folder.glob('*.ipynb')))} in {folder}")
+    advice = f"they are neither here nor in {root}: run this from a clone of the workbook"
+    return Finding(name, "note", "not found: only the command line works", advice)
 
 
 def check_ray(name: str) -> Finding:

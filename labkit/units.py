@@ -3,6 +3,7 @@
 Command-line options and function arguments are checked in the same way, before a rank starts.
 """
 
+import argparse
 import difflib
 import functools
 import html
@@ -28,6 +29,23 @@ MOST_BYTES = 2**40
 _INTEGER = re.compile(r"-?[0-9]+")
 _BYTES_IN = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
+
+def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` for argparse: its error's message is shown, not only the function's name."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """The same for a list with commas."""
+    return typed(lambda text: tuple(parse(word.strip()) for word in text.split(",")))
 
 
 def parse_integer(text: str) -> int:

@@ -61,7 +61,7 @@ import sys
 sys.path.append({str(Path(__file__).parent)!r})
 import kernel_ports
 kernel_ports.install()
-from labkit.lab import main
+from workbook.lab import main
 sys.exit(main(sys.argv[1:]))
 """
 # All cells are in the page at the same time: by default, JupyterLab leaves out those that are out

@@ -50,7 +50,8 @@ def pytest_configure(config):
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # A warning in our own code is an error, in ranks and other processes as well. (pyproject.toml
     # does the same for this process.)
-    modules = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / "labkit").rglob("*.py"))
+    files = [*ROOT.glob("labkit/**/*.py"), *ROOT.glob("workbook/**/*.py")]
+    modules = (path.relative_to(ROOT).with_suffix("") for path in files)
     names = (".".join(module.parts).removesuffix(".__init__") for module in modules)
     os.environ["PYTHONWARNINGS"] = ",".join(f"error:::{name}" for name in sorted(names))
     # The tests may run on a machine with other users, to whom RPC is open for seconds.

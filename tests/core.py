@@ -1,4 +1,4 @@
-"""The core alone: a copy of the package and its tests without the course.
+"""The core alone: a copy of labkit and its tests, without the course that is built on it.
 
 ``make test-core`` runs all of the core's tests there; tests/project/test_core.py a few.
 """
@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COURSE = {"check", "plots", "widgets", "notebook", "bench"}
+# The tests of workbook.
+COURSE = {"exercises", "plots", "widgets", "notebook", "measure"}
 # Tests of parts that need the course: the command line, the names of ``labkit``, the workbook.
 NOT_CORE = {
     "project",
@@ -22,15 +23,15 @@ NOT_CORE = {
     "test_lab.py",
 }
 
-# An installed labkit, or one in another folder, still has the course: this blocks its import.
-TAKE_AWAY = f"""
+# An installed course, or one in another folder, could still be imported: this blocks it.
+TAKE_AWAY = """
 import sys
 
 
 class TakenAway:
     def find_spec(self, name, path=None, target=None):
-        if name.startswith("labkit.") and name.split(".")[1] in {sorted(COURSE)}:
-            raise ModuleNotFoundError(f"{{name}} is taken away", name=name)
+        if name.split(".")[0] == "workbook":
+            raise ModuleNotFoundError(f"{name} is taken away", name=name)
 
 
 sys.meta_path.insert(0, TakenAway())
@@ -48,7 +49,7 @@ import labkit
 
 def test_the_course_is_taken_away():
     with pytest.raises(ModuleNotFoundError, match="taken away"):
-        importlib.import_module("labkit.plots")
+        importlib.import_module("workbook")
 
 
 def test_every_module_imports():
@@ -71,8 +72,7 @@ def copy_core(folder: Path) -> None:
     """Copy the core, its tests and the files that they read into an empty folder."""
 
     def left_out(path: str, names: list[str]) -> set[str]:
-        tops = {str(ROOT / "labkit"): COURSE, str(ROOT / "tests"): COURSE | NOT_CORE}
-        return {"__pycache__"} | tops.get(path, set())
+        return {"__pycache__"} | (COURSE | NOT_CORE if path == str(ROOT / "tests") else set())
 
     for part in ("labkit", "tests", "data/digits"):
         shutil.copytree(ROOT / part, folder / part, ignore=left_out)

@@ -14,8 +14,8 @@ from unittest import mock
 from ranks import travel_by_value
 
 import labkit
-from labkit.check import Verdict
-from labkit.check.grading import grader, on_ranks
+from workbook.check import Verdict
+from workbook.exercises.grader import grader, on_ranks
 
 travel_by_value(__name__)
 

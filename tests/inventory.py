@@ -37,9 +37,10 @@ ANYWHERE = {
 
 
 def dangerous_calls() -> set[tuple[str, str, str]]:
-    """(file, function, call) of each such call in the package, the tools and the notebooks."""
+    """(file, function, call) of each such call in the packages, the tools and the notebooks."""
     found = set()
-    for path in sorted([*ROOT.glob("labkit/**/*.py"), *ROOT.glob("tools/*.py")]):
+    packages = [*ROOT.glob("labkit/**/*.py"), *ROOT.glob("workbook/**/*.py")]
+    for path in sorted([*packages, *ROOT.glob("tools/*.py")]):
         found |= _in_module(path, ast.parse(path.read_text()))
     for path in sorted([*ROOT.glob("data/*.py"), *ROOT.glob("notebooks/*.ipynb")]):
         for tree in _trees(path):

@@ -15,9 +15,9 @@ from ranks import is_alive, session_of, wait_until
 from safetensors.torch import load_file
 from test_files import at_most
 
-from labkit import bench
 from labkit.__main__ import main
-from labkit.bench.launch import LaunchResult
+from workbook import measure
+from workbook.measure.launch import LaunchResult
 
 TRAIN = [sys.executable, "-m", "labkit", "train"]
 PLACED = ["--strategy", "model_parallel", "--devices"]
@@ -184,7 +184,7 @@ STORED = Path(__file__).resolve().parents[1] / "data" / "results" / "compare.jso
 def quick_bench(monkeypatch):
     """``labkit bench launch`` with a result that is not measured."""
     result = LaunchResult("launch", 2, [0.1], [0.2])
-    monkeypatch.setitem(bench.BENCHES, "launch", lambda: iter([result]))
+    monkeypatch.setitem(measure.BENCHES, "launch", lambda: iter([result]))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The public names of the package, listed once, in __init__.pyi, which editors also read."""
+"""The public names of the packages, listed once, in __init__.pyi, which editors also read."""
 
 import sys
 from functools import partial
@@ -6,12 +6,14 @@ from functools import partial
 import pytest
 
 import labkit
+import workbook
 
 
 def test_every_public_name_is_there():
     assert len(labkit.__all__) > 20
-    missing = [name for name in labkit.__all__ if not hasattr(labkit, name)]
-    assert missing == []
+    for package in (labkit, workbook):
+        assert [name for name in package.__all__ if not hasattr(package, name)] == []
+    assert not set(labkit.__all__) & set(workbook.__all__)
 
 
 @pytest.mark.parametrize(
@@ -24,8 +26,8 @@ def test_every_public_name_is_there():
         (partial(labkit.RunConfig, epoch=2), "epochs"),
         (partial(labkit.load_dataset, "digits", trainsize=9), "train_size"),
         (partial(labkit.build_model, "small_cnn", num_class=2), "num_classes"),
-        (partial(labkit.predict_row, "t", "s", predicted=2), "prediction"),
-        (partial(labkit.check.returns, print, mistake=2), "mistakes"),
+        (partial(workbook.predict_row, "t", "s", predicted=2), "prediction"),
+        (partial(workbook.check.returns, print, mistake=2), "mistakes"),
     ],
 )
 def test_an_unknown_keyword_is_answered_with_the_closest_one(call, meant):
@@ -44,9 +46,9 @@ def test_an_unknown_keyword_like_no_other_is_answered_with_all():
     ("module", "mistyped", "meant"),
     [
         ("labkit", "trian_with", "train_with"),
-        ("labkit.plots", "timline", "timeline"),
-        ("labkit.check", "rng", "ring"),
-        ("labkit.widgets", "ring_steper", "ring_stepper"),
+        ("workbook.plots", "timline", "timeline"),
+        ("workbook.check", "rng", "ring"),
+        ("workbook.widgets", "ring_steper", "ring_stepper"),
         ("labkit.collectives", "ring_allreduce", "ring_all_reduce"),
     ],
 )

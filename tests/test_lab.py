@@ -5,7 +5,7 @@ import urllib.request
 import browser
 import pytest
 
-from labkit import lab
+from workbook import lab
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_outside_of_a_clone_the_clone_is_found(tmp_path, monkeypatch):
 
 def test_without_notebooks_anywhere_it_says_where_it_looked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lab, "__file__", str(tmp_path / "site" / "labkit" / "lab.py"))
+    monkeypatch.setattr(lab, "__file__", str(tmp_path / "site" / "workbook" / "lab.py"))
     with pytest.raises(ValueError, match="run this from a clone of the workbook"):
         lab.workbook_root()
 

@@ -8,13 +8,14 @@ import math
 import pytest
 from test_units import NOT_NUMBERS
 
-from labkit import bench, run, train_with
+from labkit import run, train_with
 from labkit.__main__ import main, make_parser
-from labkit.bench import compare
 from labkit.config import RunConfig
 from labkit.runtime import supervisor
 from labkit.training.resolve import make_strategy
 from labkit.training.train_run import train_run
+from workbook import measure
+from workbook.measure import compare
 
 BAD_INTEGERS = [*NOT_NUMBERS, "-1", "1.5", "1e3", "-0.0", str(10**30), "9" * 5000]
 BAD_NUMBERS = [*NOT_NUMBERS, "-1", "-inf", "1e308", "1e999", "9" * 5000]
@@ -133,7 +134,7 @@ def check_config(setting):
         (run, {"world_size": 1}),
         (train_with, {"strategy": "single"}),
         (compare.compare, {}),
-        *((function, {}) for function in bench.BENCHES.values()),
+        *((function, {}) for function in measure.BENCHES.values()),
     ],
 )
 def test_no_function_takes_a_number_that_cannot_be(function, arguments, no_ranks):

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from labkit.bench.all_reduce import SIZES_BYTES, bench_all_reduce
-from labkit.bench.command import show
-from labkit.bench.record import command_line
-from labkit.bench.turns import agree
 from labkit.comm.comm import Comm
 from labkit.files import check_outputs
 from labkit.units import parse_bytes, parse_integer
+from workbook.measure.all_reduce import SIZES_BYTES, bench_all_reduce
+from workbook.measure.command import show
+from workbook.measure.record import command_line
+from workbook.measure.turns import agree
 
 PROGRAM = Path(__file__).with_name("mpi_rank.py")
 PATIENCE_S = 30.0

@@ -43,18 +43,18 @@ def serve(comm: MPI.Comm, path: str) -> None:
 
 
 def make_tensors(comm: MPI.Comm, num_bytes: int) -> tuple[np.ndarray, ...]:
-    """The same as ``Tensors`` in labkit/bench/all_reduce.py."""
+    """The same as ``Tensors`` in workbook/measure/all_reduce.py."""
     pattern = (np.arange(num_bytes // 4) % 1021).astype(np.float32)
     total = comm.size * (comm.size + 1) // 2
     return pattern * (comm.rank + 1), pattern * total, np.empty_like(pattern)
 
 
 def one_turn(comm: MPI.Comm, mine: np.ndarray, expected: np.ndarray, work: np.ndarray) -> float:
-    # As in ``Tensors.turn`` of labkit/bench/all_reduce.py: the first fills the caches.
+    # As in ``Tensors.turn`` of workbook/measure/all_reduce.py: the first fills the caches.
     work[:] = 0
     comm.Allreduce(MPI.IN_PLACE, work)
     work[:] = mine
-    # As in ``timed`` of labkit/bench/turns.py.
+    # As in ``timed`` of workbook/measure/turns.py.
     comm.Barrier()
     comm.Barrier()
     start_s = time.perf_counter()

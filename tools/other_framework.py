@@ -3,7 +3,7 @@
 The packages come from tools/horovod.txt or tools/tensorflow.txt, each file checked by its hash;
 Horovod is then compiled, and at the end what was made is tried. A call that is interrupted, by
 whatever, leaves a folder that nobody takes for ready, and the next call begins with the step that
-was not finished. ``labkit/bench/elsewhere/environments.py`` tells whether one is ready.
+was not finished. ``workbook/measure/elsewhere/environments.py`` tells whether one is ready.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from framework_recipes import RECIPES, SWITCHES
 from run_program import CannotMakeError, Ran, answer, free_memory_gb, run
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "labkit" / "bench" / "elsewhere"))
+sys.path.append(str(ROOT / "workbook" / "measure" / "elsewhere"))
 # By its file: a call with nothing to do is over before labkit would be imported.
 from environments import environment_of, pins_of, stamp, why_not  # noqa: E402
 

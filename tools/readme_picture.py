@@ -17,11 +17,11 @@ from matplotlib.patches import FancyBboxPatch
 
 from labkit import EmulatedLink, RunResult, devices, run
 from labkit.files import write_atomically
-from labkit.plots import CaptionedFigure
-from labkit.plots.figure import WIDTH_IN, add_legend, drawn, fixed_axes, label_lanes
-from labkit.plots.palette import BLUE, DARK, GRID
-from labkit.plots.timeline import draw_spans, timeline_words
 from labkit.trace import Trace
+from workbook.plots import CaptionedFigure
+from workbook.plots.figure import WIDTH_IN, add_legend, drawn, fixed_axes, label_lanes
+from workbook.plots.palette import BLUE, DARK, GRID
+from workbook.plots.timeline import draw_spans, timeline_words
 
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "results"
 WORLD_SIZE, NUM_ELEMENTS, HEIGHT_IN = 4, 250_000, 5.0

@@ -24,8 +24,7 @@ that changes a tensor does so in place, and returns it. P ranks, S bytes of one 
 On H hosts of m ranks, ``hierarchical_all_reduce`` sends 2 (H - 1) / H x S bytes over the network
 card of each host; ``fast_hierarchical_all_reduce`` overlaps its parts. The exact numbers are in
 ``labkit.costs.traffic`` and ``labkit.costs.hosts``. The module ``compressed`` sends gradients in
-half the bytes or fewer. With the module ``negotiated`` ranks may begin collectives in different
-orders, as in Horovod; its parts are ``requests``, ``coordinator``, ``fused`` and ``handle``.
+half the bytes or fewer.
 """
 
 from labkit.collectives.barrier import dissemination_barrier as dissemination_barrier

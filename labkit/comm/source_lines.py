@@ -43,6 +43,12 @@ def credit_to(location: str) -> None:
     _asked.location = location
 
 
+def count_as_ours(init_file: str) -> None:
+    """Frames of this package, one that is built on labkit, are not the learner's either."""
+    global _BETWEEN
+    _BETWEEN += (str(Path(init_file).resolve().parent) + os.sep,)
+
+
 def is_ours(filename: str) -> bool:
     """Whether a frame of this file is labkit's, or of the code between a learner's call and it."""
     return filename.startswith(_BETWEEN) and not filename.startswith(_TYPED)

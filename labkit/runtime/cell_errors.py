@@ -79,8 +79,8 @@ def _is_about_labkit(error: BaseException, tb: Any) -> bool:
     if not isinstance(tb, TracebackType):
         return False  # IPython itself also passes other things
     thing = getattr(error, "obj", None)
-    module = thing.__name__ if isinstance(thing, ModuleType) else type(thing).__module__
-    if isinstance(error, AttributeError) and str(module).partition(".")[0] == "labkit":
+    module = thing if isinstance(thing, ModuleType) else sys.modules.get(type(thing).__module__)
+    if isinstance(error, AttributeError) and is_ours(getattr(module, "__file__", None) or ""):
         return True
     return any(is_ours(part.tb_frame.f_code.co_filename) for part in _parts(tb))
 

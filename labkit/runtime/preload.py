@@ -19,7 +19,8 @@ from labkit.units import spelled
 FOR_RANKS = ["labkit.runtime.preload_first", "labkit.runtime.worker", "labkit.collectives"]
 # The first optimizer in a process imports torch._dynamo, which takes seconds in every rank.
 FOR_TRAINING = ["torch._dynamo"]
-# The module whose ``watcher`` draws the runs of a notebook; imported by the first of them.
+# The module whose ``watcher`` draws the runs of a notebook, imported by the first of them. A
+# package above labkit appends it.
 IN_NOTEBOOKS: list[str] = []
 
 

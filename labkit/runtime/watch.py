@@ -1,4 +1,4 @@
-"""What shows a run while it lasts: one bar in a terminal; in a notebook, what the course draws."""
+"""What shows a run while it lasts: one bar in a terminal; in a notebook, a drawing."""
 
 import importlib
 import os
@@ -76,18 +76,15 @@ def undrawn() -> Iterator[None]:
 
 
 def watcher(board: Board) -> Watcher:
-    """The watcher of a run: the course's in a notebook's kernel, else the bar."""
+    """The watcher of a run: in a notebook the one of IN_NOTEBOOKS, if any; else the bar."""
     if not _draws.get():
         return Nothing()
     if kernel() is not None:
         if not draws_live():
             return Nothing()
         for name in IN_NOTEBOOKS:
-            try:
-                with interrupts_later():
-                    module = importlib.import_module(name)
-            except ModuleNotFoundError:
-                break  # the core without the course
+            with interrupts_later():
+                module = importlib.import_module(name)
             return Guarded(module.watcher(board))
     return Guarded(ProgressBar(board))
 

@@ -2,15 +2,15 @@
 
 import re
 
-import labkit
+import workbook
 from labkit.collectives import share_reduce
-from labkit.notebook.display import Source
+from workbook.notebook.display import Source
 
 JUPYTERS = re.compile(r"var\(--jp-[a-z0-9-]+,#[0-9a-f]{6}\)")
 
 
 def test_every_colour_is_the_themes_and_has_one_for_pages_without_a_theme():
-    page = labkit.show_source(share_reduce)._repr_html_()
+    page = workbook.show_source(share_reduce)._repr_html_()
     colours = re.findall(r"color: ([^;\"]+)", page)
     assert len(set(colours)) >= 3
     assert all(JUPYTERS.fullmatch(colour) for colour in colours)

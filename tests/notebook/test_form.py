@@ -2,8 +2,8 @@
 
 import pytest
 
-from labkit.notebook.form import PredictionForm
-from labkit.notebook.prediction import Prediction
+from workbook.notebook.form import PredictionForm
+from workbook.notebook.prediction import Prediction
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from labkit.comm.board import Board
-from labkit.notebook import live
-from labkit.notebook.lane_picture import MOST_LANES, THEMED, Picture, draw, num_slots
-from labkit.notebook.lanes import History, Lane, trace_lanes
-from labkit.notebook.live import LiveRun
 from labkit.runtime import watch
 from labkit.runtime.objects import kernel
 from labkit.trace import Span, Trace
+from workbook.notebook import live
+from workbook.notebook.lane_picture import MOST_LANES, THEMED, Picture, draw, num_slots
+from workbook.notebook.lanes import History, Lane, trace_lanes
+from workbook.notebook.live import LiveRun
 
 MOST_BYTES = 20_000
 EDGES_S = np.linspace(0.0, 4.0, 5)

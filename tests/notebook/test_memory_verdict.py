@@ -3,9 +3,9 @@
 import pytest
 
 from labkit.comm.peak_memory import DeviceMemory, PeakMemory
-from labkit.notebook.memory_verdict import peak_memory
 from labkit.runtime.launch import RunResult
 from labkit.trace import Trace
+from workbook.notebook.memory_verdict import peak_memory
 
 
 def ran(*peaks):

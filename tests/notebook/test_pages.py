@@ -3,8 +3,8 @@ import json
 import nbformat
 import pytest
 
-from labkit.notebook import pages
-from labkit.notebook.pages import Page, exercises_in, workbook_pages
+from workbook.notebook import pages
+from workbook.notebook.pages import Page, exercises_in, workbook_pages
 
 NOTEBOOKS = pages.Path(__file__).parents[2] / "notebooks"
 STATES = ("passed: ", "not yet: ", "not attempted yet: ", "works")
@@ -32,7 +32,7 @@ def test_a_pages_exercises_have_the_names_of_their_verdicts(path):
     ("source", "names"),
     [
         ("check.ring.share_only(mine, to='left')", ["ring.share_only"]),
-        ("labkit.check.ring.all_reduce(mine)", ["ring.all_reduce"]),
+        ("workbook.check.ring.all_reduce(mine)", ["ring.all_reduce"]),
         ("check.ring.all_reduce(mine).own_run()", ["ring.all_reduce"]),
         ("check.returns(gather, value, target=check.Target(1))", ["gather"]),
         ("check.answers(fn, {}, name='choose')", ["choose"]),
@@ -66,7 +66,9 @@ def test_the_notebooks_in_the_current_folder_come_first(tmp_path, monkeypatch):
 
 def test_without_notebooks_there_are_no_pages(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pages, "__file__", str(tmp_path / "site" / "labkit" / "notebook" / "p.py"))
+    monkeypatch.setattr(
+        pages, "__file__", str(tmp_path / "site" / "workbook" / "notebook" / "p.py")
+    )
     assert workbook_pages() == []
 
 

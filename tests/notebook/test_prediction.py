@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-import labkit
-from labkit.notebook import record
+import workbook
+from workbook.notebook import record
 
 SENT = ("sent by one rank", "bytes")
 
@@ -20,11 +20,11 @@ def restart(monkeypatch):
 
 
 def test_it_is_locked_by_its_first_measurement(monkeypatch):
-    made = labkit.predict(*SENT)
+    made = workbook.predict(*SENT)
     made.enter("1 MiB")
     made.enter("2 MiB")
     assert made.locked_at is None
-    row = labkit.predict_row(*SENT, made, 2**20, [2**20])
+    row = workbook.predict_row(*SENT, made, 2**20, [2**20])
     assert (row.prediction, row.model, row.measured) == (2**21, 2**20, 2**20)
     with pytest.raises(ValueError, match="2 MiB, locked since"):
         made.enter("1 MiB")
@@ -34,21 +34,21 @@ def test_it_is_locked_by_its_first_measurement(monkeypatch):
 
 
 def test_the_cell_run_again_keeps_the_locked_one_even_after_a_restart(monkeypatch, capsys):
-    labkit.predict(*SENT, value="2 MiB").measured(2**20)
+    workbook.predict(*SENT, value="2 MiB").measured(2**20)
     restart(monkeypatch)
     capsys.readouterr()
-    again = labkit.predict(*SENT, value="1 MiB")
+    again = workbook.predict(*SENT, value="1 MiB")
     said = capsys.readouterr().out
     assert re.match(
         r"Your prediction of sent by one rank: 2 MiB, locked since it was measured, \d{4}-", said
     )
     assert again.value == 2**21
     assert again.row.measured == 2**20
-    assert labkit.predict_row(*SENT, again, None, 2**19).prediction == 2**21
+    assert workbook.predict_row(*SENT, again, None, 2**19).prediction == 2**21
 
 
 def test_predicted_again_both_are_recorded():
-    made = labkit.predict(*SENT, value=1)
+    made = workbook.predict(*SENT, value=1)
     made.measured(4)
     made.again("2")
     made.enter("3 bytes")
@@ -58,60 +58,60 @@ def test_predicted_again_both_are_recorded():
 
 
 def test_an_open_one_is_continued_after_a_restart(monkeypatch):
-    labkit.predict(*SENT).enter("1 MiB")
+    workbook.predict(*SENT).enter("1 MiB")
     restart(monkeypatch)
-    made = labkit.predict(*SENT)
+    made = workbook.predict(*SENT)
     assert (made.value, made.locked_at) == (2**20, None)
     made.enter("")
     assert recorded() == []
 
 
 def test_none_at_all_is_fine():
-    made = labkit.predict(*SENT)
-    row = labkit.predict_row(*SENT, made, None, 6)
+    made = workbook.predict(*SENT)
+    row = workbook.predict_row(*SENT, made, None, 6)
     assert repr(row) == "sent by one rank: no prediction, no model, measured 6 B"
     assert made.locked_at
     assert recorded() == []
-    assert labkit.predict(*SENT).locked_at is None
+    assert workbook.predict(*SENT).locked_at is None
 
 
 @pytest.mark.parametrize("value", [None, ...])
 def test_without_a_browser_it_prints_one_line(value, capsys):
-    labkit.predict(*SENT, value=value)
+    workbook.predict(*SENT, value=value)
     assert capsys.readouterr().out == "Your prediction of sent by one rank: none yet, in bytes\n"
-    labkit.predict("time", "s", value=3e-3)
+    workbook.predict("time", "s", value=3e-3)
     assert capsys.readouterr().out == "Your prediction of time: 3 ms\n"
 
 
 def test_two_of_one_quantity_have_names():
-    labkit.predict("ratio", "times", id="fast").measured(1)
-    labkit.predict("ratio", "times", value=2, id="slow").measured(1)
-    assert labkit.predict("ratio", "times", id="fast").value is None
-    assert labkit.predict("ratio", "times", id="slow").value == 2
+    workbook.predict("ratio", "times", id="fast").measured(1)
+    workbook.predict("ratio", "times", value=2, id="slow").measured(1)
+    assert workbook.predict("ratio", "times", id="fast").value is None
+    assert workbook.predict("ratio", "times", id="slow").value == 2
 
 
 def test_a_row_in_another_unit_of_the_same_kind():
-    made = labkit.predict("time", "s", value="4 ms")
-    row = labkit.predict_row("time", "ms", made, 1, [5])
+    made = workbook.predict("time", "s", value="4 ms")
+    row = workbook.predict_row("time", "ms", made, 1, [5])
     assert (row.prediction, row.measured) == (pytest.approx(4), 5)
     (one,) = record.predictions("", "time")
     assert (one.measured, one.model) == (pytest.approx(0.005), pytest.approx(0.001))
     with pytest.raises(ValueError, match="is not a unit here"):
-        labkit.predict_row("time", "bytes", made, None, 5)
+        workbook.predict_row("time", "bytes", made, None, 5)
 
 
 def test_a_page_whose_unit_has_changed():
-    labkit.predict("time", "ms", value=4).measured(5)
-    assert labkit.predict("time", "s").value == pytest.approx(0.004)
-    labkit.predict("time", "s").measured(0.006)
+    workbook.predict("time", "ms", value=4).measured(5)
+    assert workbook.predict("time", "s").value == pytest.approx(0.004)
+    workbook.predict("time", "s").measured(0.006)
     assert record.predictions("", "time")[-1].measured == pytest.approx(6)
-    assert labkit.predict("time", "messages").value is None
+    assert workbook.predict("time", "messages").value is None
 
 
 def test_a_plain_number_is_recorded_and_the_first_one_stays():
-    row = labkit.predict_row(*SENT, 100, None, 200)
+    row = workbook.predict_row(*SENT, 100, None, 200)
     assert row.note == ""
-    row = labkit.predict_row(*SENT, 200, None, 200)
+    row = workbook.predict_row(*SENT, 200, None, 200)
     assert row.prediction == 200
     assert row.note == "Recorded is what you predicted at first: 100 B."
     assert row.note in row._repr_html_()
@@ -121,31 +121,31 @@ def test_a_plain_number_is_recorded_and_the_first_one_stays():
 @pytest.mark.parametrize("value", ["3 s", "many", float("nan"), float("inf"), [1]])
 def test_a_value_that_is_no_number_of_bytes_is_refused(value):
     with pytest.raises(ValueError, match=r"number|unit"):
-        labkit.predict(*SENT, value=value)
+        workbook.predict(*SENT, value=value)
     assert recorded() == []
 
 
 def test_what_is_not_finite_is_shown_and_not_recorded():
-    assert labkit.predict_row(*SENT, float("inf"), None, 5).prediction == float("inf")
-    labkit.predict_row(*SENT, 5, float("inf"), float("nan"))
+    assert workbook.predict_row(*SENT, float("inf"), None, 5).prediction == float("inf")
+    workbook.predict_row(*SENT, 5, float("inf"), float("nan"))
     (one,) = recorded()
     assert (one.model, one.measured) == (None, None)
-    labkit.predict("time", "ms", value=1e308)
-    labkit.predict_row("time", "s", 1e308, None, 1e308)
-    labkit.predict_row(*SENT, 5, float("inf"), 6)
+    workbook.predict("time", "ms", value=1e308)
+    workbook.predict_row("time", "s", 1e308, None, 1e308)
+    workbook.predict_row(*SENT, 5, float("inf"), 6)
     (one,) = recorded()
     assert (one.model, one.measured) == (None, 6)
 
 
 def test_a_measurement_without_repeats_locks_nothing():
-    made = labkit.predict(*SENT, value=5)
+    made = workbook.predict(*SENT, value=5)
     with pytest.raises(ValueError, match="at least once"):
-        labkit.predict_row(*SENT, made, None, [])
+        workbook.predict_row(*SENT, made, None, [])
     assert made.locked_at is None
 
 
 def test_a_cell_that_ends_with_it_shows_it_once(capsys):
-    made = labkit.predict(*SENT)
+    made = workbook.predict(*SENT)
     made._ipython_display_()
     assert capsys.readouterr().out.count("Your prediction") == 1
     made._ipython_display_()
@@ -153,5 +153,5 @@ def test_a_cell_that_ends_with_it_shows_it_once(capsys):
 
 
 def test_a_question_is_asked_as_it_is(capsys):
-    labkit.predict("How many bytes does one rank send?", "bytes")
+    workbook.predict("How many bytes does one rank send?", "bytes")
     assert capsys.readouterr().out == "How many bytes does one rank send? none yet, in bytes\n"

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-import labkit
-from labkit import check
+import workbook
 from labkit.__main__ import main
-from labkit.notebook import record
-from labkit.notebook.pages import Page
-from labkit.notebook.progress import collected
-from labkit.notebook.record_format import Predicted, Record, Tried
+from workbook import check
+from workbook.notebook import record
+from workbook.notebook.pages import Page
+from workbook.notebook.progress import collected
+from workbook.notebook.record_format import Predicted, Record, Tried
 
 AT = "2026-01-01T00:00:00+00:00"
 PAGES = [Page("06_ring", "The ring", ("ring.all_reduce", "mean")), Page("07_tree", "A tree", ())]
@@ -85,7 +85,7 @@ def test_a_check_records_its_verdict_but_not_that_nothing_is_written_yet(monkeyp
     check.answers(lambda x: 2, {(1,): 2}, name="ring.weighted_mean")
     one = record.store().read().exercises["06_ring_all_reduce"]["ring.weighted_mean"]
     assert (one.status, one.attempts) == ("passed", 2)
-    assert "passed: ring.weighted_mean" in repr(labkit.progress())
+    assert "passed: ring.weighted_mean" in repr(workbook.progress())
 
 
 def test_it_is_a_table_whose_words_are_escaped():
@@ -97,10 +97,10 @@ def test_it_is_a_table_whose_words_are_escaped():
 
 
 def test_the_command_prints_the_same(capsys):
-    labkit.predict("time", "s", value=1).measured(2)
+    workbook.predict("time", "s", value=1).measured(2)
     capsys.readouterr()
     assert main(["progress"]) == 0
-    assert capsys.readouterr().out == f"{labkit.progress()!r}\n"
+    assert capsys.readouterr().out == f"{workbook.progress()!r}\n"
     assert main(["progress", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["predictions"][0]["measured"] == 2
@@ -121,7 +121,7 @@ def test_reset_begins_again_and_keeps_the_old_file(capsys):
 
 def test_turned_off_it_says_so(monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "off")
-    assert "LABKIT_PROGRESS=off is set" in repr(labkit.progress())
+    assert "LABKIT_PROGRESS=off is set" in repr(workbook.progress())
     with pytest.raises(SystemExit):
         main(["progress", "--reset"])
     assert "no progress to reset" in capsys.readouterr().err
@@ -136,6 +136,6 @@ def test_the_command_does_not_wait_for_torch():
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    assert "'labkit.notebook.progress'" in done.stdout
+    assert "'workbook.notebook.progress'" in done.stdout
     assert "'torch'" not in done.stdout
     assert "'IPython'" not in done.stdout

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from labkit.notebook import progress_file, record
-from labkit.notebook.record_format import VERSION
+from workbook.notebook import progress_file, record
+from workbook.notebook.record_format import VERSION
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ class TestWriters:
 
     def test_several_processes_lose_nothing(self, path):
         program = (
-            "import sys; from labkit.notebook.record import note_verdict\n"
+            "import sys; from workbook.notebook.record import note_verdict\n"
             "for i in range(30): note_verdict(f'{sys.argv[1]} {i}', 'passed', True)\n"
             "for i in range(30): note_verdict('of all', 'not yet', False)"
         )
@@ -257,7 +257,7 @@ READ_ONLY = """
 mount -t tmpfs -o ro labkit "$1" || exit 77
 export LABKIT_PROGRESS="$1/progress.json"
 exec "$2" -c "
-from labkit.notebook import record
+from workbook.notebook import record
 for name in ('ring', 'tree'):
     record.note_verdict(name, 'passed', True)
 print(sorted(record.store().read().exercises['']))

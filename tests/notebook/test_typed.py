@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from labkit.notebook.typed import parse_typed
+from workbook.notebook.typed import parse_typed
 
 READ = [
     ("0.003", "s", 0.003),

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import labkit
-from labkit import RunConfig, TrainResult, verdict
-from labkit.notebook.ratio import Ratio
+import workbook
+from labkit import RunConfig, TrainResult
 from labkit.runtime.chrome_trace import read_traces
 from labkit.runtime.launch import RunResult
 from labkit.trace import Span, Trace
+from workbook import verdict
+from workbook.notebook.ratio import Ratio
 
 HERE = Path(__file__).parent
 LIMITS = HERE.parent / "runtime" / "recorded"
@@ -344,4 +345,4 @@ def test_a_verdict_shows_as_its_sentence():
     found = verdict.faster({"a<b": [1.0, 1.0], "c": [3.0, 3.0]})
     assert repr(found) == str(found)
     assert found._repr_html_().startswith("<p>Fastest: a&lt;b, 3 times as fast as c")
-    assert labkit.verdict is verdict
+    assert workbook.verdict is verdict

@@ -2,7 +2,7 @@ import pytest
 from matplotlib.colors import to_hex
 from parts import bars_of
 
-from labkit import plots
+from workbook import plots
 
 
 class TestBars:

@@ -1,8 +1,8 @@
 import pytest
 
-from labkit import plots
-from labkit.plots.bucket_overlap import example_step
 from labkit.units import format_seconds
+from workbook import plots
+from workbook.plots.bucket_overlap import example_step
 
 
 class TestBucketOverlap:

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from splits import LINK, MIB, PROFILE, measured
 
-from labkit import plots
 from labkit.placement.planner import predict_split
+from workbook import plots
 
 
 def predicted(points=(3,), **options):

@@ -13,12 +13,12 @@ from parts import EPOCHS, TRACE, UPDATES
 from PIL import Image
 from splits import LINK, PROFILE
 
-from labkit import plots
 from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.placement.planner import predict_split
-from labkit.plots.palette import styles_of
 from labkit.schedules.pipeline import Action
 from labkit.trace import Span, Trace
+from workbook import plots
+from workbook.plots.palette import styles_of
 
 CURVES = {"tree": {2**10: 1e-5, 2**20: 1e-2}, "ring": {2**10: 1e-4, 2**20: [1e-3, 2e-3]}}
 HOP = {"placement": "2 devices", "cut": 5, "direction": "activation", "batch_size": 16}
@@ -137,9 +137,9 @@ class TestCaptionedFigure:
 
     def test_pyplot_is_not_touched(self):
         code = (
-            "import sys, labkit\n"
-            "assert 'matplotlib' not in sys.modules, 'labkit alone must import fast'\n"
-            "labkit.plots.phases({'compute': 1.0}).html()\n"
+            "import sys, labkit, workbook\n"
+            "assert 'matplotlib' not in sys.modules, 'they alone must import fast'\n"
+            "workbook.plots.phases({'compute': 1.0}).html()\n"
             "assert 'matplotlib.pyplot' not in sys.modules\n"
         )
         subprocess.run([sys.executable, "-c", code], check=True)

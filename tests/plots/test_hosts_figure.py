@@ -3,9 +3,9 @@
 import pytest
 from parts import legend_of
 
-from labkit import plots
 from labkit.costs import card_bytes
 from labkit.schedules.hierarchical import hierarchical_all_reduce, rounds
+from workbook import plots
 
 TWO = ((0, 1), (2, 3))
 

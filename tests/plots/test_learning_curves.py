@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from parts import EPOCHS, legend_of
 
-from labkit import plots
+from workbook import plots
 
 
 class TestLearningCurves:

@@ -1,7 +1,7 @@
 import pytest
 from parts import TRACE
 
-from labkit import plots
+from workbook import plots
 
 
 class TestPhases:

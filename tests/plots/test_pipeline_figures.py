@@ -4,12 +4,12 @@ from types import SimpleNamespace
 import pytest
 from parts import legend_of
 
-from labkit import plots
 from labkit.comm.peak_memory import PeakMemory
 from labkit.costs.pipeline_timeline import bubble, predicted_slots
-from labkit.plots.palette import STYLES
 from labkit.schedules.pipeline import PIPELINES
 from labkit.trace import Span, Trace
+from workbook import plots
+from workbook.plots.palette import STYLES
 
 
 def streams_of(schedule, stages, micro_batches):

@@ -3,8 +3,8 @@ import re
 import pytest
 from parts import legend_of
 
-from labkit import plots
 from labkit.schedules.ring import owned_chunk, ring_all_reduce
+from workbook import plots
 
 
 def grid_of(*state, **more):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from parts import legend_of
 
-from labkit import plots
-from labkit.plots.palette import SERIES
+from workbook import plots
+from workbook.plots.palette import SERIES
 
 KIB = 2**10
 # Straight lines that cross where 20 + x = 60 + x / 2: at 80 (KiB and microseconds).

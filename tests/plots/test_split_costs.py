@@ -8,11 +8,11 @@ from matplotlib.text import Text
 from parts import bars_of, legend_of
 from splits import LAYERS, LINK, PROFILE, measured
 
-from labkit import plots
 from labkit.comm.peak_memory import PeakMemory
 from labkit.placement.planner import predict_split
-from labkit.plots.palette import STYLES
-from labkit.plots.split_costs import AxisRange
+from workbook import plots
+from workbook.plots.palette import STYLES
+from workbook.plots.split_costs import AxisRange
 
 # As many layers as make long names of stages.
 DEEP = replace(PROFILE, layers=tuple(LAYERS * 18))

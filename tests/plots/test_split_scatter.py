@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from labkit import plots
+from workbook import plots
 
 POINTS = [
     {"split_points": (1,), "predicted_s": 0.010, "measured_s": [0.011, 0.012, 0.020]},

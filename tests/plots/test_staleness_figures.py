@@ -1,8 +1,8 @@
 import pytest
 from parts import UPDATES
 
-from labkit import plots
 from labkit.costs.async_run import simulate
+from workbook import plots
 
 
 class TestStaleness:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from labkit import plots
+from workbook import plots
 
 ROWS = [
     {"schedule": "gpipe", "micro_batches": 4, "step_s": [6, 7, 8, 9, 30], "model_s": 5.0},

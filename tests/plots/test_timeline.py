@@ -6,10 +6,10 @@ import pytest
 from matplotlib.colors import to_hex
 from parts import SPANS, TRACE, legend_of
 
-from labkit import plots
 from labkit.comm.peak_memory import DeviceMemory, PeakMemory
-from labkit.plots.timeline import timeline_words
 from labkit.trace import Span, Trace
+from workbook import plots
+from workbook.plots.timeline import timeline_words
 
 
 def bars_of(figure):

@@ -31,7 +31,7 @@ def widget_of(name):
     """The cell of a page that shows a widget."""
     cells = json.loads((ROOT / "notebooks" / name).read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    (source,) = (source for source in code if "labkit.widgets." in source)
+    (source,) = (source for source in code if "workbook.widgets." in source)
     return source
 
 

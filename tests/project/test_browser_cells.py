@@ -12,8 +12,8 @@ def wrong_shape(comm):
         torch.nn.Linear(4, 2)(torch.ones(3))
     comm.barrier()
 """
-SOURCE = "labkit.show_source(labkit.collectives.ring_all_reduce)"
-TABLE = "labkit.predict_row('time of one all-reduce', 's', 1, 0.1, [0.1, 0.2, 0.3])"
+SOURCE = "workbook.show_source(labkit.collectives.ring_all_reduce)"
+TABLE = "workbook.predict_row('time of one all-reduce', 's', 1, 0.1, [0.1, 0.2, 0.3])"
 
 # The contrast of each text in the output with what is behind it, by the formula of the Web
 # Content Accessibility Guidelines 2.

@@ -18,7 +18,7 @@ profile, link = Profile("vgg16", 4, 2**20, tuple(layers)), Link(1e-4, 1e-9)
 """
 SHOW = """
 short = partial(measure_split, steps=2, device="cpu")
-explorer = labkit.widgets.split_explorer(profile, link, split_points=(15,), measure=short)
+explorer = workbook.widgets.split_explorer(profile, link, split_points=(15,), measure=short)
 explorer
 """
 START = 15

@@ -6,10 +6,10 @@ import pytest
 
 pytestmark = pytest.mark.browser
 
-PREDICTS = 'import labkit\n\nsent = labkit.predict("sent by one rank", "bytes")'
-MEASURES = 'labkit.predict_row("sent by one rank", "bytes", sent, 6_000_000, 6_000_000)'
+PREDICTS = 'import labkit\n\nsent = workbook.predict("sent by one rank", "bytes")'
+MEASURES = 'workbook.predict_row("sent by one rank", "bytes", sent, 6_000_000, 6_000_000)'
 CHECKS = """
-from labkit import check
+from workbook import check
 
 def double(x):
     return 2 * x
@@ -19,7 +19,7 @@ check.answers(double, {(1,): 2, (3,): 6})
 
 
 def test_a_prediction_is_locked_and_kept_over_a_restart_of_the_kernel(lab):
-    lab.add("predicts.ipynb", PREDICTS, MEASURES, CHECKS, "labkit.progress()")
+    lab.add("predicts.ipynb", PREDICTS, MEASURES, CHECKS, "workbook.progress()")
     page = lab.open("predicts.ipynb")
     page.run_cell(0)
     field = page.cell(0).get_by_label("Your prediction of sent by one rank (bytes)")

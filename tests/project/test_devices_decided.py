@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-BENCHES = sorted((ROOT / "labkit" / "bench").rglob("*.py"))
+BENCHES = sorted((ROOT / "workbook" / "measure").rglob("*.py"))
 RUNS = {"run", "train_with", "measure_link", "measure_split", "measure_profile"}
 WORDS = {"device", "devices", "where"}
 FIRST_OF_A_PAGE = 'DEVICE = "(auto|cpu)"  # '

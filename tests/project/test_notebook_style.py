@@ -172,7 +172,7 @@ def _hints_then_one_solution(name, text):
 def test_predictions_are_made_in_their_field(path):
     for index, cell in code_cells(path):
         by_hand = re.search(r"^\w*predict\w*\s*=\s*(None|\.\.\.)", cell.source, re.MULTILINE)
-        assert not by_hand, f"cell {index}: {by_hand[0]}; use labkit.predict"
+        assert not by_hand, f"cell {index}: {by_hand[0]}; use workbook.predict"
 
 
 def test_no_bar_stands_on_a_logarithmic_axis(path):

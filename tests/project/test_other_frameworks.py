@@ -21,8 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ranks import is_alive, wait_until
 
-from labkit.bench.elsewhere import environments
-from labkit.bench.elsewhere.environments import FRAMEWORKS, python_of, stamp, why_not
+from workbook.measure.elsewhere import environments
+from workbook.measure.elsewhere.environments import FRAMEWORKS, python_of, stamp, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -74,12 +74,12 @@ class Clone:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        for name in ("tools", "include/python3.11", ".venv/bin", "labkit/bench/elsewhere"):
+        for name in ("tools", "include/python3.11", ".venv/bin", "workbook/measure/elsewhere"):
             (folder / name).mkdir(parents=True)
         for path in (ROOT / "tools").glob("*"):
             if path.suffix in (".py", ".txt"):
                 shutil.copy(path, folder / "tools" / path.name)
-        shutil.copy(environments.__file__, folder / "labkit/bench/elsewhere")
+        shutil.copy(environments.__file__, folder / "workbook/measure/elsewhere")
         (folder / "include/python3.11/Python.h").touch()
         (folder / "version.py").write_text("cuda = '11.7'\nhip = None\n")
         for name, text in {".venv/bin/uv": UV, "python": PYTHON, "horovodrun": HOROVODRUN}.items():

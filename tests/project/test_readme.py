@@ -14,12 +14,12 @@ import pytest
 
 from labkit import EmulatedLink, gpus, run
 from labkit.__main__ import config_of, main, make_parser
-from labkit.bench import compare
-from labkit.bench.compare import figures, summary
-from labkit.bench.spread import Spread
 from labkit.training.resolve import make_strategy
 from labkit.units import format_bytes, format_number
 from labkit.workload.datasets import load_dataset
+from workbook.measure import compare
+from workbook.measure.compare import figures, summary
+from workbook.measure.spread import Spread
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"

@@ -259,9 +259,9 @@ def test_what_ranks_import_brings_nothing_heavy():
     heavy = {"torchvision", "matplotlib", "IPython", "ipywidgets", "jupyterlab"}
 
     def brought(comm):
-        import labkit.bench
+        import workbook.measure
 
-        assert labkit.bench
+        assert workbook.measure
         return sorted({name.split(".")[0] for name in sys.modules} & heavy)
 
     assert run(brought, world_size=1).values == [[]]
@@ -273,7 +273,7 @@ def warn_as_ours(comm):
     )
 
 
-MOST_LINES, MOST_METHODS = 45, 20
+MOST_LINES, MOST_METHODS = 60, 20
 
 
 def test_no_function_and_no_class_is_too_long():

@@ -12,9 +12,9 @@ import nbformat
 import pytest
 from graded import in_shared_runs, in_turn
 
-from labkit.check import Verdict
-from labkit.check.grading import grader
-from labkit.check.grading.report import PASSED
+from workbook.check import Verdict
+from workbook.exercises.grader import grader
+from workbook.exercises.grader.report import PASSED
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)

@@ -110,7 +110,7 @@ def test_a_cause_is_shown_without_frames_of_libraries(notebook):
         "labkit.load_dataset('digit')",
         "labkit.train_with('rings')",
         "labkit.collectives.ring_all_reduce(None, None)",
-        "labkit.plots.timeline(labkit.Trace([]), no_such_option=1)",
+        "workbook.plots.timeline(labkit.Trace([]), no_such_option=1)",
         "labkit.build_model('small_cnn', num_classes=2, input_shape=(1, 2, 3, 4), seed=0)",
     ],
 )
@@ -124,8 +124,8 @@ def test_a_wrong_call_shows_the_call_and_the_message_alone(notebook, call):
 @pytest.mark.parametrize(
     ("mistyped", "meant"),
     [
-        ("labkit.plots.timline", "timeline"),
-        ("labkit.check.ring.al_reduce", "all_reduce"),
+        ("workbook.plots.timline", "timeline"),
+        ("workbook.check.ring.al_reduce", "all_reduce"),
         ("labkit.run(lambda comm: 1, world_size=1).value", "values"),
         ("labkit.run(lambda comm: comm.brrier(), world_size=1)", "barrier"),
         ("labkit.train_wiht", "train_with"),

@@ -465,7 +465,7 @@ def not_numbers(case):
         with case.timed():
             for found in run(oddities, world_size=3, transport=transport).values:
                 assert found == [[[True, False]] * 5] * len(ALL_REDUCES)
-    check = _of_the_course("labkit.check")
+    check = _of_the_course("workbook.check")
 
     def half(x):
         return torch.tensor([60000.0], dtype=torch.float16) * x
@@ -685,7 +685,7 @@ def nested(case):
 
     says = ["ValueError: labkit.run was called inside a rank of another run", "start runs from"]
     case.fails(inside, world_size=1, rank=0, says=says, line="run(neighbour, 0")
-    _of_the_course("labkit.widgets")
+    _of_the_course("workbook.widgets")
     import ipywidgets
 
     button = ipywidgets.Button()
@@ -969,7 +969,7 @@ def contents(folder):
 
 @TABLE.row(28, "the disk is full while a result is written", "the old file is intact")
 def disk_full(case):
-    plots, progress = _of_the_course("labkit.plots"), _of_the_course("labkit.notebook.record")
+    plots, progress = _of_the_course("workbook.plots"), _of_the_course("workbook.notebook.record")
     result = labkit.train_with("single", train_size=64, epochs=1)
     writers = {
         "result.json": result.save_json,
@@ -1051,7 +1051,7 @@ def full_at_a_checkpoint(case):
 
 @TABLE.row(29, "the progress file is damaged", "said once, set aside, the course goes on")
 def progress_damaged(case):
-    record = _of_the_course("labkit.notebook.record")
+    record = _of_the_course("workbook.notebook.record")
     path = case.folder / "data" / "progress.json"
     path.parent.mkdir()
     case.patch.setenv("LABKIT_PROGRESS", str(path))
@@ -1076,13 +1076,13 @@ def progress_damaged(case):
     30, "a slider moved while busy; a split at the ends", "the last value applies; a limited range"
 )
 def sliders(case):
-    widgets = _of_the_course("labkit.widgets")
-    plots = _of_the_course("labkit.plots")
+    widgets = _of_the_course("workbook.widgets")
+    plots = _of_the_course("workbook.plots")
     import ipywidgets
     from matplotlib.figure import Figure
     from splits import LINK, PROFILE
 
-    from labkit.widgets.explorer import Explorer
+    from workbook.widgets.explorer import Explorer
 
     begun, later = threading.Event(), threading.Event()
 

@@ -1,7 +1,7 @@
 import pytest
 
-from labkit import plots
-from labkit.widgets.explorer import Explorer
+from workbook import plots
+from workbook.widgets.explorer import Explorer
 
 
 @pytest.fixture(autouse=True)

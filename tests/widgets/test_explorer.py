@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from shown import alt_of, drawings
 from splits import LINK, PROFILE
 
-from labkit import plots, widgets
-from labkit.widgets import kept
-from labkit.widgets.explorer import Explorer
+from workbook import plots, widgets
+from workbook.widgets import kept
+from workbook.widgets.explorer import Explorer
 
 EXPLORERS = {
     "ring": lambda: widgets.ring_stepper(world_size=4),

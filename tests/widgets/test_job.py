@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 
-from labkit.widgets.job import Job
+from workbook.widgets.job import Job
 
 
 class Said(list):

@@ -3,7 +3,7 @@ import html
 import pytest
 from shown import alt_of, drawings
 
-from labkit import plots, widgets
+from workbook import plots, widgets
 
 
 @pytest.fixture

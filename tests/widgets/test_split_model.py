@@ -9,8 +9,8 @@ import pytest
 
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile
-from labkit.widgets import split_picture
-from labkit.widgets.split_choice import Choice, SplitModels
+from workbook.widgets import split_picture
+from workbook.widgets.split_choice import Choice, SplitModels
 
 pytestmark = [pytest.mark.browser]
 if browser.missing():

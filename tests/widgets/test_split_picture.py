@@ -7,11 +7,11 @@ import pytest
 from splits import LINK, PROFILE, measured
 from torch import nn
 
-from labkit import plots, widgets
 from labkit.errors import WorkerError
 from labkit.placement.planner import best_split, predict_split
-from labkit.widgets import kept
-from labkit.widgets.split_choice import LINKS
+from workbook import plots, widgets
+from workbook.widgets import kept
+from workbook.widgets.split_choice import LINKS
 
 
 class Runs:

@@ -6,10 +6,10 @@ import pytest
 from shown import alt_of, drawings
 from splits import LINK, PROFILE, measured
 
-from labkit import plots, widgets
 from labkit.errors import WorkerError
 from labkit.placement.planner import best_split, predict_split
-from labkit.widgets.split_choice import LINKS
+from workbook import plots, widgets
+from workbook.widgets.split_choice import LINKS
 
 
 class Runs:

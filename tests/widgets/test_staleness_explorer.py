@@ -4,7 +4,7 @@ import math
 import pytest
 from shown import alt_of, drawings
 
-from labkit import plots, widgets
+from workbook import plots, widgets
 
 
 @pytest.fixture

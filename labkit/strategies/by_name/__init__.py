@@ -1,1 +1,0 @@
-"""Data parallelism by name, as in Horovod: what ``labkit.horovod`` offers is made here."""

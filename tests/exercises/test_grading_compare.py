@@ -1,0 +1,88 @@
+"""Right values in other clothes are equal; almost right ones are not."""
+
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from workbook.exercises.grader.compare import agree, close, other_kind, same
+
+ROW = torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (ROW.numpy(), ROW),
+        (ROW.double(), ROW),
+        (ROW.clone().requires_grad_(), ROW),
+        (list(ROW), ROW),
+        (iter([1, 2, 3]), ROW),
+        (ROW, [1.0, 2.0, 3.0]),
+        (np.array([1, 2, 3]), [1, 2, 3]),
+        (torch.stack([ROW, ROW]), [ROW, ROW]),
+        (range(3), [0, 1, 2]),
+        (deque([0, 1]), (0, 1)),
+        ((number for number in range(3)), [0, 1, 2]),
+        ({0: "a", 1: "b"}.keys(), [0, 1]),
+        (torch.Size([2, 3]), (2, 3)),
+        ([2, 1], {1, 2}),
+        ({"a": np.float32(1)}, {"a": 1.0}),
+        (np.int64(3), 3),
+        (torch.tensor(3), 3),
+        (torch.tensor([3.0]), 3),
+        (Fraction(1, 2), 0.5),
+        (Decimal(3), 3),
+        (np.bool_(True), True),
+        (torch.tensor(False), False),
+        (3, torch.tensor(3.0)),
+    ],
+)
+def test_clothes_do_not_count(value, expected):
+    assert agree(value, expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (ROW[None], ROW),
+        (ROW[:2], ROW),
+        (ROW * (1 + 5e-5), ROW),
+        ((ROW / 3).half(), ROW / 3),
+        ((ROW / 3).bfloat16(), ROW / 3),
+        ("3", 3),
+        (None, 0),
+        ([1, 2], [2, 1]),
+        ([1, 1], {1, 2}),
+        ([1, 2], [1, None]),
+        ({"a": 1}, {"b": 1}),
+        (0.1 + 1e-5, 0.1),
+        (3, 4),
+        (torch.nan, 1.0),
+    ],
+)
+def test_what_is_almost_right_is_wrong(value, expected):
+    assert not agree(value, expected)
+
+
+def test_the_tolerance_is_that_of_the_numbers_that_were_added():
+    large, small = torch.tensor([1000.0, 1.0]), torch.tensor([-999.0, 1e-6])
+    total = (large.double() + small.double()).float()
+    off = total + torch.tensor([1e-4, 0.0])
+    assert same(off, total, [large, small])
+    assert not same(off, total)
+    without_the_small = torch.tensor([total[0], 1.0])
+    assert close(without_the_small, total, [large, small]).tolist() == [True, False]
+
+
+def test_an_infinite_summand_allows_no_error():
+    infinite = torch.tensor([torch.inf, 1.0])
+    assert close(torch.tensor([0.0, 1.0]), infinite, [infinite]).tolist() == [False, True]
+
+
+def test_a_value_of_another_kind_is_told():
+    assert other_kind([1.0, 2.0, 3.0], ROW) is None
+    assert "a list of 2, expected a tensor [3]" in str(other_kind([1.0, 2.0], ROW))

@@ -1,0 +1,64 @@
+"""Ranks on two hosts with a network between them: the same results, and a cut cable is named."""
+
+import json
+
+import pytest
+from hosts_program import BASE, CASES
+from safetensors.torch import load_file
+from two_hosts import ROOT, Torchrun, why_not
+
+from labkit import WorkerError, train_with
+from labkit.training.state import largest_difference
+from workbook.measure.two_hosts import TwoHosts, work
+from workbook.measure.two_hosts.jobs import Job
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if missing := why_not():
+        pytest.skip(missing)
+    with TwoHosts() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trained(hosts, tmp_path_factory):
+    """(folder of states, whether replicas agree by case, the job, which is sending endlessly)."""
+    folder = tmp_path_factory.mktemp("states")
+    words = [str(ROOT / "tests" / "hosts_program.py"), str(folder), "endless"]
+    job = Torchrun(hosts, 2, words, 29500)
+    return folder, json.loads(job.line("trained ")), job
+
+
+def test_a_job_takes_turns_and_says_why_it_has_ended(hosts):
+    with Job(hosts, 1, 2, number=1) as job:
+        job.wait_until_ready()
+        for words in ("message 4096", "inside 4096", "add 4096", f"all-reduce {work.FLAT}"):
+            assert job.turn(words)["seconds"] > 0
+        answer = job.turn(f"train {work.ONE_HOST}")
+        # Forward and backward of its batch, asleep.
+        assert answer["seconds"] > answer["spent_s"]["compute"] > 3 * 64 * work.SAMPLE_S
+        with pytest.raises(WorkerError, match=r"(?s)have ended early.*KeyError: 'nonsense'"):
+            job.turn("nonsense 1")
+
+
+def test_every_technique_equals_one_device_over_two_hosts(trained):
+    folder, agree, _ = trained
+    alone = train_with("single", **BASE).state
+    differences = {name: largest_difference(load_file(folder / name), alone) for name in CASES}
+    assert {name: d for name, d in differences.items() if d >= 1e-10} == {}
+    assert agree == dict.fromkeys(CASES, True)
+
+
+def test_a_cut_cable_names_the_lost_host(trained, hosts):
+    *_, job = trained
+    job.line("endless")
+    hosts.cut()
+    try:
+        said = job.line("labkit: host 1 (ranks 2 and 3) is ", timeout_s=60)
+    finally:
+        hosts.mend()
+    assert "its network is cut" in said
+    assert "hosts_program.py, line" in job.line("  rank 2 (host 1)")

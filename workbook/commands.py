@@ -1,0 +1,152 @@
+"""The commands of ``labkit`` that need the course: bench, compare, gpu-report, progress, lab.
+
+labkit finds ``add`` by the entry point in pyproject.toml. What a command needs is imported when
+it runs.
+"""
+
+import contextlib
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+from labkit import units
+from labkit.files import check_outputs
+from labkit.units import list_of, typed
+
+_integer = typed(units.parse_integer)
+_integers = list_of(units.parse_integer)
+
+
+def add(commands) -> None:
+    """Add them to labkit's parser, each with the function that runs it."""
+    _add_bench(commands)
+    _add_compare(commands)
+    _add_gpu_report(commands)
+    _add_progress(commands)
+    lab = commands.add_parser("lab", help="open the course; takes JupyterLab's own options too")
+    lab.set_defaults(run=_lab, takes_rest=True)
+
+
+def _percent(text: str) -> float:
+    try:
+        return units.parse_number(text.removesuffix("%")) / 100
+    except ValueError:
+        raise ValueError(f"takes a percentage such as 95, got {text!r}") from None
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
+    bench.set_defaults(run=_bench)
+    add = bench.add_argument
+    names = "launch, all-reduce, ddp, placement, pipeline, checkpoint: all of them if left out; "
+    names += "two-hosts (root), elsewhere (other frameworks)"
+    add("names", nargs="*", metavar="NAME", help=names)
+    ranks = "numbers of ranks, one run each (2,4)"
+    add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
+    sizes = "all-reduce: tensor sizes, for example 4KiB,1MiB"
+    parse_sizes = list_of(units.parse_bytes)
+    add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
+    add("--models", type=list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
+    add("--contenders", type=list_of(str), metavar="C,C", help="elsewhere: only these")
+    add("--steps", type=_integer, metavar="N", help="elsewhere: steps of each contender (40)")
+    add("--repeats", type=_integer, metavar="N", help="at most N repeats; slow ones get fewer")
+    add("--device", metavar="auto|cpu|cuda", help="where the ranks run")
+    add("--devices", type=list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
+    record = "record the results of one benchmark, and the hardware, in FILE"
+    add("--json", dest="json_path", metavar="FILE", help=record)
+    draw = "all-reduce, placement, two-hosts, elsewhere: draw the times, to FILE.png"
+    add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
+
+
+def _add_compare(commands) -> None:
+    compare = commands.add_parser("compare", help="all techniques and PyTorch's, like for like")
+    compare.set_defaults(run=_compare)
+    add = compare.add_argument
+    add_list = partial(add, type=_integers)
+    some = "compare only these techniques, with PyTorch's counterparts"
+    add("--strategies", type=list_of(str), metavar="S,S", help=some)
+    add_list("--world-size", dest="world_sizes", metavar="N,N", help="numbers of ranks (1,2,3,4)")
+    samples = "numbers of training samples (a quarter, a half, all)"
+    add_list("--train-size", dest="train_sizes", metavar="N,N", help=samples)
+    add_list("--batch-size", dest="batch_sizes", metavar="B,B", help="global batches (64,128,256)")
+    repeats = "runs of each technique; by default as many as fit into 8 minutes"
+    add("--repeats", type=_integer, metavar="N", help=repeats)
+    add("--epochs", type=_integer, metavar="E", help="epochs per run (6)")
+    accuracy = "held-out accuracy to reach (95)"
+    add("--target", type=typed(_percent), metavar="PERCENT", help=accuracy)
+    add("--model", metavar="M", help="as for train")
+    add("--dataset", metavar="D", help="as for train")
+    add("--device", metavar="auto|cpu|cuda", help="as for train")
+    add("--json", dest="json_path", metavar="FILE", help="record runs and hardware in FILE")
+    add("--figures", dest="figures_dir", metavar="DIR", help="draw compare_*.png in DIR")
+    tables = "write compare_*.csv, the same numbers as tables, in DIR"
+    add("--csv", dest="csv_dir", metavar="DIR", help=tables)
+    add("--from", dest="from_path", metavar="FILE", help="print and draw a record, run nothing")
+
+
+def _add_gpu_report(commands) -> None:
+    report = commands.add_parser("gpu-report", help="measure all that a GPU server can show")
+    report.set_defaults(run=_gpu_report)
+    add = report.add_argument
+    add("--out", metavar="FOLDER", help="the report's folder; continued if it is one (gpu-report)")
+    minutes = "for everything, the most valuable steps first (30)"
+    add("--minutes", type=typed(units.parse_number), metavar="M", help=minutes)
+    add("--steps", type=list_of(str), metavar="S,S", help="only these: doctor, placements, ...")
+    add("--quick", action="store_true", default=None, help="the least of each step, as a test")
+
+
+def _add_progress(commands) -> None:
+    progress = commands.add_parser("progress", help="exercises passed; predictions and reality")
+    progress.set_defaults(run=_progress)
+    progress.add_argument("--json", action="store_true", help="print it as JSON")
+    reset = "begin again; the old record is renamed and kept"
+    progress.add_argument("--reset", action="store_true", help=reset)
+
+
+def _bench(arguments: Namespace) -> int:
+    check_outputs({"--json": arguments.json_path, "--figure": arguments.figure_path}, {})
+    from workbook.measure.command import main as bench
+
+    return bench(**_given(arguments))
+
+
+def _compare(arguments: Namespace) -> int:
+    check_outputs({"--json": arguments.json_path}, {"--from": arguments.from_path})
+    from workbook.measure.compare.command import main as compare
+
+    return compare(**_given(arguments))
+
+
+def _gpu_report(arguments: Namespace) -> int:
+    from workbook.lab import workbook_root
+    from workbook.measure.gpu_report.command import main as gpu_report
+
+    given, root = _given(arguments), None
+    with contextlib.suppress(ValueError):
+        root = workbook_root()
+    return gpu_report(**{name: given[name] for name in given if name != "words"}, root=root)
+
+
+def _progress(arguments: Namespace) -> int:
+    from workbook.notebook import progress
+
+    if arguments.reset:
+        print(progress.reset())
+        return 0
+    shown = progress.progress()
+    print(shown.to_json() if arguments.json else shown)
+    return 0
+
+
+def _given(arguments: Namespace) -> dict[str, Any]:
+    """The options that were given, and the words of the command line, which are recorded."""
+    options = {name: value for name, value in vars(arguments).items() if value is not None}
+    return {
+        name: value for name, value in options.items() if name not in ("command", "rest", "run")
+    }
+
+
+def _lab(arguments: Namespace) -> int:
+    from workbook.lab import main as lab
+
+    return lab(arguments.rest)

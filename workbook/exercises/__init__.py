@@ -1,0 +1,1 @@
+"""The exercises, a file per set; ``workbook.check`` is their face, ``grader`` what they share."""

@@ -1,0 +1,152 @@
+"""Compare a result with the expected one: right answers in other clothes count.
+
+``plain`` takes the clothes off: a numpy array becomes a tensor, a tuple or a generator a list, a
+tensor of no dimension a number. Then numbers are compared up to the rounding of float32.
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Generator, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbook.exercises.grader.words import Mistake
+
+_EPS = torch.finfo(torch.float32).eps
+# Of a number that was computed in a few operations.
+_FEW = 16
+# An endless generator must not hang the check.
+_MOST_ENTRIES = 100_000
+_IN_ORDER = (list, tuple, range, deque, KeysView, ValuesView, ItemsView, Generator, Iterator)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as a tensor, number, list, set, dict or whatever else it is, also inside."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.from_numpy(np.ascontiguousarray(value).copy().reshape(value.shape))
+    if isinstance(value, Tensor):
+        return value.item() if value.dim() == 0 else value.detach()
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (Fraction, Decimal)):
+        return int(value) if value == int(value) else float(value)
+    if isinstance(value, _IN_ORDER):
+        return [plain(entry) for entry in itertools.islice(value, _MOST_ENTRIES)]
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    return {plain(entry) for entry in value} if isinstance(value, (set, frozenset)) else value
+
+
+def fit(value: Any, expected: Any) -> Any:
+    """``value`` made plain, and as a tensor, list or number if ``expected`` is one."""
+    value = plain(value)
+    if isinstance(expected, Tensor) and isinstance(value, list):
+        with_rows = [torch.as_tensor(row).double() for row in value] if _are_rows(value) else []
+        alike = {(len(value), *row.shape) for row in with_rows} == {tuple(expected.shape)}
+        value = torch.stack(with_rows) if alike else value
+    elif isinstance(expected, list) and isinstance(value, Tensor):
+        value = [plain(row) for row in value]
+    elif isinstance(expected, (int, float)) and isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return value
+
+
+def _are_rows(value: list) -> bool:
+    return all(isinstance(row, (Tensor, int, float)) for row in value)
+
+
+def same(value: Any, expected: Any, summands: Sequence[Tensor] = (), *, gaps: bool = True) -> bool:
+    """Whether two values, or lists, are equal up to the rounding of float32.
+
+    Args:
+        value: what was found.
+        expected: what it should be.
+        summands: tensors of which the expected one may be a sum, see ``close``.
+        gaps: an expected None fits any entry of a list.
+    """
+    expected = plain(expected)
+    value = fit(value, expected)
+    if isinstance(expected, Tensor):
+        if not isinstance(value, Tensor) or value.shape != expected.shape:
+            return False
+        return bool(close(value, expected, summands).all())
+    if isinstance(expected, list):
+        if not isinstance(value, list) or len(value) != len(expected):
+            return False
+        pairs = zip(value, expected)
+        return all((gaps and e is None) or same(v, e, summands, gaps=gaps) for v, e in pairs)
+    if isinstance(expected, dict):
+        alike = isinstance(value, dict) and value.keys() == expected.keys()
+        return alike and all(same(value[k], e, gaps=gaps) for k, e in expected.items())
+    if isinstance(expected, (int, float)):
+        return isinstance(value, (int, float)) and _same_number(value, expected)
+    if isinstance(expected, set) and isinstance(value, list):
+        return len(value) == len(expected) and all(entry in value for entry in expected)
+    return type(value) is type(expected) and bool(value == expected)
+
+
+def _same_number(value: float, expected: float) -> bool:
+    if isinstance(value, int) and isinstance(expected, int):
+        return value == expected
+    return math.isclose(value, expected, rel_tol=_FEW * _EPS, abs_tol=1e-9)
+
+
+def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> Tensor:
+    """Which elements of two tensors of one shape are equal up to the rounding of float32.
+
+    A sum of n numbers may be off by n roundings of the sum of their magnitudes (Higham, Accuracy
+    and Stability of Numerical Algorithms, section 4.2).
+
+    Args:
+        value, expected: of one shape.
+        summands: those of the same shape are taken as the numbers that were added. Without any,
+            the largest expected element stands for them.
+    """
+    value, expected = value.cpu().double(), expected.cpu().double()
+    added = [s.double().abs().nan_to_num(posinf=0.0) for s in summands if s.shape == value.shape]
+    size = expected.abs().nan_to_num(posinf=0.0)
+    if added:
+        may_differ = 4 * size + len(added) * torch.stack(added).sum(0)
+    else:
+        may_differ = _FEW * (size + (size.max() if size.numel() else 0.0))
+    alike = (value == expected) | (value.isnan() & expected.isnan())
+    return alike | ((value - expected).abs() <= _EPS * may_differ)
+
+
+def agree(answer: Any, due: Any) -> bool:
+    """Whether an answer equals the expected one; None in it has to be None."""
+    return same(answer, due, gaps=False)
+
+
+def other_kind(value: Any, expected: Any) -> Mistake | None:
+    """Return the mistake if the value has another kind or shape than expected, else None."""
+    expected = plain(expected)
+    found, due = _kind(fit(value, expected)), _kind(expected)
+    return None if found == due else Mistake("value.kind", found=found, due=due)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, (int, float)):
+        return "a number"
+    return "nothing (None)" if value is None else f"something of type {type(value).__name__}"
+
+
+def short(value: Any) -> str:
+    """Format a value for a sentence: tensors as lists, floats with four digits."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(short, value)) + "]"
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)

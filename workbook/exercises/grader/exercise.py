@@ -1,0 +1,329 @@
+"""What a check calls a learner's function with, and what each call leaves behind.
+
+An ``Exercise`` is the data by which a function is graded: ``inputs`` are its arguments on each
+rank, ``cases`` the sizes and roots that are tried, ``call`` is how it is called. The other fields
+judge the outcome.
+
+Symbols: P ranks.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from random import Random, SystemRandom
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from labkit.comm.comm import Comm
+from labkit.comm.emulated_link import EmulatedLink
+from labkit.costs.traffic import Cost
+from labkit.units import format_count, spelled
+from workbook.exercises.grader.words import Found, Mistake
+
+# The first is divisible by 2, 3 and 4, with enough elements per chunk to tell what it contains.
+SIZES = (96, 10, 2, 1, 0)
+# One size of these is tried too, another in each check: a program made for SIZES is not enough.
+_FURTHER_SIZES = range(11, 96)
+# A seed and a key together fit into the 32 bits that PyTorch's generator uses.
+_SEEDS, _KEYS = 2**15, 2**16
+# Elements in a run that is drawn: 4 MB per rank, so that a transfer takes longer than its call.
+DRAWN = 1_000_000
+
+
+def random_tensor(seed: int, *shape: int) -> Tensor:
+    """A random tensor, float32, always the same for the same seed and shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def with_parameters(layers: nn.Sequential, seed: int) -> nn.Sequential:
+    """Fill the layers with random parameters, always the same for the same seed; return them."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layers.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layers
+
+
+class Target(NamedTuple):
+    """The traffic that one rank may cause in one call; a field of None is not judged.
+
+    Less is better: it passes, if the values are right. ``operations`` counts the calls of send,
+    recv and exchange; an exchange may also be a send and a recv, in an order in which the ranks
+    do not wait for each other in a row. ``peers`` are the ranks it may send to. ``barriers``
+    counts the calls of ``comm.barrier``.
+    """
+
+    messages: int | None = None
+    num_bytes: int | None = None
+    operations: int | None = None
+    peers: frozenset[int] | None = None
+    barriers: int | None = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the learner's function.
+
+    Attributes:
+        world_size: P.
+        size: the elements of a rank's tensor.
+        root: the root of a collective.
+        seed: of the data; each check draws another one.
+        call: 0, or 1 for the second call, which gets other data.
+    """
+
+    world_size: int
+    size: int
+    root: int = 0
+    seed: int = 0
+    call: int = 0
+
+    def tensor(self, rank: int) -> Tensor:
+        """What ``rank`` starts with: float32 [size], random, always the same for one case."""
+        values = self.random(97 * rank + self.size + 1, self.size)
+        # A tiny number, which must not be dropped.
+        values[2 * self.size // 3 :][:1] *= 1e-6 if self.size >= _FURTHER_SIZES.start else 1.0
+        return values
+
+    def random(self, key: int, *shape: int) -> Tensor:
+        """A random tensor, float32, another one for each key (below 65536), seed and call."""
+        return random_tensor(self._seed_of(key), *shape)
+
+    def integer(self, key: int, least: int, most: int) -> int:
+        """A random integer, ``most`` included, another one for each key, seed and call."""
+        return Random(self._seed_of(key)).randint(least, most)
+
+    def _seed_of(self, key: int) -> int:
+        return (2 * self.seed + self.call) * _KEYS + key
+
+    def over_ranks(self, of: Callable[[int], Tensor]) -> Tensor:
+        """The sum of ``of(rank)`` over the ranks."""
+        return torch.stack([of(rank) for rank in range(self.world_size)]).sum(0)
+
+    def total(self) -> Tensor:
+        """The sum over the ranks, float32 [size], added up in float64."""
+        return self.over_ranks(lambda rank: self.tensor(rank).double()).float()
+
+    def target(self, cost_of: Callable[..., Cost], *which: int, peers: Iterable[int]) -> Target:
+        """The target by a formula of ``labkit.costs.traffic``; ``which``: the rank, any root."""
+        cost = cost_of(self.size, 4, self.world_size, *which)
+        return Target(cost.messages, cost.num_bytes, cost.steps, frozenset(peers))
+
+
+class Cards(NamedTuple):
+    """The ranks of each host, and the bytes that may leave each host: by its network card.
+
+    ``flat_bytes`` are those of the ring through all ranks.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    num_bytes: list[int]
+    flat_bytes: list[int]
+
+
+# One call of comm: its name, to which rank it sends, from which it receives, the bytes it sends.
+Step = tuple[Any, ...]
+
+
+class Outcome(NamedTuple):
+    """What one rank's call left behind.
+
+    ``value`` is graded; ``stand_in`` is what the learner may have meant instead (a returned
+    tensor, a list whose entries were replaced). ``bytes_to`` is by peer. ``steps`` are the calls
+    of comm in their order: ``("exchange", dst, src, bytes)``, ``("send", dst, None, bytes)`` ....
+    ``library`` names a function that solves the exercise and that the learner's function called.
+    ``held_bytes`` is the most memory that it held at one time, if the exercise asks for it.
+    """
+
+    value: Any
+    stand_in: Any
+    messages: int
+    num_bytes: int
+    operations: int
+    bytes_to: dict[int, int]
+    barriers: int = 0
+    steps: tuple[Step, ...] = ()
+    library: str = ""
+    held_bytes: int = 0
+
+
+def one_tensor(rank: int, case: Case) -> tuple:
+    """The usual arguments after ``comm``: one tensor, float32 [size]."""
+    return (case.tensor(rank),)
+
+
+def tensor_and_root(rank: int, case: Case) -> tuple:
+    """The usual arguments of a collective with a root."""
+    return case.tensor(rank), case.root
+
+
+def no_arguments(rank: int, case: Case) -> tuple:
+    """No arguments after ``comm``: for exercises whose ``call`` makes them on the rank."""
+    return ()
+
+
+def call_plainly(fn: Callable, comm: Comm, *args: Any) -> Any:
+    """The usual way to call the learner's function."""
+    return fn(comm, *args)
+
+
+def nothing(rank: int, case: Case) -> Any:
+    """Expect None, or anything if a tensor is written in place."""
+    return None
+
+
+Ranks = tuple[Outcome, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a puzzle is scored by.
+
+    Attributes:
+        of: (case, outcomes by rank) -> the number; None if it cannot be told.
+        best: case -> the best known; None for a case that is not scored.
+        shown: the number -> its text, with a unit.
+        source: who reaches the best, in words.
+        rule: (case, outcomes) -> which of the puzzle's rules is broken, or None.
+        slack: by which part of the best a number may be larger and still be as good.
+        of_rounds: whether the pattern of the messages may explain a score.
+    """
+
+    of: Callable[[Case, Ranks], float | None]
+    best: Callable[[Case], float | None]
+    shown: Callable[[float], str]
+    source: str
+    rule: Callable[[Case, Ranks], Mistake | None] = lambda case, ranks: None
+    slack: float = 0.0
+    of_rounds: bool = False
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What a function has to do on P ranks.
+
+    Attributes:
+        name: its name in the verdict.
+        expected: (rank, case) -> what the rank must end with: a tensor, a number, or a list of
+            them. None means "anything" for a value written in place, and for an entry of a list.
+        inputs: (rank, case) -> the arguments after ``comm``, made on the rank.
+        signature: the names of all arguments, in one string.
+        written: the position of the argument after ``comm`` that is written in place and graded;
+            None if the returned value is graded.
+        chunked: judge the tensor as P chunks, and name the first wrong one.
+        target: (rank, case) -> Target of this rank.
+        total: case -> Target of all ranks together (``operations`` of the busiest rank), for
+            exercises that do not prescribe which rank sends.
+        cards: case -> what may leave each host, where the ranks are those of several hosts.
+        any_chunks: the ranks may cut their tensors as they like, so that fewer bytes than those of
+            the target, which is for the longest chunks, are no mistake.
+        same_bits: the ranks must agree to the bit.
+        mistakes: a mistake's id (or a page's own sentence) -> (rank, case) -> the wrong value that
+            it leads to. A mistake that explains all ranks is preferred to a mistake that explains
+            only the first wrong rank.
+        judge: (case, values by rank) -> what is wrong, or None; used instead of ``expected``
+            where the ranks must be judged together.
+        call: (fn, comm, *inputs) -> what is graded, or a ``Mistake`` that the rank has noticed
+            itself.
+        sizes: the numbers of elements to try in a rank's tensor, the most informative first; ()
+            if the exercise has no tensor of variable size.
+        library: labkit's own function with the same arguments, shown beside the learner's run.
+        drawn_size: the elements of a rank's tensor in that run; by default the first of ``sizes``.
+        drawn_link: the link of that run, if it is on four ranks.
+        root_name: the word for ``case.root`` in a sentence, if each rank is tried as root.
+        nouns: what there are ``world_size`` and ``size`` of; "" if it is not worth a word.
+        case_words: a size that means a special case -> what is special about it, in words.
+        ranks_words: a world size -> how its ranks are arranged, in words.
+        score: what a puzzle is scored by, once all values are right.
+        holds: count the memory that the function holds.
+        may_call: names of functions of labkit or PyTorch that solve exercises, and of modules
+            with such functions, that the learner may call all the same.
+    """
+
+    name: str
+    expected: Callable[[int, Case], Any] = nothing
+    inputs: Callable[[int, Case], tuple] = one_tensor
+    signature: str = "comm, tensor"
+    written: int | None = 0
+    chunked: bool = False
+    target: Callable[[int, Case], Target] | None = None
+    total: Callable[[Case], Target] | None = None
+    cards: Callable[[Case], Cards] | None = None
+    any_chunks: bool = False
+    same_bits: bool = False
+    mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)
+    judge: Callable[[Case, list[Any]], Found] | None = None
+    call: Callable[..., Any] = call_plainly
+    sizes: tuple[int, ...] = SIZES
+    library: Callable | None = None
+    drawn_size: int = 0
+    drawn_link: EmulatedLink | None = None
+    root_name: str = ""
+    nouns: tuple[str, str] = ("rank", "element")
+    case_words: Mapping[int, str] = field(default_factory=dict)
+    ranks_words: Mapping[int, str] = field(default_factory=dict)
+    score: Score | None = None
+    holds: bool = False
+    may_call: frozenset[str] = frozenset()
+
+    def cases(self, world_size: int, seed: int = 0) -> list[Case]:
+        """The calls to make on ``world_size`` ranks, all in one run: two of each kind in a row."""
+        sizes = self.sizes or (0,)
+        if self.sizes[: len(SIZES)] == SIZES:
+            sizes += (Random(seed).choice(_FURTHER_SIZES),)
+        others = range(1, world_size) if self.root_name else ()
+        kinds = [Case(world_size, size, 0, seed) for size in sizes]
+        kinds += [Case(world_size, sizes[0], root, seed) for root in others]
+        return [replace(kind, call=call) for kind in kinds for call in (0, 1)]
+
+    def to_run(self) -> "Exercise":
+        """The same without its judging fields, whose functions may not be picklable."""
+        parts = {"expected": nothing, "target": None, "total": None, "judge": None}
+        parts |= {"score": None, "mistakes": {}, "library": None, "case_words": {}, "cards": None}
+        return replace(self, **parts)
+
+
+Exercise.__init__ = spelled(Exercise.__init__)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        row: the row of the table.
+        cell: the text of its cell.
+        mistake: what to tell about it; None if another row's mistake explains this one.
+        named: whether the mistake has a name, not only numbers.
+    """
+
+    row: str
+    cell: str
+    mistake: Mistake | None
+    named: bool = True
+
+
+def at_its_size(problem: Problem, case: Case, exercise: Exercise) -> Problem:
+    """Add the size to the problem's cell, if the rest of the table is for another size."""
+    if not exercise.sizes or case.size == exercise.sizes[0]:
+        return problem
+    return replace(problem, cell=f"{problem.cell} (at {case.size})")
+
+
+def where(case: Case, exercise: Exercise) -> str:
+    """The case in words: ``with 4 ranks and 10 elements``, and the root if there is one."""
+    ranks, elements = exercise.nouns
+    parts = [format_count(case.world_size, ranks)] if ranks else []
+    parts += [format_count(case.size, elements)] if exercise.sizes and elements else []
+    if case.world_size in exercise.ranks_words:
+        parts[0] += f" on {exercise.ranks_words[case.world_size]}"
+    text = f"with {' and '.join(parts)}" if parts else "here"
+    if case.size in exercise.case_words:
+        text += f", {exercise.case_words[case.size]}"
+    return text + (f", {exercise.root_name} {case.root}" if exercise.root_name else "")
+
+
+def new_seed() -> int:
+    """The seed of the next check's data, another one each time."""
+    return SystemRandom().randrange(_SEEDS)

@@ -1,0 +1,133 @@
+"""A learner's function on real ranks: what each call left behind, or how the run broke off."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from labkit.comm.comm import Comm
+from labkit.errors import DeadlineError, DeadlockError, WorkerError
+from labkit.runtime.launch import run
+from workbook.exercises.grader.compare import plain
+from workbook.exercises.grader.exercise import Case, Exercise, Outcome, where
+from workbook.exercises.grader.held_memory import HeldBytes
+from workbook.exercises.grader.limits import limited_memory
+from workbook.exercises.grader.stub import STUB
+from workbook.exercises.grader.watched import Watched
+from workbook.exercises.grader.words import Mistake
+
+# A correct attempt takes milliseconds: these limits end endless loops, in the run of all cases and
+# then in runs of one case each. After an error that is not a timeout, the second runs get the
+# longer limit, too: a busy machine may start its ranks late.
+TIMEOUT_S = 10.0
+AGAIN_S = 3.0
+
+
+class DidNotFinish(Exception):
+    """A run that ended in an error: its ``ending``, ``stuck`` or ``error``, and its mistake.
+
+    Attributes:
+        not_attempted: a rank came to the raise of a stub.
+        unwritten: the function with that raise.
+        outcomes: those of the cases that went well before, see ``outcomes_of``.
+    """
+
+    def __init__(self, error: Exception, place: str = ""):
+        self.ending = "stuck" if isinstance(error, DeadlockError) else "error"
+        traceback = getattr(error, "worker_traceback", "")
+        # In a traceback, code is indented by four spaces, places by two, the error by none.
+        last_frame = re.split(r"\n(?=  \S)", f"\n{traceback}")[-1]
+        unwritten = rf"  .*, in (\S+)\n    .*{STUB}\b(?s:.*)\nNotImplementedError\b"
+        found = re.match(unwritten, last_frame)
+        self.not_attempted, self.unwritten = found is not None, found[1] if found else ""
+        self.outcomes: dict[Case, tuple[Outcome, ...]] = {}
+        story = story_of(error)
+        super().__init__(f"{place}: {story}" if place else story)
+        self.mistake = Mistake(f"run.{self.ending}", story=str(self))
+
+
+def story_of(error: Exception) -> str:
+    """An error's words, without the traceback and without advice on ``labkit.run``."""
+    story = str(error).partition("\n\nTraceback of rank")[0]
+    return story.replace(", or give the run a larger timeout_s", "")
+
+
+def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[tuple[Outcome, ...]]:
+    """Return what ``fn`` left behind, by case, then by rank. All cases have one world size.
+
+    Raises:
+        DidNotFinish: a rank raised, left, or never ended.
+    """
+    try:
+        return _run(fn, exercise, cases, TIMEOUT_S)
+    except WorkerError as error:
+        failure = DidNotFinish(error)
+        if failure.not_attempted:
+            raise failure from None
+        again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
+    # Find the case that failed. With one call per run, no rank is in the next case, or in the
+    # barrier before it, so the explanation names only the learner's lines.
+    before = {}
+    for case in cases:
+        if case.call:
+            continue
+        try:
+            (before[case],) = _run(fn, exercise, [case], again_s)
+        except WorkerError as error:
+            failure = DidNotFinish(error, where(case, exercise))
+            break
+    else:
+        failure.mistake.also.append(Mistake("run.second_call"))
+    failure.outcomes = before
+    raise failure
+
+
+def in_one_process(fn: Callable, *args: Any, timeout_s: float) -> Any:
+    """Return ``fn(comm, *args)`` of a run with one rank."""
+    return run(fn, *args, world_size=1, device="cpu", timeout_s=timeout_s).values[0]
+
+
+def _run(
+    fn: Callable, exercise: Exercise, cases: list[Case], timeout_s: float
+) -> list[tuple[Outcome, ...]]:
+    options = {"world_size": cases[0].world_size, "device": "cpu", "timeout_s": timeout_s}
+    return list(zip(*run(_attempt, fn, exercise.to_run(), cases, **options).values))
+
+
+def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
+    """On a rank: call ``fn`` for each case, the ranks together."""
+    outcomes = []
+    with limited_memory():
+        for number, case in enumerate(cases):
+            if number:
+                # A message that one call left unreceived must not be received by the next call.
+                comm.barrier()
+            outcomes.append(call_once(comm, fn, exercise, case))
+    return outcomes
+
+
+def call_once(comm: Comm, fn: Callable, exercise: Exercise, case: Case) -> Outcome:
+    """On a rank: call ``fn`` for one case."""
+    args = exercise.inputs(comm.rank, case)
+    given = None if exercise.written is None else args[exercise.written]
+    kept = list(given) if isinstance(given, list) else given
+    watched = Watched(fn, exercise.signature, exercise.may_call)
+    held = HeldBytes() if exercise.holds else contextlib.nullcontext()
+    before, sent_before = _spent(comm), comm.bytes_to.copy()
+    with held:
+        returned = exercise.call(watched, comm, *args)
+    value, meant = (kept, given) if isinstance(given, list) else (given, returned)
+    if exercise.written is None or isinstance(returned, Mistake):
+        # Made plain here, because generators cannot travel, and run only now.
+        value, meant = plain(returned), None
+    messages, num_bytes, operations, barriers = (
+        now - then for now, then in zip(_spent(comm), before)
+    )
+    # Subtracting Counters keeps only the peers to which something was sent.
+    sent_to = comm.bytes_to - sent_before
+    seen = barriers, tuple(watched.steps), watched.library, getattr(held, "num_bytes", 0)
+    return Outcome(value, meant, messages, num_bytes, operations, sent_to, *seen)
+
+
+def _spent(comm: Comm) -> tuple[int, int, int, int]:
+    return comm.messages, comm.bytes_sent, comm.operations, comm.session.barriers

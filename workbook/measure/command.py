@@ -1,0 +1,133 @@
+"""The command ``labkit bench``: run the benches; print, record and draw their results."""
+
+import glob
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from labkit.files import check_writable
+from labkit.units import check_choice
+from workbook.measure.all_reduce import bench_all_reduce
+from workbook.measure.checkpoint import bench_checkpoint
+from workbook.measure.ddp import bench_ddp
+from workbook.measure.elsewhere.measure import bench_elsewhere
+from workbook.measure.launch import bench_launch
+from workbook.measure.pipeline import bench_pipeline
+from workbook.measure.placement import bench_placement
+from workbook.measure.record import Figures, Result, command_line, flag, machine, merged, write
+from workbook.measure.turns import Where
+from workbook.measure.two_hosts.measure import bench_two_hosts
+
+BENCHES: dict[str, Callable[..., Iterable[Result]]] = {
+    "launch": bench_launch,
+    "all-reduce": bench_all_reduce,
+    "ddp": bench_ddp,
+    "placement": bench_placement,
+    "pipeline": bench_pipeline,
+    "checkpoint": bench_checkpoint,
+    "two-hosts": bench_two_hosts,
+    "elsewhere": bench_elsewhere,
+}
+# They take root, or environments of other frameworks and minutes.
+_ONLY_NAMED = ("two-hosts", "elsewhere")
+DRAWN = ("all-reduce", "placement", "two-hosts", "elsewhere")
+_PICTURES = (".png", ".svg")
+
+
+def main(
+    names: Sequence[str],
+    json_path: str | None = None,
+    figure_path: str | None = None,
+    words: Sequence[str] = (),
+    **settings: Any,
+) -> int:
+    """Run the benches of these names (all of them if none is given); print and record them.
+
+    Args:
+        names: out of ``BENCHES``; if empty, all but ``_ONLY_NAMED``.
+        json_path: where to write one bench's results, with hardware and versions.
+        figure_path: where to write its figures.
+        words: the command line, for the record.
+        settings: those arguments of the benches that the command line gives.
+
+    Returns:
+        0, the exit status.
+
+    Raises:
+        ValueError: before anything runs, for options that are wrong or belong to another bench.
+        OutputError: after the runs, a file could not be written.
+    """
+    chosen = names or [name for name in BENCHES if name not in _ONLY_NAMED]
+    _check(chosen, settings, json_path, figure_path)
+    # A bench checks its settings when it is called, and runs when its results are iterated over.
+    runs = {name: BENCHES[name](**settings) for name in chosen}
+    for name, results in runs.items():
+        config = _config(name, settings)
+        where = Where(config.get("device", "auto"), config.get("devices"))
+        ranks = where.record(config.get("world_sizes", (2,)))
+        how = {"command": command_line(words), "config": config} | ranks
+        show(results, how, json_path, figure_path)
+    return 0
+
+
+def show(
+    results: Iterable[Result],
+    how: dict[str, Any],
+    json_path: str | None = None,
+    figure_path: str | None = None,
+) -> None:
+    """Print each result as soon as it is there; then write all of them, and their figures.
+
+    ``how`` is the record's first part: at least ``command`` and ``config``.
+    """
+    found = []
+    for result in results:
+        print(result, flush=True)
+        found.append(result)
+    record = {} if json_path is None else how | merged(found) | machine()
+    write(record, json_path, {} if figure_path is None else _figures(found, Path(figure_path)))
+
+
+def _figures(found: list[Result], path: Path) -> Figures:
+    """One figure goes to ``FILE.png``; several to ``FILE_NAME.png`` each."""
+    figures = {name: figure for result in found for name, figure in result.figures().items()}
+    return {
+        str(path.with_stem(f"{path.stem}_{name}") if len(figures) > 1 else path): figure
+        for name, figure in figures.items()
+    }
+
+
+def _check(
+    chosen: Sequence[str], settings: dict[str, Any], json_path: str | None, figure_path: str | None
+) -> None:
+    """Raise ValueError for options that do not fit the bench or each other."""
+    for name in chosen:
+        check_choice("bench", name, BENCHES)
+        taken = inspect.signature(BENCHES[name]).parameters
+        for setting in settings:
+            if setting not in taken:
+                raise ValueError(f"bench {name} has no option {flag(setting)}")
+    if len(chosen) > 1 and (json_path, figure_path) != (None, None):
+        raise ValueError(f"--json and --figure are for one bench: name {' or '.join(chosen)}")
+    if figure_path is not None:
+        _check_figure(chosen[0], Path(figure_path))
+    # --figure a.png may write several files, and a_2_ranks.png could be one of them.
+    if json_path is not None and Path(json_path).suffix in _PICTURES:
+        raise ValueError(f"--json {json_path}: a record is not a figure, name a .json file")
+
+
+def _check_figure(name: str, path: Path) -> None:
+    if name not in DRAWN:
+        raise ValueError(f"bench {name} draws no figure: {', '.join(DRAWN)} do")
+    if path.suffix not in _PICTURES:
+        raise ValueError(f"cannot draw {path}: a figure is saved as .png or .svg")
+    for old in path.parent.glob(f"{glob.escape(path.stem)}_*{path.suffix}"):
+        check_writable(old)
+
+
+def _config(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Every option of the bench, including defaults."""
+    parameters = inspect.signature(BENCHES[name]).parameters.values()
+    options = [one for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    return {one.name: settings.get(one.name, one.default) for one in options}

@@ -1,0 +1,131 @@
+"""Small multiples: a panel per technique, ours beside PyTorch's, with one device as a reference.
+
+A dozen contenders in one pair of axes cannot be told apart; in panels with common axes a few looks
+suffice, and they mean the same in each panel.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from workbook.measure.spread import Spread
+from workbook.plots.figure import WIDTH_IN, add_legend, add_title
+from workbook.plots.palette import DARK, SERIES, Style, swatch
+
+OURS, THEIRS, THEIRS_ON_OURS, ONE = "labkit", "PyTorch", "PyTorch on labkit", "one device"
+LOOKS: dict[str, tuple[Style, str, Any]] = dict(
+    zip((OURS, THEIRS, THEIRS_ON_OURS), SERIES, strict=False)
+) | {ONE: (Style(DARK), "", ":")}
+_COLUMNS = 3
+
+# {look: {x: repeats}}
+Lines = Mapping[str, Mapping[int, list[float]]]
+
+
+def draw_panels(
+    panels: Mapping[str, Lines], x: str, y: str, title: str, *, doubling: bool = False
+) -> Figure:
+    """Draw lines through medians, with quartiles as whiskers; a panel for each key of ``panels``.
+
+    Args:
+        panels: ``{title of the panel: {look: {x: repeats}}}``.
+        x, y: the axes' names with their units.
+        title: above the figure.
+        doubling: the x axis is logarithmic, so that each doubling is one step.
+    """
+    rows = math.ceil(len(panels) / _COLUMNS)
+    figure = Figure(figsize=(WIDTH_IN, 1.3 + 2.2 * rows))
+    columns = min(_COLUMNS, len(panels))
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes, (name, lines) in zip(grid.flat, panels.items()):
+        for look, points in lines.items():
+            _draw_line(axes, look, points)
+        axes.set_title(name, fontsize=10)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    ticks = sorted({at for lines in panels.values() for points in lines.values() for at in points})
+    for number, axes in enumerate(grid.flat):
+        lowest = number + columns >= len(panels)
+        axes.set_xlabel(x if lowest else "")
+        axes.tick_params(labelbottom=lowest)
+        _finish(axes, ticks, doubling)
+    figure.supylabel(y, fontsize=11)
+    add_title(figure, title)
+    present = [look for look in LOOKS if any(look in lines for lines in panels.values())]
+    add_legend(figure, [Line2D([], [], label=look, **_line(look)) for look in present])
+    return figure
+
+
+def _line(look: str) -> dict[str, Any]:
+    style, marker, line = LOOKS[look]
+    return {"color": style.color, "marker": marker, "linestyle": line}
+
+
+def _draw_line(axes: Axes, look: str, points: Mapping[int, list[float]]) -> None:
+    spreads = [Spread.of(repeats) for repeats in points.values()]
+    if look == ONE and len(points) == 1:
+        # One device does not vary with x: a line across the panel.
+        axes.axhline(spreads[0].median, linewidth=1.4, **_line(look))
+        return
+    middle = [spread.median for spread in spreads]
+    whiskers = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
+    sizes: dict[str, Any] = {"linewidth": 1.4, "markersize": 5, "capsize": 3}
+    axes.errorbar(list(points), middle, whiskers, **sizes, **_line(look))
+
+
+def _finish(axes: Axes, ticks: list[int], doubling: bool) -> None:
+    if doubling:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.08)
+    axes.set_ylim(bottom=0)
+    axes.grid()
+
+
+def draw_rows(
+    columns: Mapping[str, Mapping[str, list[float] | None]],
+    looks: Mapping[str, str],
+    missing: str,
+    title: str,
+) -> Figure:
+    """Draw horizontal bars: a row per contender, a panel per quantity.
+
+    Args:
+        columns: ``{quantity with its unit: {contender: repeats, or None}}``.
+        looks: ``{contender: look}``, in the order of the rows.
+        missing: the text in the place of a bar where the repeats are None.
+        title: above the figure.
+    """
+    names = list(looks)
+    figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(names)))
+    grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    for axes, (quantity, rows) in zip(grid, columns.items()):
+        spreads = {name: Spread.of(repeats) for name in names if (repeats := rows[name])}
+        for place, name in enumerate(names):
+            if name in spreads:
+                _draw_row(axes, place, spreads[name], LOOKS[looks[name]][0])
+            else:
+                axes.text(0, place, f" {missing}", va="center")
+        axes.set_xlabel(quantity)
+        # Room for the number beside the longest bar.
+        axes.set_xlim(0, 1.2 * max((spread.high for spread in spreads.values()), default=1.0))
+        axes.grid(axis="x")
+    grid[0].set_yticks(range(len(names)), names)
+    grid[0].set_ylim(len(names) - 0.5, -0.5)
+    add_title(figure, title)
+    present = [look for look in LOOKS if look in looks.values()]
+    add_legend(figure, [swatch(look, LOOKS[look][0]) for look in present])
+    return figure
+
+
+def _draw_row(axes: Axes, place: int, spread: Spread, style: Style) -> None:
+    axes.barh(place, spread.median, 0.72, **style.fill)
+    whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
+    axes.errorbar(spread.median, place, xerr=whiskers, color=DARK, capsize=3, linewidth=1.2)
+    beside = {"textcoords": "offset points", "va": "center", "ha": "left"}
+    axes.annotate(f"{spread.median:.3g}", (spread.high, place), (5, 0), **beside)

@@ -1,0 +1,145 @@
+"""Learning curves: loss and held-out accuracy, by epoch and by second."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from labkit.units import format_count, format_seconds
+from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn
+from workbook.plots.palette import SERIES, Style
+
+Curve = dict[str, np.ndarray]
+
+
+@drawn
+def learning_curves(
+    runs: Mapping[str, Any], *, title: str | None = None, training: bool = False
+) -> CaptionedFigure:
+    """Draw loss and held-out accuracy, by epoch and by second of training.
+
+    Args:
+        runs: ``{label: run}``. A run is a result that has ``.epochs``, or the list of epochs
+            itself: dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch
+            alone). A list of such runs is drawn as their medians, with a band that spans all.
+        title: above the figure.
+        training: draw the accuracy on the training samples, too, if all runs have it
+            (``train_accuracy``).
+
+    Raises:
+        ValueError: no runs, a run without epochs, or an epoch that lacks a value.
+    """
+    curves = {str(label): _median_curve(str(label), run) for label, run in runs.items()}
+    if not curves:
+        raise ValueError('no runs to draw: give at least one, {"label": result.epochs}')
+    rows = ["loss", "accuracy"]
+    if training and all("train accuracy" in curve for curve in curves.values()):
+        rows.insert(1, "train accuracy")
+    figure = Figure(figsize=(WIDTH_IN, 1.4 + 2.1 * len(rows)))
+    grid = figure.subplots(len(rows), 2, sharex="col", sharey="row")
+    lines = [
+        _draw_curve(dict(zip(rows, grid)), label, curve, *look)
+        for (label, curve), look in zip(curves.items(), itertools.cycle(SERIES))
+    ]
+    _label_curves(grid, max(len(curve["epoch"]) for curve in curves.values()))
+    add_title(figure, title or "Loss and held-out accuracy")
+    add_legend(figure, lines)
+    ends = "; ".join(_end_of(label, curve) for label, curve in curves.items())
+    count = format_count(len(curves), "run")
+    return CaptionedFigure(
+        figure, alt=f"Learning curves of {count}. {ends}.", caption=_curves_caption(curves)
+    )
+
+
+def _median_curve(label: str, run: Any) -> Curve:
+    """The medians of the repeats; if there are several, also the band's edges (``low loss``)."""
+    run = getattr(run, "epochs", run)
+    runs = [run] if not run or isinstance(run[0], Mapping) else run
+    repeats = [_curve(label, one) for one in runs]
+    fewest = min(len(one["epoch"]) for one in repeats)
+    keys = [key for key in repeats[0] if all(key in one for one in repeats)]
+    stacked = {key: np.array([one[key][:fewest] for one in repeats]) for key in keys}
+    curve = {key: np.median(values, axis=0) for key, values in stacked.items()}
+    if len(repeats) > 1:
+        for key in stacked.keys() - {"epoch", "second"}:
+            curve |= {f"low {key}": stacked[key].min(axis=0)}
+            curve |= {f"high {key}": stacked[key].max(axis=0)}
+    return curve
+
+
+def _curve(label: str, run: Any) -> Curve:
+    epochs = list(getattr(run, "epochs", run))
+    if not epochs:
+        raise ValueError(f"{label} has no epochs: train for at least one")
+    names = ("loss", "test_accuracy", "seconds")
+    if missing := [name for name in names if any(name not in epoch for epoch in epochs)]:
+        raise ValueError(f"{label} has epochs without {', '.join(missing)}")
+    loss, accuracy, seconds = (_values(epochs, name) for name in names)
+    curve = {
+        "epoch": np.arange(1, len(epochs) + 1),
+        "second": np.cumsum(seconds),
+        "loss": loss,
+        "accuracy": 100 * accuracy,
+    }
+    if all("train_accuracy" in epoch for epoch in epochs):
+        curve["train accuracy"] = 100 * _values(epochs, "train_accuracy")
+    return curve
+
+
+def _values(epochs: list[Mapping[str, Any]], name: str) -> np.ndarray:
+    return np.array([math.nan if epoch[name] is None else epoch[name] for epoch in epochs])
+
+
+def _draw_curve(grid, label: str, curve: Curve, style: Style, marker: str, line: str):
+    look = {"color": style.color, "marker": marker, "linestyle": line, "linewidth": 1.6}
+    every = math.ceil(len(curve["epoch"]) / 12)
+    for y, row in grid.items():
+        for axes, x in zip(row, ("epoch", "second")):
+            axes.plot(curve[x], curve[y], label=label, markevery=every, markersize=5, **look)
+            if f"low {y}" in curve:
+                band = {"color": style.color, "alpha": 0.15, "linewidth": 0}
+                axes.fill_between(curve[x], curve[f"low {y}"], curve[f"high {y}"], **band)
+    return grid["loss"][0].lines[-1]
+
+
+def _label_curves(grid, num_epochs: int) -> None:
+    grid[0, 0].set_ylabel("training loss")
+    if len(grid) > 2:
+        grid[1, 0].set_ylabel("training accuracy (%)")
+    grid[-1, 0].set(xlabel="epoch", ylabel="held-out accuracy (%)", xlim=(0.5, num_epochs + 0.5))
+    grid[-1, 1].set_xlabel("time in training (s)")
+    grid[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    grid[-1, 1].set_xlim(left=0)
+    for axes in grid.flat:
+        axes.grid()
+
+
+def _end_of(label: str, curve: Curve) -> str:
+    epochs = len(curve["epoch"])
+    count = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    return (
+        f"{label} ends at loss {curve['loss'][-1]:.3g} and held-out accuracy "
+        f"{curve['accuracy'][-1]:.1f}% after {count} and {format_seconds(curve['second'][-1])}"
+    )
+
+
+def _curves_caption(curves: dict[str, Curve]) -> str:
+    best = max(curves, key=lambda label: np.nan_to_num(curves[label]["accuracy"][-1], nan=-1))
+    fast = min(curves, key=lambda label: curves[label]["second"][-1])
+    text = f"{_end_of(best, curves[best])}."
+    if len(curves) > 1:
+        ends = {label: f"{curve['accuracy'][-1]:.1f}%" for label, curve in curves.items()}
+        equal = [label for label in curves if ends[label] == ends[best]]
+        whose = "all" if len(equal) == len(curves) else " and ".join(equal)
+        text = (
+            f"Best held-out accuracy at the end: {whose}, {ends[best]}. "
+            f"First to end: {fast}, after {format_seconds(curves[fast]['second'][-1])}."
+        )
+    text = f"{text} The left column counts epochs, the right one seconds of training."
+    if any("low loss" in curve for curve in curves.values()):
+        text += " Lines are medians of the repeats, bands span all of them."
+    return text

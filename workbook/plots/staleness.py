@@ -1,0 +1,179 @@
+"""Staleness: the histogram of a run, and a model of a run with a bound."""
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from labkit.costs.async_run import AsyncRun, simulate
+from labkit.units import format_count
+from workbook.plots.figure import (
+    WIDTH_IN,
+    CaptionedFigure,
+    add_legend,
+    add_title,
+    drawn,
+    fixed_axes,
+    label_lanes,
+    new_axes,
+)
+from workbook.plots.palette import DARK, SERIES, Style, swatch
+from workbook.plots.timeline import draw_spans
+
+MAX_WORKERS = 6
+# The model's unit of time is one gradient on a worker that is not a straggler.
+_WATCHED_S = 20.0
+
+Updates = Sequence[tuple[int, int]]
+
+
+@drawn
+def staleness_histogram(
+    updates: Updates, *, bound: int | None = None, title: str | None = None, model: bool = False
+) -> CaptionedFigure:
+    """Draw the number of updates at each staleness, stacked by worker.
+
+    Args:
+        updates: (worker, staleness) of each update, as in ``result.notes["staleness"]``.
+        bound: the largest staleness that was allowed, drawn as a line.
+        title: above the figure.
+        model: the updates are predicted, and are drawn as such.
+
+    Raises:
+        ValueError: no updates.
+    """
+    updates = [(int(worker), int(late)) for worker, late in updates]
+    if not updates:
+        raise ValueError('no updates to draw: give result.notes["staleness"] of a training run')
+    title = title or "Staleness of the updates"
+    figure, axes = new_axes(3.4, f"{title} (model)" if model else title)
+    groups = {f"worker {worker}": late for worker, late in _late_by_worker(updates).items()}
+    entries = _draw_histogram(axes, groups, itertools.cycle(SERIES), bound, model)
+    add_legend(figure, entries)
+    kind = "Predicted histogram" if model else "Histogram"
+    return CaptionedFigure(
+        figure,
+        alt=f"{kind} of the staleness of {len(updates):,} updates, stacked by worker. "
+        f"{_by_worker(updates)}.",
+        caption=_histogram_caption(updates, bound),
+    )
+
+
+@drawn
+def staleness_model(
+    workers: int = 3, factor: float = 4, bound: int | None = None
+) -> CaptionedFigure:
+    """Draw the model of an asynchronous run: its timeline, above the histogram of staleness.
+
+    Args:
+        workers: W, 1 to 6; worker 1 is the straggler.
+        factor: the straggler takes this many times as long for a gradient, at least 1.
+        bound: the largest staleness, W - 1 or more; None allows any.
+
+    Raises:
+        ValueError: a value outside these ranges.
+    """
+    if workers not in range(1, MAX_WORKERS + 1):
+        raise ValueError(f"the model draws 1 to {MAX_WORKERS} workers, got {workers!r}")
+    free = simulate(workers, factor=factor, duration_s=_WATCHED_S, bound=bound)
+    rounds = simulate(workers, factor=factor, duration_s=_WATCHED_S, synchronous=True)
+    figure = Figure(figsize=(WIDTH_IN, 5.4))
+    above = fixed_axes(figure, 64, 600, 244, 354)
+    below = fixed_axes(figure, 64, 600, 92, 196)
+    kinds = _draw_lanes(above, free, workers)
+    late = _late_by_worker(free.updates)
+    others = [s for worker in late if worker != 1 for s in late[worker]]
+    groups = {"the straggler": late.get(1, []), "other workers": others}
+    # These looks differ from those of the spans above.
+    entries = _draw_histogram(below, groups, SERIES[3:5], bound, model=True)
+    crew, limit = format_count(workers, "worker"), _bound_name(bound)
+    add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (model)")
+    add_legend(figure, kinds + entries)
+    return CaptionedFigure(
+        figure,
+        alt=f"Predicted timeline of a server and {crew}, worker 1 {factor:g} times as slow, "
+        f"{limit}: workers wait {free.waiting_share():.0%} of their time. Below, predicted "
+        f"staleness. {_by_worker(free.updates)}.",
+        caption=_model_caption(free, rounds, bound),
+    )
+
+
+def _model_caption(free: AsyncRun, rounds: AsyncRun, bound: int | None) -> str:
+    """The staleness, and the speed compared with synchronous rounds."""
+    largest = max(update.staleness for update in free.updates)
+    return (
+        f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "
+        f"{_bound_name(bound)}. {len(free.updates)} gradients are applied while synchronous "
+        f"rounds apply {len(rounds.updates)}; workers wait {free.waiting_share():.0%} of their "
+        f"time instead of {rounds.waiting_share():.0%}."
+    )
+
+
+def _bound_name(bound: int | None) -> str:
+    return "no bound" if bound is None else f"bound {bound}"
+
+
+def _draw_lanes(axes: Axes, run: AsyncRun, workers: int) -> list[Patch]:
+    axes.set_xlim(0, run.duration_s)
+    lanes = list(range(workers + 1))
+    entries = draw_spans(axes, list(run.trace.spans), lanes, 1.0, model=True)
+    label_lanes(axes, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
+    axes.set_xlabel("time (gradients of a worker that does not straggle)")
+    return entries
+
+
+def _draw_histogram(
+    axes: Axes,
+    groups: dict[str, list[int]],
+    looks: Iterable[tuple[Style, str, str]],
+    bound: int | None,
+    model: bool,
+) -> list[Artist]:
+    """Staleness by group as stacked bars; returns the legend's entries."""
+    largest = max(*(late for group in groups.values() for late in group), bound or 0)
+    heights = [0] * (largest + 1)
+    entries: list[Artist] = []
+    for (name, late), (style, _, _) in zip(groups.items(), looks):
+        counts = Counter(late)
+        mine = [counts[staleness] for staleness in range(largest + 1)]
+        look = (style.model if model else style).fill
+        axes.bar(range(largest + 1), mine, 0.8, heights, **look)
+        heights = [low + high for low, high in zip(heights, mine)]
+        entries.append(swatch(name, style, model))
+    if bound is not None:
+        axes.axvline(bound + 0.5, color=DARK, linestyle="--")
+        entries.append(Line2D([], [], color=DARK, linestyle="--", label=f"bound {bound}"))
+    axes.set(xlabel="staleness (updates by others between pull and update)", ylabel="updates")
+    axes.set_xlim(-0.6, largest + 0.7)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y")
+    return entries
+
+
+def _late_by_worker(updates: Updates) -> dict[int, list[int]]:
+    workers = sorted({worker for worker, _ in updates})
+    return {worker: [late for w, late in updates if w == worker] for worker in workers}
+
+
+def _by_worker(updates: Updates) -> str:
+    return "; ".join(
+        f"worker {worker}: {format_count(len(mine), 'update')}, mean staleness "
+        f"{statistics.fmean(mine):.1f}, largest {max(mine)}"
+        for worker, mine in _late_by_worker(updates).items()
+    )
+
+
+def _histogram_caption(updates: Updates, bound: int | None) -> str:
+    late = [staleness for _, staleness in updates]
+    workers = format_count(len({worker for worker, _ in updates}), "worker")
+    limit = "no bound was set" if bound is None else f"the bound was {bound}"
+    mean = statistics.fmean(late)
+    return f"Mean staleness {mean:.2f} with {workers}, largest {max(late)}; {limit}."
