@@ -26,7 +26,7 @@ from labkit.config import RunConfig
 from labkit.files import write_private
 from labkit.training.evaluation import Row, epoch_line
 
-_TABLE, _EVENTS = "epochs.csv", "events.out.tfevents.*"
+_TABLE, _EVENTS = "epochs.csv", "TensorBoard files"
 # TensorBoard's names of an epoch's numbers.
 _TAGS = {
     "loss": "loss/train",
@@ -58,7 +58,7 @@ def check_log_dir(folder: str, resumed: bool, rank: int | None = None) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"cannot write to log_dir {folder}: no permission")
     mine = "rank[0-9]*.log" if rank is None else f"rank{rank}.log"
-    names = [mine, *((_TABLE, _EVENTS) if rank in (None, 0) else ())]
+    names = [mine, *((_TABLE, "events.out.tfevents.*") if rank in (None, 0) else ())]
     found = sorted(path.name for name in names for path in Path(folder).glob(name))
     if found and not resumed:
         raise ValueError(
@@ -133,7 +133,9 @@ class RunLogs:
             # Whole at any time: it is replaced, not added to.
             write_private(f"{self.folder}/{_TABLE}", [text.getvalue().encode()])
             os.chmod(f"{self.folder}/{_TABLE}", 0o644)
-        with self._may_fail("TensorBoard files"):
+        if _EVENTS in self._failed:
+            return
+        with self._may_fail(_EVENTS):
             # Not at the top: few runs need it. It takes a moment, and may not be installed.
             from torch.utils.tensorboard import SummaryWriter
 
@@ -147,8 +149,9 @@ class RunLogs:
             self._events.flush()
 
     def close(self) -> None:
-        if self._events is not None:
-            with self._may_fail("TensorBoard files"):
+        # Its thread ends with an error, and would never read what is still to be written.
+        if self._events is not None and _EVENTS not in self._failed:
+            with self._may_fail(_EVENTS):
                 self._events.close()
         if self._file is not None:
             os.close(self._file)

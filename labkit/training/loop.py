@@ -108,7 +108,9 @@ def fit(
                 run.measure(progress)
             while progress.epoch < config.epochs:
                 with memory.counted():
+                    progress.start_clock(strategy)
                     run.train_epoch(progress)
+                    progress.stop_clock(strategy)
                 run.end_epoch(progress)
         state, notes = strategy.full_state(), strategy.notes()
         strategy.close()
@@ -152,7 +154,6 @@ class _Run:
         """One pass over the training samples, or what is left of it."""
         strategy, batches = self.strategy, self.batches(progress.epoch)
         total = self.config.epochs * len(batches)
-        progress.start_clock(strategy)
         for batch in self.shares(batches[progress.step :], progress.epoch):
             loss, samples = strategy.step(*batch).detach(), len(batch[1])
             progress.end_step(loss)
@@ -171,7 +172,6 @@ class _Run:
                 if is_end:
                     self.end_early(progress)
         strategy.end_epoch()
-        progress.stop_clock(strategy)
 
     def end_epoch(self, progress: Progress) -> None:
         """Evaluate, which is not part of the technique, so it is neither timed nor counted."""

@@ -107,12 +107,6 @@ def check_optimizer(make: MakeOptimizer, optimizes: str, technique: str) -> None
     Raises:
         ValueError: it makes no optimizer, needs a closure, or makes other updates in pieces.
     """
-    if isinstance(make, torch.optim.Optimizer):
-        raise ValueError(
-            f"optimizer {type(make).__name__} has one model's parameters, and each rank has its "
-            f"own: give a function, as in lambda params: torch.optim.{type(make).__name__}"
-            "(params, lr=...)"
-        )
 
     def layers(first: Tensor, second: Tensor) -> list[list[Tensor]]:
         return [[first], [second]]
@@ -164,6 +158,6 @@ def _updated(make: MakeOptimizer, cut: Callable[[Tensor, Tensor], list[list[Tens
     except Exception as error:
         raise ValueError(
             f"optimizer fails ({type(error).__name__}: {error}): give a function of a list of "
-            "parameters that returns a torch.optim.Optimizer, whose step needs no closure"
+            "parameters, such as torch.optim.SGD, that returns an optimizer without a closure"
         ) from error
     return torch.cat([parameter.detach().flatten() for piece in pieces for parameter in piece])

@@ -162,7 +162,8 @@ class Checkpoints:
         for place, device in enumerate(self._gpus()):
             tensors[f"torch_{place}"] = torch.cuda.get_rng_state(device)
         version, words, gauss = random.getstate()
-        name, keys, *rest = np.random.get_state()
+        numpys: Any = np.random.get_state()
+        name, keys, *rest = numpys
         return tensors, [[version, [*words], gauss], [name, keys.tolist(), *rest]]
 
     def _gpus(self) -> list[torch.device]:

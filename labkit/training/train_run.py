@@ -129,7 +129,8 @@ def _gather(
     """Combine the reports of the ranks in one result; a lost rank has no report."""
     reports: list[RankReport] = [report for report in result.values if report is not None]
     first, is_counted = reports[0], reports[0].bytes_sent is not None
-    notes = first.notes | ({"lost_ranks": result.lost} if result.lost else {})
+    assert first.state is not None, "rank 0 is never lost"
+    notes: dict[str, Any] = first.notes | ({"lost_ranks": result.lost} if result.lost else {})
     if note := ". ".join(filter(None, (notes.get("note"), *more))):
         notes["note"] = note
     # Threads compute at the same time, so only the main thread's seconds add up to the run's.

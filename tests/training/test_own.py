@@ -153,7 +153,7 @@ REFUSED = {
     "so that shares of a batch add up": refuse(
         loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))
     ),
-    "give a function, as in lambda params: torch.optim.Adam": refuse(
+    "not callable.*: give a function of a list of parameters": refuse(
         optimizer=torch.optim.Adam(net().parameters())
     ),
     "optimizer fails .*closure": refuse(optimizer=torch.optim.LBFGS),
