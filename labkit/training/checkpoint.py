@@ -3,7 +3,7 @@
     step-00000120/           after 120 steps
         rank0.safetensors    what rank 0 gave; its numbers are JSON in the file's metadata
         facts.json           written last: the settings, how far the run is, the files' sizes
-    step-00000140.part/      being written, or left by a run that was killed
+    .step-00000140.part/     being written, or left by a run that was killed
     best -> step-00000120    the checkpoint of the best epoch
 
 Each rank copies its tensors and writes the copies in a thread while the training goes on. When the
@@ -262,7 +262,7 @@ class Writer:
 
     def _write(self, facts: Facts, tensors: dict[str, Tensor], numbers: str, best: bool) -> None:
         path = step_path(self.folder, facts.done)
-        part = path.with_name(path.name + PART)
+        part = path.with_name(f".{path.name}{PART}")
         try:
             part.mkdir(exist_ok=True)
             if part.is_symlink():
@@ -292,7 +292,7 @@ class Writer:
             os.rename(path, f"{path}.old-{secrets.token_hex(4)}")
         os.rename(part, path)
         if best:
-            link = self.folder / f"{BEST}.{secrets.token_hex(8)}{PART}"
+            link = self.folder / f".{BEST}-{secrets.token_hex(8)}{PART}"
             os.symlink(path.name, link)
             os.replace(link, self.folder / BEST)
         _sync(self.folder)
@@ -338,7 +338,7 @@ def _locked(folder: Path, patience_s: float) -> int:
 
 def _clean(folder: Path) -> None:
     for name in os.listdir(folder):
-        if name.endswith(PART) and name.startswith(("step-", BEST)):
+        if name.endswith(PART) and name.startswith((".step-", f".{BEST}-")):
             _remove(folder / name)
 
 

@@ -75,10 +75,10 @@ def test_the_newest_two_and_the_best_stay_and_nothing_of_others_goes(tmp_path):
     assert [step for step, _ in steps(tmp_path)] == [40, 30, 20]
     assert (tmp_path / "best").resolve().name == "step-00000020"
     (tmp_path / "step-00000030" / "notes.txt").write_text("mine")
-    shutil.copytree(tmp_path / "step-00000040", tmp_path / "step-00000005.part")
+    shutil.copytree(tmp_path / "step-00000040", tmp_path / ".step-00000005.part")
     other = tmp_path / "other"
     other.mkdir()
-    (tmp_path / "step-00000001.part").symlink_to(other)
+    (tmp_path / ".step-00000001.part").symlink_to(other)
     write(tmp_path, 50, 60, best=(60,))
     assert [step for step, _ in steps(tmp_path)] == [60, 50, 30]
     assert (tmp_path / "step-00000030" / "notes.txt").read_text() == "mine"
