@@ -71,7 +71,7 @@ def read_weights(path: str | Path) -> State:
     """
     if os.path.exists(path) and not os.path.isfile(path):
         # To open a pipe would wait for a writer.
-        raise ValueError(f"weights: {path} is not a plain file")
+        raise ValueError(f"weights: {path} cannot be read: it is not a plain file")
     try:
         with open(path, "rb") as file:
             head = file.read(9)
