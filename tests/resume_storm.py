@@ -31,8 +31,7 @@ from torch.nn import functional
 
 from labkit import WorkerError, train_with
 from labkit.runtime import launch
-from labkit.training.checkpoint import newest, why_not_whole
-from labkit.training.checkpoint.folder import steps
+from labkit.training.checkpoint import newest, steps, why_not_whole
 
 travel_by_value(__name__)
 
@@ -76,7 +75,6 @@ RUNS = {
     "topk": {"strategy": "ring_all_reduce", "world_size": 2, "compress": "topk"},
     "parameter_server": {"strategy": "parameter_server", "world_size": 3},
     "two servers": {"strategy": "parameter_server", "world_size": 4, "servers": 2},
-    "async, one worker": {"strategy": "async_parameter_server", "world_size": 2},
     "model_parallel": {"strategy": "model_parallel", "world_size": 2, "optimizer": "adam"},
     "model_parallel in one process": {"strategy": "model_parallel", "devices": "cpu"},
     "pipeline": {"strategy": "pipeline", "world_size": 3, "micro_batches": 2},
