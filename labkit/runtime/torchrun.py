@@ -70,7 +70,8 @@ def run_as_rank(
             watch.also_ends(memory.session.board)
             _watching.append(watch)
             watch.start()
-        mine = _call(comm, fn, args)
+        dump = dump_value if len(comm.session.hosts) == 1 else reports.dump_plain
+        mine = call(comm, fn, args, dump)
         return _exchange(memory, mine)
     except BaseException as error:
         raised = error if watch is None else watch.failed(error)
@@ -108,8 +109,14 @@ def tell_briefly(rank: int) -> None:
     sys.excepthook = print_once
 
 
-def _call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
-    """Call ``fn`` as the rank of a run; returns this rank's report."""
+def call(
+    comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...], dump: Callable[[Any], bytes]
+) -> Report:
+    """Call ``fn`` as the rank of a run; returns this rank's report.
+
+    Args:
+        dump: makes bytes of the value that ``fn`` returns.
+    """
     global inside_a_run
     slot = comm.session.board.ranks[comm.rank]
     slot["state"] = RUNNING
@@ -122,7 +129,6 @@ def _call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
         gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False
-    dump = dump_value if len(comm.session.hosts) == 1 else reports.dump_plain
     mine = success(comm, value, time.perf_counter() - started_s, dump)
     slot["state"] = RETURNED
     return mine
