@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -629,7 +630,9 @@ def stopped(case):
 
 @TABLE.row(18, "the kernel is killed or restarted in mid-run", "no rank left after 2 s")
 def kernel_killed(case):
-    kernel = Kernel(case.folder)
+    # The path of a socket in it must be short.
+    folder = Path(tempfile.mkdtemp(dir=os.environ["TESTS_TMPDIR"]))
+    kernel = Kernel(folder)
     kernel.send(
         """
         def works(comm):
