@@ -145,8 +145,8 @@ def _print_summary(result: "TrainResult") -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from labkit.runtime.chrome_trace import read_traces
-    from labkit.runtime.limits import what_limited
+    from labkit.tracing.chrome import read_traces
+    from labkit.tracing.limits import what_limited
 
     read = read_traces(arguments.files)
     print(f"{what_limited(read.trace, gap=read.gap)} {read.note}".rstrip())

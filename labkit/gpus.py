@@ -16,7 +16,7 @@ def may_exist() -> bool:
 
 
 def num_gpus() -> int:
-    """The number of GPUs that torch counts, also those that it cannot use: see ``check_usable``."""
+    """The number of GPUs that torch counts, usable or not: see ``check_usable``."""
     if not may_exist():
         return 0
     import torch

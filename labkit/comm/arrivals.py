@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from labkit.trace import ClockTimer
+from labkit.tracing import ClockTimer
 
 # A source, and the tag of its messages.
 Key = tuple[int, int]

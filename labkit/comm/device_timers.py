@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from labkit.trace import ClockTimer, CudaTimer, JointTimer, Span, Timer
+from labkit.tracing import ClockTimer, CudaTimer, JointTimer, Span, Timer
 
 
 class DeviceTimers:

@@ -24,7 +24,7 @@ from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Bell, Doorbells
 from labkit.errors import PeerLostError
-from labkit.trace import ClockTimer, CudaTimer, Meeting, Recorder, Span
+from labkit.tracing import ClockTimer, CudaTimer, Meeting, Recorder, Span
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]

@@ -12,13 +12,13 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
 from labkit.devices import check_world_size, plan, tell_once
-from labkit.runtime.limits import Limit, what_limited, without_spans
 from labkit.runtime.messages import Report, trace_of
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
-from labkit.trace import Trace
+from labkit.tracing import Trace
+from labkit.tracing.limits import Limit, what_limited, without_spans
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer, spelled
 
 

@@ -14,7 +14,7 @@ from labkit.runtime.launch import RunResult, run
 from labkit.runtime.pickling import UnpicklableError
 from labkit.runtime.preload import under_torchrun, warm_up
 from labkit.strategies.base import Strategy
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from labkit.training.check_work import check_work
 from labkit.training.checkpoint import remove_unfinished
 from labkit.training.data import check_samples, with_full_paths

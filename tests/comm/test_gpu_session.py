@@ -6,9 +6,9 @@ import torch
 
 from labkit.comm.board import Board
 from labkit.comm.comm import Comm
-from labkit.runtime.limits import what_limited
-from labkit.runtime.waits import waits_told
-from labkit.trace import Trace
+from labkit.tracing import Trace
+from labkit.tracing.limits import what_limited
+from labkit.tracing.waits import waits_told
 from labkit.training.split_run import _by_step
 
 HOURS = 3600.0

@@ -13,7 +13,7 @@ import labkit
 from labkit.comm import peak_memory
 from labkit.comm.peak_memory import DeviceMemory, MemoryMeter, PeakMemory
 from labkit.runtime.worker import _device_name
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from labkit.training.train_run import _on_devices
 
 travel_by_value(__name__)

@@ -15,7 +15,7 @@ from labkit.comm.session import Session
 from labkit.comm.work_queue import WorkQueue
 from labkit.strategies.ddp import bucketed, naive
 from labkit.strategies.ddp.bucketed import BucketedDDP
-from labkit.trace import ClockTimer
+from labkit.tracing import ClockTimer
 
 BACKWARD_MS, RING_MS = 10, 8
 
