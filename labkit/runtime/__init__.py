@@ -14,6 +14,4 @@ cell_errors   a cell's error without the frames of libraries
 torchrun      ``labkit.run`` in a process that torchrun has started (rounds: with which others)
 script        the same for a script, whose library has a thread that talks to other ranks
 agents        several hosts on this machine, each an agent of torchrun (marked: what is left of it)
-nvidia_smi    what nvidia-smi says of driver and cards (gpu_links: who reaches whom; gpu_checks:
-              what the doctor says of it)
 """

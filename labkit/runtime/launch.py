@@ -11,7 +11,7 @@ from typing import Any
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
-from labkit.devices import check_world_size, plan, tell_once
+from labkit.devices import check_world_size, plan, print_once
 from labkit.runtime.messages import Report, trace_of
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
@@ -129,7 +129,7 @@ def _run_here(
     if may_lose and transport == "auto" and chosen.backend == "nccl":
         # A group of NCCL does not outlive any of its ranks.
         chosen = plan(world_size, device, "gloo", devices=devices)
-    tell_once(chosen.notes)
+    print_once(chosen.note)
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if getattr(main, "__spec__", None) is None and path and not os.path.exists(path):

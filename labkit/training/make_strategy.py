@@ -6,7 +6,7 @@ from typing import Any
 
 from labkit import strategies
 from labkit.config import OPTIONS, RunConfig, parse_split_points, parse_straggler
-from labkit.devices import UNUSABLE, check_named, check_world_size, plan, tell_once
+from labkit.devices import check_named, check_world_size, plan
 from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
@@ -116,8 +116,6 @@ def _devices(config: RunConfig) -> tuple[str, ...]:
         )
     if config.devices is None:
         chosen = plan(config.world_size, config.device)
-        # Its other notes are about ranks.
-        tell_once(note for note in chosen.notes if note[0] == UNUSABLE)
         return chosen.devices
     return check_named(config.devices, config.device)
 

@@ -195,5 +195,5 @@ def _timed(comm: Comm, times: int, action: Callable[[], object]) -> float:
 
 def _moved_by(comm: Comm) -> str:
     if comm.transport.shares_memory:
-        return "shared memory" if comm.device.type == "cpu" else "CUDA IPC"
+        return "shared memory"
     return {"nccl": "NCCL"}.get(dist.get_backend(), dist.get_backend())

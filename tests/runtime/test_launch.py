@@ -22,7 +22,7 @@ from ranks import (
     wait_until,
 )
 
-from labkit import DeadlineError, WorkerError, devices, gpus, run
+from labkit import DeadlineError, WorkerError, devices, run
 from labkit.errors import PeerLostError
 from labkit.runtime import launch, torchrun
 
@@ -103,9 +103,8 @@ class Planned(Exception):
 class TestNamedDevices:
     @pytest.fixture
     def four_gpus(self, monkeypatch):
-        found = gpus.Gpus(tuple(gpus.Gpu(index) for index in range(4)))
-        monkeypatch.setattr(gpus, "found", lambda: found)
-        monkeypatch.setattr(devices, "_told", set())
+        monkeypatch.setattr(devices, "num_gpus", lambda: 4)
+        monkeypatch.setattr(devices, "_printed", set())
 
         def planned(plan, *args, **options):
             raise Planned(plan)

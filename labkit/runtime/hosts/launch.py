@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from labkit.comm.emulated_link import EmulatedLink
-from labkit.devices import Plan, tell_once
+from labkit.devices import Plan, print_once
 from labkit.runtime.hosts.cluster import HostLostError, Node, RemoteHost, nodes_for
 from labkit.runtime.hosts.host import Prepared
 from labkit.runtime.hosts.remote_ranks import RemoteRanks
@@ -125,7 +125,8 @@ def _tell(remote: list[RemoteHost], prepared: list[Prepared], places: list[range
     """Say what the learner has to know of the hosts, each of them once."""
     for host, one, ranks in zip(remote, prepared, places):
         plan: Plan = one.plan
-        tell_once((f"{why} {host}", f"{host}: {sentence}") for why, sentence in plan.notes)
+        if plan.note:
+            print_once(f"{host}: {plan.note}")
         if len(ranks) > 4 * one.cores:
             told = f"{host} has {one.cores} cores for {len(ranks)} ranks: they take turns"
-            tell_once([(f"cores {host}", told)])
+            print_once(told)
