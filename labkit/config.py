@@ -36,6 +36,8 @@ _RATES = {
     "adam": {"lr": 1e-3, "weight_decay": 0.0},
     "adamw": {"lr": 1e-3, "weight_decay": 0.01},
 }
+# Without normalisation, sgd's rate above makes the loss of this model infinite.
+_SGD_LR = {"vgg16": 0.005}
 AUGMENTATIONS = ("crop", "flip")
 _MOST_PIXELS = 8192
 # The largest factor by which a straggler may be slower.
@@ -147,7 +149,7 @@ class RunConfig:
     lr: float | None = _setting(
         None,
         "RATE",
-        "learning rate (0.05; adam, adamw 0.001)",
+        "learning rate (0.05, of vgg16 0.005; adam, adamw 0.001)",
         check=partial(units.check_above_zero, most=float("inf")),
         parse=units.parse_number,
     )
@@ -287,6 +289,8 @@ class RunConfig:
     def _complete_rates(self) -> None:
         """Set the optimizer's rates where none were given; refuse those that it does not take."""
         defaults = _RATES.get(self.optimizer, {})
+        if self.optimizer == "sgd" and self.model in _SGD_LR:
+            defaults = defaults | {"lr": _SGD_LR[self.model]}
         for name in ("lr", "momentum", "weight_decay"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, defaults.get(name))

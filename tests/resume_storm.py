@@ -30,9 +30,8 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import WorkerError, train_with
-from labkit.runtime import launch
-from labkit.training.checkpoint import newest, why_not_whole
-from labkit.training.checkpoint.folder import steps
+from labkit.runtime import supervisor
+from labkit.training.checkpoint import newest, steps, why_not_whole
 
 travel_by_value(__name__)
 
@@ -76,7 +75,6 @@ RUNS = {
     "topk": {"strategy": "ring_all_reduce", "world_size": 2, "compress": "topk"},
     "parameter_server": {"strategy": "parameter_server", "world_size": 3},
     "two servers": {"strategy": "parameter_server", "world_size": 4, "servers": 2},
-    "async, one worker": {"strategy": "async_parameter_server", "world_size": 2},
     "model_parallel": {"strategy": "model_parallel", "world_size": 2, "optimizer": "adam"},
     "model_parallel in one process": {"strategy": "model_parallel", "devices": "cpu"},
     "pipeline": {"strategy": "pipeline", "world_size": 3, "micro_batches": 2},
@@ -111,10 +109,10 @@ def kill_rank(name, folder, every, draw, most_s):
     """Run on, and kill a rank at a random moment; the result if the run has ended before that."""
     agents = []
 
-    class Seen(launch.Supervisor):
-        def run(self):
+    class Seen(supervisor.Ranks):
+        def start(self):
             agents.append(self)
-            return super().run()
+            super().start()
 
     ends, struck = threading.Event(), []
     after_s, chosen = draw.uniform(0, most_s), draw.random()
@@ -131,7 +129,7 @@ def kill_rank(name, folder, every, draw, most_s):
                 os.kill(agents[-1].pids[struck[0]], signal.SIGKILL)
 
     (folder / "begun").unlink(missing_ok=True)
-    launch.Supervisor, keep = Seen, launch.Supervisor
+    supervisor.Ranks, keep = Seen, supervisor.Ranks
     timer = threading.Thread(target=strike)
     timer.start()
     try:
@@ -141,7 +139,7 @@ def kill_rank(name, folder, every, draw, most_s):
             raise
         return None
     finally:
-        launch.Supervisor = keep
+        supervisor.Ranks = keep
         ends.set()
         timer.join()
 

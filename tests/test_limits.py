@@ -12,7 +12,7 @@ from labkit import run, train_with
 from labkit.__main__ import main, make_parser
 from labkit.config import RunConfig
 from labkit.runtime import supervisor
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.training.train_run import train_run
 from workbook import measure
 from workbook.measure import compare

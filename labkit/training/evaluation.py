@@ -12,7 +12,7 @@ from labkit.collectives import ring_all_reduce
 from labkit.comm.board import KINDS
 from labkit.comm.comm import Comm
 from labkit.strategies.base import Strategy
-from labkit.training.work import Work
+from labkit.training.resolve import Work
 from labkit.workload.losses import predicts_classes
 from labkit.workload.samples import on_device
 from labkit.workload.sampling import share
@@ -28,8 +28,6 @@ _KIND, _TEXT = 32, 256 * KINDS
 # Numbers by name, and ``phases_s``: seconds by kind.
 Row = dict[str, Any]
 Seconds = dict[str, float]
-# By index of what ``evaluated`` returns.
-_CORRECT, _JUDGED, _IN_TOP, _RANKED, _LOSS = range(5)
 
 
 def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
@@ -51,9 +49,16 @@ def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
         for batch in work.test.batches(parts, pinned=strategy.uses_gpu):
             inputs, targets = on_device(batch, comm.device)
             outputs = strategy.predict(inputs)
-            if outputs is not None:
-                sums[:_LOSS] += _judged(outputs, targets)
-                sums[_LOSS] += work.loss(outputs, targets)
+            if outputs is None:
+                continue
+            sums[4] += work.loss(outputs, targets)
+            if predicts_classes(outputs, targets):
+                sums[0] += (outputs.argmax(dim=1) == targets).sum()
+                sums[1] += len(targets)
+                if outputs.shape[1] > _TOP:
+                    likeliest = outputs.topk(_TOP, dim=1).indices
+                    sums[2] += (likeliest == targets[:, None]).sum()
+                    sums[3] += len(targets)
     return sums
 
 
@@ -83,30 +88,36 @@ def row_of(work: Work, loss: float, seconds: float, train_accuracy: float, sums:
 def summed_row(
     comm: Comm,
     work: Work,
-    loss_sum: Tensor,
     seconds: float,
+    loss_sum: Tensor,
+    finite: Tensor,
     trained: Tensor,
     sums: Tensor,
     spent_s: Seconds,
-) -> Row:
-    """``row_of`` from what every rank has counted, and ``phases_s``, the mean over the ranks.
+) -> tuple[Row, int]:
+    """``row_of`` from what every rank has counted, with ``phases_s``, the mean over the ranks.
 
     Args:
         comm: this rank's Comm.
         work: what is trained.
-        loss_sum: of this rank's training losses, [1].
-        seconds, sums: as in ``row_of``, of this rank.
-        trained: right predictions in training on this rank and of how many, [2].
+        seconds: of training.
+        loss_sum, finite, trained: of this rank, see ``progress.Progress``.
+        sums: of this rank's part of the held-out samples.
         spent_s: this rank's seconds by kind.
+
+    Returns:
+        The row, and after how many steps the losses of all ranks were finite.
     """
     with comm.span("evaluate"):
-        everything = torch.cat([loss_sum, trained, sums])
+        of_ranks = torch.zeros(comm.world_size, dtype=torch.float64, device=comm.device)
+        of_ranks[comm.rank] = finite[0]
+        everything = torch.cat([loss_sum, trained, sums, of_ranks])
         if comm.world_size > 1:
             ring_all_reduce(comm, everything)
         phases_s = _mean_over_ranks(comm, spent_s)
     loss, right, judged = everything[:3].tolist()
-    row = row_of(work, loss / len(work.train), seconds, _part(right, judged), everything[3:])
-    return row | {"phases_s": phases_s}
+    row = row_of(work, loss / len(work.train), seconds, _part(right, judged), everything[3:8])
+    return row | {"phases_s": phases_s}, int(everything[8:].min())
 
 
 def spent_since(before_s: Seconds, strategy: Strategy) -> Seconds:
@@ -123,8 +134,8 @@ def spent_since(before_s: Seconds, strategy: Strategy) -> Seconds:
     return {kind: seconds for kind, seconds in spent_s.items() if seconds > 0}
 
 
-def told(epoch: int, epochs: int, row: Row) -> str:
-    """A line about an epoch."""
+def epoch_line(epoch: int, epochs: int, row: Row) -> str:
+    """What is printed of an epoch."""
     found = [f"epoch {epoch + 1}/{epochs}: loss {row['loss']:.4f}"]
     if not math.isnan(row.get("train_accuracy", math.nan)):
         found.append(f"training accuracy {row['train_accuracy']:.2%}")
@@ -142,26 +153,13 @@ def is_best(rows: Sequence[Row]) -> bool:
     """
     for name, sign in (("test_accuracy", 1), ("test_loss", -1), ("loss", -1)):
         found = [sign * row.get(name, math.nan) for row in rows]
-        if not math.isnan(found[-1]):
+        if found and not math.isnan(found[-1]):
             return all(math.isnan(other) or other < found[-1] for other in found[:-1])
     return False
 
 
 def _part(total: float, count: float) -> float:
     return total / count if count else math.nan
-
-
-def _judged(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Right predictions and of how many, targets among the top five and of how many, [4]."""
-    counts = outputs.new_zeros(_LOSS, dtype=torch.float64)
-    if predicts_classes(outputs, targets):
-        counts[_CORRECT] = (outputs.argmax(dim=1) == targets).sum()
-        counts[_JUDGED] = len(targets)
-        if outputs.shape[1] > _TOP:
-            likeliest = outputs.topk(_TOP, dim=1).indices
-            counts[_IN_TOP] = (likeliest == targets[:, None]).sum()
-            counts[_RANKED] = len(targets)
-    return counts
 
 
 def _mean_over_ranks(comm: Comm, seconds: Seconds) -> Seconds:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,30 +94,6 @@ def measure_link(
             one repeat.
         WorkerError: a rank failed.
     """
-    _check(world_size, pattern, sizes_bytes, repeats)
-    where = {"device": device, "devices": devices, "transport": transport}
-    settings = pattern, tuple(sizes_bytes), repeats, gamma
-    found = run(_measure, *settings, world_size=world_size, **where).values
-    return _fitted(found, {"pattern": pattern, "world_size": world_size})
-
-
-def _fitted(by_rank: list["_Times"], how: dict[str, Any]) -> MeasuredLink:
-    # Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.
-    timed = [times.seconds for times in by_rank[: 1 if how["pattern"] == "ping_pong" else None]]
-    seconds = {size: _slowest([mine[size] for mine in timed]) for size in timed[0]}
-    sizes_bytes, times_s = zip(*[(size, s) for size, times in seconds.items() for s in times])
-    added_s = _slowest([times.added_s for times in by_rank])
-    gamma_s_per_byte = statistics.median(added_s) / ADDED_BYTES if added_s else 0.0
-    line = fit_link(sizes_bytes, times_s, gamma_s_per_byte)
-    how = how | {"transport": by_rank[0].transport, "seconds": seconds, "added_s": added_s}
-    return MeasuredLink(**asdict(line), **how)
-
-
-def _slowest(by_rank: list[list[float]]) -> list[float]:
-    return [max(each) for each in zip(*by_rank)]
-
-
-def _check(world_size: int, pattern: str, sizes_bytes: tuple[int, ...], repeats: int) -> None:
     check_choice("pattern", pattern, PATTERNS)
     check_integer("repeats", repeats)
     for size in sizes_bytes:
@@ -135,6 +110,22 @@ def _check(world_size: int, pattern: str, sizes_bytes: tuple[int, ...], repeats:
             f"a ping-pong is between 2 ranks, and world_size is {world_size}: take "
             'pattern="exchange"'
         )
+    where = {"device": device, "devices": devices, "transport": transport}
+    settings = pattern, tuple(sizes_bytes), repeats, gamma
+    by_rank = run(_measure, *settings, world_size=world_size, **where).values
+    # Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.
+    timed = [times.seconds for times in by_rank[: 1 if pattern == "ping_pong" else None]]
+    seconds = {size: _slowest([mine[size] for mine in timed]) for size in timed[0]}
+    sizes_bytes, times_s = zip(*[(size, s) for size, times in seconds.items() for s in times])
+    added_s = _slowest([times.added_s for times in by_rank])
+    gamma_s_per_byte = statistics.median(added_s) / ADDED_BYTES if added_s else 0.0
+    line = fit_link(sizes_bytes, times_s, gamma_s_per_byte)
+    how = {"pattern": pattern, "world_size": world_size, "transport": by_rank[0].transport}
+    return MeasuredLink(**asdict(line), **how, seconds=seconds, added_s=added_s)
+
+
+def _slowest(by_rank: list[list[float]]) -> list[float]:
+    return [max(each) for each in zip(*by_rank)]
 
 
 @dataclass
@@ -149,51 +140,44 @@ class _Times:
 def _measure(
     comm: Comm, pattern: str, sizes_bytes: tuple[int, ...], repeats: int, gamma: bool
 ) -> _Times:
-    move, messages = (_there_and_back, 2) if pattern == "ping_pong" else (_to_the_right, 1)
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+
+    def move(outgoing: Tensor, incoming: Tensor) -> None:
+        if pattern == "exchange":
+            comm.exchange(outgoing, right, incoming, left)
+        elif comm.rank == 0:
+            comm.send(outgoing, 1)
+            comm.recv(incoming, 1)
+        else:
+            comm.recv(incoming, 0)
+            comm.send(outgoing, 0)
+
+    def timed(times: int, action: Callable[[], object]) -> float:
+        """This rank's seconds per ``action``, several in a row after a barrier."""
+        comm.barrier()
+        # On NCCL a barrier is queued like any other message, and its call may return before it.
+        synchronize(comm.device)
+        start_s = time.perf_counter()
+        for _ in range(times):
+            action()
+        synchronize(comm.device)
+        return (time.perf_counter() - start_s) / times
+
     outgoing = {n: torch.ones(n, dtype=torch.uint8, device=comm.device) for n in sizes_bytes}
     incoming = {size: torch.zeros_like(tensor) for size, tensor in outgoing.items()}
     total = torch.zeros(ADDED_BYTES // 4, device=comm.device)
     add = partial(total.add_, torch.ones_like(total))
-    found = _Times(_moved_by(comm), {size: [] for size in sizes_bytes}, [])
+    moved_by = {"nccl": "NCCL"}.get(dist.get_backend(), dist.get_backend())
+    if comm.transport.shares_memory:
+        moved_by = "shared memory"
+    found = _Times(moved_by, {size: [] for size in sizes_bytes}, [])
     for _ in range(repeats + 1):
         for size, times in found.seconds.items():
             in_a_row = max(1, min(_MOST_IN_A_ROW, _BYTES_IN_A_ROW // size))
-            action = partial(move, comm, outgoing[size], incoming[size])
-            times.append(_timed(comm, in_a_row, action) / messages)
+            action = partial(move, outgoing[size], incoming[size])
+            times.append(timed(in_a_row, action) / (1 if pattern == "exchange" else 2))
         if gamma:
-            found.added_s.append(_timed(comm, 1, add))
+            found.added_s.append(timed(1, add))
     # The first round warms up.
     by_size = {size: times[1:] for size, times in found.seconds.items()}
     return replace(found, seconds=by_size, added_s=found.added_s[1:])
-
-
-def _there_and_back(comm: Comm, outgoing: Tensor, incoming: Tensor) -> None:
-    if comm.rank == 0:
-        comm.send(outgoing, 1)
-        comm.recv(incoming, 1)
-    else:
-        comm.recv(incoming, 0)
-        comm.send(outgoing, 0)
-
-
-def _to_the_right(comm: Comm, outgoing: Tensor, incoming: Tensor) -> None:
-    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    comm.exchange(outgoing, right, incoming, left)
-
-
-def _timed(comm: Comm, times: int, action: Callable[[], object]) -> float:
-    """This rank's seconds per ``action``, several in a row after a barrier."""
-    comm.barrier()
-    # On NCCL a barrier is queued like any other message, and its call may return before it ends.
-    synchronize(comm.device)
-    start_s = time.perf_counter()
-    for _ in range(times):
-        action()
-    synchronize(comm.device)
-    return (time.perf_counter() - start_s) / times
-
-
-def _moved_by(comm: Comm) -> str:
-    if comm.transport.shares_memory:
-        return "shared memory"
-    return {"nccl": "NCCL"}.get(dist.get_backend(), dist.get_backend())

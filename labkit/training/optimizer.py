@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from labkit.config import RunConfig
@@ -17,11 +17,11 @@ from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.strategies.base import MakeOptimizer, Strategy
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-_RATES = ("momentum", "weight_decay")
+_RATES = ("lr", "weight_decay")
 # The attribute of an optimizer that holds its scheduler.
 _SCHEDULER = "labkit_scheduler"
 
@@ -37,7 +37,14 @@ def optimizer_maker(
         strategy: how many updates it makes of a batch.
         num_samples: of an epoch.
     """
-    make = partial(_made, config, own)
+    rates = {name: getattr(config, name) for name in _RATES}
+    given = {name: float(rate) for name, rate in rates.items() if rate is not None}
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if own is not None:
+            return own(list(parameters))
+        return OPTIMIZERS[config.optimizer](parameters, **given)
+
     # A scheduler takes some microseconds per update.
     if not config.changes_lr:
         return make
@@ -51,7 +58,20 @@ def optimizer_maker(
         epochs=config.epochs,
         updates_per_epoch=updates,
     )
-    return lambda parameters: _scheduled(make(parameters), factor)
+
+    def make_scheduled(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        if any("lr" not in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"lr_schedule and warmup_epochs change the lr of an optimizer, and "
+                f"{type(optimizer).__name__} has no lr in its param_groups: leave them out"
+            )
+        scheduler = LambdaLR(optimizer, factor)
+        setattr(optimizer, _SCHEDULER, scheduler)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    return make_scheduled
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> LambdaLR | None:
@@ -73,25 +93,71 @@ def continue_schedule(optimizer: torch.optim.Optimizer, update: int) -> None:
     scheduler.step()
 
 
-def _made(
-    config: RunConfig, own: MakeOptimizer | None, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    if own is not None:
-        return own(list(parameters))
-    rates = {name: getattr(config, name) for name in _RATES} | {"lr": config.used_lr}
-    given = {name: float(rate) for name, rate in rates.items() if rate is not None}
-    return OPTIMIZERS[config.optimizer](parameters, **given)
+def check_optimizer(make: MakeOptimizer, optimizes: str, technique: str) -> None:
+    """Refuse an optimizer that would not do on the ranks what it does on one device.
 
+    It makes some updates of two small parameters at once, and in the pieces in which the technique
+    gives parameters to optimizers.
 
-def _scheduled(
-    optimizer: torch.optim.Optimizer, factor: Callable[[int], float]
-) -> torch.optim.Optimizer:
-    if any("lr" not in group for group in optimizer.param_groups):
+    Args:
+        make: parameters -> optimizer.
+        optimizes: see ``strategies.base.Strategy``.
+        technique: its name, for the message.
+
+    Raises:
+        ValueError: it makes no optimizer, needs a closure, or makes other updates in pieces.
+    """
+
+    def layers(first: Tensor, second: Tensor) -> list[list[Tensor]]:
+        return [[first], [second]]
+
+    def elements(first: Tensor, second: Tensor) -> list[list[Tensor]]:
+        return [[torch.cat([first.flatten(), second[:1]])], [second[1:]]]
+
+    def whole(first: Tensor, second: Tensor) -> list[list[Tensor]]:
+        return [[first, second]]
+
+    expected = _updated(make, whole)
+    why, cut = "", {"layers": layers, "elements": elements, "model": whole}[optimizes]
+    try:
+        is_equal = torch.allclose(expected, _updated(make, cut), rtol=1e-9, atol=1e-12)
+    except ValueError as error:
+        is_equal, why = False, f" ({error})"
+    if not is_equal:
+        gets = {
+            "layers": "each rank has an optimizer for the parameters of its own layers",
+            "elements": "the parameters are flat vectors without shapes, cut at any element",
+            "model": "the same updates have to come out twice",
+        }
         raise ValueError(
-            f"lr_schedule and warmup_epochs change the lr of an optimizer, and "
-            f"{type(optimizer).__name__} has no lr in its param_groups: leave them out"
+            f"in {technique} {gets[optimizes]}, and this optimizer then makes other updates than "
+            f"on the whole model{why}: use one that works element by element, such as SGD or "
+            "Adam, or a technique with the whole model on each rank, such as ddp"
         )
-    scheduler = LambdaLR(optimizer, factor)
-    setattr(optimizer, _SCHEDULER, scheduler)
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    return optimizer
+
+
+def _updated(make: MakeOptimizer, cut: Callable[[Tensor, Tensor], list[list[Tensor]]]) -> Tensor:
+    """All values of two parameters after some updates, with an optimizer for each piece."""
+    generator = torch.Generator().manual_seed(0)
+
+    def two() -> list[list[Tensor]]:
+        options = {"generator": generator, "dtype": torch.float64}
+        return cut(torch.randn(4, 3, **options), torch.randn(5, **options))
+
+    pieces = [[nn.Parameter(tensor.clone()) for tensor in piece] for piece in two()]
+    try:
+        optimizers = [make(parameters) for parameters in pieces]
+        for _ in range(3):
+            for parameters, gradients in zip(pieces, two()):
+                for parameter, gradient in zip(parameters, gradients):
+                    parameter.grad = gradient.clone()
+            for optimizer in optimizers:
+                if not isinstance(optimizer, torch.optim.Optimizer):
+                    raise TypeError(f"it returns a {type(optimizer).__name__}")
+                optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"optimizer fails ({type(error).__name__}: {error}): give a function of a list of "
+            "parameters, such as torch.optim.SGD, that returns an optimizer without a closure"
+        ) from error
+    return torch.cat([parameter.detach().flatten() for piece in pieces for parameter in piece])

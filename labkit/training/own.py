@@ -5,12 +5,10 @@ show, as in ``MyNet (own)``.
 """
 
 import copy
-import difflib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +16,11 @@ from torch import nn
 
 from labkit.config import RunConfig
 from labkit.runtime.pickling import find_unpicklable
+from labkit.units import closest
 from labkit.workload.folders import is_folder
 from labkit.workload.random_numbers import seeded
+
+PARTS = ("model", "dataset", "loss", "optimizer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,23 +43,20 @@ class Own:
     @property
     def num_bytes(self) -> int:
         """Of the parameters and buffers of a model that is given as an object, not as a name."""
-        parts = self.model if isinstance(self.model, (list, tuple)) else [self.model]
+        parts = self.model if isinstance(self.model, list | tuple) else [self.model]
         modules = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
         return sum(tensor.nbytes for tensor in (*modules.parameters(), *modules.buffers()))
-
-    @property
-    def is_empty(self) -> bool:
-        return all(getattr(self, name) is None for name in PARTS)
 
 
 # A run without own parts.
 NOTHING = Own()
-PARTS = ("model", "dataset", "loss", "optimizer")
 
 
 def take_own(settings: dict[str, Any]) -> tuple[Own, dict[str, Any]]:
     """Separate own objects from the settings, in which their names take their places."""
-    own = {name: settings[name] for name in PARTS if not _is_setting(settings.get(name))}
+    # Anything else that is no name is for ``RunConfig`` to refuse.
+    of_config = str | bool | int | float | None
+    own = {n: settings[n] for n in PARTS if not isinstance(settings.get(n), of_config)}
     shown = {name: f"{_name_of(part)} (own)" for name, part in own.items()}
     return Own(**own), settings | shown
 
@@ -69,10 +67,12 @@ def resolved(config: RunConfig, own: Own) -> Own:
     Raises:
         ValueError: the module or the name in it does not exist.
     """
-    paths = {name: getattr(config, name) for name in PARTS if getattr(own, name) is None}
-    if is_folder(config.dataset):
-        paths.pop("dataset", None)
-    found = {name: _imported(name, path) for name, path in paths.items() if ":" in path}
+    found = {}
+    for name in PARTS:
+        path = getattr(config, name)
+        is_path = ":" in path and not (name == "dataset" and is_folder(path))
+        if getattr(own, name) is None and is_path:
+            found[name] = _imported(name, path)
     model = found.get("model", own.model)
     if isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters()):
         # The learner's own model stays where it is; each rank moves its copy to its device.
@@ -102,38 +102,26 @@ def made(part: Any, name: str, seed: int) -> Any:
     """
     if not callable(part) or isinstance(part, nn.Module) or hasattr(type(part), "__getitem__"):
         return part
-    _check_needs_nothing(part, name)
-    with seeded(seed):
-        try:
-            return part()
-        except Exception as error:
-            raise ValueError(
-                f"{name} {_name_of(part)} raised {type(error).__name__}: {error}"
-            ) from error
-
-
-def _check_needs_nothing(function: Callable[..., Any], name: str) -> None:
+    shown = _name_of(part)
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # a built-in function that does not say what it takes
-        return
-    try:
-        signature.bind()
+        inspect.signature(part).bind()
     except TypeError as error:
-        shown = _name_of(function)
         raise ValueError(
             f"{name} {shown} cannot be called without arguments ({error}): give a function that "
             f"needs none, as in lambda: {shown}(...)"
         ) from None
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether a value is for ``RunConfig`` to judge: a name, or something that is no own part."""
-    return value is None or isinstance(value, (str, bool, int, float))
+    except ValueError:  # a built-in function that does not say what it takes
+        pass
+    with seeded(seed):
+        try:
+            return part()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name} {shown} raised {why}") from error
 
 
 def _name_of(part: Any) -> str:
-    if isinstance(part, (list, tuple)) and part:
+    if isinstance(part, list | tuple) and part:
         return _name_of(part[0])
     if callable(part) and hasattr(part, "__name__"):
         return part.__name__.strip("<>")
@@ -142,35 +130,24 @@ def _name_of(part: Any) -> str:
 
 def _imported(name: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":")
-    module = _module(name, path, module_name)
-    found: Any = module
-    for word in attribute.split("."):
-        if not hasattr(found, word):
-            near = difflib.get_close_matches(word, dir(found), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"write {module_name}:NAME"
-            raise ValueError(f"{name} {path!r}: {module_name} has no {word or 'name'}: {hint}")
-        found = getattr(found, word)
-    if found is None or isinstance(found, (str, bool, int, float)):
-        raise ValueError(
-            f"{name} {path!r} is {found!r}: name a function that makes a {name}, or the {name}"
-        )
-    return found
-
-
-def _module(name: str, path: str, module_name: str) -> Any:
     # The script labkit, unlike python -m labkit, does not look in the current directory.
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(f"{name} {path!r}: {module_name} needs a module: {error}") from None
-        raise ValueError(
-            f"{name} {path!r}: there is no module {error.name} in {here} or in this environment: "
-            "start labkit in the folder of the module, or write MODULE:NAME without .py"
-        ) from None
+        found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module_name
+        why = f"cannot be imported: {type(error).__name__}: {error}"
+        if is_missing:
+            why = f"is not in {here} or in this environment: start in its folder, without .py"
+        raise ValueError(f"{name} {path!r}: {module_name} {why}") from error
+    for word in attribute.split("."):
+        if not hasattr(found, word):
+            hint = closest(word, dir(found)) or f": write {module_name}:NAME"
+            raise ValueError(f"{name} {path!r}: {module_name} has no {word or 'name'}{hint}")
+        found = getattr(found, word)
+    if isinstance(found, str | bool | int | float | None):
         raise ValueError(
-            f"{name} {path!r}: {module_name} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+            f"{name} {path!r} is {found!r}: name a function that makes a {name}, or the {name}"
+        )
+    return found

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ class Progress:
         epoch, step: complete epochs, and steps of the one under way.
         rows: of the complete epochs, see ``evaluation.row_of``.
         loss_sum: of this rank's losses in the epoch, float64 [1].
+        finite: after how many of the epoch's steps ``loss_sum`` was finite, float64 [1].
         trained: this rank's right predictions in the epoch and of how many, float64 [2].
         seconds, spent_s: of training in the epoch, and by kind of span.
         sent: by this rank while it trained, in all epochs.
     """
 
     loss_sum: Tensor
+    finite: Tensor
     trained: Tensor
     epoch: int = 0
     step: int = 0
@@ -39,8 +42,8 @@ class Progress:
     @classmethod
     def none(cls, device: torch.device) -> "Progress":
         """That of a run that begins."""
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
-        return cls(sums[:1], sums[1:])
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
+        return cls(sums[:1], sums[1:2], sums[2:])
 
     def start_clock(self, strategy: Strategy) -> None:
         """Count time, messages and bytes from now on."""
@@ -55,12 +58,30 @@ class Progress:
             self.spent_s[kind] = self.spent_s.get(kind, 0.0) + seconds
         self.trained += strategy.counted()
 
+    def end_step(self, loss: Tensor) -> None:
+        """Count a step; nothing waits for a GPU."""
+        self.step += 1
+        self.loss_sum += loss
+        self.finite += self.loss_sum.isfinite()
+
     def end_epoch(self, row: Row) -> None:
         """Begin the next epoch."""
         self.rows.append(row)
         self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, {}
-        self.loss_sum = torch.zeros_like(self.loss_sum)
-        self.trained = torch.zeros_like(self.trained)
+        for sums in (self.loss_sum, self.finite, self.trained):
+            sums.zero_()
+
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank."""
+        sums = {"loss_sum": self.loss_sum.tolist(), "trained": self.trained.tolist()}
+        return sums | {"seconds": self.seconds, "spent_s": self.spent_s, "sent": self.sent}
+
+    def add(self, numbers: dict[str, Any]) -> None:
+        """Add what a rank had counted."""
+        self.loss_sum += self.loss_sum.new_tensor(numbers["loss_sum"])
+        self.trained += self.trained.new_tensor(numbers["trained"])
+        self.seconds = max(self.seconds, numbers["seconds"])
+        self.spent_s = numbers["spent_s"]
 
 
 def now_s(strategy: Strategy) -> float:

@@ -105,7 +105,7 @@ class TrainResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` writes: all of the result but the state and the trace."""
-        # JSON has no NaN, which is the loss of a run that diverged.
+        # JSON has no NaN, which stands where there is nothing to measure.
         epochs = [{name: _finite(value) for name, value in row.items()} for row in self.epochs]
         return {
             "config": self.config.as_dict(),

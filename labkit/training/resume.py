@@ -6,11 +6,10 @@ the contract of ``training.state.tolerance``, unless the ranks had something tha
 anew: then it is refused.
 """
 
-import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,31 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
-from labkit.devices import versions
-from labkit.runtime import rounds
-from labkit.strategies.base import Strategy
-from labkit.training.checkpoint.folder import check_folder, steps
-from labkit.training.checkpoint.reading import read_tensors
-from labkit.training.checkpoint.whole import Found, newest, read_facts
-from labkit.training.own import Own
-from labkit.training.work import Work, work_of
-from labkit.units import format_count
+from labkit.strategies.base import OwnPaceStrategy, Strategy
+from labkit.training.checkpoint import Facts, Stored, newest, steps
+from labkit.training.resolve import Own, Work
 from labkit.workload.samples import TensorSamples
 
 # What decides who computes what, in which order.
 _ARRANGEMENT = (
     *("strategy", "builtin", "world_size", "servers", "split_points", "devices", "bucket_mb"),
-    *("backend", "accumulate", "micro_batches", "schedule"),
+    *("backend", "accumulate", "micro_batches", "schedule", "hierarchical"),
 )
 # What must be as it was, whoever computes it.
 _MUST_EQUAL = (
-    *("optimizer", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_epochs", "scale_lr"),
-    *("clip_norm", "loss", "dtype", "tf32", "amp", "batch_size", "seed", "train_size", "augment"),
-    *("resize", "freeze", "sync_batch_norm", "compress", "max_staleness"),
+    *("model", "dataset", "optimizer", "lr", "momentum", "weight_decay", "lr_schedule"),
+    *("warmup_epochs", "clip_norm", "loss", "dtype", "tf32", "amp", "batch_size", "seed"),
+    *("train_size", "augment", "resize", "freeze", "sync_batch_norm", "compress"),
 )
-# How long ranks whose launcher was killed may take to end.
-_PATIENCE_S = 10.0
-_NAMED = 3
+_NAMED = 5
 _NEXT_STEP = "resume with the settings there, or choose another checkpoint_dir for a new run"
 _HASHED = 64
 
@@ -54,60 +45,47 @@ class Start:
 
     Attributes:
         path: of the checkpoint from which it goes on; None to begin at the beginning.
-        told: this, in words; empty if nobody has asked for it.
+        note: this, in words; empty if nobody has asked for it.
     """
 
     path: Path | None = None
-    told: str = ""
+    note: str = ""
 
 
-def arrangement(config: RunConfig) -> dict[str, Any]:
-    """What decides which rank computes what, as JSON keeps it."""
-    found = {name: getattr(config, name) for name in _ARRANGEMENT}
-    # Which devices they are does not matter.
-    devices = found.pop("devices")
-    # Older checkpoints do not say it.
-    over_hosts = {"hierarchical": True} if config.hierarchical else {}
-    return found | {"devices": devices and len(devices.split(","))} | over_hosts
+def arrangement(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which rank computes what; which devices they are does not matter."""
+    found = {name: config.get(name) for name in _ARRANGEMENT}
+    return found | {"devices": len((found["devices"] or "").split(","))}
 
 
-def facts_of(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[str, Any]:
+def facts_of(config: RunConfig, own: Own, work: Work, model: nn.Module) -> Facts:
     """What a checkpoint says of its run, to be compared with the run that goes on from it."""
-    return {
-        "config": config.as_dict(),
-        "arrangement": arrangement(config),
-        "model": {name: list(tensor.shape) for name, tensor in _tensors(model).items()},
-        "data": _data_of(work),
-        "optimizer": _optimizer_of(config, own),
-        "steps": math.ceil(len(work.train) / config.batch_size),
-        "agents": agents(),
-        "round": _round(),
-        "versions": versions(),
-    }
+    state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    data: dict[str, Any] = {"samples": len(work.train)}
+    data["held-out samples"] = 0 if work.test is None else len(work.test)
+    if isinstance(work.train, TensorSamples):
+        digest = hashlib.sha256()
+        for tensor in (work.train.targets, work.train.inputs[:_HASHED]):
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        data["SHA-256 of targets and first inputs"] = digest.hexdigest()[:12]
+    optimizer: dict[str, Any] = {}
+    if own.optimizer is not None:
+        made = own.optimizer([nn.Parameter(torch.zeros(1))])
+        numbers = {k: v for k, v in made.defaults.items() if isinstance(v, int | float | tuple)}
+        optimizer = {"class": type(made).__name__} | numbers
+        optimizer = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.items()}
+    return Facts(
+        *(0, 0, math.ceil(len(work.train) / config.batch_size), []),
+        config=config.as_dict(),
+        model={name: list(tensor.shape) for name, tensor in state.items()},
+        data=data,
+        optimizer=optimizer,
+        files={},
+    )
 
 
-def agents() -> list[str]:
-    """Those of torchrun that have started the ranks of this run; none without torchrun."""
-    joined = rounds.current()
-    return [] if joined is None else sorted(set(joined.agents))
-
-
-def _round() -> str:
-    joined = rounds.current()
-    return "" if joined is None else joined.number
-
-
-def find_start(
-    config: RunConfig, own: Own, strategy: Strategy, agents: Collection[str] = ()
-) -> Start:
-    """Where the run begins: from the newest whole checkpoint, if it is to be resumed.
-
-    A run is resumed if the config says so, or if the checkpoint was written by ranks of the same
-    torchrun: it has lost some of them, and started all anew. Only reads.
-
-    Args:
-        config, own, strategy: of the run.
-        agents: those of torchrun that have started this run's ranks.
+def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> Start:
+    """Where the run begins: with ``resume``, from the newest whole checkpoint. Only reads.
 
     Raises:
         ValueError: the folder cannot be used; it has checkpoints that nobody has asked to resume,
@@ -116,231 +94,110 @@ def find_start(
     if config.checkpoint_dir is None:
         return Start()
     folder = Path(config.checkpoint_dir)
-    check_folder(folder, _PATIENCE_S if config.resume or agents else 0.0)
-    if not strategy.can_be_kept:
+    there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write checkpoints to {folder}: {there} is no folder of yours")
+    if isinstance(strategy, OwnPaceStrategy) or not strategy.can_be_kept:
         raise ValueError(
-            f"{config.strategy} with builtin cannot be continued, because its state is divided "
-            "among threads that do not stop together: leave checkpoint_dir out, or run it "
-            "without builtin"
+            f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
+            "leave it out, or use parameter_server"
         )
-    there = steps(folder)
-    found = newest(folder) if config.resume or (there and agents) else Found(None, [])
-    if not config.resume and not _has_written(agents, found.path):
-        if there:
+    found = steps(folder)
+    if not config.resume:
+        if found:
             raise ValueError(
-                f"{folder} has checkpoints already, the newest {there[0][1].name}: choose resume "
+                f"{folder} has checkpoints already, the newest {found[0][1].name}: choose resume "
                 "to continue their run, or another checkpoint_dir for a new one"
             )
         return Start()
-    if found.path is None and there:
+    path, skipped = newest(folder)
+    if path is None and found:
         raise ValueError(
-            f"no checkpoint in {folder} is whole: {'; '.join(found.skipped)}. They are as they "
-            "were: choose another checkpoint_dir to begin again"
+            f"no checkpoint in {folder} is whole: {'; '.join(skipped)}. They are as they were: "
+            "choose another checkpoint_dir to begin again"
         )
-    if found.path is None:
-        return Start(told=f"no checkpoint in {folder} yet: the run begins at the beginning")
-    path, skipped = _that_fits(config, own, found.path, older=bool(agents))
-    told = _told(config, path, read_facts(path), [*found.skipped, *skipped])
-    return Start(Path(os.path.abspath(path)), told)
-
-
-def _has_written(agents: Collection[str], path: Path | None) -> bool:
-    """Whether ranks have written this checkpoint that one of the agents had started earlier."""
     if path is None:
-        return False
-    facts = read_facts(path)
-    return not set(agents).isdisjoint(facts.get("agents", ())) and facts.get("round") != _round()
-
-
-def _that_fits(config: RunConfig, own: Own, path: Path, older: bool) -> tuple[Path, list[str]]:
-    """The checkpoint, if the run can go on from it, and what was skipped.
-
-    Args:
-        config, own: of the run.
-        path: of the newest whole checkpoint.
-        older: whether an older one will do if these ranks cannot divide the newest between them:
-            torchrun has other ranks than before, and nobody to ask.
-    """
-    try:
-        _check_fits(config, own, path, read_facts(path))
-        return path, []
-    except _NotDividedError as error:
-        before = newest(path.parent, below=int(path.name.rpartition("-")[2])) if older else None
-        if before is None or before.path is None:
-            raise
-        with contextlib.suppress(_NotDividedError):
-            found, skipped = _that_fits(config, own, before.path, older)
-            return found, [f"{path.name}: {error.why}", *before.skipped, *skipped]
-        raise
-
-
-class _NotDividedError(ValueError):
-    """Other ranks cannot divide between them what the ranks of a checkpoint had: ``why``."""
-
-    def __init__(self, path: Path, why: str, next_step: str):
-        super().__init__(f"cannot continue from {path}: {why}. Next step: {next_step}")
-        self.why = why
-
-
-def _told(config: RunConfig, path: Path, facts: Mapping[str, Any], skipped: Iterable[str]) -> str:
-    epoch, step = facts["epoch"], facts["step"]
+        return Start(note=f"no checkpoint in {folder} yet: the run begins at the beginning")
+    stored = Stored(path)
+    _check_fits(config, own, work, stored)
+    epoch, step = stored.facts.epoch, stored.facts.step
     if epoch >= config.epochs:
-        told = f"the run in {path.parent} is finished ({path.name}, {epoch} of {config.epochs} "
-        told += "epochs): this is its result. More epochs continue it"
+        note = f"the run in {folder} is finished ({path.name}, {epoch} of {config.epochs} epochs)"
+        note += ": this is its result. More epochs continue it"
     else:
         done = f"{epoch} of {config.epochs} epochs" + f" and {step} steps" * bool(step)
-        told = f"continues from {path.name} in {path.parent}, after {done}; seconds and bytes are "
-        told += "sums over the parts of the run"
-        if facts["arrangement"] != arrangement(config):
-            told += ", but for the bytes, which are those of this part on other ranks"
-    return "; ".join([f"skipped {one}" for one in skipped] + [told])
+        note = f"continues from {path.name} in {folder}, after {done}; seconds and bytes are sums "
+        note += "over the parts of the run"
+    return Start(path.absolute(), "; ".join([*(f"skipped {one}" for one in skipped), note]))
 
 
-def _check_fits(config: RunConfig, own: Own, path: Path, facts: Mapping[str, Any]) -> None:
+def _check_fits(config: RunConfig, own: Own, work: Work, stored: Stored) -> None:
     """Raise ValueError with all that differs from the run that wrote the checkpoint."""
-    work = work_of(config, own)
-    here = facts_of(config, own, work, work.make_model())
-    differences = [
-        *_settings_that_differ(facts["config"], here["config"]),
-        *_shapes_that_differ(facts["model"], here["model"]),
-        *_that_differ("optimizer", facts["optimizer"], here["optimizer"]),
+    facts, here = stored.facts, facts_of(config, own, work, work.make_model())
+    old, new = _comparable(facts), _comparable(here)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    # Another model, dtype or seed makes other data, too.
+    names = [name for name in names if not name.startswith("data set")] or names
+    # Those with two values say most.
+    names.sort(key=lambda name: not (name in old and name in new))
+    differ = [
+        f"{name} {old.get(name, 'missing')} there, {new.get(name, 'missing')} here"
+        for name in names
     ]
-    # Another dtype or seed makes other data, too.
-    differences += [] if differences else _that_differ("data set", facts["data"], here["data"])
-    epochs = facts["epoch"] + bool(facts["step"])
-    if epochs > config.epochs:
-        differences.append(f"epochs {epochs} begun there, {config.epochs} in all here")
-    if facts["config"]["epochs"] != config.epochs and config.lr_schedule == "cosine":
-        differences.append(
-            f"epochs {facts['config']['epochs']} there, {config.epochs} here, on which the rates "
+    if len(differ) > _NAMED:
+        differ[_NAMED:] = [f"and {len(differ) - _NAMED} more"]
+    begun = facts.epoch + bool(facts.step)
+    if begun > config.epochs:
+        differ.append(f"epochs {begun} begun there, {config.epochs} in all here")
+    if facts.config.get("epochs") != config.epochs and config.lr_schedule == "cosine":
+        differ.append(
+            f"epochs {facts.config.get('epochs')} there, {config.epochs} here, on which the rates "
             "of lr_schedule cosine depend"
         )
-    if differences:
+    then, now = arrangement(facts.config), arrangement(config.as_dict())
+    if not differ and then != now and (why := _why_not_divided(stored)):
+        moved = [f"{n} {then[n]} there, {now[n]} here" for n in then if then[n] != now[n]]
+        differ.append(f"{', '.join(moved)}: {why}")
+    if differ:
         raise ValueError(
-            f"cannot continue from {path}: {'; '.join(differences)}. Next step: {_NEXT_STEP}"
+            f"cannot continue from {stored.path}: {'; '.join(differ)}. Next step: {_NEXT_STEP}"
         )
-    if facts["arrangement"] == here["arrangement"]:
-        return
-    if why := _why_not_divided(config, facts, path):
-        raise _NotDividedError(path, why, _next_step(facts["config"]["world_size"]))
 
 
-def _next_step(world_size: int) -> str:
-    if not agents():
-        return _NEXT_STEP
-    return (
-        f"start torchrun for {format_count(world_size, 'rank')}, with one number of machines and "
-        "not MIN:MAX: it waits for a machine that was lost"
-    )
+def _comparable(facts: Facts) -> dict[str, Any]:
+    # The learner's own parts may go by another name, and are compared themselves.
+    found = {name: _bare(name, facts.config.get(name)) for name in _MUST_EQUAL}
+    found |= {f"model: {name}": shape for name, shape in facts.model.items()}
+    found |= {f"data set: {name}": value for name, value in facts.data.items()}
+    return found | {f"optimizer: {name}": value for name, value in facts.optimizer.items()}
 
 
-def _settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    pairs = [(name, there.get(name), here[name]) for name in _MUST_EQUAL]
-    for name in ("model", "dataset"):
-        # The learner's own may go by another name, and are compared themselves.
-        if not any(_is_own(one[name]) for one in (there, here)):
-            pairs.append((name, there[name], here[name]))
-    return [
-        f"{name} {old} there, {new} here" for name, old, new in pairs if _bare(old) != _bare(new)
-    ]
-
-
-def _is_own(name: str) -> bool:
-    return ":" in name or name.endswith(" (own)")
-
-
-def _bare(value: Any) -> Any:
-    """A name without its module, and without the mark of an own part; else the value."""
-    if not isinstance(value, str) or not _is_own(value) or value.startswith("step:"):
+def _bare(name: str, value: Any) -> Any:
+    """A name of an own part without its module and its mark; else the value."""
+    is_own = isinstance(value, str) and (value.endswith(" (own)") or ":" in value)
+    if not is_own or value.startswith("step:"):
         return value
+    if name in ("model", "dataset"):
+        return "(own)"
     return value.removesuffix(" (own)").rpartition(":")[2].rpartition(".")[2]
 
 
-def _shapes_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    # Those with two shapes say most.
-    names.sort(key=lambda name: not (name in there and name in here))
-    told = [
-        f"{name} {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-        for name in names[:_NAMED]
-    ]
-    more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
-    return [f"the model: {', '.join(told + more)}"] if names else []
-
-
-def _that_differ(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{what}: {name} {there.get(name)} there, {here.get(name)} here"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
-    ]
-
-
-def _why_not_divided(config: RunConfig, facts: Mapping[str, Any], path: Path) -> str:
+def _why_not_divided(stored: Stored) -> str:
     """Why the run cannot go on with other ranks, or another technique; empty if it can."""
-    old, new = facts["arrangement"], arrangement(config)
-    moved = ", ".join(_that_differ("", old, new)).replace(": ", "")
-    if "async_parameter_server" in (old["strategy"], new["strategy"]):
-        return f"{moved}: async_parameter_server counts the shares of each of its workers"
-    ranks = read_tensors(path, ["ranks"])["ranks"]
-    if any("residual" in rank.get("own", {}) for rank in ranks.values()):
-        return f"{moved}: each rank has gradients that compress topk has not sent yet"
-    for number, rank in ranks.items():
-        if rank["progress"]["draws"]:
+    merged = stored.of_all("buffers")
+    for rank, numbers in enumerate(stored.numbers):
+        if "residual" in stored.of_rank(rank, "own"):
+            return "each rank has gradients that compress topk has not sent yet"
+        if numbers["draws"]:
             return (
-                f"{moved}: rank {number} has drawn random numbers in its steps (dropout), and "
-                "other ranks would draw others"
+                f"rank {rank} has drawn random numbers in its steps (dropout), and other ranks "
+                "would draw others"
             )
-    if name := _that_varies(ranks):
-        return (
-            f"{moved}: {name} differs from rank to rank in the middle of an epoch, because each "
-            "rank normalises its own share. Resume with these ranks; sync_batch_norm avoids it"
-        )
-    return ""
-
-
-def merged_buffers(ranks: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The buffers of all ranks' parts of a checkpoint by name, those of the lowest rank first."""
-    found: dict[str, Tensor] = {}
-    for number in sorted(ranks, key=int):
-        found = ranks[number].get("buffers", {}) | found
-    return found
-
-
-def _that_varies(ranks: Mapping[str, Any]) -> str:
-    """A buffer that differs between ranks; empty if there is none."""
-    merged = merged_buffers(ranks)
-    for rank in ranks.values():
-        for name, buffer in rank.get("buffers", {}).items():
+        for name, buffer in stored.of_rank(rank, "buffers").items():
             if not torch.equal(buffer, merged[name]):
-                return name
+                return (
+                    f"{name} differs from rank to rank in the middle of an epoch, because each "
+                    "rank normalises its own share. Resume with these ranks; sync_batch_norm "
+                    "avoids it"
+                )
     return ""
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-
-
-def _data_of(work: Work) -> dict[str, Any]:
-    """Sizes of the data, and of what is in memory a hash that other data would not have."""
-    found: dict[str, Any] = {"samples": len(work.train)}
-    found["held-out samples"] = 0 if work.test is None else len(work.test)
-    if isinstance(work.train, TensorSamples):
-        digest = hashlib.sha256(_bytes_of(work.train.targets))
-        digest.update(_bytes_of(work.train.inputs[:_HASHED]))
-        found["SHA-256 of targets and first inputs"] = digest.hexdigest()[:12]
-    return found
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _optimizer_of(config: RunConfig, own: Own) -> dict[str, Any]:
-    """The class and the numbers of an own optimizer; the settings say those of labkit's."""
-    if own.optimizer is None:
-        return {}
-    made = own.optimizer([nn.Parameter(torch.zeros(1))])
-    numbers = {k: v for k, v in made.defaults.items() if isinstance(v, (bool, int, float, tuple))}
-    told = {name: list(v) if isinstance(v, tuple) else v for name, v in numbers.items()}
-    return {"class": type(made).__name__} | told

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from labkit.comm.comm import Comm
 from labkit.comm.peak_memory import PeakMemory
@@ -122,13 +122,28 @@ def measure_split(
     """
     points, build = as_split_points(split_points), partial(_build, model, input_shape, frozen)
     built = build()
-    _check(len(layers_of(built)), points, frozen, steps, batch_size)
+    num_layers = len(layers_of(built))
+    check_split_points(points, num_layers)
+    if not 0 <= frozen < num_layers:
+        raise ValueError(f"{frozen} frozen layers of {num_layers}: at least one has to be trained")
+    if steps < 1 or batch_size < 1:
+        raise ValueError(
+            f"nothing to measure in {format_count(steps, 'step')} of "
+            f"{format_count(batch_size, 'sample')}: give 1 or more of each"
+        )
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)
     if micro_batches == 1:
         strategy = ModelParallel(points)
     settings: dict[str, Any] = {"transport": transport, "device": device, "devices": devices}
-    logits = _logits_shape(built, input_shape)
-    work = strategy, build, (batch_size, *input_shape), (batch_size, *logits), steps
+    # As in ``even_split``, real samples: the meta device takes seconds.
+    sample = torch.zeros((1, *input_shape), dtype=input_dtype(built))
+    *_, logits = layer_outputs(built, sample)
+    if logits.ndim < 2 or not logits.is_floating_point():
+        raise ValueError(
+            f"the last layer makes {list(logits.shape)} of one sample, and the run trains with a "
+            "cross-entropy: end with logits [n, classes]"
+        )
+    work = strategy, build, (batch_size, *input_shape), (batch_size, *logits.shape[1:]), steps
     result = run(_train, *work, world_size=len(points) + 1, timeout_s=_TIMEOUT_S, **settings)
     micro_batches = min(micro_batches, batch_size)
     return MeasuredSplit(points, batch_size, micro_batches, schedule, **_measured(result))
@@ -148,33 +163,6 @@ def _build(model: str | nn.Module, input_shape: tuple[int, ...], frozen: int = 0
     for layer in layers_of(built)[:frozen]:
         layer.requires_grad_(False)
     return built
-
-
-def _logits_shape(model: nn.Module, input_shape: tuple[int, ...]) -> torch.Size:
-    """What the model makes of one sample: [classes, ...]."""
-    # As in ``even_split``, real samples: the meta device takes seconds.
-    sample = torch.zeros((1, *input_shape), dtype=input_dtype(model))
-    *_, logits = layer_outputs(copy.deepcopy(model), sample)
-    if logits.ndim < 2 or not logits.is_floating_point():
-        raise ValueError(
-            f"the last layer makes {list(logits.shape)} of one sample, and the run trains with a "
-            "cross-entropy: end with logits [n, classes]"
-        )
-    return logits.shape[1:]
-
-
-def _check(
-    num_layers: int, points: tuple[int, ...], frozen: int, steps: int, batch_size: int
-) -> None:
-    """Raise ValueError here for what the ranks would refuse."""
-    check_split_points(points, num_layers)
-    if not 0 <= frozen < num_layers:
-        raise ValueError(f"{frozen} frozen layers of {num_layers}: at least one has to be trained")
-    if steps < 1 or batch_size < 1:
-        raise ValueError(
-            f"nothing to measure in {format_count(steps, 'step')} of "
-            f"{format_count(batch_size, 'sample')}: give 1 or more of each"
-        )
 
 
 def _measured(result: RunResult) -> dict[str, Any]:
@@ -247,7 +235,13 @@ def _train(
     targets = torch.randint(classes, (batch_size, *places), device=comm.device)
     # The layers of the other stages are freed: they are no part of this stage's memory.
     del model
-    step = partial(_step, comm, strategy, inputs, targets)
+
+    def step() -> None:
+        comm.barrier()
+        with comm.span(_MARK):
+            pass
+        strategy.step(inputs, targets, len(targets))
+
     for _ in range(_WARM_UP):
         step()
     with memory.counted():
@@ -257,13 +251,6 @@ def _train(
     trained = sum(p.nbytes for p in stage.parameters() if p.requires_grad)
     kept = sum(t.nbytes for t in (*stage.parameters(), *stage.buffers()))
     return strategy.stage.held_bytes, kept + 2 * trained, memory.peak
-
-
-def _step(comm: Comm, strategy: StagedModel, inputs: Tensor, targets: Tensor) -> None:
-    comm.barrier()
-    with comm.span(_MARK):
-        pass
-    strategy.step(inputs, targets, len(targets))
 
 
 def _by_step(trace: Trace) -> list[Trace]:

@@ -8,9 +8,7 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit.config import RunConfig
@@ -18,17 +16,15 @@ from labkit.devices import versions
 from labkit.runtime import rounds
 from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
-from labkit.training.checkpoint import why_not_whole
-from labkit.training.checkpoint.folder import is_unfinished, probe, remove, step_path
+from labkit.training.checkpoint import step_path, why_not_whole
 from labkit.training.own import Own
+from labkit.training.resolve import Resolved, Work
 from labkit.training.resume import Start, find_start
 from labkit.units import format_count
 
 # What may differ between machines.
-_OF_A_MACHINE = ("devices", "num_workers", "log_dir", "checkpoint_dir", "weights")
+_OF_A_MACHINE = ("devices", "log_dir", "checkpoint_dir", "weights")
 _RENDEZVOUS_S = 60.0
-# How long a network file system may take to show a new folder.
-_VISIBLE_S = 5.0
 # torchrun's agents compare the clocks of machines, and take one for lost after some 15 s.
 _CLOCKS_S = 5.0
 
@@ -41,7 +37,7 @@ class Ready(NamedTuple):
     start: Start
 
 
-Check = Callable[[], tuple[Strategy, str]]
+Check = Callable[[], Resolved]
 
 
 def ready(config: RunConfig, own: Own, check: Check, timeout_s: float) -> Ready:
@@ -58,22 +54,22 @@ def ready(config: RunConfig, own: Own, check: Check, timeout_s: float) -> Ready:
         ConnectionError: another rank cannot be reached.
     """
     if not under_torchrun():
-        strategy, note = check()
-        start = find_start(config, own, strategy)
+        strategy, work, note = check()
+        start = find_start(config, own, strategy, work)
         return Ready(strategy, note, _said(start))
     _check_world_size(config)
     found = rounds.join(min(timeout_s, _RENDEZVOUS_S))
-    strategy, note = _checked_on_all(found, config, check)
+    strategy, work, note = _checked_on_all(found, config, check)
     if found.rank == 0:
         _warn(found, config)
     if config.checkpoint_dir is None:
         return Ready(strategy, note, Start())
-    return Ready(strategy, note, _agreed_start(found, config, own, strategy))
+    return Ready(strategy, note, _agreed_start(found, config, own, strategy, work))
 
 
 def _said(start: Start) -> Start:
-    if start.told:
-        print(start.told, file=sys.stderr)
+    if start.note:
+        print(start.note, file=sys.stderr)
     return start
 
 
@@ -163,54 +159,28 @@ def _warn(found: rounds.Round, config: RunConfig) -> None:
         )
 
 
-def _agreed_start(found: rounds.Round, config: RunConfig, own: Own, strategy: Strategy) -> Start:
+def _agreed_start(
+    found: rounds.Round, config: RunConfig, own: Own, strategy: Strategy, work: Work
+) -> Start:
     """Where rank 0 begins, if all ranks can read it there."""
-    assert config.checkpoint_dir is not None
-    folder, unfinished = Path(config.checkpoint_dir), None
-    mine: dict[str, Any] = {"error": "", "told": "", "probe": "", "step": -1}
+    mine: dict[str, Any] = {"error": "", "told": "", "step": -1}
     if found.rank == 0:
         try:
-            start = find_start(config, own, strategy, agents=found.agents)
+            start = _said(find_start(config, own, strategy, work))
             step = -1 if start.path is None else int(start.path.name.rpartition("-")[2])
-            unfinished = probe(folder) if len(set(found.agents)) > 1 else None
-            mine |= {"step": step, "told": start.told}
-            mine["probe"] = "" if unfinished is None else unfinished.name
-            _said(start)
+            mine |= {"step": step, "told": start.note}
         except (ValueError, OSError) as error:
             mine["error"] = str(error)
-    try:
-        text = found.exchange(json.dumps(mine), "the choice of a checkpoint")[0]
-        chosen = _read(text, {name: type(value) for name, value in mine.items()})
-        if chosen["error"]:
-            raise ValueError(chosen["error"])
-        start, why = _seen(found, folder, chosen)
-        problems = found.exchange(why, "the checkpoints")
-    finally:
-        if unfinished is not None:
-            remove(unfinished)
-    for rank, problem in enumerate(problems):
+    text = found.exchange(json.dumps(mine), "the choice of a checkpoint")[0]
+    chosen = _read(text, {name: type(value) for name, value in mine.items()})
+    if chosen["error"]:
+        raise ValueError(chosen["error"])
+    path = step_path(config.checkpoint_dir or "", chosen["step"]) if chosen["step"] >= 0 else None
+    why = "" if path is None else why_not_whole(path)
+    for rank, problem in enumerate(found.exchange(why, "the checkpoints")):
         if problem:
-            raise ValueError(f"rank {rank} on {found.hosts[rank]} {problem}")
-    return start
-
-
-def _seen(found: rounds.Round, folder: Path, chosen: dict[str, Any]) -> tuple[Start, str]:
-    """Rank 0's choice as this rank sees it, and why it cannot use that."""
-    there = f"what rank 0 on {found.hosts[0]} has in checkpoint_dir {folder}"
-    advice = "Give a folder that all machines share"
-    if is_unfinished(chosen["probe"]) and not _appears(folder / chosen["probe"]):
-        return Start(), f"does not see {there}: it is not the same folder. {advice}"
-    step = chosen["step"]
-    path = None if step < 0 else Path(os.path.abspath(step_path(folder, step)))
-    if path is not None and (why := why_not_whole(path, contents=False)):
-        return Start(), f"cannot read {there}: {path.name}: {why}. {advice}"
-    return Start(path, chosen["told"]), ""
-
-
-def _appears(path: Path) -> bool:
-    until_s = time.monotonic() + _VISIBLE_S
-    while not path.is_dir():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.1)
-    return True
+            raise ValueError(
+                f"rank {rank} on {found.hosts[rank]} cannot read what rank 0 on {found.hosts[0]} "
+                f"has in {path}: {problem}. Give a checkpoint_dir that all machines share"
+            )
+    return Start(path, chosen["told"])

@@ -4,6 +4,7 @@ labkit's models are flat lists of layers, so the names of the same parameters di
 torchvision's: the layers that have parameters are matched in their order.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -68,6 +69,9 @@ def read_weights(path: str | Path) -> State:
     Raises:
         ValueError: no such file, or none that holds tensors by their names.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        # To open a pipe would wait for a writer.
+        raise ValueError(f"weights: {path} cannot be read: it is not a plain file")
     try:
         with open(path, "rb") as file:
             head = file.read(9)

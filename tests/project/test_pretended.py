@@ -89,22 +89,17 @@ print("all as on two GPUs")
 
 CHECKPOINTS = """
 import tempfile, torch
-from types import SimpleNamespace
-from labkit.training.checkpoint.reading import read_tensors
-from labkit.training.checkpoint.writing import CheckpointWriter
+from labkit.training.checkpoint import Facts, Stored, Writer, newest
 
-FOLDER = tempfile.mkdtemp()
 first = torch.arange(6.0, device="cuda:0").view(2, 3)
-tensors = {"first": first.t(), "second": torch.ones(2, device="cuda:1"), "host": torch.ones(1)}
-with CheckpointWriter(SimpleNamespace(rank=0, world_size=1), FOLDER) as writer:
-    for step in (1, 2):
-        writer.save(step, tensors, {})
-        first += 1
-        assert [copy.is_pinned() for copy in writer._copies._copies.values()] == [1, 1, 0]
-for step in (1, 2):
-    found = read_tensors(f"{FOLDER}/step-0000000{step}")
-    assert found["first"].tolist() == [[k - 1 + step, k + 2 + step] for k in range(3)], found
-    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+tensors = {"own/first": first.t(), "own/second": torch.ones(2, device="cuda:1")}
+writer = Writer(tempfile.mkdtemp(), 0, 1)
+writer.save(Facts(0, 1, 9, [], {}, {}, {}, {}, {}), tensors, {})
+first += 1
+writer.close(failed=False)
+found = Stored(newest(writer.folder).path).of_all("own")
+assert found["first"].tolist() == [[k, k + 3] for k in range(3)], found
+assert {tensor.device.type for tensor in found.values()} == {"cpu"}
 print("copied")
 """
 

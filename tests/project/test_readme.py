@@ -14,7 +14,7 @@ import pytest
 
 from labkit import EmulatedLink, devices, run
 from labkit.__main__ import config_of, main, make_parser
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.units import format_bytes, format_number
 from labkit.workload.datasets import load_dataset
 from workbook.measure import compare

@@ -94,7 +94,7 @@ def check_result(folder, epochs):
     losses = [row["loss"] for row in due.epochs]
     assert [row["loss"] for row in report["epochs"]] == pytest.approx(losses, rel=1e-12)
     hidden = [path.name for path in (folder / "checkpoints").iterdir() if path.name[0] == "."]
-    assert hidden == [".labkit-lock"]
+    assert hidden == []
 
 
 def outputs(epochs):
@@ -199,7 +199,7 @@ def test_a_slurm_job_whose_time_is_over_goes_on_in_the_next(tmp_path):
         steps = [len(one) for one in agents.steps().values()]
         assert len(steps) == 2
         assert steps[0] == steps[1]
-        assert (checkpoints / f"step-{steps[0]:08d}" / "labkit.json").exists()
+        assert (checkpoints / f"step-{steps[0]:08d}" / "facts.json").exists()
         assert (tmp_path / "scontrol.log").read_text() == f"requeue {os.getpid()}\n"
         # The next start of the job has the same command; here it only says it.
         (bin_folder / "torchrun").write_text('#!/usr/bin/env bash\necho "$@" >> torchrun.log\n')

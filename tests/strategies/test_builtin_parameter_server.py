@@ -16,7 +16,7 @@ from labkit import RunConfig, WorkerError, run, train_with
 from labkit.strategies.builtin.async_parameter_server import OwnPaceServer, RpcAsyncParameterServer
 from labkit.strategies.builtin.parameter_server import BatchServer, RpcParameterServer
 from labkit.strategies.single import Single
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.training.state import checksum, largest_difference
 
 pytestmark = pytest.mark.slow

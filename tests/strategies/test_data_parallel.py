@@ -13,7 +13,7 @@ from torch.nn import functional
 from labkit import RunConfig, WorkerError, run, strategies, train_with
 from labkit.costs.traffic import data_parallel_cost
 from labkit.strategies.data_parallel import DataParallel
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)

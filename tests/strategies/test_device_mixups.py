@@ -15,8 +15,8 @@ from torch import nn
 from labkit import RunConfig, strategies
 from labkit.comm import reported_loss
 from labkit.training import loop
-from labkit.training.checkpoints import Checkpoints
 from labkit.training.progress import Progress
+from labkit.training.saving import Checkpoints
 from labkit.workload.samples import TensorSamples, on_device
 
 STEPS = 3
@@ -159,15 +159,10 @@ def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypat
         data = TensorSamples(torch.randn(20, 1, 8, 8), torch.zeros(20, dtype=torch.int64))
         work = SimpleNamespace(train=data)
         gpus.waits.clear()
-        run = SimpleNamespace(
-            config=config,
-            work=work,
-            strategy=strategy,
-            checkpoints=Checkpoints(config, strategy, {}),
-            ends_after=lambda progress: False,
-        )
+        checkpoints = Checkpoints(config, strategy, None)
+        run = loop._Run(config, work, strategy, checkpoints, None, None, False)
         for _ in range(2):
-            loop._train_epoch(run, Progress.none(comm.device))
+            run.train_epoch(Progress.none(comm.device))
         assert gpus.waits == []
         assert comm.session.board.ranks[0]["loss"] == 1
 

@@ -14,8 +14,8 @@ from labkit.costs import hierarchical_all_reduce_cost
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.ddp.naive import NaiveDDP
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.own import Own
+from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)

@@ -28,7 +28,7 @@ from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.strategies.ddp.naive import NaiveDDP
 from labkit.strategies.single import Single
 from labkit.strategies.sync_batch_norm import convert
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.training.state import checksum, largest_difference
 from labkit.workload.losses import sum_cross_entropy
 from labkit.workload.models import build_model

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import RunConfig, run, train_with
-from labkit.training.evaluation import told
+from labkit.training.evaluation import epoch_line
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.own import Own
+from labkit.training.resolve import make_strategy
 
 travel_by_value(__name__)
 
@@ -168,11 +168,11 @@ def test_what_is_not_there_is_not_measured():
     (row,) = train_with("single", model=make_model, **values).epochs
     assert math.isnan(row["train_accuracy"])
     assert math.isfinite(row["test_loss"])
-    assert "accuracy" not in told(0, 1, row)
+    assert "accuracy" not in epoch_line(0, 1, row)
     few["dataset"] = (few["dataset"], (TEST[0], TEST[1] % 4))
     result = train_with("single", **few)
     assert math.isnan(result.epochs[0]["test_top5"]), "five of four classes"
     assert result.as_dict()["epochs"][0]["test_top5"] is None
-    line = told(0, 1, result.epochs[0])
+    line = epoch_line(0, 1, result.epochs[0])
     assert "training accuracy" in line
     assert "held-out accuracy" in line

@@ -3,7 +3,7 @@
 import pytest
 
 from labkit import RunConfig
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 
 REFUSED = {
     "strategy=magic": "unknown strategy 'magic': choose one of single, ",

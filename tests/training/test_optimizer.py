@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
 from labkit.training.loop import fit
-from labkit.training.make_strategy import make_strategy
 from labkit.training.optimizer import continue_schedule, optimizer_maker, scheduler_of
 from labkit.training.own import Own
+from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
@@ -89,16 +89,6 @@ def test_it_continues_from_any_update():
     rates(back, 5)
     continue_schedule(back, 2)
     assert rates(back, 10) == pytest.approx(whole[2:])
-
-
-def test_a_large_batch_makes_larger_updates():
-    optimizer = make(lr=0.1, scale_lr=3, lr_schedule="constant", warmup_epochs=0)
-    assert rates(optimizer, 2) == pytest.approx([0.3, 0.3])
-    result = train_with("ddp", world_size=2, lr=0.01, scale_lr=3, **SMALL)
-    assert result.as_dict()["used_lr"] == pytest.approx(0.03)
-    alone = train_with("single", lr=0.03, **SMALL)
-    assert result.difference_from(alone) < 1e-10
-    assert "used_lr" not in alone.as_dict()
 
 
 def test_every_group_of_an_own_optimizer_follows():

@@ -5,16 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from labkit.config import RunConfig
 from labkit.runtime import rounds
 from labkit.training import resume, together, train_run
-from labkit.training.checkpoint.writing import CheckpointWriter
-from labkit.training.make_strategy import make_strategy
+from labkit.training.checkpoint import Writer
 from labkit.training.own import NOTHING
-from labkit.training.work import work_of
+from labkit.training.resolve import make_strategy, work_of
 
 CONFIG = RunConfig("ddp", world_size=3, model="mlp", train_size=64)
 
@@ -53,7 +51,7 @@ def checked(configs, check=lambda: "checked"):
 def test_equal_ranks_go_on():
     assert checked([CONFIG] * 3) == ["checked"] * 3
     # What belongs to a machine may differ.
-    assert checked([CONFIG, CONFIG, replace(CONFIG, num_workers=2)]) == ["checked"] * 3
+    assert checked([CONFIG, CONFIG, replace(CONFIG, weights="w")]) == ["checked"] * 3
 
 
 @pytest.mark.parametrize(
@@ -114,104 +112,38 @@ def test_clocks_that_differ_are_told(capsys):
 
 
 def starts(found, configs):
-    strategy = make_strategy(configs[0])
+    strategy, work = make_strategy(configs[0]), work_of(configs[0], NOTHING)
     return on_all(
-        lambda one, config: together._agreed_start(one, config, NOTHING, strategy), found, configs
+        lambda one, config: together._agreed_start(one, config, NOTHING, strategy, work),
+        found,
+        configs,
     )
 
 
-def save(folder, monkeypatch, number, config=CONFIG, step=1, varies=False):
-    """A checkpoint as ranks of the round ``number`` have written it."""
-    earlier = met()[0]
-    earlier.number = number
-    monkeypatch.setattr(rounds, "_joined", earlier)
+def save(folder, config=CONFIG):
+    """A checkpoint of three ranks after one step."""
     work = work_of(config, NOTHING)
-    facts = resume.facts_of(config, NOTHING, work, work.make_model())
-    ranks = {
-        str(rank): {
-            "progress": {"draws": torch.tensor(False)},
-            "buffers": {"running_mean": torch.tensor([1.0 + rank * varies])},
-        }
-        for rank in range(config.world_size)
-    }
-    with CheckpointWriter(Alone(), folder) as writer:
-        place = {"epoch": 0, "step": step, "epochs": []}
-        writer.save(step, {"ranks": ranks}, facts | place)
+    facts = replace(resume.facts_of(config, NOTHING, work, work.make_model()), epoch=1)
+    row = {"loss": 0.5, "seconds": 0.1, "test_accuracy": 0.5}
+    writers = [Writer(folder, rank, 3) for rank in range(3)]
+    for writer in reversed(writers):
+        writer.save(replace(facts, rows=[row]), {}, {"draws": False})
+    for writer in writers:
+        writer.close(failed=False)
 
 
-class Alone:
-    rank, world_size = 0, 1
-
-
-def test_each_machine_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(together, "_VISIBLE_S", 0.1)
-    folders = [tmp_path / name for name in ("a", "a", "b")]
-    configs = [replace(CONFIG, checkpoint_dir=str(folder)) for folder in folders]
-    for error in starts(met(), configs):
-        assert str(error).startswith("rank 2 on two does not see what rank 0 on one has in check")
-    assert list((tmp_path / "a").iterdir()) == []
-    assert not (tmp_path / "b").exists()
-    shared = [replace(CONFIG, checkpoint_dir=str(tmp_path / "a"))] * 3
-    assert [start.path for start in starts(met(), shared)] == [None] * 3
-    assert list((tmp_path / "a").iterdir()) == []
-
-
-def test_ranks_of_the_same_agents_go_on_and_others_are_refused(tmp_path, monkeypatch):
-    save(tmp_path, monkeypatch, "earlier")
-    config = replace(CONFIG, checkpoint_dir=str(tmp_path))
-    monkeypatch.setattr(rounds, "_joined", met()[0])
-    assert {start.path for start in starts(met(), [config] * 3)} == {tmp_path / "step-00000001"}
-    others = met()
-    for one in others:
-        one.agents = ["another"] * 3
-    for error in starts(others, [config] * 3):
-        assert "has checkpoints already, the newest step-00000001: choose resume" in str(error)
-
-
-def test_a_second_training_of_the_same_ranks_is_not_the_first(tmp_path, monkeypatch):
-    save(tmp_path, monkeypatch, "here")
-    config = replace(CONFIG, checkpoint_dir=str(tmp_path))
-    for error in starts(met(), [config] * 3):
-        assert "has checkpoints already" in str(error)
-
-
-def test_ranks_that_cannot_divide_the_newest_checkpoint_take_an_older_one(tmp_path, monkeypatch):
-    before = replace(CONFIG, world_size=2, epochs=3)
-    save(tmp_path, monkeypatch, "earlier", before, step=1)
-    save(tmp_path, monkeypatch, "earlier", before, step=2, varies=True)
-    monkeypatch.setattr(rounds, "_joined", met()[0])
-    config = replace(CONFIG, epochs=3, checkpoint_dir=str(tmp_path))
-    found = starts(met(), [config] * 3)
-    assert {start.path.name for start in found} == {"step-00000001"}
-    assert "skipped step-00000002: world_size 2 there, 3 here: running_mean" in found[0].told
-    # Somebody who asks for it without torchrun can choose the ranks.
-    monkeypatch.setattr(rounds, "_joined", None)
-    with pytest.raises(ValueError, match="running_mean differs from rank to rank"):
-        resume.find_start(replace(config, resume=True), NOTHING, make_strategy(config))
-
-
-def test_no_checkpoint_that_these_ranks_can_divide(tmp_path, monkeypatch):
-    before = replace(CONFIG, world_size=2, epochs=3)
-    for step in (1, 2):
-        save(tmp_path, monkeypatch, "earlier", before, step=step, varies=True)
-    monkeypatch.setattr(rounds, "_joined", met()[0])
-    config = replace(CONFIG, epochs=3, checkpoint_dir=str(tmp_path))
-    for error in starts(met(), [config] * 3):
-        assert "cannot continue from" in str(error)
-        assert "step-00000002: world_size 2 there, 3 here: running_mean differs" in str(error)
-        assert "start torchrun for 2 ranks, with one number of machines" in str(error)
-
-
-def test_a_checkpoint_that_only_rank_0_can_read(tmp_path, monkeypatch):
+def test_all_ranks_go_on_from_what_rank_0_has_if_they_can_read_it(tmp_path):
     for name in ("a", "b"):
-        save(tmp_path / name, monkeypatch, "earlier")
-    next((tmp_path / "b" / "step-00000001").glob("*.distcp")).unlink()
-    monkeypatch.setattr(together, "probe", lambda folder: None)
+        save(tmp_path / name)
+    (tmp_path / "b" / "step-00000001" / "rank1.safetensors").unlink()
+    config = replace(CONFIG, epochs=2)
+    shared = [replace(config, resume=True, checkpoint_dir=str(tmp_path / "a"))] * 3
+    assert {start.path for start in starts(met(), shared)} == {tmp_path / "a" / "step-00000001"}
     folders = [tmp_path / name for name in ("a", "a", "b")]
-    configs = [replace(CONFIG, checkpoint_dir=str(folder), resume=True) for folder in folders]
+    configs = [replace(config, resume=True, checkpoint_dir=str(one)) for one in folders]
     for error in starts(met(), configs):
-        assert "rank 2 on two cannot read what rank 0 on one has in checkpoint_dir" in str(error)
-        assert "step-00000001: files are missing" in str(error)
+        assert "rank 2 on two cannot read what rank 0 on one has in" in str(error)
+        assert "rank1.safetensors cannot be read" in str(error)
 
 
 def test_the_world_size_is_that_of_torchrun(monkeypatch):

@@ -25,7 +25,7 @@ from torch.nn import functional
 from labkit import RunConfig, devices, run, strategies, train_with
 from labkit.costs.traffic import broadcast_cost, ddp_update_cost, ring_all_reduce_cost
 from labkit.training import train_run
-from labkit.training.make_strategy import make_strategy
+from labkit.training.resolve import make_strategy
 from labkit.training.state import checksum, largest_difference, tolerance
 from labkit.workload.models import build_model
 from labkit.workload.sampling import share

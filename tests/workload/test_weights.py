@@ -159,7 +159,7 @@ def test_damaged_and_foreign_files_are_refused(path, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="there is no file"):
         read_weights(tmp_path / "absent")
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+    with pytest.raises(ValueError, match="cannot be read: it is not a plain file"):
         read_weights(tmp_path)
 
 

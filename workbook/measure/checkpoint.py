@@ -16,6 +16,7 @@ import torch
 
 from labkit.comm.comm import Comm
 from labkit.strategies.ddp.strategy import DDP
+from labkit.training.checkpoint import Facts, Writer
 from labkit.units import check_choice, format_bytes, format_seconds
 from workbook.measure.model_step import ModelStep
 from workbook.measure.record import Result
@@ -49,8 +50,7 @@ class CheckpointResult(Result):
         num_bytes: of the checkpoint's tensors.
         seconds: by contender, the seconds of each turn, of the slowest rank.
         save_s: of each checkpoint, the seconds of ``save``: waiting for the ranks, and copying.
-        written_s: of each checkpoint, the seconds that the thread wrote, with its rests.
-        computed_s: of each checkpoint, the processor's seconds of this thread.
+        written_s: of each checkpoint, the seconds until it was written.
         at_once_s: the same while the ranks wait for it.
         covered: by turn, how much of it the writing went on.
     """
@@ -63,7 +63,6 @@ class CheckpointResult(Result):
     seconds: dict[str, list[float]]
     save_s: list[float]
     written_s: list[float]
-    computed_s: list[float]
     at_once_s: list[float]
     covered: list[float]
 
@@ -79,7 +78,6 @@ class CheckpointResult(Result):
         ]
         rows.append(["save", Spread.of(self.save_s).text(format_seconds)])
         rows.append(["written in", Spread.of(self.written_s).text(format_seconds)])
-        rows.append(["  computing", Spread.of(self.computed_s).text(format_seconds)])
         rows.append(["written at once in", Spread.of(self.at_once_s).text(format_seconds)])
         return (
             f"Checkpoints of {self.model} ({format_bytes(self.num_bytes)}), {self.world_size} "
@@ -92,7 +90,7 @@ class CheckpointResult(Result):
 
     def record(self) -> dict[str, list[dict]]:
         """``rows``, one per model and number of ranks."""
-        lists = ("save_s", "written_s", "computed_s", "at_once_s", "covered")
+        lists = ("save_s", "written_s", "at_once_s", "covered")
         row = self.plain() | {name: rounded(getattr(self, name)) for name in lists}
         row["seconds"] = {name: rounded(seconds) for name, seconds in self.seconds.items()}
         return {"rows": [row | {"slower": asdict(Spread.of(self.slower()))}]}
@@ -141,21 +139,21 @@ def _result(world_size: int, model: str, repeats: int, where: Where) -> Checkpoi
 
 def measure(comm: Comm, model: str, repeats: int, folder: str) -> dict[str, Any]:
     """Measure on this rank: seconds of turns, of saves and of writings."""
-    from labkit.training.checkpoint.writing import CheckpointWriter
 
     strategy = DDP()
     step = ModelStep(model, BATCH_SIZES[model] // comm.world_size).of(strategy, comm)
     step_s = min(timed(comm, step) for _ in range(3))
     steps = agree(comm, max(1, min(_MOST_STEPS, int(_TURN_S / step_s))))
-    with CheckpointWriter(comm, folder, keep=1) as writer:
-        turns = Turns(comm, writer, partial(_repeat, step, steps), partial(_state, comm, strategy))
-        chosen = {ALONE: turns.alone, WRITING: turns.while_writing}
-        seconds = take_turns(comm, chosen, repeats, _BUDGET_S)
-        at_once_s = [turns.at_once() for _ in range(min(repeats, 5))]
+    writer = Writer(folder, comm.rank, comm.world_size)
+    turns = Turns(comm, writer, partial(_repeat, step, steps), partial(_state, comm, strategy))
+    chosen = {ALONE: turns.alone, WRITING: turns.while_writing}
+    seconds = take_turns(comm, chosen, repeats, _BUDGET_S)
+    at_once_s = [turns.at_once() for _ in range(min(repeats, 5))]
+    writer.close(failed=False)
     made = len(seconds[WRITING])
-    lists = {name: getattr(turns, name)[-made:] for name in ("save_s", "written_s", "computed_s")}
+    lists = {name: getattr(turns, name)[-made:] for name in ("save_s", "written_s")}
     lists |= {"seconds": seconds, "at_once_s": at_once_s}
-    num_bytes = _num_bytes(_state(comm, strategy))
+    num_bytes = sum(tensor.nbytes for tensor in _state(comm, strategy).values())
     found = {"lists": lists, "covered": turns.covered[-made:]}
     return found | {"steps": steps, "num_bytes": num_bytes}
 
@@ -168,12 +166,11 @@ class Turns:
         comm: Comm,
         writer: Any,
         steps: Callable[[], object],
-        state: Callable[[], dict[str, Any]],
+        state: Callable[[], dict[str, torch.Tensor]],
     ):
         self.comm, self.writer, self.steps, self.state = comm, writer, steps, state
         self.save_s: list[float] = []
         self.written_s: list[float] = []
-        self.computed_s: list[float] = []
         self.covered: list[float] = []
         self._step = 0
 
@@ -190,9 +187,8 @@ class Turns:
         # How long it goes on after the turn, without waiting for it, which would hasten it.
         while self.writer.is_writing:
             time.sleep(0.005)
-        self.written_s.append(self.writer.last_s)
-        self.computed_s.append(self.writer.last_computed_s)
-        self.covered.append(min(1.0, self.writer.last_s / turn_s))
+        self.written_s.append(time.perf_counter() - begun_s)
+        self.covered.append(min(1.0, self.written_s[-1] / turn_s))
         return seconds
 
     def at_once(self) -> float:
@@ -202,7 +198,8 @@ class Turns:
 
     def _save(self) -> None:
         self._step += 1
-        self.writer.save(self._step, self.state(), {})
+        facts = Facts(0, self._step, 10**8, [], {}, {}, {}, {}, {})
+        self.writer.save(facts, self.state(), {})
 
 
 def _repeat(step: Callable[[], object], steps: int) -> None:
@@ -213,11 +210,7 @@ def _repeat(step: Callable[[], object], steps: int) -> None:
 def _state(comm: Comm, strategy: DDP) -> dict[str, Any]:
     """What a run would save: the model, the optimizer's state, random states."""
     kept = strategy.kept()
-    mine = {str(comm.rank): {"random": torch.get_rng_state()}}
-    return {"model": kept.given, "optimizer": kept.optimizer_state(), "ranks": mine}
-
-
-def _num_bytes(tree: Any) -> int:
-    if isinstance(tree, torch.Tensor):
-        return tree.nbytes
-    return sum(map(_num_bytes, tree.values()))
+    if comm.rank:
+        return {"random": torch.get_rng_state()}
+    states = kept.optimizer_state().items()
+    return dict(kept.given) | {f"{n}/{key}": t for n, one in states for key, t in one.items()}

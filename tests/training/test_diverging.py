@@ -1,0 +1,31 @@
+"""A run whose loss is no longer finite ends on all ranks, and says what to try."""
+
+import pytest
+from ranks import travel_by_value
+
+from labkit import WorkerError, train_with
+
+travel_by_value(__name__)
+
+FAR = {"model": "mlp", "train_size": 120, "batch_size": 20, "lr": 3e38, "epochs": 3}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "parameter_server", "pipeline"])
+def test_a_loss_that_is_not_finite_ends_the_run(strategy, tmp_path):
+    told = r"not finite after step \d of epoch 1, with learning rate 3e\+38: try a smaller lr"
+    with pytest.raises(WorkerError, match=told):
+        train_with(strategy, world_size=2, **FAR)
+    # With checkpoints the ranks agree after every step, and none of such parameters is saved.
+    with pytest.raises(WorkerError, match=told):
+        train_with(strategy, world_size=2, checkpoint_dir=str(tmp_path), **FAR)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_asynchronous_run_ends_too():
+    with pytest.raises(WorkerError, match=r"not finite after step 6 of epoch 1, with learning"):
+        train_with("async_parameter_server", world_size=3, **FAR)
+
+
+def test_steps_that_fp16_skips_are_none():
+    result = train_with("ddp", world_size=2, amp="fp16", **FAR | {"lr": 0.05})
+    assert result.epochs[-1]["loss"] < result.epochs[0]["loss"]
