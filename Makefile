@@ -184,7 +184,7 @@ test-torch: env
 	@$(BIN)/uv pip install --quiet --python $(OTHER)/bin/python 'torch==$(TORCH_VERSION)' '.[test]'
 	@$(BIN)/uv pip uninstall --quiet --python $(OTHER)/bin/python labkit
 	PYTHONPATH=$(CURDIR) $(OTHER)/bin/python -m pytest $(SPREAD) -p no:nbval \
-	  tests/runtime/test_start_ranks.py tests/runtime/test_launch.py $(ARGS)
+	  tests/runtime/test_odd_ranks.py tests/runtime/test_launch.py $(ARGS)
 
 storm: env
 	cd tests && $(HIDE_GPUS) $(CURDIR)/$(BIN)/python storm.py $(ARGS)

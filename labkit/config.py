@@ -30,10 +30,21 @@ _SGD_LR = {"vgg16": 0.005}
 # The units of a link's numbers, in seconds and in bytes per second. (Mb/s could be megabits or
 # megabytes, and is refused.)
 _LINK_UNITS = {
-    **{"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6},
-    **{"B/s": 1.0, "kB/s": 1e3, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9},
-    **{"KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30},
-    **{"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6},
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "B/s": 1.0,
+    "kB/s": 1e3,
+    "KB/s": 1e3,
+    "MB/s": 1e6,
+    "GB/s": 1e9,
+    "KiB/s": 2.0**10,
+    "MiB/s": 2.0**20,
+    "GiB/s": 2.0**30,
+    "kbit/s": 125.0,
+    "Mbit/s": 125e3,
+    "Gbit/s": 125e6,
 }
 
 
@@ -227,7 +238,7 @@ class RunConfig:
     model: str = _setting("small_cnn", "M", "labkit's model of this name, or your MODULE:FUNCTION")
     dataset: str = _setting("digits", "D", "data set of this name, or your MODULE:FUNCTION")
     loss: str = _setting("cross_entropy", "L", "torch.nn.functional's, or your MODULE:FUNCTION")
-    optimizer: str = _setting("sgd", "O", "sgd, adam, adamw, or your MODULE:FUNCTION of parameters")
+    optimizer: str = _setting("sgd", "O", "sgd, adam, adamw, or your MODULE:FUNCTION")
     device: str = _setting("auto", "DEVICE", "where the ranks run: auto, cpu or cuda")
     # Repeats count upwards from the seed, and torch's generators take 64 bits.
     seed: int = _setting(
@@ -271,9 +282,7 @@ class RunConfig:
     resize: int | None = _setting(
         None, "PIXELS", "scale images to this height and width, such as 224", most=8192
     )
-    weights: str | None = _setting(
-        None, "FILE", "start from these parameters: safetensors or .pt"
-    )
+    weights: str | None = _setting(None, "FILE", "start from these parameters: safetensors or .pt")
     freeze: str | None = _setting(
         None,
         "NAME,NAME",
@@ -465,7 +474,7 @@ def _check(
     """Refuse a value of another type, outside its limits, or of another form."""
     if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
-    elif above_zero:
+    if above_zero:
         units.check_above_zero(name, value, most)
     elif kind is int:
         units.check_integer(name, value, 1 if least is None else int(least), int(most))

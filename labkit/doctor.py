@@ -284,17 +284,16 @@ def check_notebooks(name: str) -> Finding:
 def check_ray(name: str) -> Finding:
     if find_spec("ray") is None:
         return Finding(name, "ok", "not installed; only runs on other hosts need it: make cluster")
-    from labkit.runtime.hosts.cluster import look_around
+    from labkit.runtime.ray_ranks import connected
 
+    found = f"{version('ray')}, not connected to a cluster; only runs on other hosts need one"
     try:
-        nodes = look_around()
+        nodes = [node["NodeManagerAddress"] for node in connected("...").nodes() if node["Alive"]]
     except ValueError as error:
-        found = f"{version('ray')}, not connected to a cluster; only runs on other hosts need one"
         status = "note" if "RAY_ADDRESS" in os.environ else "ok"
         return Finding(name, status, found, str(error) if status == "note" else "")
-    return Finding(
-        name, "ok", f"{version('ray')}, {format_count(len(nodes), 'node')}: {', '.join(nodes)}"
-    )
+    found = f"{version('ray')}, {format_count(len(nodes), 'node')}: {', '.join(nodes)}"
+    return Finding(name, "ok", found)
 
 
 def check_temporary_folder(name: str) -> Finding:

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labkit.comm.board import Board
 from labkit.comm.comm import Comm
-from labkit.comm.sent import Traffic
-from labkit.comm.work_queue import WorkQueue
+from labkit.comm.transport import Traffic
+from labkit.comm.work import WorkQueue
 
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default)

@@ -17,11 +17,9 @@ from ranks import travel_by_value
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from labkit.comm.reads import flush_before_reads
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
 from labkit.comm.work import Work
-from labkit.errors import PeerLostError
 from labkit.runtime import launch
 
 travel_by_value(__name__)
@@ -30,16 +28,12 @@ travel_by_value(__name__)
 class FifoTransport(Transport):
     """``inner`` carried out by one thread, in the order of the calls."""
 
-    queues = True
-
     def __init__(self, inner):
         super().__init__()
         self._inner = inner
         self._operations = queue.SimpleQueue()
-        self._mine = threading.local()
         # By the address of its memory, the latest operation on a tensor, and that tensor.
         self._latest = {}
-        self._aborted = False
         self.thread = threading.Thread(target=self._carry_out, name="fifo-stream", daemon=True)
         self.thread.start()
 
@@ -50,7 +44,6 @@ class FifoTransport(Transport):
         work = Work("", [], list(tensors), str)
         for tensor in tensors:
             self._latest[tensor.untyped_storage().data_ptr()] = work, tensor
-        self._mine.works = [*self.take_queued(), work]
         self._operations.put((work, operation))
         if len(self._latest) > 50:
             ended = [at for at, (one, _) in list(self._latest.items()) if one.is_completed()]
@@ -62,10 +55,9 @@ class FifoTransport(Transport):
         torch.set_grad_enabled(False)
         while item := self._operations.get():
             work, operation = item
-            error = PeerLostError("the stream was aborted") if self._aborted else None
+            error = None
             try:
-                if not error:
-                    operation()
+                operation()
             except Exception as raised:
                 error = raised
             work.finish(error)
@@ -81,13 +73,8 @@ class FifoTransport(Transport):
         self._add("exchange", [send, recv], send, dst, recv, src)
         self.sent.to[dst].count(send.nbytes)
 
-    def take_queued(self):
-        works, self._mine.works = getattr(self._mine, "works", []), []
-        return works
-
     def barrier(self):
         self._add("barrier", []).wait()
-        self.take_queued()
 
     def pending(self, tensors):
         """The operations on these tensors' memory that have not ended."""
@@ -96,9 +83,6 @@ class FifoTransport(Transport):
             with contextlib.suppress(RuntimeError):  # a tensor without memory of its own
                 found.append(self._latest.get(tensor.untyped_storage().data_ptr()))
         return [one[0] for one in found if one and not one[0].is_completed()]
-
-    def abort(self):
-        self._aborted = True
 
     def set_timeout(self, timeout_s):
         self._inner.set_timeout(timeout_s)
@@ -121,10 +105,8 @@ class AfterTheStream(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not getattr(func, "is_view", False):
             tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)]
-            if works := self._session.transport.pending(tensors):
-                self._session.flush(f"{func}", mine=True)
-                for work in works:
-                    work.done.wait()
+            for work in self._session.transport.pending(tensors):
+                work.wait()
         return func(*args, **(kwargs or {}))
 
 
@@ -136,11 +118,14 @@ def over_stream(comm):
         comm.rank, comm.world_size, comm.device, FifoTransport(inner), board, doorbells=doorbells
     )
     comm.session.start_together()
-    flush_before_reads(comm.session)
+    # They read the memory without an operation of PyTorch.
+    for name in ("tolist", "numpy"):
+        read = getattr(torch.Tensor, name)
+        setattr(torch.Tensor, name, lambda one, read=read: (one.clone(), read(one))[1])
     really_begin = threading.Thread._bootstrap_inner
 
     def begin(thread):
-        if thread.name in ("fifo-stream", "labkit-queue"):
+        if thread.name == "fifo-stream":
             really_begin(thread)
         else:
             with AfterTheStream(comm.session):

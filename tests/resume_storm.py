@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import WorkerError, train_with
-from labkit.runtime import supervisor
+from labkit.runtime import launch
 from labkit.training.checkpoint import newest, steps, why_not_whole
 
 travel_by_value(__name__)
@@ -109,10 +109,10 @@ def kill_rank(name, folder, every, draw, most_s):
     """Run on, and kill a rank at a random moment; the result if the run has ended before that."""
     agents = []
 
-    class Seen(supervisor.Ranks):
-        def start(self):
+    class Seen(launch.Supervisor):
+        def run(self):
             agents.append(self)
-            super().start()
+            return super().run()
 
     ends, struck = threading.Event(), []
     after_s, chosen = draw.uniform(0, most_s), draw.random()
@@ -129,7 +129,7 @@ def kill_rank(name, folder, every, draw, most_s):
                 os.kill(agents[-1].pids[struck[0]], signal.SIGKILL)
 
     (folder / "begun").unlink(missing_ok=True)
-    supervisor.Ranks, keep = Seen, supervisor.Ranks
+    launch.Supervisor, keep = Seen, launch.Supervisor
     timer = threading.Thread(target=strike)
     timer.start()
     try:
@@ -139,7 +139,7 @@ def kill_rank(name, folder, every, draw, most_s):
             raise
         return None
     finally:
-        supervisor.Ranks = keep
+        launch.Supervisor = keep
         ends.set()
         timer.join()
 

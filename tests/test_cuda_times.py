@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labkit.comm.board import Board
-from labkit.comm.span_sums import SpanSums
+from labkit.comm.session import SpanSums
 from labkit.tracing import CudaTimer, JointTimer, Recorder, Trace
 
 HOURS = 3600.0

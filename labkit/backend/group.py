@@ -10,7 +10,9 @@ all-reduce below DDP (``labkit.backend.chosen``). What is not supported is in
 ``labkit.backend.arguments.REFUSED``, with the reason.
 """
 
+import contextlib
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,7 +27,6 @@ from labkit import collectives
 from labkit.backend import arguments
 from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
-from labkit.backend.monitored_barrier import monitored_barrier
 from labkit.backend.queues import Queues
 from labkit.collectives.common import check_fits
 from labkit.comm.comm import Comm
@@ -270,10 +271,40 @@ class LabkitGroup(ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks, through the store; the error names the ranks that do not come."""
-        monitored_barrier(
-            self._store, self.rank(), self.size(), timeout or self._timeout, wait_all_ranks
-        )
+        """Wait until all ranks have come; the error names the first that has not, or all.
+
+        It needs only the store. So it works, and names the right rank, while a rank is stuck in a
+        collective. Raises RuntimeError, on every rank that came.
+        """
+        store, rank, timeout = self._store, self.rank(), timeout or self._timeout
+        place = f"labkit/monitored/{store.add(f'labkit/monitored/{rank}', 1)}"
+
+        def comes(key: str, patience: timedelta) -> bool:
+            with contextlib.suppress(RuntimeError):
+                store.wait([f"{place}/{key}"], patience)
+                return True
+            return False
+
+        if rank:
+            store.set(f"{place}/{rank}", "came")
+            # Rank 0 may come last, and then wait for a whole timeout for the missing ranks.
+            if not comes("verdict", 2 * timeout):
+                raise RuntimeError(f"rank 0 did not come to the monitored barrier of rank {rank}")
+            missing = store.get(f"{place}/verdict").decode().strip()
+        else:
+            until_s, absent = time.monotonic() + timeout.total_seconds(), list[str]()
+            for other in range(1, self.size()):
+                left_s = max(0.001, until_s - time.monotonic())
+                if not comes(str(other), timedelta(seconds=left_s)):
+                    absent.append(str(other))
+                    if not wait_all_ranks:
+                        break
+            missing = f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}" if absent else ""
+            store.set(f"{place}/verdict", missing or " ")
+        if missing:
+            raise RuntimeError(
+                f"{missing} did not come to the monitored barrier in {timeout.total_seconds():g} s"
+            )
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
         (tensor,) = tensors

@@ -22,8 +22,7 @@ from torch import Tensor
 from labkit.collectives.common import check_fits
 from labkit.comm.comm import Comm
 from labkit.comm.source_lines import credit_to
-from labkit.comm.work import Work
-from labkit.comm.work_queue import WorkQueue
+from labkit.comm.work import Work, WorkQueue
 from labkit.errors import PeerLostError
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)

@@ -13,9 +13,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from labkit.comm.sent import Traffic
 from labkit.comm.separate import separate_comm
-from labkit.comm.work_queue import WorkQueue
+from labkit.comm.transport import Traffic
+from labkit.comm.work import WorkQueue
 
 # How long the end of the program waits for a thread that is inside a learner's function.
 _LAST_PATIENCE_S = 2.0

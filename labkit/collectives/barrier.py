@@ -6,6 +6,7 @@ Symbols: P ranks. Source: Hensgen, Finkel and Manber, "Two algorithms for barrie
 
 import torch
 
+from labkit import gpus
 from labkit.collectives.common import transfer
 from labkit.comm.comm import Comm
 from labkit.schedules.tree import dissemination
@@ -25,4 +26,4 @@ def dissemination_barrier(comm: Comm) -> None:
             transfer(comm, step, token, heard)
         # On NCCL the messages are only queued so far, and this rank would leave before the others
         # have come.
-        comm.session.flush("dissemination_barrier")
+        gpus.synchronize(comm.device)

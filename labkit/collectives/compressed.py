@@ -20,8 +20,7 @@ from labkit.collectives import (
 )
 from labkit.collectives.hierarchical import parts_of, rings_of
 from labkit.collectives.ring import phase, split_chunks
-from labkit.comm.comm import Comm
-from labkit.comm.sub_comm import SubComm
+from labkit.comm.comm import Comm, SubComm
 from labkit.schedules.ring import ring_share_reduce
 from labkit.schedules.top_k import kept_elements
 

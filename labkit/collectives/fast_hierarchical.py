@@ -25,9 +25,7 @@ from labkit.collectives.fast_ring import Ring, fast_ring_all_reduce, with_follow
 from labkit.collectives.hierarchical import all_reduce_between, parts_of, rings_of
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import share_only, share_reduce
-from labkit.comm.comm import Comm
-from labkit.comm.sub_comm import SubComm
-from labkit.comm.under_way import exchange_under_way
+from labkit.comm.comm import Comm, SubComm, exchange_under_way
 from labkit.schedules.hierarchical import num_blocks, rings_between
 from labkit.schedules.ring import (
     RingStep,

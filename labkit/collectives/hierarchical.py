@@ -25,8 +25,7 @@ from torch import Tensor
 from labkit.collectives.common import in_place
 from labkit.collectives.reduction import Reduction
 from labkit.collectives.ring import share_only, share_reduce, split_chunks
-from labkit.comm.comm import Comm
-from labkit.comm.sub_comm import SubComm
+from labkit.comm.comm import Comm, SubComm
 from labkit.schedules.hierarchical import Blocks, num_blocks, parts_inside, rings_between
 from labkit.schedules.ring import chunk_bounds, owned_chunk
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from labkit.collectives.common import check_fits, check_one_per_rank, new_like, transfer
 from labkit.comm.comm import Comm
-from labkit.comm.memory_overlap import check_apart
+from labkit.comm.tensors import check_apart
 from labkit.schedules.tree import pairwise_exchange
 
 

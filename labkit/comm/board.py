@@ -9,7 +9,6 @@ Symbols: P ranks; an edge is an ordered pair (source, destination).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -25,10 +24,6 @@ RECV_ANY = "recv_any"
 # and one more while the peer overwrites the oldest.
 DEPTH = 3
 
-# How many each end keeps where operations are only queued (NCCL): ranks may be far apart, and a
-# rank that is further ahead of its peer waits.
-QUEUED = 64
-
 # How many collectives of a rank are kept. Ranks may be several collectives apart: the root may
 # finish a broadcast before other ranks have begun it.
 HISTORY = 8
@@ -40,12 +35,7 @@ KINDS = 16
 # (numpy truncates it, like all texts here, to the length of its field.)
 _WHAT = "S96"
 
-EDGE = np.dtype(
-    [("count", "i8"), ("begun", "i8"), ("posted_s", "f8", DEPTH), ("what", _WHAT, DEPTH)]
-)
-
-# One end of an edge on which operations are queued: their descriptions, and the callers' lines.
-QUEUED_EDGE = np.dtype([("what", _WHAT, QUEUED), ("where", "S160", QUEUED)])
+EDGE = np.dtype([("count", "i8"), ("posted_s", "f8", DEPTH), ("what", _WHAT, DEPTH)])
 
 RANK = np.dtype(
     [
@@ -74,18 +64,6 @@ RANK = np.dtype(
         ("until_s", "f8", 2),
         ("begun", "i8", 2),
         ("gave_up", "S1024"),
-        # Of the operations that are only queued: how many there were and have ended, the first
-        # that has not ended (op, peers, tensors, line), and at which point the rank itself waits
-        # for all of them; empty while it does not.
-        ("queued", "i8"),
-        ("ended", "i8"),
-        ("head_op", "S32"),
-        ("head_dst", "i8"),
-        ("head_src", "i8"),
-        ("head_sent", _WHAT),
-        ("head_expected", _WHAT),
-        ("head_location", "S256"),
-        ("resting", "S64"),
         # When the thread that watches this rank was last seen at work, on its host's clock.
         ("watched_s", "f8"),
     ]
@@ -109,13 +87,9 @@ class Board:
         edges: [side, source, destination] the two ends of every edge: the four fields below.
         counts: [side, source, destination] the number of operations that each end of an edge has
             posted so far.
-        begun: [side, source, destination] the number of queued operations that each end of an edge
-            is known to have come to: those that have ended, and the first that has not.
         posted_s: [side, source, destination, DEPTH] when the latest of them were posted.
         what: [side, source, destination, DEPTH] the tensors they move, as ``describe`` names them.
         wanted: [rank, source] whether a rank in recv_any accepts a message from this source.
-        late: [side, source, destination] the latest queued operations of each end; None in a copy
-            that is not whole.
     """
 
     def __init__(self, world_size: int, memory: bytearray | memoryview | None = None):
@@ -125,35 +99,26 @@ class Board:
         self.memory = memory
         edges_at = world_size * RANK.itemsize
         wanted_at = edges_at + 2 * world_size**2 * EDGE.itemsize
-        late_at = wanted_at + world_size**2
+        seen = wanted_at + world_size**2
         view = memoryview(memory).cast("B")
         self.ranks = np.frombuffer(view[:edges_at], dtype=RANK)
         self.collectives = self.ranks["collectives"]
         edges = np.frombuffer(view[edges_at:wanted_at], dtype=EDGE)
         self.edges = edges = edges.reshape(2, world_size, world_size)
         self.counts, self.posted_s, self.what = edges["count"], edges["posted_s"], edges["what"]
-        self.begun = edges["begun"]
-        wanted = np.frombuffer(view[wanted_at:late_at], dtype=bool)
+        wanted = np.frombuffer(view[wanted_at:seen], dtype=bool)
         self.wanted = wanted.reshape(world_size, world_size)
-        self.late: np.ndarray[Any, np.dtype[Any]] | None = None
-        if len(view) > late_at:
-            end = late_at + 2 * world_size**2 * QUEUED_EDGE.itemsize
-            late = np.frombuffer(view[late_at:end], dtype=QUEUED_EDGE)
-            self.late = late.reshape(2, world_size, world_size)
-            rest = view[end : self.num_bytes(world_size)]
+        if len(view) > seen:
+            rest = view[seen : self.num_bytes(world_size)]
             self._concluded = np.frombuffer(rest, dtype=_CONCLUSION)
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
-        late_bytes = 2 * world_size**2 * QUEUED_EDGE.itemsize
-        return _num_bytes_seen(world_size) + late_bytes + _CONCLUSION.itemsize
+        return _num_bytes_seen(world_size) + _CONCLUSION.itemsize
 
-    def copy(self, *, whole: bool = False) -> "Board":
-        """A copy of the board as it is now, in private memory.
-
-        Unless it is ``whole``, it leaves out ``late``, which is large, and empty without queues.
-        """
-        end = self.num_bytes(self.world_size) if whole else _num_bytes_seen(self.world_size)
+    def copy(self) -> "Board":
+        """A copy of the board as it is now, in private memory, without the conclusion."""
+        end = _num_bytes_seen(self.world_size)
         return Board(self.world_size, bytearray(memoryview(self.memory).cast("B")[:end]))
 
     # Written by the rank itself
@@ -166,29 +131,20 @@ class Board:
         location: str,
         sent: tuple[int, str] | None = None,
         expected: tuple[int, str] | None = None,
-        queued: bool = False,
     ) -> None:
-        """Post an operation: ``sent`` is (destination, what), ``expected`` is (source, what).
-
-        ``queued``: its end is not waited for, so its description and its line are kept for long.
-        """
+        """Post an operation: ``sent`` is (destination, what), ``expected`` is (source, what)."""
         slot = self.ranks[rank]
         slot["location"] = location.encode()
         slot["dst"] = sent[0] if sent else -1
         slot["src"] = expected[0] if expected else -1
         slot["op"] = op.encode()
-        where = location if queued else None
         if sent:
-            self._post((SEND, rank, sent[0]), sent[1], now_s, where)
+            self._post((SEND, rank, sent[0]), sent[1], now_s)
         if expected:
-            self._post((RECV, expected[0], rank), expected[1], now_s, where)
+            self._post((RECV, expected[0], rank), expected[1], now_s)
         slot["ticks"] += 1
 
-    def _post(self, end: tuple[int, int, int], what: str, now_s: float, where: str | None) -> None:
-        if where is not None and self.late is not None:
-            index = self.counts[end] % QUEUED
-            self.late["what"][end][index] = what.encode()
-            self.late["where"][end][index] = where.encode()
+    def _post(self, end: tuple[int, int, int], what: str, now_s: float) -> None:
         index = self.counts[end] % DEPTH
         self.what[end][index] = what.encode()
         self.posted_s[end][index] = now_s
@@ -287,10 +243,11 @@ class Board:
     def arrived_s(self, rank: int, sent_to: int | None, received_from: int | None) -> float:
         """When the last peer came to the transfer that ``rank`` has just ended, in seconds."""
         latest = 0.0
-        if sent_to is not None:
-            latest = _came_s(self, RECV, rank, sent_to)
-        if received_from is not None:
-            latest = max(latest, _came_s(self, SEND, received_from, rank))
+        for side, source, destination in ((RECV, rank, sent_to), (SEND, received_from, rank)):
+            if source is not None and destination is not None:
+                mine = int(self.counts[1 - side, source, destination]) - 1
+                came_s = self.posted_s[side, source, destination][mine % DEPTH]
+                latest = max(latest, float(came_s))
         return latest
 
     def meeting_arrived_s(self, rank: int, among: Sequence[int] | None = None) -> float:
@@ -301,11 +258,6 @@ class Board:
         index = (int(self.ranks[rank]["meetings"]) - 1) % DEPTH
         came_s = self.ranks["meeting_s"][:, index]
         return float((came_s if among is None else came_s[list(among)]).max())
-
-
-def _came_s(board: Board, peers_side: int, source: int, destination: int) -> float:
-    mine = int(board.counts[1 - peers_side, source, destination]) - 1
-    return float(board.posted_s[peers_side, source, destination][mine % DEPTH])
 
 
 def _num_bytes_seen(world_size: int) -> int:

@@ -1,25 +1,25 @@
 """Comm: the one object through which learner code and strategies talk to other ranks.
 
-Five operations: send, recv, recv_any, exchange, barrier. The transport moves and counts the bytes
-(``labkit.comm.transport``); the session posts each operation on the status board and times it
-(``labkit.comm.session``).
+The transport moves and counts the bytes (``labkit.comm.transport``); the session posts each
+operation on the status board and times it (``labkit.comm.session``).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from labkit.comm.any_source import AnySource
-from labkit.comm.board import Board
-from labkit.comm.memory_overlap import overlap
+from labkit.comm.board import RECV_ANY, Board
 from labkit.comm.session import Session
-from labkit.comm.tensors import check_tensor, deliver, describe, to_receive, to_send
+from labkit.comm.source_lines import caller_location
+from labkit.comm.tensors import check_tensor, deliver, describe, overlap, to_receive, to_send
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
+from labkit.errors import PeerLostError
 from labkit.schedules.hierarchical import Hosts, host_of
 
 
@@ -53,7 +53,8 @@ class Comm:
         self.transport = transport
         board = board or Board(world_size)
         self.session = Session(rank, device, transport, board, doorbells, keep_spans, self.hosts)
-        self._any_source = AnySource(self.session)
+        # The sources that recv_any has reported as lost.
+        self._known_lost: set[int] = set()
         self._inside_collective = False
 
     @property
@@ -148,8 +149,33 @@ class Comm:
             raise ValueError(f"rank {self.rank} cannot receive: the list of sources is empty")
         for source in asked:
             self._check_peer(source, "receive from")
-        incoming = to_receive(tensor, self.device)
-        src = self._any_source.recv(tensor, incoming, asked)
+        left = [source for source in asked if source not in self._known_lost]
+        if not left:
+            raise PeerLostError(f"all the sources have ended: ranks {asked}")
+        incoming, what = to_receive(tensor, self.device), describe(tensor)
+        session, transport = self.session, self.transport
+        # Ranks of this host post their messages on the board and ring. From each of the others one
+        # message is received ahead, in a thread that rings the same bell.
+        far = [source for source in left if not session.doorbells.has(source)]
+        if far and not transport.receives_from_any:
+            raise ValueError(
+                f"recv_any from ranks {far} needs a status board that these ranks share: "
+                "between machines use gloo"
+            )
+        if far:
+            transport.expect(incoming, far, session.doorbells.ring_mine)
+        start = session.recorder.timer.mark()
+        session.board.enter_any(self.rank, left, what, caller_location())
+        try:
+            arrived = partial(transport.arrived, incoming, far)
+            src = session.doorbells.wait_for_sender(left, arrived)
+            with session.operation(RECV_ANY, expected=(src, what), start=start):
+                transport.recv(incoming, src)
+        except PeerLostError as error:
+            session.board.leave(self.rank)
+            if error.rank is not None:
+                self._known_lost.add(error.rank)
+            raise
         deliver(incoming, tensor)
         return src
 
@@ -278,3 +304,74 @@ class Comm:
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, world_size={self.world_size}, device={self.device})"
+
+
+@contextmanager
+def exchange_under_way(
+    comm: Comm, send: Tensor, dst: int, recv: Tensor, src: int
+) -> Iterator[None]:
+    """``comm.exchange`` that goes on while the block runs, and has ended after it.
+
+    The block may use ``comm`` with other ranks. Where messages do not move by themselves (in
+    shared memory, on NCCL) the exchange follows the block. Its span is the part after the block.
+
+    Args:
+        send, recv: contiguous, on ``comm.device``, without common memory; not to be touched in
+            the block.
+    """
+    ends = (dst, describe(send)), (src, describe(recv))
+    with (
+        comm.session.operation("exchange", *ends) as again,
+        comm.transport.exchanging(send, dst, recv, src),
+    ):
+        yield
+        again()
+
+
+class SubComm(Comm):
+    """A ``Comm`` of some ranks: the messages of ``comm``, its counters and its trace.
+
+    For collectives that consist of messages. They are not announced,
+    since the other ranks do not call them: announce a collective of all ranks around them.
+
+    Args:
+        comm: this rank's Comm.
+        ranks: those that take part, this one among them; rank n here is ``ranks[n]`` there.
+        phase: the kind of the spans of a ring's messages; None leaves it to the collective.
+    """
+
+    def __init__(self, comm: Comm, ranks: Sequence[int], phase: str | None = None):
+        self.rank, self.world_size, self.device = ranks.index(comm.rank), len(ranks), comm.device
+        self.hosts = (tuple(range(self.world_size)),)
+        self.transport, self.session = comm.transport, comm.session
+        self._comm, self._ranks, self._phase = comm, ranks, phase
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._comm.send(tensor, self._ranks[dst])
+
+    def recv(self, tensor: Tensor, src: int) -> Tensor:
+        return self._comm.recv(tensor, self._ranks[src])
+
+    def recv_add(self, tensor: Tensor, src: int) -> Tensor:
+        return self._comm.recv_add(tensor, self._ranks[src])
+
+    def recv_any(self, tensor: Tensor, sources: Iterable[int]) -> int:
+        return self._ranks.index(self._comm.recv_any(tensor, [self._ranks[s] for s in sources]))
+
+    def barrier(self) -> None:
+        raise NotImplementedError("a barrier is for all ranks; dissemination_barrier is for some")
+
+    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Tensor:
+        return self._comm.exchange(send, self._ranks[dst], recv, self._ranks[src])
+
+    @contextmanager
+    def collective(
+        self, name: str, tensor: Tensor | None = None, option: str = ""
+    ) -> Iterator[None]:
+        self.session.check_open()
+        yield
+
+    def span(self, kind: str, device: torch.device | None = None) -> AbstractContextManager[None]:
+        if self._phase is not None and kind in ("share_reduce", "share_only"):
+            kind = self._phase
+        return self._comm.span(kind, device)

@@ -19,7 +19,7 @@ alpha-beta model of ``labkit.costs.link``: alpha is the latency, beta is 1 / ban
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.comm.channels import Channel
 from labkit.comm.shared_memory import Arena, Semaphore
-from labkit.comm.transport import Transport
+from labkit.comm.transport import OverTransports, Transport
 from labkit.errors import PeerLostError
 from labkit.schedules.hierarchical import Hosts, host_of
 from labkit.units import MOST_RANKS, MOST_SECONDS, check_above_zero, check_integer, check_number
@@ -82,194 +81,116 @@ class EmulatedLink:
 
 
 class Card:
-    """One rank's network card: until when each of its two sides is busy.
+    """A network card: until when each of its two sides is busy.
 
-    All connections of a process share one card, so that their messages queue up together.
+    All connections of a process share one card, so that their messages queue up together. The
+    ranks of an emulated host share theirs, too: there latencies overlap, and only the bytes queue.
 
     Args:
         link: how long messages take.
+        shared: the state of both sides [2], float64, and its lock, in memory that ranks share;
+            None for a card of this process alone.
         now: the clock, in seconds.
     """
 
-    def __init__(self, link: EmulatedLink, now: Callable[[], float] = time.monotonic):
-        self.link = link
-        self._now = now
-        self._free_s = {"out": 0.0, "in": 0.0}
+    def __init__(
+        self,
+        link: EmulatedLink,
+        shared: tuple[Tensor, Semaphore] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.link, self._now = link, now
+        self._free_s: Any = [0.0, 0.0] if shared is None else shared[0].numpy()
+        self._between_ranks = None if shared is None else shared[1]
         # Several threads may send or receive, each on a connection to another rank.
-        self._booking = threading.Lock()
+        self._between_threads = threading.Lock()
 
     def book(self, out_bytes: int | None = None, in_bytes: int | None = None) -> float:
         """Put a message of so many bytes on a side, or one on each; None for no message there.
 
         Returns the seconds from now until the later of the two ends.
         """
-        sides = {"out": out_bytes, "in": in_bytes}
-        with self._booking:
+        # The part of a message's latency for which it occupies its side, and the rest.
+        busy_s, later_s = self.link.latency_s, 0.0
+        if self._between_ranks is not None:
+            busy_s, later_s = later_s, busy_s
+        with self._between_threads:
+            if self._between_ranks is not None and not self._between_ranks.wait(_LOCK_PATIENCE_S):
+                raise PeerLostError("a rank of this host ended while it used the host's card")
             now_s = end_s = self._now()
-            for side, num_bytes in sides.items():
+            for side, num_bytes in enumerate((out_bytes, in_bytes)):
                 if num_bytes is not None:
-                    start_s = max(now_s, self._free_s[side])
-                    self._free_s[side] = start_s + self.link.message_seconds(num_bytes)
-                    end_s = max(end_s, self._free_s[side])
+                    start_s = max(now_s, float(self._free_s[side]))
+                    wire_s = num_bytes / self.link.bandwidth_bytes_per_s
+                    self._free_s[side] = start_s + busy_s + wire_s
+                    end_s = max(end_s, float(self._free_s[side]) + later_s)
+            if self._between_ranks is not None:
+                self._between_ranks.post()
         return end_s - now_s
 
 
-class HostCard(Card):
-    """The network card that all ranks of an emulated host share.
-
-    Args:
-        link: how long messages take.
-        state: [2], float64, of both sides, in memory that these ranks share.
-        lock: of the state.
-        now: a clock that these ranks share, in seconds.
-    """
-
-    def __init__(
-        self,
-        link: EmulatedLink,
-        state: Tensor,
-        lock: Semaphore,
-        now: Callable[[], float] = time.monotonic,
-    ):
-        super().__init__(link, now)
-        self._state, self._lock = state.numpy(), lock
-
-    def book(self, out_bytes: int | None = None, in_bytes: int | None = None) -> float:
-        if not self._lock.wait(_LOCK_PATIENCE_S):
-            raise PeerLostError("a rank of this host ended while it used the host's card")
-        now_s = end_s = self._now()
-        for side, num_bytes in enumerate((out_bytes, in_bytes)):
-            if num_bytes is not None:
-                start_s = max(now_s, float(self._state[side]))
-                free_s = start_s + num_bytes / self.link.bandwidth_bytes_per_s
-                self._state[side] = free_s
-                end_s = max(end_s, free_s + self.link.latency_s)
-        self._lock.post()
-        return end_s - now_s
-
-
-class LinkTransport(Transport):
+class LinkTransport(OverTransports):
     """Another transport's messages, each as slow as on the card's link.
 
     The other transport moves and counts them, so the counts are the same as without a link. There
-    are channels only between the ranks of an emulated host: other collectives that would write
-    directly into shared memory send messages.
-
-    (``Transport`` determines the methods and their number.)
-
-    Args:
-        transport: moves the messages.
-        card: how long they take.
-        near: the ranks on the same emulated host, whose messages pass no card.
+    are channels only between the ranks of an emulated host (``near``), whose messages pass no
+    card: other collectives that would write directly into shared memory send messages.
     """
 
     def __init__(self, transport: Transport, card: Card, near: Collection[int] = ()):
-        # Not ``super().__init__``: the counters are those of the transport that moves the bytes.
-        self._transport, self._card, self._near = transport, card, frozenset(near)
-        self.sent = transport.sent
-        self.receives_from_any = transport.receives_from_any
-        self.ends_together = transport.ends_together
-        self.queues = transport.queues
+        super().__init__(transport)
+        self._card, self._near = card, frozenset(near)
         self._abandoned = threading.Event()
 
-    @property
-    def collective(self) -> str:
-        return self._transport.collective
-
-    @collective.setter
-    def collective(self, name: str) -> None:
-        self._transport.collective = name
-
     def send(self, tensor: Tensor, dst: int) -> None:
-        self._transport.send(tensor, dst)
-        self._travel(tensor, dst=dst)
+        self.first.send(tensor, dst)
+        self._sleep(self._book((tensor, dst), None))
 
     def recv(self, tensor: Tensor, src: int) -> None:
-        self._transport.recv(tensor, src)
-        self._travel(tensor, src=src)
+        self.first.recv(tensor, src)
+        self._sleep(self._book(None, (tensor, src)))
 
     def recv_add(self, tensor: Tensor, src: int) -> None:
-        self._transport.recv_add(tensor, src)
-        self._travel(tensor, src=src)
-
-    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
-        self._transport.expect(tensor, sources, ring)
-
-    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        return self._transport.arrived(tensor, sources)
+        self.first.recv_add(tensor, src)
+        self._sleep(self._book(None, (tensor, src)))
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        self._transport.exchange(send, dst, recv, src)
-        self._travel(send, recv, dst, src)
+        self.first.exchange(send, dst, recv, src)
+        self._sleep(self._book((send, dst), (recv, src)))
 
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
-        self._transport.exchange(send, dst, recv, src)
-        left_s, began_s = self._booked(send, recv, dst, src), time.monotonic()
+        self.first.exchange(send, dst, recv, src)
+        left_s, began_s = self._book((send, dst), (recv, src)), time.monotonic()
         yield
-        if left_s is not None:
-            self._sleep(max(0.0, began_s + left_s - time.monotonic()))
+        self._sleep(left_s and max(0.0, began_s + left_s - time.monotonic()))
 
     def shares_memory_with(self, peer: int) -> bool:
-        return peer in self._near and self._transport.shares_memory_with(peer)
-
-    def channel_to(self, dst: int) -> Channel:
-        return (self._transport if dst in self._near else super()).channel_to(dst)
-
-    def channel_from(self, src: int) -> Channel:
-        return (self._transport if src in self._near else super()).channel_from(src)
-
-    def barrier(self) -> None:
-        self._transport.barrier()
-
-    def take_queued(self) -> list[Any]:
-        return self._transport.take_queued()
-
-    def stream(self) -> int:
-        return self._transport.stream()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def set_timeout(self, timeout_s: float) -> None:
-        self._transport.set_timeout(timeout_s)
+        return peer in self._near and self.first.shares_memory_with(peer)
 
     def abandon(self) -> None:
         self._abandoned.set()
-        self._transport.abandon()
+        super().abandon()
 
-    def close(self) -> None:
-        self._transport.close()
-
-    def _travel(
-        self,
-        sent: Tensor,
-        received: Tensor | None = None,
-        dst: int | None = None,
-        src: int | None = None,
-    ) -> None:
-        """Sleep until the messages have passed the link: one to ``dst``, one from ``src``."""
-        left_s = self._booked(sent, received, dst, src)
-        if left_s is not None:
-            self._sleep(left_s)
-
-    def _booked(
-        self, sent: Tensor, received: Tensor | None, dst: int | None, src: int | None
+    def _book(
+        self, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> float | None:
         """Put the messages on the card; the seconds until they have passed, None inside a host."""
-        out_bytes = None if dst is None or dst in self._near else sent.nbytes
-        in_bytes = None
-        if src is not None and src not in self._near:
-            in_bytes = (sent if received is None else received).nbytes
-        if out_bytes is None and in_bytes is None:
+        out, incoming = (
+            None if end is None or end[1] in self._near else end[0] for end in (sent, received)
+        )
+        if out is None and incoming is None:
             return None
-        if sent.device.type == "cuda":
-            # So far the transfer is only queued, and what is queued next must come after it.
-            torch.cuda.current_stream(sent.device).synchronize()
-        return self._card.book(out_bytes, in_bytes)
+        for tensor in (out, incoming):
+            if tensor is not None and tensor.device.type == "cuda":
+                # So far the transfer is only queued, and what is queued next must come after it.
+                torch.cuda.current_stream(tensor.device).synchronize()
+        return self._card.book(
+            None if out is None else out.nbytes, None if incoming is None else incoming.nbytes
+        )
 
-    def _sleep(self, seconds: float) -> None:
-        if self._abandoned.wait(seconds):
+    def _sleep(self, seconds: float | None) -> None:
+        if seconds is not None and self._abandoned.wait(seconds):
             raise PeerLostError("this rank is ending")
 
 
@@ -302,7 +223,7 @@ def plug_in(link: EmulatedLink | None, rank: int = 0, arena: Arena | None = None
         )
     _hosts = link.hosts(arena.world_size)
     host = host_of(rank, _hosts)
-    _card, _near = HostCard(link, *arena.card(host)), frozenset(_hosts[host])
+    _card, _near = Card(link, arena.card(host)), frozenset(_hosts[host])
 
 
 def over_link(transport: Transport, ranks: Sequence[int] | None = None) -> Transport:

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from labkit.comm.board import EDGE, KINDS, LOST, QUEUED_EDGE, RANK, RECV, SEND, Board
+from labkit.comm.board import EDGE, KINDS, LOST, RANK, RECV, SEND, Board
 
-# Mark, P, how many ranks, whether their queues are included.
-_HEAD = struct.Struct("!8sIIB")
+# Mark, P, how many ranks.
+_HEAD = struct.Struct("!8sII")
 _MARK = b"labkit-m"
 
 _NOT_OF_ROWS = ("pid", "origin_s", "meeting_s", "watched_s")
@@ -39,26 +39,24 @@ _ROW, _END = _without(RANK, _NOT_OF_ROWS), _without(EDGE, _NOT_OF_ENDS)
 
 # Of the numbers of a row the least and the largest value; those of all others are +-_MOST.
 _MOST = 2**62
-_COUNTERS = ("count", "begun", "collectives", "ticks")
-_COUNTED = ("ticks", "meetings", "collectives", "queued", "ended")
+_COUNTERS = ("count", "collectives", "ticks")
+_COUNTED = ("ticks", "meetings", "collectives")
 
 
-def _layout(world_size: int, queues: bool) -> np.dtype[Any]:
+def _layout(world_size: int) -> np.dtype[Any]:
     """What one rank writes: its row, its ends of the edges, and whom it would receive from."""
     ends = [("sends", _END, (world_size,)), ("recvs", _END, (world_size,))]
-    late = [(f"late_{name}", QUEUED_EDGE, (world_size,)) for name in ("sends", "recvs")]
-    return np.dtype([("row", _ROW), *ends, ("wanted", "u1", (world_size,)), *(late * queues)])
+    return np.dtype([("row", _ROW), *ends, ("wanted", "u1", (world_size,))])
 
 
 def pack(board: Board, ranks: Sequence[int]) -> bytes:
     """What ``ranks`` have written to ``board``, for ``unpack`` on another host."""
-    queues = board.late is not None and bool(board.ranks["queued"][list(ranks)].any())
-    packed = np.zeros(len(ranks), _layout(board.world_size, queues))
+    packed = np.zeros(len(ranks), _layout(board.world_size))
     for mine, rank in zip(packed, ranks):
         # A rank counts an entry after it has written it: so the counter is read before the entry.
-        for part, place in reversed(list(_places(board, rank, queues))):
+        for part, place in reversed(list(_places(board, rank))):
             _copy(place, mine[part], counters_last=False)
-    head = _HEAD.pack(_MARK, board.world_size, len(ranks), queues)
+    head = _HEAD.pack(_MARK, board.world_size, len(ranks))
     return head + zlib.compress(packed.tobytes(), level=1)
 
 
@@ -69,30 +67,26 @@ def unpack(board: Board, ranks: Sequence[int], data: bytes) -> None:
         ValueError: ``data`` is nothing that ``pack`` has made for these ranks. The board is as
             before.
     """
-    found, queues = _read(board, ranks, data)
+    found = _read(board, ranks, data)
     for mine, rank in zip(found, ranks):
         _check_numbers(mine, rank, board.world_size)
     _check_texts(found)
     for mine, rank in zip(found, ranks):
-        for part, place in _places(board, rank, queues):
+        for part, place in _places(board, rank):
             _copy(mine[part], place, counters_last=True)
 
 
-def _read(
-    board: Board, ranks: Sequence[int], data: bytes
-) -> tuple[np.ndarray[Any, np.dtype[Any]], bool]:
-    """What ``data`` holds of each of ``ranks``, and whether their queues are included."""
+def _read(board: Board, ranks: Sequence[int], data: bytes) -> np.ndarray[Any, np.dtype[Any]]:
+    """What ``data`` holds of each of ``ranks``."""
     if len(data) < _HEAD.size:
         raise ValueError(f"{len(data)} bytes are too few for the rows of a status board")
-    mark, world_size, num_ranks, queues = _HEAD.unpack_from(data)
-    if (mark, world_size, num_ranks) != (_MARK, board.world_size, len(ranks)) or queues > 1:
+    if _HEAD.unpack_from(data) != (_MARK, board.world_size, len(ranks)):
         raise ValueError(
             f"the bytes are not the rows of {len(ranks)} of {board.world_size} ranks: is it the "
             "same labkit on all hosts?"
         )
-    queues = bool(queues) and board.late is not None
-    layout = _layout(world_size, queues)
-    due = layout.itemsize * num_ranks
+    layout = _layout(board.world_size)
+    due = layout.itemsize * len(ranks)
     unpacker = zlib.decompressobj()
     try:
         plain = unpacker.decompress(data[_HEAD.size :], due + 1)
@@ -100,14 +94,11 @@ def _read(
         raise ValueError(f"the rows of a status board cannot be read: {error}") from None
     if len(plain) != due or not unpacker.eof or unpacker.unused_data:
         raise ValueError(f"the rows of a status board are not of {due} bytes")
-    return np.frombuffer(bytearray(plain), layout), queues
+    return np.frombuffer(bytearray(plain), layout)
 
 
-def _places(board: Board, rank: int, queues: bool) -> Iterator[tuple[str, Any]]:
+def _places(board: Board, rank: int) -> Iterator[tuple[str, Any]]:
     """The parts of what a rank writes, and their places on the board; counters come late."""
-    if queues and board.late is not None:
-        yield "late_sends", board.late[SEND, rank]
-        yield "late_recvs", board.late[RECV, :, rank]
     yield "wanted", board.wanted[rank]
     yield "row", board.ranks[rank]
     yield "sends", board.edges[SEND, rank]
@@ -128,11 +119,11 @@ def _check_numbers(mine: Any, rank: int, world_size: int) -> None:
     row = mine["row"]
     limits = {name: (-_MOST, _MOST) for name in _ROW.names or () if _ROW[name].kind == "i"}
     limits |= dict.fromkeys(_COUNTED, (0, _MOST))
-    limits |= dict.fromkeys(("dst", "src", "head_dst", "head_src"), (-1, world_size - 1))
+    limits |= dict.fromkeys(("dst", "src"), (-1, world_size - 1))
     limits |= {"state": (0, LOST), "begun": (0, KINDS)}
     numbers = [(row[name], *limits[name]) for name in limits]
     for part in ("sends", "recvs"):
-        numbers += [(mine[part][name], 0, _MOST) for name in ("count", "begun")]
+        numbers.append((mine[part]["count"], 0, _MOST))
     numbers.append((mine["wanted"], 0, 1))
     numbers += [(row[name], -_MOST, _MOST) for name in ("kind_s", "until_s")]
     for values, least, most in numbers:

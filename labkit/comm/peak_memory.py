@@ -1,16 +1,12 @@
 """Peak memory: what a rank's process, and its tensors on GPUs, took at most.
 
-On a GPU, PyTorch's caching allocator counts (``torch.cuda.memory_stats``). Reading or resetting
-its peaks waits for no kernel. It counts neither the CUDA context, some hundred MB a process, nor
-what libraries such as NCCL take for themselves: only the driver knows these, not as a peak, and
-not by process inside a container.
+On a GPU, PyTorch's caching allocator counts: neither the CUDA context, some hundred MB a process,
+nor what libraries such as NCCL take for themselves.
 
 On the host, Linux keeps the peak of the resident memory (VmHWM), which a process may set back
 (``clear_refs``). A rank begins as a copy of the forkserver, with hundreds of MB that all ranks
-share (Python, torch), so only what is added counts. Pages of files do not count, because their
-first use reads code of torch into memory; pages that a rank shares with others, such as those of
-its messages, do. Memory that was freed before, and is used again, adds nothing; what is freed and
-kept by the C library (blocks below 32 MB) still counts.
+share, so only what is added counts. Pages of files do not count, because their first use reads
+code of torch into memory; pages that a rank shares with others, such as those of its messages, do.
 
 Source: Linux, proc_pid_status(5) and proc_pid_clear_refs(5).
 """
@@ -18,25 +14,20 @@ Source: Linux, proc_pid_status(5) and proc_pid_clear_refs(5).
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from labkit.units import format_bytes
 
-_STATUS, _CLEAR_REFS = "/proc/self/status", "/proc/self/clear_refs"
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _SET_PEAK_BACK = b"5"
-_FIELDS = (b"VmHWM", b"RssAnon", b"RssFile", b"RssShmem")
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The peaks of PyTorch's caching allocator on one GPU.
-
-    Attributes:
-        allocated_bytes: of tensors.
-        reserved_bytes: what the allocator held for them, with what it kept for later.
-    """
+    """The peaks of PyTorch's caching allocator on one GPU: of tensors, and with what it kept."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -78,10 +69,7 @@ class PeakMemory:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "process_bytes": self.process_bytes,
-            "devices": {name: asdict(one) for name, one in self.devices.items()},
-        }
+        return asdict(replace(self, devices=dict(self.devices)))
 
     def __str__(self) -> str:
         parts = [
@@ -94,9 +82,10 @@ class PeakMemory:
             parts.append(f"{whose}{format_bytes(self.process_bytes)}")
         return ", ".join(parts) or "unknown"
 
-    def most(self, other: "PeakMemory") -> "PeakMemory":
+    def most(self, other: "PeakMemory | None") -> "PeakMemory":
         """The larger of each number; a process's peak is unknown if one of the two is."""
-        known = (self.process_bytes, other.process_bytes)
+        if other is None:
+            return self
         devices = dict(self.devices)
         for name, one in other.devices.items():
             mine = devices.get(name, one)
@@ -104,7 +93,9 @@ class PeakMemory:
                 max(mine.allocated_bytes, one.allocated_bytes),
                 max(mine.reserved_bytes, one.reserved_bytes),
             )
-        return PeakMemory(None if None in known else max(filter(None, known), default=0), devices)
+        if self.process_bytes is None or other.process_bytes is None:
+            return PeakMemory(None, devices)
+        return PeakMemory(max(self.process_bytes, other.process_bytes), devices)
 
     def above(self, start_bytes: int | None) -> "PeakMemory":
         """This peak with the process's memory counted from ``start_bytes``."""
@@ -125,30 +116,33 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._start = _status()
+        self._start_bytes = _own(_status())
         self._total: PeakMemory | None = None
         self._can_set_back = self._set_back()
 
     def lap(self) -> PeakMemory:
         """The peak since the last lap, of which the process's is not relative to any start."""
-        now = _status()
-        found = PeakMemory(_peak(now) if self._can_set_back else None, _gpu_peaks(self._device))
+        status, devices = _status(), {}
+        for index in _gpus():
+            peak = DeviceMemory(
+                torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index)
+            )
+            if peak.reserved_bytes or f"cuda:{index}" == str(self._device):
+                devices[f"cuda:{index}"] = peak
+        process_bytes = _own(status) if self._can_set_back else None
+        if process_bytes is not None:
+            # Of the pages of files there are more by now than at the peak.
+            process_bytes = max(process_bytes, status["VmHWM"] - status["RssFile"])
+        found = PeakMemory(process_bytes, devices)
         self._set_back()
-        self._total = found.most(self._total) if self._total else found
+        self._total = found.most(self._total)
         return found
 
     def total(self) -> PeakMemory:
         """The peak since this meter was made, of which the process's counts from then."""
         self.lap()
         assert self._total is not None, "it has a lap"
-        if self._can_set_back:
-            return self._total.above(_own(self._start))
-        # The highest peak of a process's life is that of the time since the start only if it rose.
-        now = _status()
-        rose = now.get(b"VmHWM", 0) > self._start.get(b"VmHWM", 0)
-        return replace(self._total, process_bytes=_peak(now) if rose else None).above(
-            _own(self._start)
-        )
+        return self._total.above(self._start_bytes)
 
     def part(self, arrived_bytes: int = 0) -> "Part":
         """The peak of some stretches of the run, counted from now, less ``arrived_bytes``."""
@@ -159,8 +153,8 @@ class MemoryMeter:
         """Begin a lap; False where the process's peak cannot be set back."""
         for index in _gpus():
             torch.cuda.reset_peak_memory_stats(index)
-        with suppress(OSError), open(_CLEAR_REFS, "wb", buffering=0) as file:
-            file.write(_SET_PEAK_BACK)
+        with suppress(OSError):
+            _CLEAR_REFS.write_bytes(_SET_PEAK_BACK)
             return True
         return False
 
@@ -178,11 +172,9 @@ class Part:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the block."""
         self._meter.lap()
         yield
-        found = self._meter.lap().above(self._start_bytes)
-        self.peak = found.most(self.peak) if self.peak else found
+        self.peak = self._meter.lap().above(self._start_bytes).most(self.peak)
 
 
 def as_dicts(peaks: list[PeakMemory | None]) -> list[dict[str, Any] | None]:
@@ -190,36 +182,19 @@ def as_dicts(peaks: list[PeakMemory | None]) -> list[dict[str, Any] | None]:
     return [None if peak is None else peak.as_dict() for peak in peaks]
 
 
-def _status() -> dict[bytes, int]:
+def _status() -> dict[str, int]:
     """Bytes by field of this process's status; empty where the system has no such file."""
-    with suppress(OSError), open(_STATUS, "rb", buffering=0) as file:
-        rows = (line.partition(b":") for line in file.read().splitlines())
-        return {name: int(size.split()[0]) * 1024 for name, _, size in rows if name in _FIELDS}
+    with suppress(OSError):
+        rows = (line.split() for line in _STATUS.read_text().splitlines())
+        return {row[0][:-1]: int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
     return {}
 
 
-def _own(status: Mapping[bytes, int]) -> int | None:
+def _own(status: Mapping[str, int]) -> int | None:
     """Resident memory without the pages of files."""
-    return status[b"RssAnon"] + status[b"RssShmem"] if len(status) == len(_FIELDS) else None
-
-
-def _peak(status: Mapping[bytes, int]) -> int | None:
-    """The peak without the pages of files, which are more by now than they were at the peak."""
-    own = _own(status)
-    return None if own is None else max(own, status[b"VmHWM"] - status[b"RssFile"])
+    return status["RssAnon"] + status["RssShmem"] if status else None
 
 
 def _gpus() -> range:
     """The GPUs that may have tensors of this process; none, if it has not initialised CUDA."""
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-
-
-def _gpu_peaks(mine: torch.device) -> dict[str, DeviceMemory]:
-    peaks = {f"cuda:{index}": _gpu_peak(index) for index in _gpus()}
-    return {name: peak for name, peak in peaks.items() if peak.reserved_bytes or name == str(mine)}
-
-
-def _gpu_peak(index: int) -> DeviceMemory:
-    return DeviceMemory(
-        torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index)
-    )

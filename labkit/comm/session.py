@@ -1,33 +1,36 @@
 """The session of a ``Comm``: it posts operations on the status board and records their spans.
 
 ``Comm`` moves tensors. For each operation its session makes an entry on the board, from which a
-deadlock can be explained, and a span in the trace. The runtime, the backend and the work queues
+deadlock can be explained, and a span in the trace. The launcher, the backend and the work queues
 manage a comm through its session; strategies and learners never need it.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from labkit import gpus
-from labkit.comm.board import LEFT, RECV, SEND, Board
-from labkit.comm.device_timers import DeviceTimers, without_drift
-from labkit.comm.mismatch import check_collective, check_message
+from labkit.comm.board import KINDS, LEFT, RECV, SEND, Board
+from labkit.comm.deadlock import check_collective, check_message
 from labkit.comm.peak_memory import MemoryMeter, Part
-from labkit.comm.queued import Operation, Queue
-from labkit.comm.reported_loss import ReportedLoss
 from labkit.comm.source_lines import caller_location
-from labkit.comm.span_sums import SpanSums
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Bell, Doorbells
 from labkit.errors import PeerLostError
-from labkit.tracing import ClockTimer, CudaTimer, Meeting, Recorder, Span
+from labkit.tracing import ClockTimer, CudaTimer, JointTimer, Meeting, Recorder, Span, Timer
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]
+
+# How often a loss is fetched from a GPU.
+_EVERY_S = 0.25
 
 
 class Session:
@@ -36,8 +39,8 @@ class Session:
     Args:
         device: where the rank's tensors live; on a GPU, spans are timed with CUDA events.
         doorbells: wake up a rank in recv_any; None where ranks share no semaphores.
-        hosts: the ranks of each host; None for one host with all of them.
         keep_spans: keep only this many spans, the latest; None keeps all.
+        hosts: the ranks of each host; None for one host with all of them.
 
     Attributes:
         hosts: the ranks of each host; an emulated link may show others (``Comm.hosts``).
@@ -47,7 +50,6 @@ class Session:
         recorder: collects this rank's spans.
         timers: the clocks of the devices that this rank uses.
         loss: takes the losses that this rank reports.
-        queue: what was queued and has not ended; None if operations end before they return.
         sums: this rank's seconds by kind of span; None before ``start_together``.
         memory: measures this rank's peak memory; None before ``start_together``.
         at_close: called first when the session is closed.
@@ -70,7 +72,6 @@ class Session:
         self.hosts = hosts or (tuple(range(board.world_size)),)
         self.operations = self.barriers = 0
         self.device = device
-        self.queue = Queue(rank, board, transport) if transport.queues else None
         self._on_gpu = device.type == "cuda"
         self.memory: MemoryMeter | None = None
         self.at_close: list[Callable[[], None]] = []
@@ -80,12 +81,12 @@ class Session:
         self.sums: SpanSums | None = None
         # Whether the starts of operations can be compared with those of other ranks after the run.
         self._compares = False
-        self._closed = False
+        self.is_closed = False
 
     # For the operations of ``Comm``
 
     def check_open(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise ValueError(
                 "this comm is used after the end of its run: start another with labkit.run"
             )
@@ -115,9 +116,14 @@ class Session:
         leaving = None if dst is None else self.transport.sent.to[dst]
         bytes_before = leaving.num_bytes if leaving else 0
         start = self.recorder.timer.mark() if start is None else start
-        if self.queue is not None:
-            self.queue.make_room(sent, expected)
-        queued = self._post(op, sent, expected)
+        where = caller_location()
+        self.board.enter(self.rank, op, self._host.mark(), where, sent, expected)
+        if sent:
+            check_message(self.board, SEND, self.rank, sent[0])
+        if expected:
+            check_message(self.board, RECV, expected[0], self.rank)
+        if sent:
+            self.doorbells.ring(sent[0])
 
         def again() -> None:
             nonlocal start
@@ -131,38 +137,16 @@ class Session:
             names = " and ".join(f"rank {peer}" for peer in peers)
             lost = peers[0] if len(peers) == 1 else error.rank
             raise PeerLostError(f"{op} with {names} broke off: {error}", lost) from error
-        if self.queue is not None and queued is not None:
-            self.queue.add(queued)
         self.board.leave(self.rank)
         self.operations += 1
         num_bytes = leaving.num_bytes - bytes_before if leaving else 0
-        unknown = self._on_gpu or self.queue is not None
-        arrived = None if unknown else self.board.arrived_s(self.rank, dst, src)
-        peer = src if dst is None else dst
-        self.record(start, num_bytes, peer, arrived, self._messages(dst, src))
-
-    def _post(self, op: str, sent: End | None, expected: End | None) -> Operation | None:
-        """Post a transfer and check that its ends fit; returns it if it will only be queued."""
-        where, queues = caller_location(), self.queue is not None
-        self.board.enter(self.rank, op, self._host.mark(), where, sent, expected, queues)
-        queued = None
-        if self.queue is not None:
-            queued = self.queue.begin(op, sent, expected, where)
-        if sent:
-            check_message(self.board, SEND, self.rank, sent[0], queues)
-        if expected:
-            check_message(self.board, RECV, expected[0], self.rank, queues)
-        if sent:
-            self.doorbells.ring(sent[0])
-        return queued
-
-    def _messages(self, dst: int | None, src: int | None) -> tuple[Meeting, ...]:
-        """The messages of this rank's latest operation, if their two ends are to be compared."""
-        if not self._compares:
-            return ()
-        edges = [] if dst is None else [(SEND, self.rank, dst)]
-        edges += [] if src is None else [(RECV, src, self.rank)]
-        return tuple((*edge[1:], int(self.board.counts[edge])) for edge in edges)
+        arrived = None if self._on_gpu else self.board.arrived_s(self.rank, dst, src)
+        meets: tuple[Meeting, ...] = ()
+        if self._compares:
+            edges = [] if dst is None else [(SEND, self.rank, dst)]
+            edges += [] if src is None else [(RECV, src, self.rank)]
+            meets = tuple((*edge[1:], int(self.board.counts[edge])) for edge in edges)
+        self.record(start, num_bytes, src if dst is None else dst, arrived, meets)
 
     def record(
         self,
@@ -188,35 +172,13 @@ class Session:
     def barrier(self) -> None:
         timer = self.recorder.timer
         start = timer.mark()
-        self.flush("barrier")
         # A rank has come once its queued work has ended, so a clock read after a barrier is right.
         gpus.synchronize(self.device)
         with self.meeting("barrier"):
             self.transport.barrier()
-            # A barrier that was aborted may return.
-            self.flush("barrier")
         # A barrier has no payload, so all its time is waiting.
         self.recorder.wait(start, timer.mark())
         self.barriers += 1
-
-    def flush(self, where: str, *, mine: bool = False) -> None:
-        """Wait until what this rank has queued has ended; ``where`` tells it on the board.
-
-        With ``mine``, only what the current stream waits for. Nothing is queued except on NCCL.
-
-        Raises:
-            PeerLostError: a peer that it waits for is lost.
-        """
-        if self.queue is not None:
-            self.queue.flush(where, mine=mine)
-
-    def finish(self, where: str) -> None:
-        """``flush`` at the end, unless the program knows already that a peer is lost.
-
-        Without the peers that a run may lose, a program may go on and return.
-        """
-        if self.queue is not None:
-            self.queue.finish(where)
 
     @contextmanager
     def streaming(self, name: str, dst: int, ranks: Sequence[int] | None = None) -> Iterator[None]:
@@ -236,16 +198,11 @@ class Session:
         meets = ((-1, -1, number),) if self._compares else ()
         self.record(start, sent.num_bytes - num_bytes, dst, arrived, meets)
 
-    # For strategies that use several devices
+    # For the code that manages the run, and for strategies that use several devices
 
     def time_on(self, devices: Iterable[torch.device]) -> None:
-        """Time all further spans by what these devices do, and this rank's own device.
-
-        See ``DeviceTimers.of_all``.
-        """
+        """Time all further spans by what these devices do, and this rank's own device."""
         self.recorder.timer = self.timers.of_all([self.device, *devices])
-
-    # For the code that manages the run
 
     def start_together(self) -> None:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
@@ -268,8 +225,12 @@ class Session:
         self.recorder.listener = self.sums = SpanSums(self.board.ranks[self.rank])
 
     def spans(self) -> list[Span]:
-        """This rank's spans so far; waits for its GPU and removes the drift of its clock."""
-        return without_drift(self.recorder.spans(), self.recorder.timer)
+        """This rank's spans so far, on the host's clock; waits for its GPU."""
+        spans, timer = self.recorder.spans(), self.recorder.timer
+        rate = timer.rate() if isinstance(timer, CudaTimer | JointTimer) else 1.0
+        if rate == 1.0:
+            return spans
+        return [replace(s, start_s=s.start_s * rate, end_s=s.end_s * rate) for s in spans]
 
     def memory_of_part(self, arrived_bytes: int = 0) -> Part:
         """The peak memory of some stretches of the run, counted from now.
@@ -285,24 +246,99 @@ class Session:
         self.close()
         self.board.ranks[self.rank]["state"] = LEFT
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    @property
-    def ended_well(self) -> bool:
-        """Whether this session was closed with nothing left in its queue."""
-        return self._closed and (self.queue is None or self.queue.is_settled)
-
     def close(self) -> None:
         """End the session: every later use of the comm is an error."""
         for ending in self.at_close:
             ending()
-        self.finish("the end of its run")
-        if self.queue is not None:
-            self.queue.close()
-        if self.transport.ends_together:
-            with self.meeting("the end of the run"):
-                self.transport.barrier()
         self.transport.close()
-        self._closed = True
+        self.is_closed = True
+
+
+class DeviceTimers:
+    """A clock for each device that a rank uses: a GPU's events, or the host's clock."""
+
+    def __init__(self) -> None:
+        self._host = ClockTimer()
+        self._of_gpu: dict[torch.device, CudaTimer] = {}
+
+    def of(self, device: torch.device) -> Timer:
+        """The clock of the work on ``device``."""
+        if device.type != "cuda":
+            return self._host
+        if device not in self._of_gpu:
+            self._of_gpu[device] = CudaTimer(device)
+            # Now, and not in the first step, for which the host would have to wait.
+            self._of_gpu[device].calibrate()
+        return self._of_gpu[device]
+
+    def of_all(self, devices: Iterable[torch.device]) -> Timer:
+        """The clock of work that passes through ``devices``.
+
+        Where a GPU is among them, its events tell when the CPU's work before them has ended, too:
+        on the CPU nothing is queued.
+        """
+        used = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+        timers = [self.of(device) for device in used]
+        gpu_timers = [timer for timer in timers if isinstance(timer, CudaTimer)]
+        return JointTimer(gpu_timers) if len(timers) > 1 else [*timers, self._host][0]
+
+
+class ReportedLoss:
+    """Writes losses to a rank's row of the board; a loss on a GPU, without waiting for it."""
+
+    def __init__(self, row: Any):
+        self._row = row
+        self._fetched_s = -_EVERY_S
+        # A loss on its way from a GPU, and the event of its arrival.
+        self._coming: tuple[Tensor, torch.Event] | None = None
+
+    def report(self, loss: Tensor | float) -> None:
+        """Write ``loss``; from a GPU when it has come, at most 4 times a second."""
+        if not (isinstance(loss, Tensor) and loss.device.type == "cuda"):
+            self._row["loss"] = float(loss)
+            return
+        if self._coming is not None and self._coming[1].query():
+            self._row["loss"] = float(self._coming[0])
+            self._coming = None
+        now_s = time.perf_counter()
+        if self._coming is None and now_s - self._fetched_s > _EVERY_S:
+            self._fetched_s = now_s
+            # Into pinned memory: the host goes on, and looks at it in a later step.
+            landing = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            landing.copy_(loss.detach(), non_blocking=True)
+            self._coming = landing, torch.cuda.current_stream(loss.device).record_event()
+
+
+class SpanSums:
+    """Adds up the seconds of a rank's spans by kind, in its row of the board, while it runs.
+
+    What is shown before the end of a run comes from these sums: the launcher reads them some times
+    a second. Threads beside the main one share one lane.
+    """
+
+    def __init__(self, row: np.void):
+        self._names = row["kinds"]
+        # A store into a memoryview takes a fraction of the time of a store into an array.
+        self._seconds: list[Any] = [memoryview(row["kind_s"][lane]) for lane in range(2)]
+        self._until_s: Any = memoryview(row["until_s"])
+        self._begun: Any = memoryview(row["begun"])
+        self._places: dict[str, int] = {}
+
+    def begun(self, kind: str | None, lane: int) -> None:
+        self._begun[lane > 0] = 0 if kind is None else self._place(kind) + 1
+
+    def ended(self, kind: str, start_s: float, end_s: float, lane: int) -> None:
+        self._seconds[lane > 0][self._place(kind)] += end_s - start_s
+        self._until_s[lane > 0] = end_s
+
+    def so_far(self, main_lane_only: bool = False) -> dict[str, float]:
+        """Seconds by kind of the spans that have ended, in all lanes or in the main one."""
+        lanes = self._seconds[:1] if main_lane_only else self._seconds
+        return {kind: sum(s[place] for s in lanes) for kind, place in list(self._places.items())}
+
+    def _place(self, kind: str) -> int:
+        place = self._places.get(kind)
+        if place is None:
+            place = self._places[kind] = min(len(self._places), KINDS - 1)
+            self._names[place] = kind.encode()
+        return place

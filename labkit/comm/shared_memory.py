@@ -22,7 +22,7 @@ from torch import Tensor
 
 from labkit.comm.board import Board
 
-# The reasons for these sizes are in ``labkit.comm.channels``.
+# The reasons for these sizes are in ``labkit.comm.shared_transport``.
 SEGMENT_BYTES = 512 * 1024
 NUM_SLOTS = 4
 

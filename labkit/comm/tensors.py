@@ -1,5 +1,7 @@
 """The tensors of a message: what may be sent and received, and in which memory."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -57,3 +59,39 @@ def deliver(landing: Tensor, tensor: Tensor) -> Tensor:
     if landing.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(landing)
     return tensor
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share a byte.
+
+    False for any other tensor: its messages travel through a buffer of their own.
+    """
+    if not (one.is_contiguous() and other.is_contiguous()):
+        return False
+    start, first = one.data_ptr(), other.data_ptr()
+    return max(start, first) < min(start + one.nbytes, first + other.nbytes)
+
+
+def check_apart(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> None:
+    """Raise ValueError, with the names, if a tensor that is written shares memory with another.
+
+    Values that are not contiguous dense tensors are ignored, as in ``overlap``.
+    """
+    rows = []
+    for name, tensor in {**written, **(read or {})}.items():
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if is_dense and not tensor.is_meta and tensor.nbytes and tensor.is_contiguous():
+            rows.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+    # The tensors so far that reach furthest, of all and of those that are written.
+    furthest = furthest_written = (0, 0, "")
+    for row in sorted(rows):
+        start, _, name = row
+        nearest = furthest if name in written else furthest_written
+        if start < nearest[1]:
+            raise ValueError(
+                f"{nearest[2]} and {name} share memory, and one would be overwritten before it is "
+                "sent: use separate memory for each, for example with .clone()"
+            )
+        furthest = max(furthest, row, key=lambda one: one[1])
+        if name in written:
+            furthest_written = max(furthest_written, row, key=lambda one: one[1])

@@ -1,11 +1,11 @@
 """Point-to-point messages over ``torch.distributed``: gloo or NCCL, on any number of machines."""
 
 import re
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.comm.arrivals import Arrivals
 from labkit.comm.tensors import name_of
 from labkit.comm.transport import Transport, as_bytes
 from labkit.errors import PeerLostError
+from labkit.tracing import ClockTimer
 
-ABORT_PATIENCE_S = 5.0
+# For a posted receive whose message never comes.
+_PATIENCE_S = 1.0
 
 # gloo names its source file in each error of a connection. NCCL names its error: of a connection,
 # of a process that has ended, or of a group that was aborted because of them.
@@ -37,12 +38,10 @@ class TorchTransport(Transport):
     Tensors are sent as bytes, so that every dtype works. With gloo, CUDA tensors are staged
     through host memory, because gloo's point-to-point moves host memory only.
 
-    Over gloo a message has a tag made of its shape, its dtype and the collective that it belongs
-    to, and meets only a receive with the same tag: two ends that do not fit both wait, and no data
-    moves. (Without tags gloo aborts one of the processes, or delivers other values.) NCCL ignores
-    tags.
-
-    (``Transport`` determines the methods and their number.)
+    Over gloo a message has a tag made of its shape, its dtype and its collective, and meets only a
+    receive with the same tag: two ends that do not fit both wait. (Without tags gloo aborts one of
+    the processes, or delivers other values.) NCCL has no tags, and only queues: its operations
+    are carried out first in, first out.
 
     Args:
         backend: of the group, ``gloo`` or ``nccl``.
@@ -55,18 +54,17 @@ class TorchTransport(Transport):
         self.device = device
         self.staged = backend == "gloo" and device.type == "cuda"
         self.receives_from_any = self.staged or device.type == "cpu"
-        self.queues = backend == "nccl"
-        self._queued = threading.local()
+        self._queues = backend == "nccl"
         self._group = group or dist.distributed_c10d._get_default_group()
-        self._arrivals = _arrivals_of(self._group)
+        known = _arrivals.get(id(self._group))
+        is_known = known is not None and known.group is self._group
+        self._arrivals = known if is_known and known else _Arrivals(self._group)
         # The argument of each wait; empty for the group's own timeout.
         self._patience: tuple[timedelta, ...] = ()
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        outgoing = self._outgoing(tensor)
-        with loss_of_a_peer():
-            self._end([self._group.send([outgoing], dst, self._tag(tensor))])
-        self.sent.to[dst].count(outgoing.nbytes)
+        with self.sending(tensor, dst):
+            pass
 
     @contextmanager
     def sending(self, tensor: Tensor, dst: int) -> Iterator[None]:
@@ -87,7 +85,7 @@ class TorchTransport(Transport):
         """Receive into ``tensor`` while the block runs."""
         tag = self._tag(tensor)
         with self._landing(tensor) as landing:
-            if self._arrivals.awaits(src, tag):
+            if (src, tag) in self._arrivals.posted:
                 yield
                 landing.copy_(self._arrivals.take(src, tag))
             else:
@@ -96,14 +94,19 @@ class TorchTransport(Transport):
                 self._end(works)
 
     def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
-        _arrivals[id(self._group)] = self._group, self._arrivals
-        self._arrivals.post(tensor.nbytes, sources, self._tag(tensor), ring)
+        _arrivals[id(self._group)] = self._arrivals
+        tag = self._tag(tensor)
+        for source in sources:
+            if (source, tag) not in self._arrivals.posted:
+                self._arrivals.post(tensor.nbytes, source, tag, ring)
 
     def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
-        return self._arrivals.ended(sources, self._tag(tensor))
+        tag = self._tag(tensor)
+        found = {source: self._arrivals.posted.get((source, tag)) for source in sources}
+        return {source: one.at_s for source, one in found.items() if one and one.ended.is_set()}
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
-        if self.queues:
+        if self._queues:
             self._exchange_as_one(send, dst, recv, src)
             return
         with self.exchanging(send, dst, recv, src):
@@ -111,7 +114,7 @@ class TorchTransport(Transport):
 
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
-        if self.queues:
+        if self._queues:
             with super().exchanging(send, dst, recv, src):
                 yield
             return
@@ -133,7 +136,7 @@ class TorchTransport(Transport):
 
     def _tag(self, tensor: Tensor) -> int:
         """Of a message: equal at both ends if they fit. NCCL has no tags."""
-        if self.queues:
+        if self._queues:
             return 0
         return _tag_of(tensor.dtype, tensor.shape, self.collective)
 
@@ -141,16 +144,6 @@ class TorchTransport(Transport):
         """Wait for operations; if they are queued, let the current stream wait for them."""
         for work in works:
             work.wait(*self._patience)
-        if self.queues:
-            self._queued.works = [*self.take_queued(), *works]
-
-    def take_queued(self) -> list[Any]:
-        works = getattr(self._queued, "works", [])
-        self._queued.works = []
-        return works
-
-    def stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream if self.queues else 0
 
     def barrier(self) -> None:
         with loss_of_a_peer():
@@ -158,18 +151,6 @@ class TorchTransport(Transport):
                 dist.barrier(device_ids=[self.device.index])
             else:
                 self._group.barrier().wait()
-
-    def abort(self) -> None:
-        # It waits for the GPU, which a broken kernel may keep busy.
-        ending = threading.Thread(target=self._abort, name="labkit-abort", daemon=True)
-        ending.start()
-        ending.join(ABORT_PATIENCE_S)
-
-    def _abort(self) -> None:
-        try:
-            self._group.abort()
-        except Exception as error:
-            print(f"the process group could not be aborted: {first_line(error)}", file=sys.stderr)
 
     def set_timeout(self, timeout_s: float) -> None:
         # With NCCL a wait with a limit would block the host: there the group's own timeout holds.
@@ -197,24 +178,64 @@ class TorchTransport(Transport):
             tensor.copy_(landing)
 
 
-# By the id of a process group. A posted receive belongs to its group, and may outlive a run.
-_arrivals: dict[int, tuple[Any, Arrivals]] = {}
+@dataclass
+class _Arrival:
+    """A receive that is posted before ``recv`` asks for it: where it lands, and how it ended."""
+
+    landing: Tensor
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    at_s: float = 0.0
 
 
-def _arrivals_of(group: Any) -> Arrivals:
-    def receive(landing: Tensor, src: int, tag: int) -> None:
-        with loss_of_a_peer():
-            group.recv([landing], src, tag).wait()
+class _Arrivals:
+    """The posted receives of one process group, by source and tag; each waits in a thread.
 
-    known = _arrivals.get(id(group))
-    return known[1] if known and known[0] is group else Arrivals(receive)
+    gloo cannot take back a posted receive. So they belong to the group, and outlive a run.
+    """
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.posted: dict[tuple[int, int], _Arrival] = {}
+        self.threads: list[threading.Thread] = []
+
+    def post(self, num_bytes: int, source: int, tag: int, ring: Callable[[], None]) -> None:
+        arrival = self.posted[source, tag] = _Arrival(torch.empty(num_bytes, dtype=torch.uint8))
+
+        def receive() -> None:
+            try:
+                with loss_of_a_peer():
+                    self.group.recv([arrival.landing], source, tag).wait()
+            except Exception as error:
+                arrival.error = error
+            arrival.at_s = ClockTimer().mark()
+            arrival.ended.set()
+            ring()
+
+        thread = threading.Thread(target=receive, name=f"labkit-from-{source}", daemon=True)
+        thread.start()
+        self.threads = [*(one for one in self.threads if one.is_alive()), thread]
+
+    def take(self, source: int, tag: int) -> Tensor:
+        """The message of ``source``; waits until it is there, and raises why it is not."""
+        self.posted[source, tag].ended.wait()
+        arrival = self.posted.pop((source, tag))
+        if arrival.error is not None:
+            raise arrival.error
+        return arrival.landing
+
+
+# By the id of a process group; only of groups with a posted receive.
+_arrivals: dict[int, _Arrivals] = {}
 
 
 def close_arrivals() -> None:
-    """End all posted receives, before their process groups are destroyed."""
+    """Wait a moment for all posted receives, before their process groups are destroyed."""
     while _arrivals:
-        _, (_, arrivals) = _arrivals.popitem()
-        arrivals.close()
+        _, arrivals = _arrivals.popitem()
+        for thread in arrivals.threads:
+            # Its message may never come.
+            thread.join(_PATIENCE_S)
 
 
 @lru_cache(maxsize=1024)

@@ -1,15 +1,54 @@
-"""The interface of all transports, which move the bytes for ``Comm``."""
+"""The interface of all transports, which move and count the bytes for ``Comm``."""
 
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from labkit.comm.channels import Channel
-from labkit.comm.sent import Traffic
+if TYPE_CHECKING:
+    from labkit.comm.shared_transport import Channel
+
+
+@dataclass
+class Sent:
+    """The messages and payload bytes sent to one rank, counted where they are handed over."""
+
+    messages: int = 0
+    num_bytes: int = 0
+
+    def count(self, num_bytes: int, begins_message: bool = True) -> None:
+        """Count a message, or a later segment of the same message."""
+        self.messages += begins_message
+        self.num_bytes += num_bytes
+
+
+class Traffic:
+    """The messages and payload bytes sent to all ranks.
+
+    ``to`` holds the counters by destination: several threads may send at once, each to its own.
+    """
+
+    def __init__(self):
+        self.to: defaultdict[int, Sent] = defaultdict(Sent)
+
+    @property
+    def messages(self) -> int:
+        return sum(sent.messages for sent in list(self.to.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(sent.num_bytes for sent in list(self.to.values()))
+
+    @property
+    def bytes_to(self) -> Counter[int]:
+        """Payload bytes by destination, for the ranks that have been sent a message."""
+        sent_to = list(self.to.items())
+        return Counter({dst: sent.num_bytes for dst, sent in sent_to if sent.messages})
 
 
 class Transport(ABC):
@@ -18,24 +57,17 @@ class Transport(ABC):
     Tensors are dense, contiguous and detached, of any shape and dtype; a peer is another rank.
 
     Attributes:
-        sent: the counters of what was sent. A message is one send, or one chunk that a collective
-            writes directly into a channel, however many segments it has.
-        shares_memory: whether there are channels (``channel_to``, ``channel_from``) between all
-            ranks. Between some of them: ``shares_memory_with``.
+        sent: counts what was sent. A message is one send, or one chunk that a collective writes
+            directly into a channel, however many segments it has.
+        shares_memory: whether there are channels between all ranks.
         receives_from_any: whether it can ``expect`` messages of several ranks at once.
-        ends_together: whether all ranks have to meet before one may close.
-        queues: whether operations are only queued when they return, in one order (NCCL). Then
-            ``take_queued`` says what was queued, and ``abort`` ends it.
-        collective: the one that this rank is in, by name and arguments; empty in none. Where it is
-            a part of the message, messages of two different collectives never meet.
+        collective: the one that this rank is in, by name and arguments; empty in none.
 
     Raises (every operation): PeerLostError if the peer has ended, or the timeout has passed.
     """
 
     shares_memory = False
     receives_from_any = False
-    ends_together = False
-    queues = False
     collective = ""
 
     def __init__(self):
@@ -46,8 +78,7 @@ class Transport(ABC):
         """Send ``tensor``; after the return, work that is queued next may overwrite it."""
 
     @abstractmethod
-    def recv(self, tensor: Tensor, src: int) -> None:
-        """Receive into ``tensor``."""
+    def recv(self, tensor: Tensor, src: int) -> None: ...
 
     @abstractmethod
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
@@ -60,8 +91,7 @@ class Transport(ABC):
         self.exchange(send, dst, recv, src)
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Wait for all ranks."""
+    def barrier(self) -> None: ...
 
     def recv_add(self, tensor: Tensor, src: int) -> None:
         """Receive a tensor from ``src`` and add it to ``tensor``."""
@@ -72,9 +102,7 @@ class Transport(ABC):
     def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
         """Begin to receive one message like ``tensor`` from each source; ``recv`` takes it later.
 
-        Args:
-            sources: ranks that post nothing on this rank's board.
-            ring: called in another thread whenever one of them has come.
+        ``ring`` is called in another thread whenever one of them has come.
         """
         raise NotImplementedError(f"{type(self).__name__} receives from named ranks only")
 
@@ -83,28 +111,15 @@ class Transport(ABC):
         return {}
 
     def shares_memory_with(self, peer: int) -> bool:
-        """Whether there are channels to and from ``peer``."""
         return self.shares_memory
 
-    def channel_to(self, dst: int) -> Channel:
+    def channel_to(self, dst: int) -> "Channel":
         """The slots in which rank ``dst`` reads what this rank writes."""
         raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
 
-    def channel_from(self, src: int) -> Channel:
+    def channel_from(self, src: int) -> "Channel":
         """The slots that rank ``src`` writes and this rank reads."""
         raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
-
-    def take_queued(self) -> list[Any]:
-        """The ``dist.Work`` of what this thread has queued since its last call."""
-        return []
-
-    def stream(self) -> int:
-        """The current stream, which waits for what is queued now; one number for each."""
-        return 0
-
-    def abort(self) -> None:
-        """End all that is queued, on this rank, without waiting for any peer."""
-        assert not self.queues
 
     @abstractmethod
     def set_timeout(self, timeout_s: float) -> None:
@@ -117,6 +132,77 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close at the end of a run, when every message that was sent has been received."""
+
+
+class OverTransports(Transport):
+    """A transport made of others: hands each message to the one that ``to(peer)`` names.
+
+    Args:
+        first: carries out what concerns no single peer, and counts.
+        others: are only set, abandoned and closed with it.
+    """
+
+    def __init__(self, first: Transport, *others: Transport):
+        # Not ``super().__init__``: the counters are those of the transport that moves the bytes.
+        self.first, self._all = first, (first, *others)
+        self.sent = first.sent
+        self.receives_from_any = first.receives_from_any
+
+    def to(self, peer: int) -> Transport:
+        return self.first
+
+    @property
+    def collective(self) -> str:
+        return self.first.collective
+
+    @collective.setter
+    def collective(self, name: str) -> None:
+        self.first.collective = name
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self.to(dst).send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        self.to(src).recv(tensor, src)
+
+    def recv_add(self, tensor: Tensor, src: int) -> None:
+        self.to(src).recv_add(tensor, src)
+
+    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
+        assert self.to(dst) is self.to(src)
+        self.to(dst).exchange(send, dst, recv, src)
+
+    def expect(self, tensor: Tensor, sources: Sequence[int], ring: Callable[[], None]) -> None:
+        self.first.expect(tensor, sources, ring)
+
+    def arrived(self, tensor: Tensor, sources: Sequence[int]) -> Mapping[int, float]:
+        return self.first.arrived(tensor, sources)
+
+    def shares_memory_with(self, peer: int) -> bool:
+        return self.to(peer).shares_memory_with(peer)
+
+    def channel_to(self, dst: int) -> "Channel":
+        near = self.shares_memory_with(dst)
+        return self.to(dst).channel_to(dst) if near else super().channel_to(dst)
+
+    def channel_from(self, src: int) -> "Channel":
+        near = self.shares_memory_with(src)
+        return self.to(src).channel_from(src) if near else super().channel_from(src)
+
+    def barrier(self) -> None:
+        self.first.barrier()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        for transport in self._all:
+            transport.set_timeout(timeout_s)
+
+    def abandon(self) -> None:
+        for transport in self._all:
+            transport.abandon()
+
+    def close(self) -> None:
+        for transport in self._all:
+            transport.close()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

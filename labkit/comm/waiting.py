@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from labkit.comm.board import LEFT, LOST, Board
-from labkit.comm.mismatch import uneven_collectives
+from labkit.comm.deadlock import uneven_collectives
 from labkit.comm.processes import is_running
 from labkit.comm.shared_memory import Semaphore
 from labkit.errors import PeerLostError

@@ -356,9 +356,10 @@ def _fused_all_reduce(
     wanted = [(one, mine) for one, mine in zip(requests, values) if one.has_value]
     for request, mine in wanted:
         for place, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes)):
-            zeros = torch.zeros(shape, dtype=getattr(torch, dtype)) if mine is None else None
-            piece = zeros if mine is None else mine[place]
-            pieces.setdefault(dtype, []).append(piece.reshape(-1))
+            value = (
+                torch.zeros(shape, dtype=getattr(torch, dtype)) if mine is None else mine[place]
+            )
+            pieces.setdefault(dtype, []).append(value.reshape(-1))
     results = {}
     for dtype, of in pieces.items():
         total = _reduced(comm, torch.cat(of), requests[0], partial(fast_ring_all_reduce, comm))

@@ -26,6 +26,7 @@ from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
 from labkit.gpus import check_usable
+from labkit.runtime.hosts import MeetingStore
 from labkit.runtime.prepare import allow_tf32
 
 # Ranks wait this much longer than the launcher, whose explanation says more than a timeout error.
@@ -45,7 +46,7 @@ def connect(
     plan: Plan,
     timeout_s: float,
     arena: Arena | None = None,
-    meeting: "MeetingFile | None" = None,
+    meeting: "MeetingFile | MeetingStore | None" = None,
     link: EmulatedLink | None = None,
 ) -> Comm:
     """Join the process group that the environment describes, and return this rank's Comm.
@@ -124,7 +125,10 @@ def own_store(run: int) -> dist.Store:
 
 
 def _join_group(
-    backend: str, timeout_s: float, device: torch.device, meeting: "MeetingFile | None"
+    backend: str,
+    timeout_s: float,
+    device: torch.device,
+    meeting: "MeetingFile | MeetingStore | None",
 ) -> None:
     started_s = time.monotonic()
     rendezvous_timeout = timedelta(seconds=min(timeout_s, _RENDEZVOUS_S))
@@ -180,8 +184,8 @@ def _leave_group() -> None:
     if not dist.is_initialized():
         return
     close_arrivals()
-    if dist.get_backend() == "nccl" and (comm := open_comm()) is not None:
-        comm.transport.abort()
+    if dist.get_backend() == "nccl" and open_comm() is not None:
+        dist.distributed_c10d._get_default_group().abort()
     else:
         dist.destroy_process_group()
 

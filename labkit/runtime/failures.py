@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from labkit import units
 from labkit.comm.board import LOST, NOT_STARTED, RETURNED, Board
-from labkit.comm.deadlock import takes_part
-from labkit.comm.explain import explain_deadlock, explain_rank, waits_in
+from labkit.comm.deadlock import explain_deadlock, explain_rank, takes_part, waits_in
 from labkit.comm.processes import is_stopped, signal_name
 from labkit.comm.source_lines import (
     innermost_location,

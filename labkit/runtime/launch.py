@@ -77,7 +77,8 @@ def run(
             memory for CPU ranks (where the system has it), NCCL for ranks with a GPU each.
         timeout_s: the deadline of the whole run, in seconds from the start of the ranks.
         may_lose: ranks that the run can do without: if one fails later, the others get a
-            PeerLostError where they wait for it. (Not under ``torchrun``; GPUs then use gloo.)
+            PeerLostError where they wait for it. (Not under ``torchrun``, nor on
+            ``hosts``; GPUs then use gloo.)
         link: an emulated link, which makes messages slower.
         hosts: nodes of a Ray cluster (``labkit[cluster]``) on which the ranks are spread evenly,
             host by host: how many, or their addresses; None for this machine.
@@ -104,14 +105,13 @@ def run(
             )
         here = world_size, device, transport, timeout_s, link, devices
         return _result(torchrun.run_as_rank(fn, args, *here))
-    where, may_be_lost = (device, transport, devices), frozenset(may_lose)
+    where = device, transport, devices
     if hosts is not None:
-        from labkit.runtime.hosts.launch import supervisor_on
+        # It would import much that a run on one machine does not need.
+        from labkit.runtime.ray_ranks import run_on
 
-        there = world_size, where, timeout_s, may_be_lost, link
-        supervisor = supervisor_on(hosts, fn, args, *there)
-        return _result(supervisor.run(), supervisor.lost)
-    return _run_here(fn, args, where, world_size, timeout_s, may_be_lost, link)
+        return _result(run_on(hosts, fn, args, world_size, where, timeout_s, link))
+    return _run_here(fn, args, where, world_size, timeout_s, frozenset(may_lose), link)
 
 
 def _run_here(

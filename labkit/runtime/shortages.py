@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from labkit.comm.processes import is_running
 
 SHM = Path("/dev/shm")
 _LIMITS = ((resource.RLIMIT_AS, "address space", "-v"), (resource.RLIMIT_DATA, "data", "-d"))
+_END_PATIENCE_S = 0.5
 _LESS = "Next step: a smaller batch or model, or fewer ranks, since each needs as much"
 # How PyTorch's allocator speaks; a DataLoader passes its workers' errors on as text.
 _OF_MEMORY = ("can't allocate memory", "not enough memory")
@@ -123,11 +125,14 @@ def _needed(error: BaseException) -> str:
 def remove_empty_segments() -> None:
     """Remove the empty files that PyTorch leaves in /dev/shm where it could not allocate there.
 
-    Only those that this user's processes have made, which have ended.
+    Only those whose makers have ended; a worker that was killed may take a moment to.
     """
+    until_s = time.monotonic() + _END_PATIENCE_S
     for path in SHM.glob("torch_*"):
+        made_by = re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name)
         with contextlib.suppress(OSError):
-            made_by = re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name)
-            is_empty = not path.stat().st_blocks
-            if made_by and is_empty and not is_running(int(made_by[1])):
-                path.unlink()
+            if made_by and not path.stat().st_blocks:
+                while is_running(int(made_by[1])) and time.monotonic() < until_s:
+                    time.sleep(0.01)
+                if not is_running(int(made_by[1])):
+                    path.unlink()

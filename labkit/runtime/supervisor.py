@@ -188,7 +188,7 @@ class Supervisor:
             begin_s = started_s or self._launched_s + _START_PATIENCE_S
             if now_s > begin_s + self.job.timeout_s:
                 # The error describes the ranks as they are before they are asked.
-                before = replace(seen, board=seen.board.copy(whole=True))
+                before = replace(seen, board=seen.board.copy())
                 return deadline_error(before, self.job.timeout_s, self._stacks(), self.pids)
 
     def _read(self, timeout_s: float) -> None:

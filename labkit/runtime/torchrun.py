@@ -70,7 +70,8 @@ def run_as_rank(
             watch.also_ends(memory.session.board)
             _watching.append(watch)
             watch.start()
-        mine = _call(comm, fn, args)
+        dump = dump_value if len(comm.session.hosts) == 1 else reports.dump_plain
+        mine = call(comm, fn, args, dump)
         return _exchange(memory, mine)
     except BaseException as error:
         raised = error if watch is None else watch.failed(error)
@@ -108,8 +109,14 @@ def tell_briefly(rank: int) -> None:
     sys.excepthook = print_once
 
 
-def _call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
-    """Call ``fn`` as the rank of a run; returns this rank's report."""
+def call(
+    comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...], dump: Callable[[Any], bytes]
+) -> Report:
+    """Call ``fn`` as the rank of a run; returns this rank's report.
+
+    Args:
+        dump: makes bytes of the value that ``fn`` returns.
+    """
     global inside_a_run
     slot = comm.session.board.ranks[comm.rank]
     slot["state"] = RUNNING
@@ -119,11 +126,9 @@ def _call(comm: Comm, fn: Callable[..., Any], args: tuple[Any, ...]) -> Report:
     inside_a_run = True
     try:
         value = fn(comm, *args)
-        comm.session.finish("the end of its function")
         gpus.synchronize_used(comm.device)
     finally:
         inside_a_run = False
-    dump = dump_value if len(comm.session.hosts) == 1 else reports.dump_plain
     mine = success(comm, value, time.perf_counter() - started_s, dump)
     slot["state"] = RETURNED
     return mine
@@ -158,7 +163,7 @@ def new_watch(comm: Comm) -> Watch | None:
         (lambda: own_store(run)) if len(hosts) > 1 else None,
         f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
         group_connections,
-        comm.transport.abort,
+        lambda: dist.distributed_c10d._get_default_group().abort(),
     )
 
 

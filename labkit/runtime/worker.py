@@ -127,7 +127,6 @@ def _call(job: Job, rank: int, arena: Arena, meeting: MeetingFile) -> Report:
     comm.session.start_together()
     started_s = time.perf_counter()
     value = function(comm, *args)
-    comm.session.finish("the end of its function")
     gpus.synchronize_used(comm.device)
     return success(comm, value, time.perf_counter() - started_s)
 

@@ -37,7 +37,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from labkit.comm.comm import Comm
-from labkit.comm.work_queue import work_queue_of
+from labkit.comm.work import work_queue_of
 from labkit.schedules.ring import owned_chunk, ring_share_only
 from labkit.workload.sampling import share
 

@@ -11,7 +11,7 @@ from labkit.devices import hardware, versions
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.launch import RunResult, run
 from labkit.runtime.pickling import UnpicklableError
-from labkit.runtime.preload import under_torchrun
+from labkit.runtime.preload import under_torchrun, warm_up
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import remove_unfinished
 from labkit.training.logs import check_log_dir
@@ -101,6 +101,8 @@ def train_run(
     settings |= {"timeout_s": timeout_s, "hosts": config.hosts}
     work = fit, config, strategy, verbose, own, start.path
     try:
+        if config.hosts is None:
+            warm_up()
         with sigterm_ends_ranks(config.checkpoint_dir):
             result = run(*work, world_size=ranks, may_lose=may_lose, link=link, **settings)
     except UnpicklableError as error:

@@ -362,36 +362,6 @@ def test_a_tensor_is_let_go_after_its_operation():
     assert run(receipts, world_size=2).values == [True, True]
 
 
-def in_whose_thread(comm):
-    """Three calls on an idle queue, then three behind a slow one; returns threads and sums."""
-    threads = []
-
-    def slow_at_first(comm, tensor):
-        threads.append(threading.current_thread().name)
-        if len(threads) == 4:
-            time.sleep(0.2)
-        assert not torch.is_grad_enabled()
-        return ring_all_reduce(comm, tensor)
-
-    group = dist.new_group(backend="labkit")
-    labkit.backend.use(slow_at_first)
-    tensors = [torch.full((3,), float(number)) for number in range(6)]
-    for tensor in tensors[:2]:
-        dist.all_reduce(tensor, group=group)
-    dist.all_reduce(tensors[2], group=group, async_op=True).wait()
-    under_way = [dist.all_reduce(t, group=group, async_op=True) for t in tensors[3:5]]
-    dist.all_reduce(tensors[5], group=group)
-    assert all(work.is_completed() for work in under_way)
-    labkit.backend.use(None)
-    return threads, [tensor[0].item() for tensor in tensors]
-
-
-def test_who_waits_for_a_call_carries_it_out_unless_others_are_under_way():
-    for threads, sums in run(in_whose_thread, world_size=2).values:
-        assert threads == ["MainThread"] * 2 + ["labkit-collectives"] * 4
-        assert sums == [0, 2, 4, 6, 8, 10]
-
-
 def asks_from_two_threads(comm):
     """Concurrent calls from several threads of one rank neither overlap nor get lost."""
     group = dist.new_group(backend="labkit")

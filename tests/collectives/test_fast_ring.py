@@ -10,7 +10,7 @@ from ranks import travel_by_value
 
 from labkit import WorkerError, run
 from labkit.collectives import Reduction, fast_ring_all_reduce, ring_all_reduce
-from labkit.comm.mismatch import latest_collectives
+from labkit.comm.deadlock import latest_collectives
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.costs.traffic import Cost, ring_all_reduce_cost
 from labkit.errors import PeerLostError

@@ -16,7 +16,7 @@ from labkit.collectives import (
     ring_all_reduce,
 )
 from labkit.collectives.compressed import CompressedBetween, all_reduce_of
-from labkit.comm.mismatch import latest_collectives
+from labkit.comm.deadlock import latest_collectives
 from labkit.comm.shared_memory import SEGMENT_BYTES
 from labkit.costs import card_bytes, hierarchical_all_reduce_cost
 from labkit.schedules.hierarchical import host_of

@@ -13,9 +13,15 @@ from labkit.comm.board import (
     SEND,
     Board,
 )
-from labkit.comm.deadlock import find_cycle, stuck_ranks, takes_part, waits
-from labkit.comm.explain import explain_deadlock
-from labkit.comm.mismatch import check_collective, check_message
+from labkit.comm.deadlock import (
+    check_collective,
+    check_message,
+    explain_deadlock,
+    find_cycle,
+    stuck_ranks,
+    takes_part,
+    waits,
+)
 from labkit.errors import MismatchError
 
 WHAT = "float32 [2]"
@@ -169,45 +175,6 @@ def test_a_mismatch_names_the_lines_of_the_latest_collectives():
     board.ranks[0]["announced"][0] = b"broadcast float32 [9]"
     with pytest.raises(MismatchError, match=r"rank 2: 1\. barrier\n"):
         check_collective(board, 1)
-
-
-class Interrupted:
-    """Parts of a board; just before the n-th read, another rank posts."""
-
-    def __init__(self, board, names, n, post):
-        self.left, self.post = n, post
-        for name in names:
-            setattr(board, name, self.Part(self, getattr(board, name)))
-
-    class Part:
-        def __init__(self, whole, array):
-            self.whole, self.array = whole, array
-
-        def __getitem__(self, key):
-            self.whole.left -= 1
-            if self.whole.left == 0:
-                self.whole.post()
-            return self.array[key]
-
-        def __setitem__(self, key, value):
-            self.array[key] = value
-
-
-@pytest.mark.parametrize("n", range(1, 9))
-def test_a_rank_that_posts_while_another_compares_agrees_with_it(n):
-    board = board_of(2)
-    other = Board(2, board.memory)
-
-    def post():
-        announce(other, 0, "broadcast float32 [2]")
-        send(other, 0, 1)
-
-    # What stood in the places before.
-    other.what[SEND, 0, 1] = other.ranks[0]["announced"] = b"older"
-    meddler = Interrupted(board, ("ranks", "collectives", "counts", "what"), n, post)
-    announce(board, 1, "broadcast float32 [2]")
-    recv(board, 1, 0)
-    assert meddler.left <= 0
 
 
 def test_a_forgotten_send_before_a_barrier_is_advised_as_well():

@@ -4,7 +4,6 @@ Every transport's contract holds over it, too: tests/comm/test_transports.py.
 """
 
 import itertools
-import threading
 import time
 
 import pytest
@@ -14,7 +13,7 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import EmulatedLink, collectives, run, train_with
-from labkit.comm.emulated_link import Card, HostCard, LinkTransport, plug_in
+from labkit.comm.emulated_link import Card, LinkTransport, plug_in
 from labkit.config import parse_link
 from labkit.costs import Link, all_reduce_seconds, hosts_all_reduce_seconds
 from labkit.strategies.ddp.bucketed import BucketedDDP
@@ -34,41 +33,25 @@ def at_second(*seconds):
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth():
-    card = Card(EmulatedLink(2.0, 10.0), at_second(100.0))
+    card = Card(EmulatedLink(2.0, 10.0), now=at_second(100.0))
     assert card.book(out_bytes=50) == 2 + 50 / 10
 
 
 def test_messages_to_different_ranks_queue_up_on_the_senders_card():
-    card = Card(EmulatedLink(2.0, 10.0), at_second(100.0, 100.0, 103.0))
+    card = Card(EmulatedLink(2.0, 10.0), now=at_second(100.0, 100.0, 103.0))
     assert [card.book(out_bytes=50) for _ in range(3)] == [7, 14, 21 - 3]
 
 
 def test_a_card_that_has_been_idle_begins_at_once():
-    card = Card(EmulatedLink(1.0), at_second(0.0, 50.0))
+    card = Card(EmulatedLink(1.0), now=at_second(0.0, 50.0))
     assert [card.book(in_bytes=8), card.book(in_bytes=8)] == [1, 1]
 
 
 def test_a_card_sends_and_receives_at_the_same_time():
-    card = Card(EmulatedLink(0.0, 10.0), at_second(0.0, 0.0, 0.0))
+    card = Card(EmulatedLink(0.0, 10.0), now=at_second(0.0, 0.0, 0.0))
     assert card.book(out_bytes=100) == 10
     assert card.book(in_bytes=50) == 5
     assert card.book(out_bytes=0, in_bytes=20) == 10, "an exchange ends with the later of the two"
-
-
-def test_threads_share_a_card():
-    card, together = Card(EmulatedLink(1.0), lambda: 0.0), threading.Barrier(4)
-    ends: list[float] = []
-
-    def book():
-        together.wait()
-        ends.extend(card.book(out_bytes=1) for _ in range(50))
-
-    threads = [threading.Thread(target=book) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(ends) == list(range(1, 201))
 
 
 LINKS = [EmulatedLink(), EmulatedLink(1e-5, 1e22), EmulatedLink(0.1, 3), EmulatedLink(0, 5.5, 2)]
@@ -118,7 +101,7 @@ class FreeLock:
 
 
 def host_card(link, *seconds):
-    return HostCard(link, torch.zeros(2, dtype=torch.float64), FreeLock(), at_second(*seconds))
+    return Card(link, (torch.zeros(2, dtype=torch.float64), FreeLock()), now=at_second(*seconds))
 
 
 def test_on_a_shared_card_bytes_queue_up_and_latencies_overlap():
@@ -126,20 +109,6 @@ def test_on_a_shared_card_bytes_queue_up_and_latencies_overlap():
     assert card.book(out_bytes=50) == 5 + 2
     assert card.book(out_bytes=50) == 10 + 2, "two ranks at the same time"
     assert card.book(out_bytes=10, in_bytes=30) == 11 - 1 + 2, "the two sides are independent"
-    assert card._lock.taken == card._lock.given == 3
-
-
-def test_a_rank_alone_takes_as_long_on_its_hosts_card_as_on_its_own():
-    now_s, cards = [0.0], []
-    for card in (Card(EmulatedLink(0.5, 8.0)), host_card(EmulatedLink(0.5, 8.0, 1))):
-        card._now, ends = (lambda: now_s[0]), []
-        now_s[0] = 100.0
-        for num_bytes in (8, 0, 80, 4):
-            # A rank sends its next message when the last one has ended.
-            now_s[0] += card.book(out_bytes=num_bytes, in_bytes=num_bytes)
-            ends.append(now_s[0])
-        cards.append(ends)
-    assert cards[0] == pytest.approx(cards[1])
 
 
 @pytest.mark.parametrize(
@@ -238,7 +207,7 @@ def on_hosts(comm):
     found = [comm.hosts, comm.host, [r for r in others if transport.shares_memory_with(r)]]
     if comm.rank:
         found.append(group._queues._comms["collectives"].hosts)
-    state = transport._card._state
+    state = transport._card._free_s
     beside, across = comm.rank ^ 1, (comm.rank + 2) % 4
     tensor, landing = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
     comm.exchange(tensor, beside, landing, beside)

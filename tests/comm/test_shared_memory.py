@@ -27,7 +27,6 @@ from ranks import (
 
 from labkit import DeadlockError, WorkerError, run
 from labkit.collectives import fast_ring_all_reduce
-from labkit.comm import shared_memory, waiting
 from labkit.comm.board import LEFT
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES, Arena
 from labkit.comm.shared_transport import SharedTransport
@@ -202,21 +201,6 @@ class TestLostPeers:
 
         assert threads_as_ranks(2, sends_and_leaves)[1] == [0, 1, 2, 3, 4]
 
-    def test_nor_is_it_missed_between_the_last_wait_and_the_look(self, monkeypatch):
-        transport, board = self.waiting()
-        filled = transport.channel_from(1).filled
-        board.ranks[1]["state"] = LEFT
-        really_wait = shared_memory.Semaphore.wait
-
-        def comes_just_too_late(semaphore, timeout_s):
-            assert not really_wait(semaphore, 0.001)
-            semaphore.post()
-            return False
-
-        monkeypatch.setattr(shared_memory.Semaphore, "wait", comes_just_too_late)
-        transport.waiter.wait(filled, 1)
-        assert not filled.try_wait()
-
 
 # On real ranks
 
@@ -286,50 +270,6 @@ def test_a_rank_that_waits_uses_no_core(nothing_is_left):
     more_than_cores = min(len(os.sched_getaffinity(0)) + 1, 6)
     for shares in run(waits_for_rank_0, world_size=max(3, more_than_cores)).values:
         assert max(shares.values()) < 0.15, shares
-
-
-class Clock:
-    """In place of the time: it passes when the core is yielded, and in a wait for a semaphore."""
-
-    now_s, yields, yield_s = 0.0, 0, 20e-6
-
-    def monotonic(self):
-        return self.now_s
-
-    def sched_yield(self):
-        self.yields += 1
-        self.now_s += self.yield_s
-
-    def try_wait(self):
-        return False
-
-    def wait(self, timeout_s):
-        self.now_s += min(timeout_s, 1e-3)
-        return timeout_s > 1e-3
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_a_rank_does_not_spin_where_a_yielded_core_is_long_away(both, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(waiting, "time", clock)
-    monkeypatch.setattr(waiting.os, "sched_yield", clock.sched_yield)
-    monkeypatch.setattr(waiting, "_TURN_S", 2e-3)
-    waiter = waiting.Waiter(Arena(2).board, 0, 60.0)
-
-    def yields(num_waits=1):
-        before = clock.yields
-        for _ in range(num_waits):
-            waiter.wait_for_first([(clock, 1), (clock, 1)]) if both else waiter.wait(clock, 1)
-        return clock.yields - before
-
-    assert yields() == pytest.approx(10, abs=1)
-    clock.yield_s = 4e-3
-    assert yields() == 1
-    # A wait takes 1 ms of this clock. Then it is tried once more.
-    assert yields(35) == 0
-    assert yields(10) == 1
-    clock.now_s, clock.yield_s = clock.now_s + 1, 20e-6
-    assert yields() == pytest.approx(10, abs=1)
 
 
 @pytest.mark.slow

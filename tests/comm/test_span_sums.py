@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from labkit.comm.board import KINDS, Board
-from labkit.comm.span_sums import SpanSums
+from labkit.comm.session import SpanSums
 from labkit.tracing import ClockTimer, Recorder
 
 

@@ -7,8 +7,7 @@ import torch
 from ranks import travel_by_value
 
 from labkit import EmulatedLink, collectives, run
-from labkit.comm.sub_comm import SubComm
-from labkit.comm.under_way import exchange_under_way
+from labkit.comm.comm import SubComm, exchange_under_way
 
 travel_by_value(__name__)
 

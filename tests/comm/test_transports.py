@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from fifo_transport import call_over_stream
 from ranks import travel_by_value
-from test_cuda_ipc import ends  # noqa: F401  (a fixture)
 
 from labkit import EmulatedLink, run
 from labkit.collectives import (
@@ -25,7 +24,7 @@ from labkit.collectives import (
     ring_all_reduce,
     tree_all_reduce,
 )
-from labkit.comm import meeting, shared_transport
+from labkit.comm import meeting
 from labkit.comm.comm import Comm
 from labkit.comm.shared_memory import NUM_SLOTS, SEGMENT_BYTES
 from labkit.comm.torch_transport import TorchTransport
@@ -45,10 +44,9 @@ TRANSPORTS = [
     pytest.param("queued", id="gloo behind a stream"),
     pytest.param("group", id="gloo, a group of its own"),
     pytest.param("staged", id="gloo, staged through host memory", marks=needs_gpu),
-    pytest.param("cuda", id="CUDA IPC", marks=needs_gpu),
     pytest.param("nccl", id="NCCL", marks=needs_two_gpus),
 ]
-# Their errors come later, see test_queued.py.
+# Their errors come later.
 QUEUED = [("nccl",), ("queued",)]
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -64,10 +62,9 @@ def on(transport: str, function: Callable, world_size: int, *args, **settings) -
         "queued": "gloo",
         "linked": "shared",
         "staged": "gloo",
-        "cuda": "shared",
         "nccl": "auto",
     }
-    device = "cuda" if transport in ("staged", "cuda", "nccl") else "cpu"
+    device = "cuda" if transport in ("staged", "nccl") else "cpu"
     asked = known.get(transport, transport)
     settings |= {"world_size": world_size, "device": device, "transport": asked}
     if transport == "linked":
@@ -164,17 +161,6 @@ def test_every_dtype_shape_and_size_arrives_by_every_operation_and_is_counted(
         assert counts["to"] == {(rank + 1) % world_size: num_bytes}
 
 
-def test_cuda_ipc_with_stand_ins_for_the_gpu_keeps_the_contract_too(ends):  # noqa: F811
-    comms = [Comm(rank, 2, CPU, end, end.arena.board) for rank, end in enumerate(ends)]
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(every_operation, comms))
-    for rank, (wrong, counts) in enumerate(results):
-        num_bytes = 3 * sum(tensor.nbytes for tensor in contents(rank, "cpu"))
-        assert wrong == []
-        assert counts["to"] == {1 - rank: num_bytes}
-        assert counts["all"] == (3 * len(contents(rank, "cpu")), num_bytes)
-
-
 def alone(comm):
     comm.barrier()
     return comm.messages, comm.bytes_sent, dict(comm.bytes_to)
@@ -221,7 +207,7 @@ def what_it_states(comm):
 def test_what_it_cannot_do_it_states_and_refuses(transport):
     is_one, (shares_memory, from_any), refusals = on(transport, what_it_states, 2)[0]
     assert is_one
-    assert shares_memory == (transport in ("shared", "cuda"))
+    assert shares_memory == (transport == "shared")
     assert from_any == (transport in ("gloo", "group", "staged"))
     assert refusals.count("NotImplementedError") == (not shares_memory) + (not from_any)
 
@@ -353,46 +339,6 @@ def test_what_is_booked_is_what_moved_whatever_the_formulas_say(transport):
         assert found == [(price.messages, price.num_bytes) for price in prices]
 
 
-def breaks_its_transport(comm, fault):
-    """Returns the counts of one message of three segments, on a transport broken at both ends."""
-    transport, cut = comm.transport, shared_transport.split_segments
-    really_send, really_receive = transport.send, transport.recv
-
-    def twice(really):
-        return lambda *arguments: [really(*arguments), really(*arguments)]
-
-    if fault == "sends twice":
-        transport.send, transport.recv = twice(really_send), twice(really_receive)
-    elif fault == "skips a segment":
-        shared_transport.split_segments = lambda *arguments: cut(*arguments)[:-1]
-    elif fault == "sends a segment twice":
-        shared_transport.split_segments = lambda *arguments: [
-            *cut(*arguments),
-            cut(*arguments)[-1],
-        ]
-    tensor = torch.ones(5 * SEGMENT_BYTES // 2, dtype=torch.uint8)
-    if comm.rank == 0:
-        comm.send(tensor, 1)
-    else:
-        comm.recv(tensor, 0)
-    return comm.messages, comm.bytes_sent / SEGMENT_BYTES
-
-
-@pytest.mark.parametrize(
-    ("transport", "fault", "counted"),
-    [
-        ("shared", "none", (1, 2.5)),
-        ("shared", "sends twice", (2, 5.0)),
-        ("gloo", "sends twice", (2, 5.0)),
-        ("group", "sends twice", (2, 5.0)),
-        ("shared", "skips a segment", (1, 2.0)),
-        ("shared", "sends a segment twice", (1, 3.0)),
-    ],
-)
-def test_what_a_broken_transport_moves_is_what_is_counted(transport, fault, counted):
-    assert on(transport, breaks_its_transport, 2, fault) == [counted, (0, 0.0)]
-
-
 def sends_from_many_threads(comm):
     """Rank 0 sends to each other rank from a separate thread, as the backend does."""
     transport, count = comm.transport, 300
@@ -414,31 +360,3 @@ def sends_from_many_threads(comm):
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_no_count_is_lost_between_threads(transport):
     assert on(transport, sends_from_many_threads, 3) == [(600, 4800), 0, 0]
-
-
-class NoGroup:
-    """In place of a process group: notes what is posted."""
-
-    def __init__(self):
-        self.posted = []
-
-    def send(self, tensors, dst, tag):
-        self.posted.append("send")
-        return self
-
-    def recv(self, tensors, src, tag):
-        self.posted.append("recv")
-        return self
-
-    def wait(self, *patience):
-        self.posted.append("wait")
-
-
-def test_an_exchange_over_gloo_posts_its_receive_first():
-    """Otherwise the peer's leave to send waits behind this rank's data, on their connection."""
-    transport = TorchTransport("gloo", CPU, NoGroup())
-    transport.exchange(torch.ones(2), 1, torch.empty(2), 1)
-    assert transport._group.posted == ["recv", "send", "wait", "wait"]
-    with transport.exchanging(torch.ones(2), 1, torch.empty(2), 1):
-        assert transport._group.posted[4:] == ["recv", "send"], "both are under way"
-    assert transport.sent.bytes_to[1] == 16

@@ -22,9 +22,8 @@ from ranks import (
     wait_until,
 )
 
-from labkit import DeadlineError, WorkerError, devices, run
+from labkit import DeadlineError, WorkerError, run
 from labkit.errors import PeerLostError
-from labkit.runtime import launch, torchrun
 
 travel_by_value(__name__)
 
@@ -96,47 +95,11 @@ class TestResults:
         assert [signal.getsignal(number) for number in numbers] == before
 
 
-class Planned(Exception):
-    """Raised with the plan in place of a start of ranks on GPUs."""
-
-
 class TestNamedDevices:
-    @pytest.fixture
-    def four_gpus(self, monkeypatch):
-        monkeypatch.setattr(devices, "num_gpus", lambda: 4)
-        monkeypatch.setattr(devices, "_printed", set())
-
-        def planned(plan, *args, **options):
-            raise Planned(plan)
-
-        monkeypatch.setattr(launch, "Supervisor", lambda job: planned(job.plan))
-        monkeypatch.setattr(torchrun, "connect", planned)
-
-    def plan_of(self, **options):
-        with pytest.raises(Planned) as caught:
-            run(print, **options)
-        return caught.value.args[0]
-
     @pytest.mark.parametrize("named", ["cpu,cpu", ["cpu", "cpu"], ("cpu",) * 3])
     def test_each_rank_has_the_device_of_its_number(self, named):
         values = run(lambda comm: str(comm.device), world_size=2, devices=named).values
         assert values == ["cpu", "cpu"]
-
-    def test_ranks_get_the_gpus_that_are_named_in_order(self, four_gpus):
-        plan = self.plan_of(world_size=2, devices="cuda:3, cuda:1")
-        assert (plan.backend, plan.devices) == ("nccl", ("cuda:3", "cuda:1"))
-
-    @pytest.mark.parametrize("local_rank", ["0", "1"])
-    def test_under_torchrun_the_list_is_that_of_the_machine(
-        self, four_gpus, monkeypatch, capsys, local_rank
-    ):
-        variables = {"RANK": "2", "LOCAL_RANK": local_rank, "WORLD_SIZE": "4"}
-        variables |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        assert self.plan_of(world_size=4, devices="cuda:3,cuda:3").devices == ("cuda:3",) * 2
-        told = capsys.readouterr().err
-        assert ("2 ranks share 1 GPU" in told) == (local_rank == "0"), "once per machine"
 
     def test_too_few_of_them_are_refused_before_a_rank_starts(self):
         with pytest.raises(ValueError, match="'cpu,cpu': 2 devices for 3 ranks: name one per"):

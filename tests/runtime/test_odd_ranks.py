@@ -211,54 +211,22 @@ def test_variables_that_are_set_changed_or_removed_after_the_start_arrive(monkey
     assert run(variables, "HOME", "RANK", world_size=1).values == [[None, "0"]]
 
 
-SWITCHES = """
-import torch
-from labkit.runtime.prepare import allow_tf32
+def test_tf32_is_off_in_a_run_and_on_where_a_training_run_asks_for_it():
+    def precisions(comm):
+        from torch.backends import cuda, cudnn
 
-def shown():
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    new = {part.fp32_precision for part in (cuda.matmul, cudnn.conv, cudnn.rnn)}
-    return cuda.matmul.allow_tf32, cudnn.allow_tf32, *new
+        return [part.fp32_precision for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
 
-assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
-for before in (
-    "",
-    "torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True",
-    "torch.backends.fp32_precision = 'tf32'",
-    "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
-    "torch.set_float32_matmul_precision('medium')",
-):
-    for allowed, name in ((False, "ieee"), (True, "tf32"), (False, "ieee")):
-        exec(before)
-        allow_tf32(allowed)
-        assert shown() == (allowed, allowed, name), (before, allowed, shown())
-"""
+    def all_in_turn(comm):
+        found = [precisions(comm)]
+        for tf32 in (True, False):
+            config = RunConfig(amp="tf32" if tf32 else None, model="mlp", train_size=8)
+            fit(comm, config, strategies.get("single")(), verbose=False)
+            found.append(precisions(comm))
+        return found
 
-
-class TestTf32:
-    def test_it_is_off_whatever_was_set_before_and_both_switches_say_so(self):
-        """With the variable of NVIDIA's containers, which only sets the default."""
-        environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-        command = [sys.executable, "-W", "error", "-c", SWITCHES]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
-
-    def test_it_is_off_in_a_run_and_on_where_a_training_run_asks_for_it(self):
-        def precisions(comm):
-            from torch.backends import cuda, cudnn
-
-            return [part.fp32_precision for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
-
-        def all_in_turn(comm):
-            found = [precisions(comm)]
-            for tf32 in (True, False):
-                config = RunConfig(tf32=tf32, model="mlp", train_size=8)
-                fit(comm, config, strategies.get("single")(), verbose=False)
-                found.append(precisions(comm))
-            return found
-
-        off, on = ["ieee"] * 3, ["tf32"] * 3
-        assert run(all_in_turn, world_size=1, device="cpu").values == [[off, on, off]]
+    off, on = ["ieee"] * 3, ["tf32"] * 3
+    assert run(all_in_turn, world_size=1, device="cpu").values == [[off, on, off]]
 
 
 def cuda_in_a_rank(comm):

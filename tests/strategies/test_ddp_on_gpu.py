@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from labkit.comm.board import Board
-from labkit.comm.sent import Traffic
 from labkit.comm.session import Session
-from labkit.comm.work_queue import WorkQueue
+from labkit.comm.transport import Traffic
+from labkit.comm.work import WorkQueue
 from labkit.strategies.ddp import bucketed, naive
 from labkit.strategies.ddp.bucketed import BucketedDDP
 from labkit.tracing import ClockTimer

@@ -13,7 +13,7 @@ from fake_gpus import FakeComm, pretended
 from torch import nn
 
 from labkit import RunConfig, strategies
-from labkit.comm import reported_loss
+from labkit.comm import session as reported_loss
 from labkit.training import loop
 from labkit.training.progress import Progress
 from labkit.training.saving import Checkpoints

@@ -15,7 +15,7 @@ from torch.nn import functional
 from labkit.collectives import ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.tensors import check_tensor
-from labkit.comm.work_queue import WorkQueue
+from labkit.comm.work import WorkQueue
 from workbook.exercises.grader import Case, Mistake
 from workbook.exercises.grader.exercise import random_tensor
 from workbook.exercises.grader.limits import OutOfTime, limited_time

@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from labkit.comm.board import RUNNING, Board
-from labkit.comm.deadlock import stuck_ranks, takes_part
-from labkit.comm.explain import explain_rank, waits_in
-from labkit.comm.mismatch import find_mismatch
+from labkit.comm.deadlock import explain_rank, find_mismatch, stuck_ranks, takes_part, waits_in
 from labkit.comm.processes import is_debugged, is_stopped
 from labkit.comm.source_lines import readable
 from labkit.errors import DeadlockError, WorkerError
@@ -76,12 +74,12 @@ class Faults:
         return self.explained(failure_error(self._evidence(exit_codes=codes)))
 
     def _evidence(self, **known: Any) -> Evidence:
-        return Evidence(self.board.copy(whole=True), **known)
+        return Evidence(self.board.copy(), **known)
 
     def standing_still(self, beats: Mapping[int, Beat]) -> Verdict | None:
         """A mismatch or a deadlock, if nobody has moved since it was first seen."""
         self._looks += 1
-        board = self.board.copy(whole=True)
+        board = self.board.copy()
         mismatch = find_mismatch(board)
         stuck = [] if mismatch else stuck_ranks(board)
         if not mismatch and not stuck:

@@ -43,10 +43,10 @@ class Rows:
         store: a connection to the run's store for this alone; no other run uses its prefix.
         board: this host's.
         hosts: the ranks of each host.
-        host: this one.
+        host: this one; None for a board that is only looked at.
     """
 
-    def __init__(self, store: Any, board: Board, hosts: Sequence[Sequence[int]], host: int):
+    def __init__(self, store: Any, board: Board, hosts: Sequence[Sequence[int]], host: int | None):
         self._store, self._board, self._hosts, self._host = store, board, hosts, host
         now_s = time.monotonic()
         self.beats = {other: Beat(heard_s=now_s) for other in range(len(hosts)) if other != host}
@@ -59,7 +59,8 @@ class Rows:
             ConnectionError: the store holds what no host has written.
             RuntimeError: the store does not answer.
         """
-        self._publish()
+        if self._host is not None:
+            self._publish(self._host)
         now_s = time.monotonic()
         for host, answer in self._answers("beat", [*self.beats]).items():
             number, version = self._read_beat(host, answer)
@@ -71,14 +72,14 @@ class Rows:
             if is_new:
                 self._mirror(host)
 
-    def _publish(self) -> None:
+    def _publish(self, host: int) -> None:
         # Before the look: whoever sees the next beat knows that these rows are of now or later.
         number = time.monotonic_ns()
-        packed = pack(self._board, self._hosts[self._host])
+        packed = pack(self._board, self._hosts[host])
         if packed != self._packed:
-            self._store.set(f"rows/{self._host}", packed)
+            self._store.set(f"rows/{host}", packed)
             self._packed, self._version = packed, number
-        self._store.set(f"beat/{self._host}", _BEAT.pack(_MARK, number, self._version))
+        self._store.set(f"beat/{host}", _BEAT.pack(_MARK, number, self._version))
 
     def _answers(self, kind: str, hosts: list[int]) -> dict[int, bytes]:
         """The values of some hosts' keys, of those that have set one."""

@@ -120,6 +120,11 @@ class Watch:
         """Let a fault also end the operations that wait on another board."""
         self._more_boards.append(board)
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """Why the run ends; None while it goes on."""
+        return self._verdict
+
     # Called by the rank
 
     def failed(self, error: BaseException) -> BaseException:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from labkit.collectives import fast_ring_all_reduce
 from labkit.comm.comm import Comm
 from labkit.comm.tensors import check_tensor
-from labkit.comm.work import Work
-from labkit.comm.work_queue import work_queue_of
+from labkit.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.ddp.naive import NaiveDDP
 

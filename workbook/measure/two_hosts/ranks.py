@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import labkit
 from labkit import collectives, strategies
-from labkit.comm.comm import Comm
-from labkit.comm.sub_comm import SubComm
+from labkit.comm.comm import Comm, SubComm
 from labkit.strategies.ring_all_reduce import RingAllReduce
 from workbook.measure import model_step
 from workbook.measure.turns import timed

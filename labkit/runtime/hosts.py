@@ -1,4 +1,4 @@
-"""Where the ranks of different hosts find each other: a store that the first host's actor keeps.
+"""Which ranks each host gets, and where they find each other: a store that the driver keeps.
 
 PyTorch's TCPStore has no password. It holds addresses of gloo and NCCL, as plain data, and it
 listens on the one address through which the cluster's nodes reach the host, on a free port.
@@ -9,8 +9,11 @@ import socket
 import struct
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch.distributed as dist
+
+from labkit.units import format_count
 
 _PATIENCE = timedelta(seconds=60)
 # ioctl(2): the address of an interface. The number is Linux's.
@@ -50,13 +53,6 @@ def serve_store(address: str) -> dist.TCPStore:
     )
 
 
-def free_port(address: str) -> int:
-    """A port that nothing uses at this moment."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
-
-
 def interface_of(address: str) -> str:
     """The name of the network interface that has this IPv4 address; empty if none is found."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -69,3 +65,19 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
+
+
+def spread(world_size: int, num_hosts: int) -> list[range]:
+    """The ranks of each host, numbered host by host, as evenly as possible: 5 on 2 are 3 and 2.
+
+    Raises:
+        ValueError: more hosts than ranks.
+    """
+    if num_hosts > world_size:
+        raise ValueError(
+            f"{format_count(num_hosts, 'host')} for {format_count(world_size, 'rank')}: each host "
+            f"needs at least one rank, so use hosts={world_size}, or a larger world_size"
+        )
+    each, more = divmod(world_size, num_hosts)
+    starts = [host * each + min(host, more) for host in range(num_hosts + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
