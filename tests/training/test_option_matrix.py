@@ -106,7 +106,6 @@ TAKEN_BY = {
 # Pairs that no technique takes.
 APART = [
     {"amp": "fp16", "compress": "topk"},
-    {"amp": "fp16", "dtype": "float64"},
 ]
 # What one device has no use for.
 NOT_ALONE = TAKEN_BY.keys() - {"accumulate", "sync_batch_norm"}
