@@ -31,7 +31,7 @@ from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.mixed_precision import MixedPrecision
 from labkit.strategies.stage import StagedModel, on_several
 from labkit.strategies.update import Update
-from labkit.trace import Timer
+from labkit.tracing import Timer
 from labkit.units import check_integer
 from labkit.workload.chain import layers_of
 from labkit.workload.samples import on_device

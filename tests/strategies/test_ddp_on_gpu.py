@@ -15,7 +15,7 @@ from labkit.comm.transport import Traffic
 from labkit.comm.work import WorkQueue
 from labkit.strategies.ddp import bucketed, naive
 from labkit.strategies.ddp.bucketed import BucketedDDP
-from labkit.trace import ClockTimer
+from labkit.tracing import ClockTimer
 
 BACKWARD_MS, RING_MS = 10, 8
 
