@@ -339,7 +339,7 @@ def check_speeds(name: str) -> Finding:
             status = "note"
     rows = [f"{way}: {speed}" for way, speed in found.items()]
     advice = (
-        "labkit.run(..., transport=) chooses one that works; if none does, see ranks talk above"
+        "transport= of labkit.run chooses one that works; if none does, see ranks talk above"
     )
     if not rows[1:]:
         return Finding(name, status, rows[0], advice if status == "note" else "")

@@ -71,7 +71,7 @@ class RankActor:
         self._runs = itertools.count()
         return versions()
 
-    def plan(self, where: Where) -> tuple[str, tuple[str, ...]]:
+    def plan(self, where: Where) -> tuple[str, str]:
         """Backend and note of this host's plan."""
         device, transport, devices = where
         ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
