@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from labkit.comm.comm import Comm
-from labkit.horovod.engine import NegotiationError
+from labkit.horovod.negotiator import NegotiationError
 from labkit.horovod.operations import (
     Adasum as Adasum,
     Average as Average,

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from labkit.collectives.common import check_root
 from labkit.comm.comm import Comm
 from labkit.horovod.coordinator import JOIN, Request
-from labkit.horovod.engine import Engine, Handle
+from labkit.horovod.negotiator import Engine, Handle
 from labkit.runtime.script import open_for
 from labkit.strategies import sync_batch_norm
 

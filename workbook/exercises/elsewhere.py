@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit import horovod as hvd
 from labkit.comm.comm import Comm
-from labkit.horovod import engine
+from labkit.horovod import negotiator
 from labkit.horovod.optimizer import Distributed, WrongOrder
 from workbook.exercises.elsewhere_judge import Trained, wrong_training
 from workbook.exercises.elsewhere_steps import CONFUSIONS, GRADIENTS, STATISTICS, new_steps
@@ -128,7 +128,7 @@ def _ported_to_horovod(fn: Watched, comm: Comm, case: Case) -> list[Trained] | M
     found = []
     # What is submitted stays as it is until somebody waits for it: then a program that uses its
     # gradients too early goes wrong in the same way each time.
-    with mock.patch.object(engine, "CYCLE_S", _LAZY_S), _noted() as noted:
+    with mock.patch.object(negotiator, "CYCLE_S", _LAZY_S), _noted() as noted:
         for setting in _settings(case, to_horovod=True):
             hvd.init(comm)
             trained = _with_horovod(fn, setting, comm.rank, noted)
