@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import entry_points
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from labkit import units
 from labkit.config import RunConfig, type_of
@@ -87,8 +87,9 @@ def config_of(arguments: Namespace) -> RunConfig:
         ValueError: what ``RunConfig`` refuses.
     """
     names = {setting.name for setting in fields(RunConfig)}
-    given = {name: value for name, value in vars(arguments).items() if name in names}
-    return RunConfig(**{"world_size": int(os.environ.get("WORLD_SIZE", "1"))} | given)
+    given: dict[str, Any] = {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+    given |= {name: value for name, value in vars(arguments).items() if name in names}
+    return RunConfig(**given)
 
 
 def _train(arguments: Namespace) -> int:

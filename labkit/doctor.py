@@ -338,7 +338,7 @@ def check_speeds(name: str) -> Finding:
             found[way] = f"does not work: {_one_line(error)}"
             status = "note"
     rows = [f"{way}: {speed}" for way, speed in found.items()]
-    advice = "--transport chooses one that works; if none does, see ranks talk above"
+    advice = "transport= of labkit.run chooses one that works; if none does, see ranks talk above"
     if not rows[1:]:
         return Finding(name, status, rows[0], advice if status == "note" else "")
     told = "what a message costs, way by way"

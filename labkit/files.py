@@ -90,7 +90,9 @@ def check_outputs(outputs: Mapping[str, str | None], inputs: Mapping[str, str | 
         if path is not None:
             check_writable(path)
     for (option, path), (other, same) in combinations(given, 2):
-        if option in outputs and os.path.realpath(path) == os.path.realpath(same):
+        is_one = os.path.exists(path) and os.path.exists(same) and os.path.samefile(path, same)
+        is_one = is_one or os.path.realpath(path) == os.path.realpath(same)
+        if option in outputs and is_one:
             raise ValueError(
                 f"{option} {path} and {other} {same} are the same file: give two files"
             )

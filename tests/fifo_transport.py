@@ -17,6 +17,7 @@ from ranks import travel_by_value
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from labkit import gpus
 from labkit.comm.torch_transport import TorchTransport
 from labkit.comm.transport import Transport
 from labkit.comm.work import Work
@@ -118,6 +119,8 @@ def over_stream(comm):
         comm.rank, comm.world_size, comm.device, FifoTransport(inner), board, doorbells=doorbells
     )
     comm.session.start_together()
+    # As a CUDA device is waited for.
+    gpus.synchronize = lambda device: comm.transport._do([], lambda: None).wait()
     # They read the memory without an operation of PyTorch.
     for name in ("tolist", "numpy"):
         read = getattr(torch.Tensor, name)

@@ -4,6 +4,7 @@ The cases are those of Horovod's documentation: what it promises of arguments, r
 """
 
 import os
+import re
 import signal
 import time
 import warnings
@@ -543,7 +544,8 @@ def test_a_script_on_two_hosts():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("killed", "rank 1 was killed by SIGKILL"),
+        # Where torchrun's agent has asked for the exit code first, the signal is in its summary.
+        ("killed", r"rank 1 (was killed by SIGKILL|has ended in mid-run)"),
         ("raises", "rank 1 raised KeyError: 'of the learner'"),
         ("returns", "rank 1 takes no part any more"),
     ],
@@ -553,5 +555,5 @@ def test_the_other_ranks_of_a_script_end_with_the_cause(how, words):
     # Where the other one ends first, torchrun's agent asks this one to end.
     assert codes[0] in (1, -signal.SIGTERM), text
     assert codes[1] == {"killed": -signal.SIGKILL, "raises": 1, "returns": 0}[how], text
-    assert words in text
+    assert re.search(words, text)
     assert "rank 0 waited" in text

@@ -5,13 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from labkit.comm.shared_transport import Channel
 
 
 @dataclass
@@ -113,11 +110,11 @@ class Transport(ABC):
     def shares_memory_with(self, peer: int) -> bool:
         return self.shares_memory
 
-    def channel_to(self, dst: int) -> "Channel":
+    def channel_to(self, dst: int) -> Any:
         """The slots in which rank ``dst`` reads what this rank writes."""
         raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
 
-    def channel_from(self, src: int) -> "Channel":
+    def channel_from(self, src: int) -> Any:
         """The slots that rank ``src`` writes and this rank reads."""
         raise NotImplementedError(f"the ranks of a {type(self).__name__} share no memory")
 
@@ -181,11 +178,11 @@ class OverTransports(Transport):
     def shares_memory_with(self, peer: int) -> bool:
         return self.to(peer).shares_memory_with(peer)
 
-    def channel_to(self, dst: int) -> "Channel":
+    def channel_to(self, dst: int) -> Any:
         near = self.shares_memory_with(dst)
         return self.to(dst).channel_to(dst) if near else super().channel_to(dst)
 
-    def channel_from(self, src: int) -> "Channel":
+    def channel_from(self, src: int) -> Any:
         near = self.shares_memory_with(src)
         return self.to(src).channel_from(src) if near else super().channel_from(src)
 

@@ -143,6 +143,12 @@ def _run_here(
         supervisor = Supervisor(job)
         reports = supervisor.run()
     except OSError as error:
+        if "AF_UNIX path too long" in str(error):
+            folder = tempfile.gettempdir()
+            raise OSError(
+                f"the path of a socket in {folder} is too long for this system: set TMPDIR to a "
+                "folder with a shorter path"
+            ) from None
         if error.filename is None and not isinstance(error, TimeoutError | ConnectionError):
             error.filename = (
                 f"the memory of {world_size} ranks (ulimit -f, -n), or their sockets in "

@@ -71,7 +71,7 @@ class RankActor:
         self._runs = itertools.count()
         return versions()
 
-    def plan(self, where: Where) -> tuple[str, tuple[str, ...]]:
+    def plan(self, where: Where) -> tuple[str, str]:
         """Backend and note of this host's plan."""
         device, transport, devices = where
         ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -188,7 +188,8 @@ class _Ranks:
                     # Nobody on another host reaches a loopback interface, whoever has named it.
                     variables["GLOO_SOCKET_IFNAME"] = interface
                 texts = {name: str(value) for name, value in variables.items()}
-                actor = ray.remote(RankActor).options(**options).remote()
+                made = ray.remote(RankActor).options(**options)
+                actor = made.remote()
                 self.actors.append(actor)
                 joined.append(actor.join.remote(texts, os.getcwd()))
         try:

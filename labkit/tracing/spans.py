@@ -41,7 +41,7 @@ class Span:
     num_bytes: int = 0
     peer: int | None = None
     lane: int = 0
-    # On a GPU: what meets other ranks in this span, until ``runtime.waits`` has compared them.
+    # On a GPU: what meets other ranks in this span, until ``tracing.waits`` has compared them.
     meets: tuple[Meeting, ...] = field(default=(), compare=False, repr=False)
 
     @property

@@ -415,7 +415,6 @@ def shared_memory_faults(comm):
     rows, columns, one = whole.unbind(0), whole[:, :2].unbind(1), torch.ones(3)
     faults = {
         "all_to_all in place": lambda: all_to_all(comm, rows, rows),
-        "all_to_all between transposed views": lambda: all_to_all(comm, whole[:, :2], columns),
         "all_to_all into one place": lambda: all_to_all(comm, rows, [one, one]),
         "share_only": lambda: share_only(comm, [rows[0], whole.view(-1)[2:5]]),
         "share_reduce": lambda: share_reduce(comm, [one, one]),

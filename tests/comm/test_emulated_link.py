@@ -246,7 +246,9 @@ def test_over_hosts_takes_less_time_than_the_flat_ring():
     assert ring_s == pytest.approx(6 * (0.004 + 0.005))
     assert over_s == pytest.approx(2 * (0.004 + 0.01))
     assert measured["ring_all_reduce"] > 0.98 * ring_s
-    assert 0.98 * over_s < measured["hierarchical_all_reduce"] < measured["ring_all_reduce"]
+    # The rings of a host's two ranks overlap: no less than all bytes on the card, and a latency.
+    least_s = 4 * 0.005 + 0.004
+    assert 0.98 * least_s < measured["hierarchical_all_reduce"] < measured["ring_all_reduce"]
 
 
 class SlowBackward(torch.autograd.Function):

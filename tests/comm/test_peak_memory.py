@@ -13,8 +13,6 @@ import labkit
 from labkit.comm import peak_memory
 from labkit.comm.peak_memory import DeviceMemory, MemoryMeter, PeakMemory
 from labkit.runtime.worker import _device_name
-from labkit.tracing import Trace
-from labkit.training.train_run import _on_devices
 
 travel_by_value(__name__)
 
@@ -86,13 +84,6 @@ def test_on_several_machines_a_device_is_named_with_its_machine(monkeypatch):
 
 
 # Training
-
-
-def test_a_technique_in_one_process_has_all_its_devices_in_its_lane():
-    strategy = SimpleNamespace(in_one_process=True, devices=list(map(torch.device, GPUS)))
-    assert _on_devices(Trace((), {0: "cuda:0"}), strategy).devices == {0: "cuda:0, cuda:1"}
-    strategy.in_one_process = False
-    assert _on_devices(Trace((), {0: "cuda:0"}), strategy).devices == {0: "cuda:0"}
 
 
 def wide():

@@ -8,7 +8,7 @@ import pytest
 from test_setup import FLOORS
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = re.compile(r"^\| (.+) \| `(labkit/[\w/]+\.py)` \| `(\w+)` \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (.+) \| `((?:labkit|workbook)/[\w/]+\.py)` \| `(\w+)` \|$", re.MULTILINE)
 ANSWERS = ROW.findall((ROOT / "CONTRIBUTING.md").read_text())
 
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -28,7 +29,6 @@ from urllib.error import URLError
 import pytest
 import torch
 from faults import PATIENCE, Case, Kernel, Table, check_words
-from fifo_transport import streamed
 from odd_models import fit_in_turn
 from ranks import is_alive, running_ranks, travel_by_value, until_they_wait, wait_until
 from test_files import at_most
@@ -223,21 +223,18 @@ def deadlock(case):
     def stuck(fn, *says, **options):
         case.fails(fn, says=says, error=DeadlockError, **options)
 
-    # Over shared memory; and where operations are only queued, as on NCCL.
-    for over in (contextlib.nullcontext, lambda: streamed(case.patch)):
-        with over():
-            for ranks in (2, 3, 4):
-                ring = " -> ".join(f"rank {rank % ranks}" for rank in range(ranks + 1))
-                waits = "rank 0 is in recv, waiting for rank 1 to send float32 [2]"
-                line = "comm.recv(other, (comm.rank + 1) % comm.world_size)"
-                next_step = "comm.exchange"
-                says = f"deadlock: {ring}", waits, next_step
-                stuck(both_receive_first, *says, world_size=ranks, line=line)
-            stuck(both_send_first, "is in send, waiting for rank 1 to receive")
-            stuck(two_of_three, "rank 1 -> rank 2 -> rank 1", world_size=3)
-            stuck(one_returns, "rank 0 has returned, but rank 1 still waits for it")
-            stuck(one_skips, "waiting for rank 1 at barrier number 2", world_size=3)
-            assert run(slow, world_size=3).values == [0, 1, 2], "slow ranks are not stuck"
+    for ranks in (2, 3, 4):
+        ring = " -> ".join(f"rank {rank % ranks}" for rank in range(ranks + 1))
+        waits = "rank 0 is in recv, waiting for rank 1 to send float32 [2]"
+        line = "comm.recv(other, (comm.rank + 1) % comm.world_size)"
+        next_step = "comm.exchange"
+        says = f"deadlock: {ring}", waits, next_step
+        stuck(both_receive_first, *says, world_size=ranks, line=line)
+    stuck(both_send_first, "is in send, waiting for rank 1 to receive")
+    stuck(two_of_three, "rank 1 -> rank 2 -> rank 1", world_size=3)
+    stuck(one_returns, "rank 0 has returned, but rank 1 still waits for it")
+    stuck(one_skips, "waiting for rank 1 at barrier number 2", world_size=3)
+    assert run(slow, world_size=3).values == [0, 1, 2], "slow ranks are not stuck"
 
 
 @TABLE.row(5, "a hang outside any communication", "the run's deadline; each rank's stack")
@@ -633,7 +630,9 @@ def stopped(case):
 
 @TABLE.row(18, "the kernel is killed or restarted in mid-run", "no rank left after 2 s")
 def kernel_killed(case):
-    kernel = Kernel(case.folder)
+    # The path of a socket in it must be short.
+    folder = Path(tempfile.mkdtemp(dir=os.environ["TESTS_TMPDIR"]))
+    kernel = Kernel(folder)
     kernel.send(
         """
         def works(comm):

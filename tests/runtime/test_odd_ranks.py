@@ -111,7 +111,7 @@ class TestErrors:
         def fails(comm):
             raise ExceptionGroup("two", [ValueError("the first"), KeyError("the second")])
 
-        with pytest.raises(WorkerError, match=r"(?s)ValueError: the first.*KeyError: 'the secon"):
+        with pytest.raises(WorkerError, match=r"(?s)ValueError: the first.*KeyError: 'the sec"):
             run(fails, world_size=1)
 
     def test_a_text_of_megabytes_is_cut_and_counted(self):

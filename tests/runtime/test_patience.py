@@ -1,13 +1,11 @@
 """The clock that hardly moves while a process waits for a core, on a made-up ``/proc``."""
 
 import os
-from collections import UserDict
 
 import pytest
 
 from labkit.runtime.between_hosts import patience
 from labkit.runtime.between_hosts.patience import Patience
-from labkit.runtime.variables import variables_now
 
 
 class Machine:
@@ -86,18 +84,3 @@ class TestPatience:
     def test_this_process(self):
         clock = Patience([os.getpid()])
         assert 0 <= clock.look() <= clock.look()
-
-
-class TestVariables:
-    def test_a_variable_that_another_thread_removes_is_left_out(self, monkeypatch):
-        monkeypatch.setenv("STAYS", "1")
-
-        class Changing(UserDict):
-            def __iter__(self):
-                return iter([*self.data, "REMOVED"])
-
-        monkeypatch.setattr(os, "environ", Changing(os.environ))
-        assert variables_now()["STAYS"] == "1"
-        assert "REMOVED" not in variables_now()
-        with pytest.raises(KeyError):
-            dict(os.environ)

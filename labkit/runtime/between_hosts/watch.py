@@ -68,6 +68,9 @@ class Watch:
         address: where the store is, for messages.
         connections: those of the process group, to be cut when the run has failed.
         abort: ends what is queued in the process group.
+
+    Attributes:
+        verdict: why the run ends; None while it goes on.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Watch:
             self._waiter = threading.Thread(
                 target=self._await_word, name="labkit-word", daemon=True
             )
-        self._verdict: Verdict | None = None
+        self.verdict: Verdict | None = None
         self._found = threading.Event()
         self._left = threading.Event()
         self._lock = threading.Lock()
@@ -120,33 +123,28 @@ class Watch:
         """Let a fault also end the operations that wait on another board."""
         self._more_boards.append(board)
 
-    @property
-    def verdict(self) -> Verdict | None:
-        """Why the run ends; None while it goes on."""
-        return self._verdict
-
     # Called by the rank
 
     def failed(self, error: BaseException) -> BaseException:
         """The error to raise for one that has ended this rank's function, or came after it."""
         # (Of a preemption, all ranks have agreed that they end here.)
-        if self._verdict is None and isinstance(error, KeyboardInterrupt | PreemptedError):
+        if self.verdict is None and isinstance(error, KeyboardInterrupt | PreemptedError):
             return error
-        if self._verdict is None:
+        if self.verdict is None:
             self._tell(error)
-        assert self._verdict is not None
+        assert self.verdict is not None
         self._leave()
         self._record()
         self._await_neighbours()
-        if self._verdict.is_raised and self._verdict.rank == self._rank:
+        if self.verdict.is_raised and self.verdict.rank == self._rank:
             return error
-        return self._verdict.error()
+        return self.verdict.error()
 
     def close(self) -> None:
         """Stop watching: the run has ended on this rank."""
         self._leave()
         self._board.ranks[self._rank]["state"] = LEFT
-        if self._verdict is None and self._store is not None and self._store_error is None:
+        if self.verdict is None and self._store is not None and self._store_error is None:
             # The thread that waits for a word has to end, too.
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(_OVER, "", _WELL.decode())
@@ -187,10 +185,10 @@ class Watch:
 
     def _record(self) -> None:
         """Give the explanation to torchrun, for the summary that it prints."""
-        if self._verdict is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        if self.verdict is not None and "TORCHELASTIC_ERROR_FILE" in os.environ:
             try:
                 # It records the traceback of the exception that is being handled.
-                raise self._verdict.error() from None
+                raise self.verdict.error() from None
             except WorkerError as error:
                 with contextlib.suppress(OSError):
                     get_error_handler().record_exception(error)
@@ -199,13 +197,13 @@ class Watch:
 
     def _work(self) -> None:
         try:
-            while not self._left.is_set() and self._verdict is None and not self._is_asked:
+            while not self._left.is_set() and self.verdict is None and not self._is_asked:
                 self._sleep()
                 if not self._left.is_set():
                     self._look()
             if self._is_asked:
                 self._end_as_asked()
-            if self._verdict is not None:
+            if self.verdict is not None:
                 self._end()
         except Exception as error:
             self._termination.let_go()
@@ -214,8 +212,8 @@ class Watch:
 
     def _end_as_asked(self) -> None:
         """End by SIGTERM: torchrun ends this rank, mostly because of another one."""
-        if self._verdict is not None and self._neighbours.speaks(self._verdict):
-            tell(self._verdict.text)
+        if self.verdict is not None and self._neighbours.speaks(self.verdict):
+            tell(self.verdict.text)
         self._termination.end()
 
     def _sleep(self) -> None:
@@ -274,7 +272,7 @@ class Watch:
         """Wait until a host has found a fault, or the run has ended."""
         with contextlib.suppress(RuntimeError, OSError):
             found = self._waiting_store.get(_OVER)
-            if found != _WELL and self._verdict is None:
+            if found != _WELL and self.verdict is None:
                 self._board.conclude(found)
                 if not self._left.is_set():
                     os.write(self._wake, b".")
@@ -296,15 +294,15 @@ class Watch:
             what = f"the store holds an explanation that no rank has written: {error}"
             verdict = Verdict.of(WorkerError(what))
         with self._lock:
-            self._verdict = self._verdict or verdict
+            self.verdict = self.verdict or verdict
         self._found.set()
 
     def _end(self) -> None:
         """End this rank: print why if it is this rank's turn, and let its function raise."""
-        assert self._verdict is not None
-        if self._neighbours.speaks(self._verdict):
-            tell(self._verdict.text)
-        first_line = self._verdict.text.splitlines()[0]
+        assert self.verdict is not None
+        if self._neighbours.speaks(self.verdict):
+            tell(self.verdict.text)
+        first_line = self.verdict.text.splitlines()[0]
         for board in (self._board, *self._more_boards):
             board.give_up(self._rank, first_line)
         cut(self._connections)
