@@ -50,8 +50,8 @@ _IF_RAISED = {
     "torch loads": _REINSTALL,
     "torchvision loads": _REINSTALL,
     "temporary folder": "free some space, or set TMPDIR to a folder that you may write to",
-    "ranks talk": "first fix what is above. Ranks talk over 127.0.0.1: a firewall may forbid it. If "
-    "the path is too long, set TMPDIR=/tmp; if the GPUs are at fault, set "
+    "ranks talk": "first fix what is above. Ranks talk over 127.0.0.1: a firewall may forbid it. "
+    "If the path is too long, set TMPDIR=/tmp; if the GPUs are at fault, set "
     "CUDA_VISIBLE_DEVICES=-1 to work without them. This prints the whole error: "
     "python -m labkit train --strategy ring_all_reduce --world-size 2",
 }

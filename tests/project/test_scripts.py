@@ -26,7 +26,7 @@ STEPS = -(-SAMPLES // BATCH)
 
 def one_device(epochs):
     """The run without ranks, which all others have to equal."""
-    numbers = {"batch_size": BATCH, "momentum": 0.9, "epochs": epochs, "dtype": "float64"}
+    numbers = {"batch_size": BATCH, "epochs": epochs, "dtype": "float64"}
     return train_with("single", model=make_model, dataset=make_dataset, **numbers)
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_is_killed_on_one_machine(tmp_path):
         begun = check_samples(agents, 2, [2, 2])
     assert begun[1][0] >= 3
     check_result(tmp_path, 2)
-    numbers = {"batch_size": BATCH, "momentum": 0.9, "epochs": 2, "dtype": "float64"}
+    numbers = {"batch_size": BATCH, "epochs": 2, "dtype": "float64"}
     due = train_with("ddp", world_size=2, model=make_model, dataset=make_dataset, **numbers)
     assert largest_difference(load_file(tmp_path / "end"), due.state) == 0.0
 

@@ -126,7 +126,7 @@ def test_one_micro_batch_is_model_parallel():
 
 
 def test_the_training_loop_with_a_last_batch_that_does_not_divide():
-    settings = {"model": "mlp", "train_size": 70, "batch_size": 32, "epochs": 2, "momentum": 0.9}
+    settings = {"model": "mlp", "train_size": 70, "batch_size": 32, "epochs": 2}
     alone = train_with("single", **settings)
     ours = [
         train_with("pipeline", builtin=True, world_size=3, schedule="1f1b", **settings),

@@ -44,7 +44,7 @@ _WIDE = 3
 # Settings that make two runs do different work.
 _WORK = (
     *("model", "dataset", "train_size", "batch_size", "epochs"),
-    *("seed", "lr", "momentum", "dtype"),
+    *("seed", "lr", "dtype"),
 )
 
 
