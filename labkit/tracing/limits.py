@@ -11,7 +11,7 @@ unrecorded       code outside all spans
 
 import html
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labkit.tracing.spans import Trace
 from labkit.tracing.states import (
@@ -113,35 +113,14 @@ def what_limited(
     else:
         kind = _KINDS[largest]
 
-    # What took time beside the limit, and what did not because it was hidden.
-    waiting = f"waiting (mostly for rank {most})" if is_one and len(times) > 2 else "waiting"
-    names = {COMPUTE: "computing", COMMUNICATE: "messages", WAIT: waiting, GAP: gap}
-    mentioned = WAIT if kind in ("straggler", "bottleneck", "bubble") else largest
-    rest = [
-        f"{names[state]} {_percent(share)}"
-        for state, share in sorted(shares.items(), key=lambda item: -item[1])
-        if state != mentioned and share > _MENTIONED
-    ]
-    parts = [f"the rest: {', '.join(rest)}"] if rest else []
     hidden_s = sum(one.hidden_s for one in times.values())
     sent_s = hidden_s + sum(one.seconds[COMMUNICATE] for one in times.values())
     hidden = hidden_s / sent_s if sent_s else 0.0
-    if hidden > _MENTIONED:
-        parts.append(f"{_percent(hidden)} of all communication was hidden behind computing")
-    others_s = sum(one.elapsed_s for other, one in times.items() if other != slowest.rank)
-    is_awaited = blamed_s[slowest.rank] > _NOTICED * others_s
-    alone = rank is None and slowest.work != _BETWEEN and not is_awaited
-    if alone and slowest.factor > _STRAGGLER:
-        parts.append(
-            f"rank {slowest.rank} took {format_number(slowest.factor)} times as long as other "
-            f"ranks {slowest.work}, and hardly any of them waited for it"
-        )
-    second = "; ".join(parts)
-    sentences = [_first_sentence(kind, rank, times, shares, slowest, gap)]
-    sentences += [f"{second[0].upper()}{second[1:]}."] if second else []
+    limit = Limit(kind, "", rank, shares, hidden, slowest.factor)
+    sentences = [_first_sentence(limit, times, slowest, gap)]
+    sentences += [_second_sentence(limit, times, slowest, gap, most if is_one else None)]
     sentences += [] if rank is None else [_device_sentence(trace, rank)]
-    text = " ".join(filter(None, sentences))
-    return Limit(kind, text, rank, shares, hidden, slowest.factor)
+    return replace(limit, text=" ".join(filter(None, sentences)))
 
 
 @dataclass(frozen=True)
@@ -172,14 +151,8 @@ def _slowest(times: dict[int, RankTimes], has_stages: bool) -> Slowest:
     return between if is_even and between.factor > _STRAGGLER else computes
 
 
-def _first_sentence(
-    kind: str,
-    rank: int | None,
-    times: dict[int, RankTimes],
-    shares: dict[str, float],
-    slowest: Slowest,
-    gap: str,
-) -> str:
+def _first_sentence(limit: Limit, times: dict[int, RankTimes], slowest: Slowest, gap: str) -> str:
+    kind, rank, shares = limit.kind, limit.rank, limit.shares
     if rank is not None:
         mine, others = times[rank].blamed_s, [one for one in times if one != rank]
         share = sum(mine.values()) / sum(times[one].elapsed_s for one in others)
@@ -204,6 +177,35 @@ def _first_sentence(
         "waiting": "Waiting limited the run: the ranks waited for each other in "
         f"{_percent(shares[WAIT])} of their time, for no rank much longer than for the others.",
     }[kind]
+
+
+def _second_sentence(
+    limit: Limit, times: dict[int, RankTimes], slowest: Slowest, gap: str, awaited: int | None
+) -> str:
+    """What took time beside the limit, and what did not because it was hidden; often empty."""
+    waiting = "waiting"
+    if awaited is not None and len(times) > 2:
+        waiting = f"waiting (mostly for rank {awaited})"
+    names = {COMPUTE: "computing", COMMUNICATE: "messages", WAIT: waiting, GAP: gap}
+    mentioned = next((state for state, kind in _KINDS.items() if kind == limit.kind), WAIT)
+    rest = [
+        f"{names[state]} {_percent(share)}"
+        for state, share in sorted(limit.shares.items(), key=lambda item: -item[1])
+        if state != mentioned and share > _MENTIONED
+    ]
+    parts = [f"the rest: {', '.join(rest)}"] if rest else []
+    if limit.hidden > _MENTIONED:
+        parts.append(f"{_percent(limit.hidden)} of all communication was hidden behind computing")
+    blamed_s = sum(times[slowest.rank].blamed_s.values())
+    others_s = sum(one.elapsed_s for other, one in times.items() if other != slowest.rank)
+    alone = limit.rank is None and slowest.work != _BETWEEN and blamed_s <= _NOTICED * others_s
+    if alone and slowest.factor > _STRAGGLER:
+        parts.append(
+            f"rank {slowest.rank} took {format_number(slowest.factor)} times as long as other "
+            f"ranks {slowest.work}, and hardly any of them waited for it"
+        )
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _device_sentence(trace: Trace, rank: int) -> str:

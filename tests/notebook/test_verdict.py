@@ -26,7 +26,7 @@ from workbook import verdict
 from workbook.notebook.ratio import Ratio
 
 HERE = Path(__file__).parent
-LIMITS = HERE.parent / "runtime" / "recorded"
+LIMITS = HERE.parent / "tracing" / "recorded"
 RESULTS = HERE.parents[1] / "data" / "results"
 SIX_EPOCHS, FOUR_RANKS, SMALL_BATCHES = 0, 3, 6
 
