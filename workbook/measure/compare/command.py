@@ -27,7 +27,7 @@ def main(
 
     Args:
         json_path: where to write the record.
-        figures_dir: a folder, made if absent, for the figures, ``compare_NAME.png`` each.
+        figures_dir: an existing folder for the figures, ``compare_NAME.png`` each.
         csv_dir: an existing folder for the tables, ``compare_NAME.csv`` each.
         from_path: a record to read, instead of running the comparison.
         words: the command line, for the record.
@@ -67,11 +67,9 @@ def _write_tables(record: dict[str, Any], folder: str) -> None:
 
 
 def _check_figures(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write figures to {folder!r}: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"cannot write figures to {folder!r}: no permission")
+    if not (folder and os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise ValueError(
+            f"cannot write figures to {folder!r}: give a folder that exists and can be written"
+        )
     for old in Path(folder).glob("compare_*.png"):
         check_writable(old)
