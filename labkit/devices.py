@@ -68,31 +68,7 @@ def plan(
             ``devices`` than ranks, or others than ``device`` says.
     """
     check_choice("transport", transport, TRANSPORTS)
-    if isinstance(device, str) and device.startswith("cuda:"):
-        raise ValueError(
-            f"unknown device {device!r}: it is the kind, one of {', '.join(DEVICES)}. Single GPUs "
-            f"are named in devices, one for each rank, as in devices={device!r}"
-        )
-    check_choice("device", device, DEVICES)
-    if devices is not None:
-        chosen = check_named(devices, device, gpus)
-        if len(chosen) < local_world_size:
-            raise ValueError(
-                f"devices {','.join(chosen)!r}: {format_count(len(chosen), 'device')} for "
-                f"{format_count(local_world_size, 'rank')}: name one per rank (ranks may share "
-                "one: name it twice), or leave devices out"
-            )
-        chosen = chosen[:local_world_size]
-    else:
-        count = 0 if device == "cpu" else num_gpus() if gpus is None else gpus
-        if device == "cuda" and not count:
-            raise ValueError(
-                "device 'cuda' was asked for, but this machine shows no CUDA GPU: use device "
-                "'cpu' (every page of the course runs on it) or 'auto'"
-            )
-        chosen = tuple(
-            f"cuda:{rank % count}" if count else "cpu" for rank in range(local_world_size)
-        )
+    chosen = _devices_of(local_world_size, device, gpus, devices)
     kinds = {name.partition(":")[0] for name in chosen}
     # On other systems a semaphore cannot be placed in shared memory.
     can_share = kinds == {"cpu"} and sys.platform.startswith("linux")
@@ -119,6 +95,34 @@ def plan(
         "gloo through host memory, since NCCL takes one rank per GPU; times are not those of "
         "more GPUs",
     )
+
+
+def _devices_of(
+    ranks: int, device: str, gpus: int | None, devices: str | Sequence[str] | None
+) -> tuple[str, ...]:
+    """The device of each rank of this machine."""
+    if isinstance(device, str) and device.startswith("cuda:"):
+        raise ValueError(
+            f"unknown device {device!r}: it is the kind, one of {', '.join(DEVICES)}. Single GPUs "
+            f"are named in devices, one for each rank, as in devices={device!r}"
+        )
+    check_choice("device", device, DEVICES)
+    if devices is not None:
+        chosen = check_named(devices, device, gpus)
+        if len(chosen) < ranks:
+            raise ValueError(
+                f"devices {','.join(chosen)!r}: {format_count(len(chosen), 'device')} for "
+                f"{format_count(ranks, 'rank')}: name one per rank (ranks may share "
+                "one: name it twice), or leave devices out"
+            )
+        return chosen[:ranks]
+    count = 0 if device == "cpu" else num_gpus() if gpus is None else gpus
+    if device == "cuda" and not count:
+        raise ValueError(
+            "device 'cuda' was asked for, but this machine shows no CUDA GPU: use device "
+            "'cpu' (every page of the course runs on it) or 'auto'"
+        )
+    return tuple(f"cuda:{rank % count}" if count else "cpu" for rank in range(ranks))
 
 
 def print_once(note: str) -> None:

@@ -199,46 +199,6 @@ def test_a_full_disk_ends_bench_and_compare_alike(tmp_path, quick_bench, capsys)
     assert capsys.readouterr().err == f"labkit: cannot write {record}: File too large\n"
 
 
-def test_an_output_is_no_input_and_no_other_output(tmp_path, capsys):
-    record = tmp_path / "in.json"
-    record.write_text("{}")
-    (tmp_path / "link.json").symlink_to("in.json")
-    os.link(record, tmp_path / "hard.json")
-    for name in (
-        "in.json",
-        "link.json",
-        "hard.json",
-        "../" + tmp_path.name + "/in.json",
-    ):
-        path = str(tmp_path / name)
-        for words in (
-            ["compare", "--from", str(record), "--json", path],
-            ["train", "--strategy", "single", "--save", str(record), "--json", path],
-            ["bench", "all-reduce", "--figure", str(record), "--json", path],
-        ):
-            with pytest.raises(SystemExit) as caught:
-                main(words)
-            assert caught.value.code == 2
-            assert "are the same file: give two files" in capsys.readouterr().err
-    assert record.read_text() == "{}"
-
-
-def test_an_empty_path_is_refused(capsys):
-    for words in (
-        ["train", "--strategy", "single", "--json", ""],
-        ["train", "--strategy", "single", "--save", ""],
-        ["bench", "all-reduce", "--json", ""],
-        ["bench", "all-reduce", "--figure", ""],
-        ["compare", "--json", ""],
-        ["compare", "--figures", ""],
-        ["compare", "--from", ""],
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 TORCHRUN = {
     "RANK": "1",
     "LOCAL_RANK": "1",

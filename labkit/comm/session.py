@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from labkit.comm.source_lines import caller_location
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Bell, Doorbells
 from labkit.errors import PeerLostError
-from labkit.tracing import ClockTimer, CudaTimer, JointTimer, Meeting, Recorder, Span, Timer
+from labkit.tracing import ClockTimer, CudaTimer, Meeting, Recorder, Span, Timer
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]
@@ -202,7 +201,7 @@ class Session:
 
     def time_on(self, devices: Iterable[torch.device]) -> None:
         """Time all further spans by what these devices do, and this rank's own device."""
-        self.recorder.timer = self.timers.of_all([self.device, *devices])
+        self.recorder.timer = self.timers.of(self.device, *devices)
 
     def start_together(self) -> None:
         """Wait for the other ranks, then make this moment second 0 of the trace on all ranks."""
@@ -226,11 +225,7 @@ class Session:
 
     def spans(self) -> list[Span]:
         """This rank's spans so far, on the host's clock; waits for its GPU."""
-        spans, timer = self.recorder.spans(), self.recorder.timer
-        rate = timer.rate() if isinstance(timer, CudaTimer | JointTimer) else 1.0
-        if rate == 1.0:
-            return spans
-        return [replace(s, start_s=s.start_s * rate, end_s=s.end_s * rate) for s in spans]
+        return self.recorder.spans()
 
     def memory_of_part(self, arrived_bytes: int = 0) -> Part:
         """The peak memory of some stretches of the run, counted from now.
@@ -255,32 +250,26 @@ class Session:
 
 
 class DeviceTimers:
-    """A clock for each device that a rank uses: a GPU's events, or the host's clock."""
+    """The clocks of the devices that a rank uses: a GPU's events, or the host's clock."""
 
     def __init__(self) -> None:
         self._host = ClockTimer()
-        self._of_gpu: dict[torch.device, CudaTimer] = {}
+        self._of_gpus: dict[tuple[torch.device, ...], CudaTimer] = {}
 
-    def of(self, device: torch.device) -> Timer:
-        """The clock of the work on ``device``."""
-        if device.type != "cuda":
-            return self._host
-        if device not in self._of_gpu:
-            self._of_gpu[device] = CudaTimer(device)
-            # Now, and not in the first step, for which the host would have to wait.
-            self._of_gpu[device].calibrate()
-        return self._of_gpu[device]
-
-    def of_all(self, devices: Iterable[torch.device]) -> Timer:
+    def of(self, *devices: torch.device) -> Timer:
         """The clock of work that passes through ``devices``.
 
         Where a GPU is among them, its events tell when the CPU's work before them has ended, too:
         on the CPU nothing is queued.
         """
-        used = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
-        timers = [self.of(device) for device in used]
-        gpu_timers = [timer for timer in timers if isinstance(timer, CudaTimer)]
-        return JointTimer(gpu_timers) if len(timers) > 1 else [*timers, self._host][0]
+        gpus = tuple(device for device in dict.fromkeys(devices) if device.type == "cuda")
+        if not gpus:
+            return self._host
+        if gpus not in self._of_gpus:
+            # Now, and not in the first step, for which the host would have to wait.
+            for some in {gpus, *((gpu,) for gpu in gpus)} - self._of_gpus.keys():
+                self._of_gpus[some] = CudaTimer(*some)
+        return self._of_gpus[gpus]
 
 
 class ReportedLoss:

@@ -54,8 +54,7 @@ def connect(
     Args:
         plan: the devices, the backend and the transport.
         timeout_s: the run's deadline, in seconds.
-        arena: the memory of this host's ranks that the launcher has made, with a place for every
-            rank of the run; None under ``torchrun``.
+        arena: the launcher's memory, with a place for every rank; None under ``torchrun``.
         meeting: where the ranks find each other; None for the address that ``torchrun`` gives.
         link: the emulated link of this process's messages; None for no emulation.
 

@@ -11,7 +11,6 @@ limits    what limited a run, in words
 from labkit.tracing.recorder import (
     ClockTimer as ClockTimer,
     CudaTimer as CudaTimer,
-    JointTimer as JointTimer,
     Listener as Listener,
     Recorder as Recorder,
     Timer as Timer,

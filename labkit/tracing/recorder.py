@@ -4,23 +4,16 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from labkit.tracing.spans import LOCAL_KINDS, Meeting, Span
 
-# How far a GPU's event may be from the one that its time is counted from: a float32 of 0.1 s in
-# milliseconds is exact to 4 ns.
-_ANCHORED_S = 0.1
-# Number of unread events after which the first is asked whether the GPU has passed it.
-_READ_AT = 64
 # Number of spans that are kept as marks while nobody listens.
 _SETTLE_AT = 256
-_COMPARISONS = 9
-# The clocks of GPUs and hosts drift by some 1e-5.
-_MOST_DRIFT = 1e-3
+# The difference of two events is a float32 of milliseconds: exact to 1 us after so long.
+_ANCHORED_S = 10.0
 
 
 class Timer(Protocol):
@@ -60,169 +53,63 @@ class Listener(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class CudaMark:
-    """A moment on a GPU's stream: an event until the GPU is known to have passed it, then a time.
-
-    Attributes:
-        timer: which has made it.
-        event: None once ``host_s`` is known.
-        host_s: on the host's clock, in seconds.
-    """
-
-    timer: "CudaTimer"
-    event: Any
-    host_s: float = 0.0
-
-
 class CudaTimer:
-    """Marks are CUDA events on the current stream of one GPU, told in seconds of the host's clock.
+    """Marks are CUDA events on the current stream of each of its GPUs, read as host times.
 
     Kernels and copies are asynchronous, so a host clock would time their launch. An event is
-    recorded on the stream that does the work. The difference of two events is a float32 of
-    milliseconds: 0.25 ms of resolution after an hour. So each event is measured from one that is
-    at most 0.1 s older (or from its predecessor, after a longer pause), and the times are added
-    up in float64. An event that the GPU has passed is read, and used again: a query never waits.
-
-    The GPU's clock is set by the host's: of some events on the idle stream, the one with the
-    least time between its record and its return on the host counts as recorded in the middle of
-    this time. So the clocks of the ranks of one machine agree to some 10 us at the calibration;
-    ``rate`` tells how they drift apart, some 10 us per second.
+    recorded on the stream that does the work; the host reads it once the GPU has passed it. With
+    several GPUs, through which one piece of work passes, a moment is when the last of them has
+    passed its event.
 
     Source: CUDA Runtime API, "Event Management" (cudaEventElapsedTime: resolution 0.5 us).
     """
 
-    def __init__(self, device: Any):
+    def __init__(self, *devices: Any):
         import torch
 
-        self._torch = torch
-        self.device = torch.device(device)
-        self._free: list[Any] = []
-        self._unread: deque[CudaMark] = deque()
-        # Several threads of a rank may make marks; a mark may be read by another thread.
-        self._reading = threading.RLock()
-        # An event, and its time on the host's clock.
-        self._anchor: tuple[Any, float] = (None, 0.0)
-        self._set_s = self._set_within_s = 0.0
+        self._cuda = torch.cuda
+        self.devices = [torch.device(device) for device in devices]
+        # For each GPU an event, and its time on the host's clock.
+        self._anchors: list[tuple[Any, float]] = []
+        self.calibrate()
 
     def calibrate(self) -> None:
-        """Set the GPU's clock by the host's; waits until the stream is idle."""
-        with self._reading:
-            self._read(wait=True)
-            event, self._set_s, self._set_within_s = self._compared()
-            self._anchor = event, self._set_s
-
-    def mark(self) -> CudaMark:
-        with self._reading:
-            if self._anchor[0] is None:
-                self.calibrate()
-            elif len(self._unread) >= _READ_AT:
-                self._read()
-            mark = CudaMark(self, self._recorded())
-            self._unread.append(mark)
-            return mark
-
-    def seconds(self, mark: Any, origin: Any) -> float:
-        """Seconds between two marks of any GPU timers, or host times; waits for their events."""
-        return _host_s(mark) - _host_s(origin)
-
-    def is_past(self, mark: CudaMark) -> bool:
-        with self._reading:
-            self._read()
-            return mark.event is None
-
-    def read(self, mark: CudaMark) -> float:
-        """The host's time of one of this timer's marks; waits for its event."""
-        with self._reading:
-            self._read()
-            if mark.event is not None:
-                self._read(wait=True)
-            return mark.host_s
-
-    def rate(self) -> float:
-        """Seconds of the host's clock per second of the GPU's since the calibration.
-
-        1 if they differ by less than can be told. Waits until the stream is idle.
-        """
-        with self._reading:
-            self._read(wait=True)
-            event, now_s, within_s = self._compared()
-            anchor, anchor_s = self._anchor
-            passed_s = anchor_s + anchor.elapsed_time(event) / 1e3 - self._set_s
-            self._free.append(event)
-        real_s = now_s - self._set_s
-        if passed_s <= 0 or abs(real_s - passed_s) <= within_s + self._set_within_s:
-            return 1.0
-        rate = real_s / passed_s
-        # Crystals drift by millionths: a larger difference is no drift.
-        return rate if abs(rate - 1) < _MOST_DRIFT else 1.0
-
-    def _compared(self) -> tuple[Any, float, float]:
-        """An event, when it was recorded on the host's clock, and how exactly that is known."""
-        self._wait(self._recorded())
-        found = []
-        for _ in range(_COMPARISONS):
-            before_s = time.perf_counter()
-            event = self._recorded()
+        """Set the GPUs' clocks by the host's; waits for their streams."""
+        self._anchors = []
+        for device in self.devices:
+            self._cuda.synchronize(device)
+            event = self._recorded(device)
             event.synchronize()
-            within_s = (time.perf_counter() - before_s) / 2
-            found.append((within_s, before_s + within_s, event))
-        (within_s, middle_s, event), *others = sorted(found, key=lambda one: one[0])
-        self._free += [other for *_, other in others]
-        return event, middle_s, within_s
+            self._anchors.append((event, time.perf_counter()))
 
-    def _recorded(self) -> Any:
-        event = self._free.pop() if self._free else self._torch.cuda.Event(enable_timing=True)
-        event.record(self._torch.cuda.current_stream(self.device))
+    def _recorded(self, device: Any) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(device))
         return event
 
-    def _wait(self, event: Any) -> None:
-        event.synchronize()
-        self._free.append(event)
+    def mark(self) -> tuple[Any, ...]:
+        return tuple(map(self._recorded, self.devices))
 
-    def _read(self, wait: bool = False) -> None:
-        """Turn events into times, in the order of their marks, up to the first still to come."""
-        while self._unread and (wait or self._unread[0].event.query()):
-            mark = self._unread.popleft()
-            event = mark.event
-            if wait:
-                event.synchronize()
-            anchor, anchor_s = self._anchor
-            since_s = anchor.elapsed_time(event) / 1e3
-            mark.host_s, mark.event = anchor_s + since_s, None
-            if since_s > _ANCHORED_S:
-                self._anchor, event = (event, mark.host_s), anchor
-            self._free.append(event)
-
-
-class JointTimer:
-    """One clock for work that passes through several GPUs: a mark is an event on each of them.
-
-    Its moment is when the last of them has passed its event. So a span lasts from the end of all
-    earlier work until all work of its region has ended, whichever GPUs do it.
-    """
-
-    def __init__(self, timers: Sequence[CudaTimer]):
-        self._timers = timers
-
-    def mark(self) -> tuple[CudaMark, ...]:
-        return tuple(timer.mark() for timer in self._timers)
+    def is_past(self, mark: Any) -> bool:
+        return all(event.query() for event in mark)
 
     def seconds(self, mark: Any, origin: Any) -> float:
-        return _host_s(mark) - _host_s(origin)
+        """Seconds since another mark, or since a host time; waits for their events."""
+        return self._host_s(mark) - self._host_s(origin)
 
-    def is_past(self, mark: tuple[CudaMark, ...]) -> bool:
-        return all(timer.is_past(one) for timer, one in zip(self._timers, mark))
-
-    def rate(self) -> float:
-        return self._timers[0].rate()
-
-
-def _host_s(mark: Any) -> float:
-    """A mark of a GPU timer, or a host time, as a time on the host's clock."""
-    if isinstance(mark, CudaMark):
-        return mark.timer.read(mark)
-    return max(map(_host_s, mark)) if isinstance(mark, tuple) else mark
+    def _host_s(self, mark: Any) -> float:
+        if not isinstance(mark, tuple):
+            return mark
+        times_s = []
+        for place, event in enumerate(mark):
+            if not event.query():
+                event.synchronize()
+            anchor, anchor_s = self._anchors[place]
+            since_s = anchor.elapsed_time(event) / 1e3
+            times_s.append(anchor_s + since_s)
+            if since_s > _ANCHORED_S:
+                self._anchors[place] = event, times_s[-1]
+        return max(times_s)
 
 
 class _Region:

@@ -72,19 +72,15 @@ def periods(spans: Iterable[Span], start_s: float) -> Iterator[Period]:
     changes.sort(key=lambda change: change[:2])
     active = dict.fromkeys(_ORDER, 0)
     peer, now_s = None, start_s
-    for at_s, step, state, other in changes:
+    for at_s, step, state_then, other in changes:
         if at_s > now_s:
-            yield _period(now_s, at_s, active, peer)
+            state = next((one for one in _ORDER if active[one]), GAP)
+            hides = state == COMPUTE and active[COMMUNICATE] > 0
+            yield Period(now_s, at_s, state, peer if state == WAIT else None, hides)
             now_s = at_s
-        active[state] += step
-        if state == WAIT and step > 0:
+        active[state_then] += step
+        if state_then == WAIT and step > 0:
             peer = other
-
-
-def _period(start_s: float, end_s: float, active: dict[str, int], peer: int | None) -> Period:
-    state = next((one for one in _ORDER if active[one]), GAP)
-    hides = state == COMPUTE and active[COMMUNICATE] > 0
-    return Period(start_s, end_s, state, peer if state == WAIT else None, hides)
 
 
 def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTimes]:
@@ -100,18 +96,12 @@ def rank_times(trace: Trace, start_s: float | None = None) -> dict[int, RankTime
     for span in trace.spans:
         spans_of[span.rank].append(span)
     by_rank = {rank: list(periods(spans_of[rank], begin_s)) for rank in sorted(spans_of)}
-    times = {rank: _sums(by_rank[rank], spans_of[rank]) for rank in by_rank}
+    times = {rank: RankTimes(unit_s=_unit_s(spans_of[rank])) for rank in by_rank}
+    for rank, mine in by_rank.items():
+        for period in mine:
+            times[rank].seconds[period.state] += period.end_s - period.start_s
+            times[rank].hidden_s += period.end_s - period.start_s if period.hides else 0.0
     _blame(by_rank, times)
-    return times
-
-
-def _sums(mine: list[Period], spans: list[Span]) -> RankTimes:
-    times = RankTimes()
-    for period in mine:
-        seconds = period.end_s - period.start_s
-        times.seconds[period.state] += seconds
-        times.hidden_s += seconds if period.hides else 0.0
-    times.unit_s = _unit_s(spans)
     return times
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.files import check_regular
 from labkit.workload.models import torchvision_layers
 
 State = dict[str, Tensor]
@@ -72,6 +73,7 @@ def read_weights(path: str | Path) -> State:
     if os.path.exists(path) and not os.path.isfile(path):
         # To open a pipe would wait for a writer.
         raise ValueError(f"weights: {path} cannot be read: it is not a plain file")
+    check_regular(path)
     try:
         with open(path, "rb") as file:
             head = file.read(9)

@@ -118,7 +118,7 @@ def test_a_model_that_is_given_as_an_object_counts_like_one_that_the_rank_makes(
     common = {"device": "cpu", "dataset": data, "batch_size": 2}
     for model in (large, large(), [large()]):
         (peak,) = labkit.train_with("single", model=model, **common).peak_memory
-        # Parameters, gradients and momenta.
+        # Parameters, gradients and momentum.
         assert peak.process_bytes == around(3 * 40)
 
 

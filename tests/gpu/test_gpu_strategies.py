@@ -42,8 +42,7 @@ def test_every_technique_equals_one_device(strategy, builtin, devices):
     options, where = STAGED.get(strategy, {}), {"devices": devices}
     if strategy == "model_parallel":
         # Named devices would mean stages in one process.
-        shared = len(set(devices.split(","))) < world_size
-        where = {"device": "cuda", "transport": "gloo" if shared else "auto"}
+        where = {"device": "cuda"}
     for dtype, furthest in FURTHEST.items():
         result = train_with(
             strategy,
@@ -87,13 +86,12 @@ def test_pytorchs_sync_batch_norm_equals_one_gpu(world_size):
     assert synced.difference_from(alone(model=normed())) < 1e-10
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @needs.gpus(1)
-def test_both_schedules_on_a_shared_gpu(schedule, transport):
+def test_both_schedules_on_a_shared_gpu(schedule):
     # Never more stages than the model has layers.
     world_size = min(needs.GPUS + 1, 4)
-    options = {"schedule": schedule, "micro_batches": world_size, "transport": transport}
+    options = {"schedule": schedule, "micro_batches": world_size}
     split = train_with(
         "pipeline", world_size=world_size, device="cuda", dtype="float64", **DATA, **options
     )

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import gzip
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from workbook import verdict
 from workbook.notebook.ratio import Ratio
 
 HERE = Path(__file__).parent
-LIMITS = HERE.parent / "runtime" / "recorded"
+LIMITS = HERE.parent / "tracing" / "recorded"
 RESULTS = HERE.parents[1] / "data" / "results"
 SIX_EPOCHS, FOUR_RANKS, SMALL_BATCHES = 0, 3, 6
 
@@ -56,7 +56,8 @@ def recorded(name):
     trace = Trace(tuple(Span(*span) for span in found["spans"]))
     machine = found["hardware"], found["versions"]
     notes = {"staleness": found.get("staleness", [])}
-    config = RunConfig(**found["config"])
+    known = {field.name for field in fields(RunConfig)}
+    config = RunConfig(**{k: v for k, v in found["config"].items() if k in known})
     return TrainResult(config, *(found[k] for k in keys), {}, [], trace, *machine, notes)
 
 

@@ -1,7 +1,7 @@
 """Pretended GPUs, for tests: ``LABKIT_PRETEND_GPUS=2 PYTHONPATH=tests/pretended python ...``
 
 Every Python process that inherits these two variables (a kernel, the forkserver and its ranks,
-torchrun's workers, the process that tries the GPUs) then behaves as on a machine with that many
+torchrun's workers) then behaves as on a machine with that many
 GPUs, while tensors stay in host memory and the CPU computes. See ``pretended_gpus``.
 
 Python imports a module of this name at every start. A process that never imports torch pays next
@@ -34,13 +34,9 @@ class AfterTorch:
 
 
 def show_a_driver():
-    """Let this process see the file of NVIDIA's driver, and this number of GPUs in a variable.
-
-    The variable is one that chooses GPUs, so that results kept for real GPUs are not taken.
-    """
+    """Let this process see the file of NVIDIA's driver."""
     exists = os.path.exists
     os.path.exists = lambda path: path == "/dev/nvidiactl" or exists(path)
-    os.environ["NVIDIA_VISIBLE_DEVICES"] = f"pretended:{os.environ['LABKIT_PRETEND_GPUS']}"
 
 
 if int(os.environ.get("LABKIT_PRETEND_GPUS") or 0):

@@ -49,7 +49,7 @@ def test_duration_of_a_run(rank):
 
 def test_duration_under_torchrun(rank, monkeypatch):
     monkeypatch.setattr(torchrun, "_local_world_size", lambda *_: 1)
-    monkeypatch.setattr(torchrun, "plan", lambda *_, **__: SimpleNamespace(notes=()))
+    monkeypatch.setattr(torchrun, "plan", lambda *_, **__: SimpleNamespace(note=""))
     monkeypatch.setattr(torchrun, "_report_memory", lambda *_: None)
     monkeypatch.setattr(torchrun, "new_watch", lambda *_: None)
     monkeypatch.setattr(torchrun, "_exchange", lambda _, mine: [mine])

@@ -1,6 +1,6 @@
 """What limited a run: on traces made by hand, where the answer is known, and on recorded runs.
 
-tests/runtime/recorded/NAME.json.gz is ``result.trace.save`` of a real run on two cores, with times
+tests/tracing/recorded/NAME.json.gz is ``result.trace.save`` of a real run on two cores, with times
 rounded to 0.1 µs: ``computing`` is ddp on 2 ranks with batches of 512, ``straggler`` ddp on 3 with
 straggler 1:4, ``slow_link`` ddp on 2 over a link of 1 ms and 10 MB/s, ``busy_server`` a parameter
 server and 3 workers over 5 MB/s, ``async_straggler`` the asynchronous one with straggler 1:6,

@@ -165,7 +165,7 @@ def test_a_huge_file_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(chrome_trace, "MOST_BYTES", 1000)
     for name, data in (("a", b" " * 2000), ("b", gzip.compress(b" " * 2000))):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(ValueError, match="holds more than 1,000 B of JSON: record fewer"):
+        with pytest.raises(ValueError, match="holds more than 1,000 B of JSON"):
             read_traces([tmp_path / name])
 
 

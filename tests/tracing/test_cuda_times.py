@@ -1,0 +1,91 @@
+"""Times of GPU work, on pretended GPUs: what the order and the streams make of events.
+
+Real GPUs: tests/gpu.
+"""
+
+import threading
+
+import fake_cuda
+import pytest
+import torch
+
+from labkit.comm.board import Board
+from labkit.comm.session import SpanSums
+from labkit.tracing import CudaTimer, Recorder, Trace
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return fake_cuda.install(monkeypatch)
+
+
+def work(recorder, machine, kind, seconds, device="cuda:0"):
+    with recorder.region(kind):
+        machine.stream(device).work(seconds)
+
+
+@pytest.mark.parametrize("late_s", [0, 60, 36_000])
+def test_a_span_is_as_long_as_its_work_however_long_the_run_is(machine, late_s):
+    recorder = Recorder(0, CudaTimer("cuda:0"))
+    machine.pass_s(late_s)
+    work(recorder, machine, "compute", 0.5)
+    machine.pass_s(1.0)
+    for _ in range(50):
+        work(recorder, machine, "update", 1e-4)
+        machine.pass_s(3e-3)
+    spans = recorder.spans()
+    assert spans[0].start_s == pytest.approx(late_s, abs=1e-3)
+    # The anchor is the event before: what comes after a long pause is exact.
+    assert [span.duration_s for span in spans[1:]] == pytest.approx([1e-4] * 50, abs=2e-6)
+
+
+def test_spans_are_heard_of_when_the_gpu_has_passed_them_and_nobody_waits(machine):
+    board = Board(1)
+    recorder = Recorder(0, CudaTimer("cuda:0"))
+    recorder.listener = SpanSums(board.ranks[0])
+    before, row = len(machine.waits), board.ranks[0]
+    for _ in range(300):
+        work(recorder, machine, "compute", 0.01)
+    assert not row["kind_s"].any()
+    machine.pass_s(10)
+    work(recorder, machine, "compute", 0.01)
+    assert row["kind_s"][0][0] == pytest.approx(300 * 0.01, rel=0.01)
+    assert len(machine.waits) == before
+    assert Trace.merge([recorder.spans()]).seconds_by_kind()["compute"] == pytest.approx(3.01)
+
+
+def test_threads_and_side_streams_have_their_own_times(machine):
+    recorder = Recorder(0, CudaTimer("cuda:0"))
+
+    def beside():
+        side = fake_cuda.Stream("cuda:0")
+        with torch.cuda.stream(side), recorder.region("all_reduce"):
+            side.work(0.3)
+
+    with recorder.region("compute"):
+        machine.stream().work(1.0)
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+    compute, ring = sorted(recorder.spans(), key=lambda span: span.lane)
+    assert (compute.lane, ring.lane) == (0, 1)
+    assert compute.duration_s == pytest.approx(1.0, rel=1e-3)
+    assert ring.duration_s == pytest.approx(0.3, rel=1e-3)
+    # They overlap: the side stream does not wait for the kernel.
+    assert ring.end_s < compute.end_s
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_work_on_several_gpus_lasts_until_the_last_of_them_has_ended(machine, last):
+    recorder = Recorder(0, CudaTimer("cuda:0", "cuda:1"))
+    first, second = machine.stream(1 - last), machine.stream(last)
+    for kind in ("forward", "backward"):
+        with recorder.region(kind):
+            first.work(0.1)
+            second.wait_stream(first)
+            second.work(0.4)
+    forward, backward = recorder.spans()
+    assert forward.duration_s == pytest.approx(0.5, rel=1e-3)
+    # The first GPU begins at once with its part, and the second one is the last to end.
+    assert backward.duration_s == pytest.approx(0.4, rel=1e-3)
+    assert backward.start_s == pytest.approx(forward.end_s, abs=1e-4)
