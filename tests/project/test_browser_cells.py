@@ -6,7 +6,7 @@ from browser import NOTEBOOK, ROOT
 pytestmark = pytest.mark.browser
 
 FAILS = """
-import labkit, torch
+import labkit, torch, workbook
 def wrong_shape(comm):
     if comm.rank == 1:
         torch.nn.Linear(4, 2)(torch.ones(3))

@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.browser
 
-PREDICTS = 'import labkit\n\nsent = workbook.predict("sent by one rank", "bytes")'
+PREDICTS = 'import workbook\n\nsent = workbook.predict("sent by one rank", "bytes")'
 MEASURES = 'workbook.predict_row("sent by one rank", "bytes", sent, 6_000_000, 6_000_000)'
 CHECKS = """
 from workbook import check
