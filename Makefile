@@ -38,7 +38,7 @@ help:
 	@echo "make lab             set up and open the workbook"
 	@echo "make test            set up and run every test: unit, notebooks, browser"
 	@echo "make test-unit       the quick part: no notebooks, no browser, nothing marked fresh or slow"
-	@echo "make test-core       the core's tests without the course around it"
+	@echo "make test-core       labkit's tests without workbook, the course around it"
 	@echo "make test-gpu        what needs GPUs (make test hides them)"
 	@echo "make test-pretended  all notebooks as with 1, 2 and 8 GPUs, on the CPU (some minutes)"
 	@echo "make test-notebooks  the notebooks alone (some: NOTEBOOKS=notebooks/06_ring_all_reduce.ipynb)"
@@ -229,7 +229,7 @@ pins: env
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache notebooks/.ipynb_checkpoints
-	find labkit tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find labkit workbook tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV) $(VENV)-*

@@ -16,7 +16,8 @@ NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 SETUP = """
 from functools import partial
 
-import labkit, workbook
+import labkit
+import workbook
 from labkit.costs import Link
 from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.training.split_run import measure_split

@@ -8,7 +8,8 @@ pytestmark = pytest.mark.browser
 SETUP = """
 from functools import partial
 
-import labkit, workbook
+import labkit
+import workbook
 from labkit.costs import Link
 from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.training.split_run import measure_split

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.browser
 SETUP = """
 import os
 os.environ["LABKIT_LIVE"] = "1"
-import time, torch, labkit
+import time, torch, labkit, workbook
 labkit.warm_up(training=False)
 labkit.run(lambda comm: comm.rank, world_size=2).values
 """

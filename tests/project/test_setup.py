@@ -1,4 +1,4 @@
-"""What holds the set-up together: pins and ranges, the two commands, the package's floors."""
+"""What holds the set-up together: pins and ranges, the two commands, the packages' floors."""
 
 import ast
 import functools
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from core import COURSE
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -22,26 +21,33 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCKED = ("requirements.txt", "tools/uv.txt", "tools/cluster.txt")
 LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt")
 
-# The package's floors, from the ground up. A room imports from floors below, never from above or
-# beside. A new room gets its place here. ``labkit/__init__`` hands names on, by name alone.
-FLOORS = [
-    {"errors", "units"},
-    {"files", "gpus"},
-    {"schedules", "tracing"},
-    {"config", "costs"},
-    {"comm", "devices", "workload"},
-    {"collectives", "placement"},
-    {"backend", "runtime"},
-    {"strategies"},
-    {"horovod", "training"},
-    {"plots"},
-    {"notebook"},
-    {"check", "widgets"},
-    {"bench", "lab"},
-    {"doctor"},
-    {"__init__", "__main__"},
-]
-FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+# The floors of each package, from the ground up. A room imports from floors below, never from
+# above or beside, and labkit never imports workbook. A new room gets its place here. Each
+# ``__init__`` hands names on, by name alone.
+FLOORS = {
+    "labkit": [
+        {"errors", "units"},
+        {"files", "gpus"},
+        {"schedules", "tracing"},
+        {"config", "costs"},
+        {"comm", "devices", "workload"},
+        {"collectives", "placement"},
+        {"backend", "runtime"},
+        {"strategies"},
+        {"horovod", "training"},
+        {"doctor"},
+        {"__init__", "__main__"},
+    ],
+    "workbook": [
+        {"plots"},
+        {"notebook"},
+        {"exercises", "widgets"},
+        {"check", "lab", "measure"},
+        {"__init__", "commands"},
+    ],
+}
+ROOMS = [[f"{package}.{room}" for room in row] for package in FLOORS for row in FLOORS[package]]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
 REGISTRY_HOSTS = ["pypi." + "org", "pythonhosted." + "org", "anaconda." + "org"]
 REGISTRY_HOSTS += ["download.pytorch." + "org/whl", "conda." + "anaconda"]
@@ -74,8 +80,9 @@ def repository_files() -> list[Path]:
     return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
 
 
-def imports_of(path: Path) -> set[str]:
-    """The labkit modules that a file imports, in functions too, as ``comm.board`` or ``units``.
+@functools.cache
+def names_in(path: Path) -> set[str]:
+    """The modules and names that a file imports, in functions too, and its strings.
 
     A module that is named in a string of its own (a preload list) counts as imported.
     """
@@ -84,24 +91,31 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}: write imports from labkit in full"
+            assert node.level == 0, f"{path.name}: write imports in full"
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
-    modules = set(module_files())
-    return {name.removeprefix("labkit.") for name in found if name.startswith("labkit.")} & modules
+    return found
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules of both packages that a module imports."""
+    return names_in(module_files()[module]) & module_files().keys()
 
 
 @functools.cache
 def module_files() -> dict[str, Path]:
-    """Dotted name below labkit -> file; a package goes by its own name."""
-    package = ROOT / "labkit"
+    """Dotted name -> file; a room goes by its own name, a package's own file by ``__init__``."""
     files = {}
-    for path in package.rglob("*.py"):
-        parts = path.relative_to(package).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+    for path in (path for package in FLOORS for path in (ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
         files[name] = path
     return files
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
 def test_every_dependency_is_pinned_inside_its_range():
@@ -189,36 +203,38 @@ def test_no_file_names_a_registry_or_somebodys_home():
 
 @pytest.mark.parametrize("module", sorted(module_files()))
 def test_imports_point_only_downward(module):
-    room = module.split(".")[0]
-    assert room in FLOOR_OF, f"labkit/{room} is new: give it a place in FLOORS, {__file__}"
-    for other in imports_of(module_files()[module]):
-        target = other.split(".")[0]
-        assert target == room or FLOOR_OF[target] < FLOOR_OF[room], f"{module} imports up: {other}"
+    room = room_of(module)
+    assert room in FLOOR_OF, f"{room} is new: give it a place in FLOORS, {__file__}"
+    for other in imports_of(module):
+        below = FLOOR_OF[room_of(other)] < FLOOR_OF[room]
+        assert below or room_of(other) == room, f"{module} imports up: {other}"
 
 
 def test_a_name_in_a_preload_list_counts_as_an_import():
-    assert "runtime.worker" in imports_of(module_files()["runtime.preload"])
-    assert "training.loop" in imports_of(module_files()["__init__"])
+    assert "labkit.runtime.worker" in imports_of("labkit.runtime.preload")
+    assert "labkit.training.loop" in imports_of("labkit.__init__")
+    assert "workbook.check" in imports_of("workbook.__init__")
+
+
+def test_labkit_never_imports_workbook():
+    """Nor names it, or a module in it, in a string."""
+    for module, path in module_files().items():
+        named = [name for name in names_in(path) if re.match(r"workbook(\.|$)", name)]
+        assert not named or module.startswith("workbook."), f"{module}: {named}"
 
 
 def test_nothing_that_counts_reaches_the_formulas_or_the_planner():
     """So that the two can disagree: what is called measured is counted where it moves."""
-    counting = {"comm", "collectives", "backend", "runtime", "strategies"}
-    waiting = [name for name in module_files() if name.split(".")[0] in counting]
+    rooms = ("comm", "collectives", "backend", "runtime", "strategies")
+    counting = {f"labkit.{room}" for room in rooms}
+    waiting = [name for name in module_files() if room_of(name) in counting]
     reached: set[str] = set()
     while waiting:
         name = waiting.pop()
-        assert name.split(".")[0] not in {"costs", "placement"}, f"labkit.{name} is reached"
+        assert room_of(name) not in {"labkit.costs", "labkit.placement"}, f"{name} is reached"
         reached.add(name)
-        waiting += imports_of(module_files()[name]) - reached
+        waiting += imports_of(name) - reached
     assert len(reached) > 50
-
-
-def test_the_core_never_imports_the_course():
-    for name, path in module_files().items():
-        if name.split(".")[0] not in COURSE | {"__init__", "__main__", "lab", "doctor"}:
-            rooms = {other.split(".")[0] for other in imports_of(path)}
-            assert not rooms & COURSE, f"labkit.{name} imports {rooms & COURSE}"
 
 
 # PyTorch's model parallelism is its pipeline with one micro-batch.
@@ -232,13 +248,13 @@ def test_a_technique_imports_no_other():
         for place in places
     }
     for name in techniques:
-        imported = imports_of(module_files()[f"strategies.{name}"])
-        others = {other.removeprefix("strategies.") for other in imported} & techniques
+        imported = imports_of(f"labkit.strategies.{name}")
+        others = {other.removeprefix("labkit.strategies.") for other in imported} & techniques
         assert {(name, other) for other in others} <= ONE_IN_ANOTHER
 
 
 def test_nothing_imports_in_a_circle():
-    edges = {name: imports_of(path) - {name} for name, path in module_files().items()}
+    edges = {name: imports_of(name) - {name} for name in module_files()}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
