@@ -102,8 +102,19 @@ def _train(arguments: Namespace) -> int:
     check_outputs({"--json": arguments.json, "--save": arguments.save}, {})
     # Before torch is imported here, so that both imports, some seconds each, run in parallel.
     preload.warm_up()
+    from labkit.runtime import rounds
     from labkit.training.train_run import train_run
 
+    if preload.under_torchrun():
+        # Only rank 0 writes, and which machine that is nobody knows before.
+        given = "".join(f"{o} " for o in ("json", "save") if getattr(arguments, o) is not None)
+        found = rounds.join(min(arguments.timeout, 60.0))
+        first, *others = found.exchange(given, "the options")
+        if missing := sorted({o for text in others for o in text.split()} - {*first.split()}):
+            raise ValueError(
+                f"--{missing[0]} is not given on {found.hosts[0]}, whose rank 0 writes the file: "
+                "start torchrun with the same command on every machine"
+            )
     result = train_run(
         config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
     )

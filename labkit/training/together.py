@@ -5,10 +5,12 @@ per rank, on machines that may have other code, other data, or another folder of
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit.config import RunConfig
@@ -17,7 +19,7 @@ from labkit.runtime import rounds
 from labkit.runtime.preload import under_torchrun
 from labkit.strategies.base import Strategy
 from labkit.training.checkpoint import step_path, why_not_whole
-from labkit.training.own import Own
+from labkit.training.own import PARTS, Own
 from labkit.training.resolve import Resolved, Work
 from labkit.training.resume import Start, find_start
 from labkit.units import format_count
@@ -109,7 +111,13 @@ def _in_common(config: RunConfig) -> dict[str, str]:
     found = {name: json.dumps(value) for name, value in same.items()}
     here = versions()
     python = here["python"].rpartition(".")[0]
-    return found | {"Python": python, "torch": here["torch"], "labkit's code": rounds.code()}
+    found |= {"Python": python, "torch": here["torch"], "labkit's code": rounds.code()}
+    paths = [path for name in PARTS if ":" in (path := getattr(config, name))]
+    for name in ("__main__", *(path.partition(":")[0] for path in paths)):
+        if file := getattr(sys.modules.get(name), "__file__", None):
+            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+            found[f"the code of {name}"] = digest
+    return found
 
 
 def _read(text: str, kinds: dict[str, type]) -> dict[str, Any]:

@@ -54,10 +54,6 @@ class Neighbours:
         asked = set(self._ended.values()) <= _ASKED_TO_END
         return {} if asked and now_s - self._ended_s < _ENDING_S else self._ended
 
-    def pids(self) -> list[int]:
-        """The processes of the other ranks."""
-        return [self._pid(rank) for rank in self._near if rank != self._rank]
-
     def have_left(self) -> bool:
         """Whether nobody is left who could still hear of a fault."""
         return all(

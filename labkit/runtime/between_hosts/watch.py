@@ -8,7 +8,7 @@ mirrors what the others do, and looks for a deadlock, a mismatch, a stopped rank
 Whoever finds a fault writes the explanation into the store, and each host's board; the first one
 counts, on all hosts. On each host one rank prints it. In all ranks the operations that wait raise
 an error, so that the learner's ``finally`` runs, and ``labkit.run`` raises the explanation. A rank
-that does not come back in ``_GRACE_S`` in which it could run is ended.
+that does not come back in ``_GRACE_S`` is ended.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ from labkit.comm.torch_transport import first_line
 from labkit.errors import PreemptedError, WorkerError
 from labkit.runtime.between_hosts.faults import Faults
 from labkit.runtime.between_hosts.neighbours import Neighbours
-from labkit.runtime.between_hosts.patience import Patience
 from labkit.runtime.between_hosts.rows import Rows
 from labkit.runtime.between_hosts.termination import Termination
 from labkit.runtime.between_hosts.verdict import Verdict
@@ -40,10 +39,10 @@ _TICK_S = 0.25
 _JOIN_S = 1.0
 # After the first sign of a failure: time for its cause to become known.
 _SETTLE_S, _STORE_S = 4.0, 1.0
-# From the explanation: until the learner's code is interrupted, and until the rank is ended; in
-# seconds in which the rank could run.
-_INTERRUPT_S = 1.0
-_GRACE_S = 6.0
+# From the explanation: until the learner's code is interrupted, and from then until the rank is
+# ended. On a busy machine a rank that is about to raise may get no core for seconds.
+_INTERRUPT_S, _GRACE_S = 2.0, 6.0
+_POLL_S = 0.05
 # How long a rank that has failed stays, so that all others hear of it.
 _TELL_S = 0.5
 _OVER, _WELL = "over", b"well"
@@ -168,11 +167,12 @@ class Watch:
         As soon as one rank has ended, torchrun ends the others of its host.
         """
         self._board.ranks[self._rank]["state"] = LEFT
-        patience = Patience(self._neighbours.pids())
         # They hear of it later than this rank, and end themselves when their own time is over.
-        patience.sleep(2 * _GRACE_S, self._neighbours.have_left)
+        until_s = time.monotonic() + _INTERRUPT_S + 2 * _GRACE_S
+        while not self._neighbours.have_left() and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
         # Only now, so that the ranks of a host leave together.
-        Patience(self._neighbours.pids()).sleep(_TELL_S)
+        time.sleep(_TELL_S)
 
     def _tell(self, error: BaseException) -> None:
         """Find out, or say, why this rank's function has ended with an error."""
@@ -307,11 +307,10 @@ class Watch:
             board.give_up(self._rank, first_line)
         cut(self._connections)
         self._abort()
-        patience = Patience([os.getpid()])
-        if patience.sleep(_INTERRUPT_S, self._left.is_set):
+        if self._left.wait(_INTERRUPT_S):
             return
         self._interrupt()
-        if not patience.sleep(_GRACE_S, self._left.is_set):
+        if not self._left.wait(_GRACE_S):
             self._record()
             sys.stderr.flush()
             os._exit(1)
