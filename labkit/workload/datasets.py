@@ -17,7 +17,6 @@ from torch import Tensor
 from labkit.units import check_choice, spelled
 from labkit.workload.images import Standard, shifted
 from labkit.workload.models import import_torchvision
-from labkit.workload.random_numbers import sample_keys
 from labkit.workload.shared_file import shared
 
 REPOSITORY_DATA = Path(__file__).resolve().parents[2] / "data"
@@ -217,8 +216,7 @@ def _multiplied(part: _Part, size: int) -> _Part:
     for number in range(1, math.ceil(size / len(images))):
         generator = torch.Generator().manual_seed(number)
         noise = torch.randint(-_NOISE, _NOISE + 1, images.shape, generator=generator)
-        keys = sample_keys(0, number, torch.arange(len(images)))
-        moved = shifted(images, keys)
+        moved = shifted(images, torch.rand((len(images), 2), generator=generator))
         copies.append((moved + noise).clamp_(0, _STANDARDS["digits"].white).to(torch.uint8))
     return torch.cat(copies)[:size], targets.repeat(len(copies))[:size]
 

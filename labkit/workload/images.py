@@ -8,20 +8,17 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from labkit.workload.random_numbers import draw, sample_keys
+from labkit.workload.random_numbers import sample_seeds, uniform
 
 # How far a crop may move an image: the usual distance on 32 x 32 pixels; on digits, which are
 # 8 x 8, four pixels would be half of the digit.
 CROP_PIXELS = 4
 SMALL_CROP_PIXELS = 1
 _SMALL_PIXELS = 16
-# The random numbers of a sample.
-_TOP, _LEFT, _FLIP = range(3)
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class Transform:
                 f"dataset have shape {list(images.shape[1:])}: leave them out"
             )
         if epoch is not None and (self.crop or self.flip):
-            images = self._augmented(images, sample_keys(self.seed, epoch, numbers))
+            images = self._augmented(images, uniform(sample_seeds(self.seed, epoch, numbers), 3))
         if self.resize is not None and images.shape[-2:] != (self.resize, self.resize):
             images = resized(images, self.resize, self.dtype)
         return self.standard(images, self.dtype) if self.standard else images
@@ -104,12 +101,12 @@ class Transform:
             for image, item in zip(images, items)
         ]
 
-    def _augmented(self, images: Tensor, keys: np.ndarray) -> Tensor:
+    def _augmented(self, images: Tensor, draws: Tensor) -> Tensor:
         if self.crop:
-            images = shifted(images, keys)
+            images = shifted(images, draws[:, :2])
         if self.flip:
-            chosen = draw(keys, _FLIP, 2).bool().view(-1, 1, 1, 1)
-            images = torch.where(chosen, images.flip(-1), images)
+            chosen = draws[:, 2] < 0.5
+            images = torch.where(chosen.view(-1, 1, 1, 1), images.flip(-1), images)
         return images
 
 
@@ -122,13 +119,16 @@ def _by_channel(values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype).view(1, -1, 1, 1)
 
 
-def shifted(images: Tensor, keys: np.ndarray) -> Tensor:
-    """Each image [n, C, H, W] moved by some pixels, with zeros where nothing was."""
+def shifted(images: Tensor, draws: Tensor) -> Tensor:
+    """Each image [n, C, H, W] moved by some pixels, with zeros where nothing was.
+
+    ``draws`` [n, 2], from 0 to 1, say how far down and to the right.
+    """
     height, width = images.shape[-2:]
     pad = SMALL_CROP_PIXELS if min(height, width) < _SMALL_PIXELS else CROP_PIXELS
     # The places at which an image of this size can be cut out of the padded one.
     cuts = functional.pad(images, (pad,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-    top, left = (draw(keys, which, 2 * pad + 1) for which in (_TOP, _LEFT))
+    top, left = (draws * (2 * pad + 1)).long().unbind(1)
     return cuts[torch.arange(len(images)), :, top, left]
 
 

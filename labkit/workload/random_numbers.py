@@ -13,42 +13,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
-# By NumPy, since torch has no unsigned 64-bit arithmetic.
-_GOLDEN = 0x9E3779B97F4A7C15
-_FACTORS = ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)))
-
 # A generator for NumPy while samples are read; to make one takes longer than to read a batch.
 _for_numpy = np.random.MT19937(0)
 
 
-def sample_keys(seed: int, epoch: int, numbers: Tensor) -> np.ndarray:
-    """A random number for each sample in an epoch: [n] uint64.
+def sample_seeds(seed: int, epoch: int, numbers: Tensor) -> list[int]:
+    """A seed for each sample of an epoch.
 
     Args:
         seed: of the run.
-        epoch: counted from 0.
+        epoch: counted from 0; -1 for what is read outside of any.
         numbers: [n] int64, of the samples in their data set.
     """
-    of_run = _mixed(np.array([seed * _GOLDEN % 2**64], dtype=np.uint64))
-    of_epoch = _mixed(of_run + _nth(epoch))
-    return _mixed(of_epoch + (numbers.numpy().astype(np.uint64) + 1) * np.uint64(_GOLDEN))
+    parts = ((seed, epoch + 1, number) for number in numbers.tolist())
+    return [int(np.random.SeedSequence(part).generate_state(1)[0]) for part in parts]
 
 
-def draw(keys: np.ndarray, which: int, below: int) -> Tensor:
-    """Random number ``which`` of each sample: [n] int64, 0 .. below - 1."""
-    # Of 32 bits a remainder is as good as uniform for the few pixels that it is used for.
-    return torch.from_numpy((_mixed(keys + _nth(which)) >> 32).astype(np.int64) % below)
-
-
-def _nth(number: int) -> np.uint64:
-    return np.uint64((number + 1) * _GOLDEN % 2**64)
-
-
-def _mixed(value: np.ndarray) -> np.ndarray:
-    for bits, factor in _FACTORS:
-        value = (value ^ (value >> bits)) * factor
-    return value ^ (value >> 31)
+def uniform(seeds: Iterable[int], count: int) -> Tensor:
+    """``count`` random numbers for each seed: [n, count] float64, at least 0 and below 1."""
+    generator = torch.Generator()
+    found = [
+        torch.rand(count, dtype=torch.float64, generator=generator.manual_seed(seed))
+        for seed in seeds
+    ]
+    return torch.stack(found) if found else torch.empty(0, count, dtype=torch.float64)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from labkit.units import format_count
 from labkit.workload.images import Transform
-from labkit.workload.random_numbers import SeededReader, sample_keys
+from labkit.workload.random_numbers import SeededReader, sample_seeds
 
 # Inputs [n, ...] and targets [n, ...].
 Pair = tuple[Tensor, Tensor]
@@ -138,9 +138,7 @@ class DatasetSamples:
         return self.transform(inputs, numbers, epoch) if self.transform else inputs, targets
 
     def _seeds(self, numbers: Tensor, epoch: int | None) -> list[int]:
-        keys = sample_keys(self.seed, -1 if epoch is None else epoch, numbers)
-        # torch takes seeds below 2^63.
-        return (keys >> 1).tolist()
+        return sample_seeds(self.seed, -1 if epoch is None else epoch, numbers)
 
     @cached_property
     def _read(self) -> SeededReader:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from labkit.workload.images import Standard, Transform, resized, shifted
-from labkit.workload.random_numbers import draw, sample_keys
 
 
 @pytest.mark.parametrize(("size", "pad"), [(8, 1), (15, 1), (16, 4), (32, 4)])
@@ -12,9 +11,9 @@ from labkit.workload.random_numbers import draw, sample_keys
 def test_a_crop_is_cut_out_of_the_padded_image(size, pad, channels):
     images = torch.randint(1, 256, (40, channels, size, size + 2), dtype=torch.uint8)
     before = images.clone()
-    moved = shifted(images, sample_keys(0, 0, torch.arange(40)))
-    keys = sample_keys(0, 0, torch.arange(40))
-    tops, lefts = (draw(keys, which, 2 * pad + 1).tolist() for which in (0, 1))
+    draws = torch.rand(40, 2)
+    moved = shifted(images, draws)
+    tops, lefts = (draws * (2 * pad + 1)).long().T.tolist()
     for image, found, top, left in zip(images, moved, tops, lefts):
         padded = torch.zeros(channels, size + 2 * pad, size + 2 + 2 * pad, dtype=torch.uint8)
         padded[:, pad:-pad, pad:-pad] = image

@@ -1,4 +1,4 @@
-"""Random numbers of a sample: those of splitmix64, and the same whatever was drawn before."""
+"""Random numbers of a sample are the same whatever was drawn before."""
 
 import random
 
@@ -6,43 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.workload.random_numbers import SeededReader, draw, sample_keys, seeded
-
-GOLDEN = 0x9E3779B97F4A7C15
+from labkit.workload.random_numbers import SeededReader, sample_seeds, seeded, uniform
 
 
-def mixed(value):
-    """The output function of splitmix64, in Python's integers."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
-    return value ^ (value >> 31)
-
-
-@pytest.mark.parametrize(
-    ("seed", "epoch", "number"), [(0, 0, 0), (5, 3, 7), (2**32 - 1, -1, 10**6)]
-)
-def test_the_numbers_are_those_of_the_published_generator(seed, epoch, number):
-    of_epoch = mixed((mixed(seed * GOLDEN % 2**64) + (epoch + 1) * GOLDEN) % 2**64)
-    key = mixed((of_epoch + (number + 1) * GOLDEN) % 2**64)
-    keys = sample_keys(seed, epoch, torch.tensor([0, number]))
-    assert int(keys[1]) == key
-    assert draw(keys, 2, 9)[1].item() == (mixed((key + 3 * GOLDEN) % 2**64) >> 32) % 9
-
-
-def test_all_values_are_equally_frequent_and_nothing_repeats():
-    keys = sample_keys(0, 0, torch.arange(90_000))
-    assert len(np.unique(keys)) == 90_000
-    counts = draw(keys, 0, 9).bincount()
-    assert len(counts) == 9
-    # Six standard deviations of a binomial distribution.
-    assert (counts - 10_000).abs().max() < 600
-    both = draw(keys, 0, 3) * 3 + draw(keys, 1, 3)
-    assert (both.bincount() - 10_000).abs().max() < 600
-    for other in (
-        sample_keys(0, 1, torch.arange(90_000)),
-        sample_keys(1, 0, torch.arange(90_000)),
-    ):
-        assert not np.isin(other, keys).any()
+def test_a_sample_draws_the_same_in_any_company_and_another_in_each_epoch():
+    found = uniform(sample_seeds(5, 3, torch.tensor([7, 2, 7])), 4)
+    assert torch.equal(found[:1], uniform(sample_seeds(5, 3, torch.tensor([7])), 4))
+    assert torch.equal(found[0], found[2])
+    others = [sample_seeds(*run, torch.arange(9)) for run in ((5, 3), (5, 4), (6, 3), (3, 5))]
+    assert len({seed for seeds in others for seed in seeds}) == 4 * 9
+    assert uniform([], 4).shape == (0, 4)
 
 
 def all_three():
