@@ -66,11 +66,8 @@ class LocalGradients:
         straggler: tuple[int, float] | None = None,
         global_batch: GlobalBatch | None = None,
     ):
-        self.comm = comm
-        self.global_batch = global_batch
-        self.model = model
-        self.loss = loss
-        self.accumulate = accumulate
+        self.comm, self.model, self.loss = comm, model, loss
+        self.global_batch, self.accumulate = global_batch, accumulate
         self.precision = MixedPrecision(amp)
         self.scaler = self.precision.scaler
         slow, factor = straggler or (None, 1.0)

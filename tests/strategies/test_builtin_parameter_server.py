@@ -13,8 +13,12 @@ from torch import nn
 from torch.distributed import rpc
 
 from labkit import RunConfig, WorkerError, run, train_with
-from labkit.strategies.builtin.async_parameter_server import OwnPaceServer, RpcAsyncParameterServer
-from labkit.strategies.builtin.parameter_server import BatchServer, RpcParameterServer
+from labkit.strategies.builtin.rpc import (
+    BatchServer,
+    OwnPaceServer,
+    RpcAsyncParameterServer,
+    RpcParameterServer,
+)
 from labkit.strategies.single import Single
 from labkit.training.resolve import make_strategy
 from labkit.training.state import checksum, largest_difference

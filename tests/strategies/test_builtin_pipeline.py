@@ -10,7 +10,7 @@ from ranks import travel_by_value
 from torch import nn
 
 from labkit import WorkerError, run, train_with
-from labkit.strategies.builtin.model_parallel import TorchModelParallel
+from labkit.strategies.builtin.pipeline import TorchModelParallel
 from labkit.strategies.builtin.pipeline import TorchPipeline
 from labkit.strategies.single import Single
 from labkit.training.state import checksum, largest_difference
