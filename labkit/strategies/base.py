@@ -176,9 +176,9 @@ class Strategy:
         return held_by(self.model)
 
     def state(self) -> State:
-        """What this rank gives to a checkpoint, see ``labkit.strategies.state``.
+        """What this rank gives to a checkpoint, see ``strategies.state``; a collective call.
 
-        All ranks call it at once. The tensors are those of the run: whoever keeps them copies them first.
+        The tensors are those of the run: whoever keeps them copies them first.
         """
         held, rank, state = self.held(), self.comm.rank, State()
         has_layers = self.optimizes == "layers"

@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,32 +56,19 @@ _SERVICES = range(61_184, 65_520)
 
 
 class BatchServer:
-    """Synchronous: collects one gradient from each worker, then updates.
+    """Synchronous: collects one gradient [N] from each of the ``workers``, then updates.
 
-    Args:
-        values: [N], updated in place.
-        update: of the values.
-        workers: the number of workers, which is the number of gradients per update.
-
-    Attributes:
-        updates: released once per update.
+    ``updates`` is released once per update of the values [N].
     """
 
     def __init__(self, values: nn.Parameter, update: Update, workers: int):
         self.values, self.update, self.workers = values, update, workers
-        self.updates = threading.Semaphore(0)
-        self._lock = threading.Lock()
-        self._begin()
-
-    def _begin(self) -> None:
+        self.updates, self._lock = threading.Semaphore(0), threading.Lock()
         self._pushed: dict[int, Tensor] = {}
         self._updated = torch.futures.Future()
 
     def push_and_pull(self, worker: int, gradient: Tensor) -> "torch.futures.Future[Any]":
-        """Take a worker's gradient [N]; return a future of the values [N] after the update.
-
-        And of the state of the scale of the loss.
-        """
+        """Take a gradient; return a future of the next values, and of the state of the scale."""
         with self._lock:
             updated = self._updated
             self._pushed[worker] = gradient
@@ -91,7 +78,7 @@ class BatchServer:
             first, *others = (self._pushed[worker] for worker in sorted(self._pushed))
             self.values.grad = sum(others, start=first)
             self.update()
-            self._begin()
+            self._pushed, self._updated = {}, torch.futures.Future()
         # The values change only after every worker has pushed again, so no copy is needed.
         updated.set_result((self.values.detach(), self.update.scaler.state_dict()))
         self.updates.release()
@@ -121,32 +108,22 @@ class OwnPaceServer:
         self.shares, self.epochs = shares, epochs
         self.ends: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self.updates: list[list[int]] = []
-        self._lock = threading.Lock()
-        self._done, self._samples, self._right = 0, 0, 0.0
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._lock, self._done = threading.Lock(), 0
+        # Of this epoch: the sum of losses, right predictions, samples.
+        self._sums = torch.zeros(3, dtype=torch.float64)
 
     def push_and_pull(
         self,
         worker: int,
         version: int,
         gradient: Tensor,
-        loss: Tensor,
-        samples: int,
         buffers: Tensor,
-        scale: float | None = None,
-        right: float = float("nan"),
+        scale: float | None,
+        sums: Sequence[float],
     ) -> tuple[Tensor, Tensor, int, bool, dict[str, Any]]:
-        """Apply a gradient, and return the latest parameters.
+        """Apply a gradient [N], computed with the parameters after ``version`` updates.
 
-        Args:
-            worker: which rank has computed the gradient.
-            version: of the parameters that the worker used; the number of updates before them.
-            gradient: [N], of the worker's share of a batch.
-            loss: the sum of the losses of the share.
-            samples: the size of the share.
-            buffers: [B], of the worker's replica.
-            scale: of the loss, which the worker used.
-            right: how many samples of the share it predicted right; NaN if that is not counted.
+        ``sums`` are of its share: loss, right predictions (NaN if not counted), samples.
 
         Returns:
             The latest values [N], buffers [B] and version, whether to continue, and the state of
@@ -155,26 +132,20 @@ class OwnPaceServer:
         with self._lock:
             if self._done < self.shares * self.epochs:
                 self._done += 1
-                self._loss += loss
-                self._samples += samples
-                self._right += right
-                if samples:
+                self._sums += torch.tensor(sums, dtype=torch.float64)
+                if sums[2]:
                     self.values.grad, self.buffers = gradient, buffers
                     if self.update(scale):
                         self.updates.append([worker, len(self.updates) - version])
                 if self._done % self.shares == 0:
-                    self._end_epoch()
+                    loss, right, _ = self._sums / self._sums[2]
+                    values = self.values.detach().clone()
+                    self.ends.put((time.perf_counter(), loss, values, self.buffers, right))
+                    self._sums = torch.zeros_like(self._sums)
             goes_on = self._done < self.shares * self.epochs
             # A copy: the next update must not change values that are still being sent.
             scaler = self.update.scaler.state_dict()
             return self.values.detach().clone(), self.buffers, len(self.updates), goes_on, scaler
-
-    def _end_epoch(self) -> None:
-        values = self.values.detach().clone()
-        loss, accuracy = self._loss / self._samples, self._right / self._samples
-        self.ends.put((time.perf_counter(), loss, values, self.buffers, accuracy))
-        self._samples, self._right = 0, 0.0
-        self._loss.zero_()
 
 
 # RPC calls a function by its name, so the function can find its server only as a global.
@@ -341,11 +312,10 @@ class RpcAsyncParameterServer(ServedByRpc, OwnPaceStrategy):
             self.gradient.zero_()
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("communicate"):
-                samples, buffers = len(targets), flat_buffers(self.model).cpu()
+                sums = float(loss), float(self.right_of(len(targets))), len(targets)
                 values, buffers, version, goes_on, scaler = call_server(
                     *(_push_and_pull, self.comm.rank, version, self.gradient.cpu()),
-                    *(loss.cpu(), samples, buffers, self.scaler.get_scale()),
-                    float(self.right_of(samples)),
+                    *(flat_buffers(self.model).cpu(), self.scaler.get_scale(), sums),
                 )
                 self._load(values, buffers)
                 self.scaler.load_state_dict(scaler)

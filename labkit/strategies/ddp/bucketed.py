@@ -30,7 +30,7 @@ class BucketedDDP(NaiveDDP):
     Args:
         bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
             ``schedules.bucket_assignment.assign_buckets``.
-        comm, module, op, find_unused, hierarchical: as for ``NaiveDDP``.
+        comm, module, op, hierarchical: as for ``NaiveDDP``.
     """
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
@@ -74,14 +74,9 @@ class BucketedDDP(NaiveDDP):
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
         """Queue a bucket; one that is waited for runs in this thread if no other is under way."""
-        work = self._start(bucket.gradients(), self.op, is_waited_for)
+        gradients, all_reduce = bucket.gradients(), self.sum_over_ranks
+        work = start_all_reduce(self.comm, gradients, self.op, is_waited_for, all_reduce)
         self._launched.append(work)
-
-    def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        self._start(tensor, op, is_waited_for=True).wait()
-
-    def _start(self, tensor: Tensor, op: str, is_waited_for: bool) -> Work:
-        return start_all_reduce(self.comm, tensor, op, is_waited_for, self.sum_over_ranks)
 
 
 class Bucket:
