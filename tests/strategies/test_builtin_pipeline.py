@@ -61,9 +61,7 @@ def train_by_hand(comm, make_strategy, make_model):
     """(state, losses, logits) of a few float64 steps; the logits after the last one."""
     torch.manual_seed(0)
     strategy, losses = make_strategy(), []
-    strategy.setup(
-        comm, make_model().double(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
-    )
+    strategy.setup(comm, make_model().double(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     for size in SIZES:
         inputs, targets = torch.randn(size, 1, 4, 4).double(), torch.randint(5, (size,))
         losses.append(strategy.step(inputs, targets, size).item())
