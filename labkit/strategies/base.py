@@ -12,10 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.strategies import state as states
 from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.mixed_precision import LossScaler
-from labkit.strategies.state import Held, State, held_by
+from labkit.strategies.state import (
+    Held,
+    State,
+    copy_into,
+    held_by,
+    load_rates,
+    load_state_of_parameter,
+    named,
+    of_kind,
+    rates,
+    state_of_parameter,
+)
 from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
 from labkit.strategies.update import Update
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
@@ -108,8 +118,8 @@ class Strategy:
         raise NotImplementedError
 
     def update_of(self, parameters: Iterable[nn.Parameter], **options: Any) -> Update:
-        """What ends a step, with the settings of the run."""
-        settings = {"clip_norm": self.clip_norm, "scaler": self.scaler}
+        """What ends a step, with the settings of the run; see ``Update``."""
+        settings: dict[str, Any] = {"clip_norm": self.clip_norm, "scaler": self.scaler}
         return Update(self.optimizer, parameters, **(settings | options))
 
     @property
@@ -183,14 +193,14 @@ class Strategy:
         held, rank, state = self.held(), self.comm.rank, State()
         has_layers = self.optimizes == "layers"
         if has_layers or rank == self.workers[0]:
-            state |= states.named("model", held.tensors)
+            state |= named("model", held.tensors)
         if has_layers or (rank == 0 if self.replaces_buffers else rank in self.workers):
-            state |= states.named("buffers", held.buffers)
+            state |= named("buffers", held.buffers)
         of_optimizer = self.optimizer_state(held.parameters)
         if has_layers or rank == 0:
-            state |= states.named("optimizer", of_optimizer)
+            state |= named("optimizer", of_optimizer)
         if self.optimizer is not None:
-            state |= states.named("own", states.rates(self.optimizer))
+            state |= named("own", rates(self.optimizer))
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -199,23 +209,23 @@ class Strategy:
         Without anything of its own, if other ranks or another technique gave it.
         """
         held = self.held()
-        states.copy_into(held.tensors, states.of_kind("model", state))
-        states.copy_into(held.buffers, states.of_kind("buffers", state))
+        copy_into(held.tensors, of_kind("model", state))
+        copy_into(held.buffers, of_kind("buffers", state))
         if self.optimizer is not None:
-            self.load_optimizer_state(held.parameters, states.of_kind("optimizer", state))
-            states.load_rates(self.optimizer, states.of_kind("own", state))
+            self.load_optimizer_state(held.parameters, of_kind("optimizer", state))
+            load_rates(self.optimizer, of_kind("own", state))
 
     def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
         """What the optimizer has of the parameters, as NAME/KEY; all ranks call it."""
         found = State()
         for name, parameter in parameters.items() if self.optimizer else ():
-            one = states.optimizer_state(self.optimizer, name, parameter)
-            found |= states.named(name, one)
+            one = state_of_parameter(self.optimizer, name, parameter)
+            found |= named(name, one)
         return found
 
     def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
         for name, parameter in parameters.items():
-            states.load_optimizer_state(self.optimizer, parameter, states.of_kind(name, state))
+            load_state_of_parameter(self.optimizer, parameter, of_kind(name, state))
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         """Before a run is continued: do what a first step leaves behind, beside its update.

@@ -62,11 +62,11 @@ class ModelParallelOneProcess(Strategy):
         accumulate: int = 1,
         amp: str | None = None,
     ):
-        if len(set(devices)) < len(devices):
+        if twice := [name for name, count in Counter(devices).items() if count > 1]:
             raise ValueError(
-                f"devices {', '.join(devices)}: one comes twice, and two stages on one device "
-                "share its memory and its time: name each once, or leave devices out and give "
-                "each stage its own process"
+                f"devices {', '.join(devices)}: {twice[0]} comes twice, and two stages on one "
+                "device share its memory and its time: name each once, or leave devices out and "
+                "give each stage its own process"
             )
         self.split_points = as_split_points(split_points)
         check_devices(len(devices), self.split_points)
@@ -93,7 +93,7 @@ class ModelParallelOneProcess(Strategy):
         self.optimizer, self.scaler = make_optimizer(trained), self.precision.scaler
         self.update = self.update_of(trained)
         # (cut, direction), bytes, and the events between which they moved, with their timer.
-        self.hops: deque[tuple] = deque(maxlen=_MOST_HOPS)
+        self.hops: deque[tuple[Any, ...]] = deque(maxlen=_MOST_HOPS)
         self.is_warm = False
         comm.session.time_on(self.devices)
 

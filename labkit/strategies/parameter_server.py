@@ -24,11 +24,17 @@ from labkit.comm.comm import Comm
 from labkit.config import check_servers
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies import state as states
 from labkit.strategies.base import MakeOptimizer, OnShares
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
 from labkit.strategies.local_gradients import check_straggler
-from labkit.strategies.state import State
+from labkit.strategies.state import (
+    State,
+    cut,
+    joined,
+    load_state_of_parameter,
+    only_trained,
+    state_of_parameter,
+)
 
 
 @torch.no_grad()
@@ -160,7 +166,7 @@ class ParameterServer(OnShares):
         mine, comm = State(), self.comm
         if self.serves:
             (flat,) = self.update.parameters
-            mine = states.optimizer_state(self.optimizer, "the parameters", flat)
+            mine = state_of_parameter(self.optimizer, "the parameters", flat)
         for key, value in mine.items() if self.servers > 1 else ():
             # A number is the same on all servers.
             if value.dim() and comm.rank:
@@ -170,13 +176,13 @@ class ParameterServer(OnShares):
                 mine[key] = torch.cat(
                     [value, *(comm.recv(part, rank) for rank, part in enumerate(rest, start=1))]
                 )
-        return states.cut(mine, states.trained(parameters)) if comm.rank == 0 else {}
+        return cut(mine, only_trained(parameters)) if comm.rank == 0 else {}
 
     def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
-        whole = states.joined(state, states.trained(parameters))
+        whole = joined(state, only_trained(parameters))
         start, end = self.slices[self.comm.rank]
         mine = {key: value[start:end] if value.dim() else value for key, value in whole.items()}
-        states.load_optimizer_state(self.optimizer, self.update.parameters[0], mine)
+        load_state_of_parameter(self.optimizer, self.update.parameters[0], mine)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)

@@ -137,7 +137,8 @@ class Stage:
         self.held_bytes, self._measures = 0, True
         self._shapes: dict[tuple[Any, ...], list[Any]] = {}
         # The neighbours with whom the dtype of activations is agreed, and that of what comes in.
-        self._agreed, self._entering_dtype = set[int](), None
+        self._agreed = set[int]()
+        self._entering_dtype: torch.dtype | None = None
 
     def start(
         self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int = 1

@@ -71,7 +71,7 @@ def load_rates(optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor]) -
             group[name] = type(group[name])(value.tolist())
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> State:
+def state_of_parameter(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> State:
     """What the optimizer has of one parameter, as KEY or NAME/KEY.
 
     Raises:
@@ -93,7 +93,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, name: str, parameter: Tens
     return found
 
 
-def load_optimizer_state(
+def load_state_of_parameter(
     optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Tensor]
 ) -> None:
     # PyTorch's optimizers count steps on the host, but for those that run as one kernel.
@@ -106,7 +106,7 @@ def load_optimizer_state(
             optimizer.state[parameter][key] = value.to(device, copy=True)
 
 
-def trained(parameters: Mapping[str, Tensor]) -> State:
+def only_trained(parameters: Mapping[str, Tensor]) -> State:
     return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 

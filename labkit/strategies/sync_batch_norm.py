@@ -178,29 +178,33 @@ class _Normalise(torch.autograd.Function):
             return normed.to(inputs.dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight, mean, deviation = ctx.saved_tensors
-        shape = 1, -1, *[1] * (inputs.dim() - 2)
-        with torch.autocast(inputs.device.type, enabled=False):
-            x, g = (t.float() if t.dtype.itemsize < 4 else t for t in (inputs, gradient))
-            z = (x - mean.view(shape)) / deviation.view(shape)
-            axes = [axis for axis in range(x.dim()) if axis != 1]
-            mine = torch.stack([g.sum(axes), (g * z).sum(axes)])
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, *gradients)
+
+
+@once_differentiable
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, weight, mean, deviation = ctx.saved_tensors
+    shape = 1, -1, *[1] * (inputs.dim() - 2)
+    with torch.autocast(inputs.device.type, enabled=False):
+        x, g = (t.float() if t.dtype.itemsize < 4 else t for t in (inputs, gradient))
+        z = (x - mean.view(shape)) / deviation.view(shape)
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        mine = torch.stack([g.sum(axes), (g * z).sum(axes)])
+        if ctx.sits_out:
+            mine.zero_()
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            sums = ctx.batch.gathered(mine.double().flatten()).sum(0)
+            means = (sums / max(1, ctx.count)).to(x.dtype).view_as(mine)
+            slope = 1 / deviation if weight is None else weight.to(x.dtype) / deviation
+            of_input = g - means[0].view(shape) - z * means[1].view(shape)
+            of_input = (of_input * slope.view(shape)).to(inputs.dtype)
             if ctx.sits_out:
-                mine.zero_()
-            of_input = None
-            if ctx.needs_input_grad[0]:
-                sums = ctx.batch.gathered(mine.double().flatten()).sum(0)
-                means = (sums / max(1, ctx.count)).to(x.dtype).view_as(mine)
-                slope = 1 / deviation if weight is None else weight.to(x.dtype) / deviation
-                of_input = g - means[0].view(shape) - z * means[1].view(shape)
-                of_input = (of_input * slope.view(shape)).to(inputs.dtype)
-                if ctx.sits_out:
-                    of_input.zero_()
-        found = (of_input, mine[1], mine[0])
-        needed = [f if needs else None for f, needs in zip(found, ctx.needs_input_grad)]
-        return *needed, None, None, None, None
+                of_input.zero_()
+    found = (of_input, mine[1], mine[0])
+    needed = [f if needs else None for f, needs in zip(found, ctx.needs_input_grad)]
+    return *needed, None, None, None, None
 
 
 def convert(

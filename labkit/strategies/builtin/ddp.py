@@ -61,8 +61,9 @@ class TorchDDP(OnShares):
         self.backend, self.bucket_mb, self.hierarchical = backend, bucket_mb, hierarchical
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        chosen = self.backend != "auto"
-        self.group: Any = dist.new_group(backend=self.backend) if chosen else None
+        self.group: Any = None
+        if self.backend != "auto":
+            self.group = dist.new_group(backend=self.backend)
         if self.hierarchical:
             self.used_before = use(fast_hierarchical_all_reduce)
         by_torch = self.sync_batch_norm and dist.get_backend(self.group) == "nccl"

@@ -33,7 +33,6 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from labkit.comm.comm import Comm
 from labkit.errors import PeerLostError
-from labkit.strategies import state as states
 from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OnShares, OwnPaceStrategy
 from labkit.strategies.flat_parameters import (
     average_buffers,
@@ -42,7 +41,14 @@ from labkit.strategies.flat_parameters import (
     load_flat_buffers,
 )
 from labkit.strategies.local_gradients import check_straggler
-from labkit.strategies.state import State
+from labkit.strategies.state import (
+    State,
+    cut,
+    joined,
+    load_state_of_parameter,
+    only_trained,
+    state_of_parameter,
+)
 from labkit.strategies.update import Update
 
 # Waiting for a straggler is not an error, and the run has its own deadline.
@@ -106,7 +112,7 @@ class OwnPaceServer:
     ):
         self.values, self.update, self.buffers = values, update, buffers
         self.shares, self.epochs = shares, epochs
-        self.ends: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.updates: list[list[int]] = []
         self._lock, self._done = threading.Lock(), 0
         # Of this epoch: the sum of losses, right predictions, samples.
@@ -250,15 +256,15 @@ class RpcParameterServer(ServedByRpc):
         """Copied, while the workers wait: the next update is made by a thread of RPC's."""
         found = State()
         if self.comm.rank == 0:
-            mine = states.optimizer_state(self.optimizer, "the parameters", self.served)
+            mine = state_of_parameter(self.optimizer, "the parameters", self.served)
             copies = {key: value.clone() for key, value in mine.items()}
-            found = states.cut(copies, states.trained(parameters))
+            found = cut(copies, only_trained(parameters))
         self.comm.barrier()
         return found
 
     def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
-        mine = states.joined(state, states.trained(parameters))
-        states.load_optimizer_state(self.optimizer, self.served, mine)
+        mine = joined(state, only_trained(parameters))
+        load_state_of_parameter(self.optimizer, self.served, mine)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         super().load_state(state)
