@@ -55,13 +55,7 @@ class AsyncParameterServer(OwnPaceStrategy):
     A worker that dies is left out from then on, and so are its shares; if the last worker dies,
     the run fails. (``torchrun`` ends the run whenever a rank dies.)
 
-    Args:
-        accumulate, amp, straggler: see ``LocalGradients``.
-        max_staleness: the most updates by other workers that a gradient may miss, W - 1 or more;
-            None for no limit.
-
-    Raises:
-        ValueError: the straggler would be the server; in ``setup``, a bound on several machines.
+    ``max_staleness`` is the most updates by other workers that a gradient may miss, W - 1 or more.
     """
 
     optimizes = "elements"

@@ -44,33 +44,26 @@ class Strategy:
     It is made before the ranks start, and each rank gets a copy. So its constructor only refuses
     options that do not go together, and ``setup`` does everything else.
 
-    Where ranks divide the samples of a batch, frozen parameters are not communicated, and a
-    missing gradient counts as zero. Such a run equals that of one device if no layer combines
-    samples and none draws random numbers: with dropout each rank draws its own, and BatchNorm
-    normalises each share by itself, unless ``sync_batch_norm`` gives it the global batch's
-    statistics.
+    Where ranks divide a batch, frozen parameters are not communicated, and a missing gradient
+    counts as zero. Such a run equals that of one device if no layer combines samples and none
+    draws random numbers: with dropout each rank draws its own, and BatchNorm normalises each share
+    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics.
 
     Attributes:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
-        devices: of a technique in one process, one per replica or stage.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
-        synchronised_by: whose layers do that, ``labkit`` or ``torch``.
+        synchronised_by: whose layers share batch statistics, ``labkit``'s or ``torch``'s.
         replaces_buffers: whether rank 0's replace those of all other ranks before they are used.
-        global_batch: what the ranks tell each other about a batch then; set by ``setup``; None if
-            they need not.
-        loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it. Called
-            once for each sample that is trained on.
-        clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
-        optimizer: of this rank, set by ``setup``; None on a rank that makes no updates.
+        global_batch: what the ranks tell each other about a batch; None if they need not.
+        loss: (outputs, targets) -> the sum over the samples; called once for each sample that is
+            trained on. The loop sets it, and ``clip_norm``.
         instead: by option that makes no sense here, why, and what to use instead.
-        scaler: of the loss, on every rank; enabled with amp ``fp16``; set by ``setup``.
-        comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
-            ``devices[0]``. A technique that does not hold the whole model there overrides
-            ``predict``, ``full_state`` and ``held``.
+        optimizer: of this rank; None on a rank that makes no updates.
+        model: this rank's whole model, on its device or on ``devices[0]``. A technique that does
+            not hold it there overrides ``predict``, ``full_state`` and ``held``.
     """
 
     in_one_process = False
@@ -99,21 +92,14 @@ class Strategy:
         """Raise ValueError unless this technique can run with ``world_size``."""
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        """Place or replicate the model, and make optimizers.
-
-        Args:
-            comm: this rank's Comm.
-            model: on every rank the same, from the same seed.
-            make_optimizer: makes an optimizer of the parameters that it is given.
-        """
+        """Place or replicate the model, the same on all ranks, and make optimizers."""
         raise NotImplementedError
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
-        ``inputs`` [n, C, H, W] and ``targets`` [n] are this rank's part (n may be 0) of a global
-        batch of ``batch_size`` samples. The update uses the gradient of the mean loss of the
-        global batch.
+        ``inputs`` [n, ...] and ``targets`` [n] are this rank's part (n may be 0) of a global batch
+        of ``batch_size`` samples, of whose mean loss the update uses the gradient.
         """
         raise NotImplementedError
 
@@ -124,7 +110,7 @@ class Strategy:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a batch that this rank reads goes to a GPU, at once or in a step."""
+        """Whether a batch that this rank reads goes to a GPU."""
         return any(device.type == "cuda" for device in (self.comm.device, *self.devices))
 
     @property
@@ -133,10 +119,7 @@ class Strategy:
         return range(self.comm.world_size)
 
     def share(self) -> tuple[int, int]:
-        """(index, count): this rank works on part ``index`` of ``count`` of every batch.
-
-        (0, 0) for a rank that works on no samples and serves the others.
-        """
+        """(index, count) of this rank's part of every batch; (0, 0) for one that only serves."""
         if self.comm.rank not in self.workers:
             return 0, 0
         return self.workers.index(self.comm.rank), len(self.workers)
@@ -152,10 +135,7 @@ class Strategy:
         return 1
 
     def counted(self) -> Tensor:
-        """Right predictions of this rank since the last call and of how many, float64 [2].
-
-        Zeros if the loss does not count them, or the predictions are not of classes.
-        """
+        """Right predictions of this rank since the last call and of how many, float64 [2]."""
         counts = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
         if isinstance(self.loss, CountedLoss):
             right, counts[1] = self.loss.take()
@@ -167,10 +147,7 @@ class Strategy:
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
-        """Logits [n, classes] in evaluation mode; the model is left in training mode.
-
-        None on a rank that does not get the logits, because it holds only a part of the model.
-        """
+        """Logits [n, classes] in evaluation mode; None on a rank that does not get them."""
         self.model.eval()
         logits = self.model(inputs.to(self.devices[0] if self.devices else self.comm.device))
         self.model.train()
@@ -186,10 +163,7 @@ class Strategy:
         return held_by(self.model)
 
     def state(self) -> State:
-        """What this rank gives to a checkpoint, see ``strategies.state``; a collective call.
-
-        The tensors are those of the run: whoever keeps them copies them first.
-        """
+        """What this rank gives to a checkpoint, see ``strategies.state``; a collective call."""
         held, rank, state = self.held(), self.comm.rank, State()
         has_layers = self.optimizes == "layers"
         if has_layers or rank == self.workers[0]:
@@ -204,10 +178,7 @@ class Strategy:
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what all ranks' ``state`` gave together, with this rank's own.
-
-        Without anything of its own, if other ranks or another technique gave it.
-        """
+        """Continue from what all ranks gave; without anything "own" if these were other ranks."""
         held = self.held()
         copy_into(held.tensors, of_kind("model", state))
         copy_into(held.buffers, of_kind("buffers", state))
@@ -228,10 +199,7 @@ class Strategy:
             load_state_of_parameter(self.optimizer, parameter, of_kind(name, state))
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
-        """Before a run is continued: do what a first step leaves behind, beside its update.
-
-        What the rehearsal changes in ``state`` is replaced afterwards.
-        """
+        """Before ``load_state``: do what a first step leaves behind, beside its update."""
 
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
@@ -254,9 +222,6 @@ class OnShares(Strategy):
     Args:
         accumulate, amp, straggler: see ``LocalGradients``.
         sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
-
-    Attributes:
-        gradients: what computes them, set by ``compute_with``.
     """
 
     gradients: LocalGradients
@@ -269,11 +234,8 @@ class OnShares(Strategy):
         sync_batch_norm: bool = False,
     ):
         self.sync_batch_norm = sync_batch_norm
-        self.settings: dict[str, Any] = {
-            "accumulate": accumulate,
-            "amp": amp,
-            "straggler": straggler,
-        }
+        self.settings: dict[str, Any] = {"accumulate": accumulate, "amp": amp}
+        self.settings["straggler"] = straggler
 
     def place(self, comm: Comm, model: nn.Module) -> None:
         """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
@@ -335,15 +297,9 @@ class OwnPaceStrategy(OnShares):
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the workers together have processed as many shares as all epochs have.
 
-        Args:
-            batches: this rank's share of one batch after another, without end: a rank that is
-                ahead continues with its share of the next epoch. n may be 0.
-            steps: global batches per epoch.
-            epochs: the number of epochs.
-
-        Yields:
-            On the server, an ``EpochEnd`` whenever an epoch is complete; the caller reads
-            ``full_state`` before it continues. On the workers, nothing.
+        ``batches`` are this rank's shares without end, ``steps`` of them an epoch: a rank that is
+        ahead continues with the next epoch. Yields on the server alone, when an epoch is complete;
+        the caller reads ``full_state`` before it continues.
         """
         raise NotImplementedError
 
@@ -357,11 +313,7 @@ class OwnPaceStrategy(OnShares):
         self.model.load_state_dict(state)
 
     def notes(self) -> dict[str, Any]:
-        """``staleness`` and ``updates_by_rank`` of the updates, and ``lost_ranks``; from rank 0.
-
-        ``staleness`` is a list of [worker, staleness], one per update; ``lost_ranks`` is
-        {rank: why}.
-        """
+        """``staleness`` is [worker, staleness] of each update; ``lost_ranks`` is {rank: why}."""
         updates = [list(update) for update in self.updates]
         counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
         return {"staleness": updates, "updates_by_rank": counts, "lost_ranks": dict(self.lost)}

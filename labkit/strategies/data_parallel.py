@@ -47,9 +47,6 @@ class DataParallel(Strategy):
         accumulate: micro-batches that the batch is cut into, each of which is scattered; the
             gradients are reduced once, after the last one.
         amp: see ``LocalGradients``; outputs and their gradients move in the half dtype.
-
-    Raises:
-        ValueError: ``accumulate`` below 1.
     """
 
     in_one_process = True
@@ -170,8 +167,7 @@ class DataParallel(Strategy):
     ) -> tuple[Tensor, list[Tensor]]:
         """Gather the outputs on device 0, compute the loss there, and send its gradient back.
 
-        Returns:
-            The sum of the losses, a scalar, and d(mean loss)/d(output) by device, [n_i, classes].
+        Returns the sum of the losses, and d(mean loss)/d(output) by device, [n_i, classes].
         """
         with self.comm.span("gather"):
             gathered = torch.cat(

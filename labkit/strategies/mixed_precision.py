@@ -24,9 +24,6 @@ class LossScaler:
     An update whose gradients have overflowed is skipped, and the scale is halved; it is doubled
     after 2000 updates without an overflow. PyTorch's looks at the gradients of one process. This
     one is told of an overflow anywhere, so that all ranks have the same scale.
-
-    Args:
-        enabled: if not, the scale is 1 and never changes.
     """
 
     growth_interval = 2000
@@ -53,11 +50,8 @@ class LossScaler:
             torch._foreach_mul_(gradients, 1 / (scale or self._scale))
 
     def update(self, overflowed: bool, scale: float | None = None) -> None:
-        """Adapt the scale to an update that was made, or skipped because it ``overflowed``.
-
-        With another ``scale`` than the present one, which an asynchronous worker may have used,
-        the update says nothing about the present one.
-        """
+        """Adapt the scale to an update that was made, or skipped because it ``overflowed``."""
+        # With another scale, of an asynchronous worker, it says nothing about the present one.
         if not self._enabled or scale not in (None, self._scale):
             return
         self._good = 0 if overflowed else self._good + 1
@@ -77,14 +71,9 @@ class LossScaler:
 
 
 class MixedPrecision:
-    """What a technique does differently with ``amp``.
+    """What a technique does differently with ``amp``, ``bf16`` or ``fp16``.
 
-    Args:
-        amp: ``bf16`` or ``fp16``; None for no mixed precision.
-
-    Attributes:
-        half: the dtype of products in forward; None without ``amp``.
-        scaler: of the loss, enabled with ``fp16``.
+    ``half`` is the dtype of products in forward, ``scaler`` is of the loss, enabled with fp16.
     """
 
     def __init__(self, amp: str | None = None):

@@ -45,10 +45,6 @@ class ModelParallelOneProcess(Strategy):
         split_points: layers that begin a stage, one fewer than there are devices.
         devices: one name per stage; each device once.
         accumulate, amp: see ``LocalGradients``.
-
-    Raises:
-        ValueError: a device is named twice, or there is not one per stage; in ``setup``, a tied
-            parameter belongs to layers on two devices.
     """
 
     in_one_process = True
@@ -155,16 +151,14 @@ class ModelParallelOneProcess(Strategy):
         return value.to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:
-        """The placement, and the hops' bytes and median seconds by cut and direction.
-
-        Those with the most frequent number of bytes: a last batch may be smaller.
-        """
+        """The placement, and the hops' bytes and median seconds by cut and direction."""
         found = []
         for cut in range(len(self.devices) - 1):
             for direction in ("forward", "backward"):
                 hops = [hop[1:] for hop in self.hops if hop[0] == (cut, direction)]
                 if not hops:
                     continue
+                # A last batch may be smaller.
                 ((num_bytes, count),) = Counter(size for size, *_ in hops).most_common(1)
                 seconds = [
                     timer.seconds(end, origin=start)

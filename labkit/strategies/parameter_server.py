@@ -69,9 +69,6 @@ class ParameterServer(OnShares):
     Args:
         servers: K, below the world size (1 if the world size is 1).
         accumulate, amp, straggler, sync_batch_norm: see ``OnShares``; servers take no part.
-
-    Raises:
-        ValueError: the straggler would be a server; in ``setup``, no rank is left to work.
     """
 
     optimizes = "elements"

@@ -46,17 +46,8 @@ class Stage:
     first, so that they all make the same step. No gradient crosses a cut if nothing before the
     cut is trained.
 
-    Args:
-        comm: this rank's Comm; its world size is the number of stages.
-        model: a chain of layers, see ``workload.chain.layers_of``.
-        split_points: P - 1 of them, see ``schedules.split_points.check_split_points``.
-        make_optimizer: makes an optimizer of a list of parameters; a stage that trains none does
-            not call it.
-        loss: (outputs, targets) -> the sum over the samples.
-        amp: see ``LocalGradients``. With it, what crosses a cut has the dtype that it has on one
-            device, which depends on the layers: before its first activation a stage tells the
-            next one this dtype, in a message of one byte.
-        clip_norm: see ``Update``.
+    With ``amp``, what crosses a cut has the dtype that it has on one device, which depends on the
+    layers: before its first activation a stage tells the next one this dtype, in one byte.
 
     Attributes:
         index, count: s and P.
@@ -145,11 +136,8 @@ class Stage:
     ) -> None:
         """Begin a step: cut the batch into micro-batches, as evenly as possible.
 
-        Args:
-            inputs, targets: [batch_size, ...] and [batch_size], on every rank; the first stage
-                uses the inputs, the last one the targets, all others only the sizes.
-            batch_size: the sum of the losses is divided by it.
-            micro_batches: the number of micro-batches; fewer if there are fewer samples.
+        All ranks have the batch: the first stage uses the inputs, the last one the targets, all
+        others only the sizes. Fewer samples make fewer micro-batches.
         """
         self.micro_batches = count = min(micro_batches, len(targets))
         self._inputs, self._targets = inputs.tensor_split(count), targets.tensor_split(count)
@@ -242,11 +230,7 @@ class Stage:
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
-        """Logits [n, classes] in evaluation mode on the last stage, None on the others.
-
-        Args:
-            inputs: [n, ...] on every rank; the first stage uses them, all others only their size.
-        """
+        """Logits [n, classes] in evaluation mode on the last stage, None on the others."""
         value = inputs
         if not self.is_first:
             value = self.comm.recv(self._empty(inputs), self.index - 1)
@@ -304,10 +288,7 @@ class Stage:
                 self._entering_dtype = _DTYPES[int(self.comm.recv(code, message.peer))]
 
     def _empty(self, inputs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for the input of this stage, [n, ...], if ``inputs`` [n, ...] enter the model.
-
-        Its dtype is that of a forward without amp, if no other is given.
-        """
+        """Memory for the input of this stage, [n, ...], if ``inputs`` [n, ...] enter the model."""
         key = inputs.shape, inputs.dtype
         if key not in self._shapes:
             n, *sample = inputs.shape
@@ -345,12 +326,7 @@ def on_several(stages: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[int]]
 class StagedModel(Strategy):
     """The base of the techniques that cut a model into stages; they add ``step``.
 
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
-        amp: see ``Stage``.
-
-    Raises:
-        ValueError: split points that are not a sequence.
+    ``split_points`` are the layers that begin a stage, one fewer than there are ranks.
     """
 
     optimizes = "layers"

@@ -45,15 +45,8 @@ from labkit.workload.sampling import share
 class GlobalBatch:
     """What the workers that divide a batch tell each other about it.
 
-    Args:
-        comm: this rank's Comm.
-        model: its layers synchronise while it is in training mode, as a whole.
-        workers: the ranks that take part, this one included.
-        micro_batches: that a global batch is cut into, before each is divided: all workers have
-            the same number of them.
-
-    Attributes:
-        sits_out: this rank has no samples now, and its values do not count.
+    The ``model``'s layers synchronise while it is in training mode, as a whole. A global batch is
+    cut into ``micro_batches`` before each is divided, so all workers have the same number of them.
     """
 
     def __init__(
@@ -214,15 +207,8 @@ def convert(
 
     In place, at any depth; parameters and buffers stay the same tensors with the same names. All
     workers have to run the same layers in the same order, also those without samples: see
-    ``LocalGradients``. A layer that itself stays in evaluation mode uses its running averages, as
-    before. With gradient checkpointing a layer runs twice in a step and its running averages are
-    updated twice, on one device as well.
-
-    Args:
-        model: on ``comm.device``.
-        comm: this rank's Comm.
-        workers: the ranks that divide each batch; None of the others may call this.
-        micro_batches: see ``GlobalBatch``.
+    ``LocalGradients``. With gradient checkpointing a layer runs twice in a step and its running
+    averages are updated twice, on one device as well.
 
     Returns:
         The batch that the layers share; None if there is one worker, which sees all of it.

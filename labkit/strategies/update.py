@@ -61,13 +61,9 @@ class Update:
 
     @torch.no_grad()
     def __call__(self, scale: float | None = None) -> bool:
-        """Make the update, or skip it after an overflow.
+        """Make the update, or skip it after an overflow; returns whether it was made.
 
-        Args:
-            scale: with which the gradients were computed, if that is not the scaler's present one.
-
-        Returns:
-            Whether it was made.
+        ``scale`` is that of the gradients, if it is not the scaler's present one.
         """
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         for parameter in trained:

@@ -18,13 +18,6 @@ class TorchDataParallel(OnShares):
     batch, without replicas or threads, however many devices are named: the result is right, and
     the time is that of one device. ``notes`` says so. Batch statistics as in ``DataParallel``. The
     bytes that it moves are not counted.
-
-    Args:
-        devices: different GPUs, or ``cpu`` any number of times.
-        accumulate, amp: see ``LocalGradients``.
-
-    Raises:
-        ValueError: a GPU that is named twice, or GPUs together with ``cpu``.
     """
 
     in_one_process = True

@@ -26,18 +26,10 @@ class TorchDDP(OnShares):
     epoch.
     DDP's traffic bypasses ``Comm``; only our backend counts it.
 
-    Args:
-        backend: of a new process group, ``gloo``, ``nccl`` or ``labkit``; ``auto`` uses the group
-            that the ranks have already.
-        bucket_mb: DDP's ``bucket_cap_mb``.
-        accumulate, amp, straggler: see ``LocalGradients``.
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch: over NCCL by
-            ``nn.SyncBatchNorm``, which refuses the CPU, elsewhere by labkit's layers over
-            ``Comm``. ``notes`` say which.
-        hierarchical: let our backend sum inside each host first, then between hosts.
-
-    Raises:
-        ValueError: ``hierarchical`` with another backend, which chooses its own algorithm.
+    DDP's ``bucket_cap_mb`` is ``bucket_mb``. ``backend`` is that of a new process group, ``auto``
+    uses the group that the ranks have already; with ``hierarchical`` our backend sums inside each
+    host first. ``sync_batch_norm`` is done over NCCL by ``nn.SyncBatchNorm``, which refuses the
+    CPU, elsewhere by labkit's layers over ``Comm``; ``notes`` say which.
     """
 
     replaces_buffers = True

@@ -43,18 +43,11 @@ class TorchPipeline(StagedModel):
     The evaluation uses our own hops. The bytes that PyTorch sends are not counted; in the trace
     ``communicate`` is everything in a step except forward, backward and update, waiting included.
 
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
-        micro_batches: M; a batch of fewer samples is cut into single samples, and a batch of fewer
-            than P uses ``gpipe``, because PyTorch's 1F1B needs P micro-batches or more.
-        schedule: ``gpipe`` or ``1f1b``.
-        amp: see ``LocalGradients``. PyTorch wants to know the dtypes at the cuts before the first
-            step, so activations cross as float32: a layer that would take the half dtype there as
-            it comes (BatchNorm, pooling) then computes in float32, unlike on one device.
-
-    Raises:
-        ValueError: unknown schedule, or ``micro_batches`` below 1; in ``check_ranks``, ``1f1b``
-            with M < P; in ``setup``, ranks that share a GPU.
+    PyTorch wants to know the dtypes at the cuts before the first step, so with ``amp`` activations
+    cross as float32: a layer that would take the half dtype there as it comes (BatchNorm, pooling)
+    then computes in float32, unlike on one device. A batch of fewer samples than micro-batches is
+    cut into single samples, and one of fewer than P uses ``gpipe``, because PyTorch's 1F1B needs P
+    micro-batches or more.
     """
 
     through_comm = False
@@ -156,12 +149,7 @@ class TorchPipeline(StagedModel):
 
 
 class TorchModelParallel(TorchPipeline):
-    """``TorchPipeline`` with one micro-batch, the counterpart of ``ModelParallel``.
-
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
-        amp: see ``TorchPipeline``.
-    """
+    """``TorchPipeline`` with one micro-batch, the counterpart of ``ModelParallel``."""
 
     instead: ClassVar = StagedModel.instead | {
         "accumulate": "PyTorch's schedules have several micro-batches under way: that is strategy "

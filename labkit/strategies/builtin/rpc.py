@@ -94,17 +94,9 @@ class BatchServer:
 class OwnPaceServer:
     """Asynchronous: applies every gradient as soon as it arrives.
 
-    Args:
-        values: [N], updated in place.
-        update: of the values.
-        buffers: [B], the model's buffers.
-        shares: pushes per epoch.
-        epochs: the number of epochs; later gradients are ignored.
-
-    Attributes:
-        ends: for each epoch that has ended: when, the mean loss of its samples, the values and
-            buffers at its end, and the part of its samples that was predicted right.
-        updates: [worker, staleness] of every update.
+    ``shares`` are pushes per epoch; those after the last epoch are ignored. ``ends`` has for each
+    epoch that has ended: when, the mean loss of its samples, the values [N] and buffers [B] at its
+    end, and the part of its samples that was predicted right.
     """
 
     def __init__(
@@ -129,11 +121,8 @@ class OwnPaceServer:
     ) -> tuple[Tensor, Tensor, int, bool, dict[str, Any]]:
         """Apply a gradient [N], computed with the parameters after ``version`` updates.
 
-        ``sums`` are of its share: loss, right predictions (NaN if not counted), samples.
-
-        Returns:
-            The latest values [N], buffers [B] and version, whether to continue, and the state of
-            the scale of the loss.
+        ``sums`` are of its share: loss, right predictions (NaN if not counted), samples. Returns
+        the latest values, buffers and version, whether to continue, and the state of the scale.
         """
         with self._lock:
             if self._done < self.shares * self.epochs:
@@ -171,15 +160,7 @@ if rpc.is_available():
 
 
 class ServedByRpc(OnShares):
-    """A technique whose workers push and pull by remote calls to rank 0.
-
-    Args:
-        accumulate, amp, straggler, sync_batch_norm: see ``OnShares``.
-
-    Raises:
-        ValueError: this PyTorch has no RPC, other users of this machine could call it, or the
-            straggler would be the server.
-    """
+    """A technique whose workers push and pull by remote calls to rank 0."""
 
     optimizes = "elements"
     through_comm = False
@@ -375,12 +356,7 @@ def other_people() -> list[int]:
 
 
 def call_server(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function on rank 0 and wait for its result.
-
-    Raises:
-        PeerLostError: the server has ended.
-        Any exception of the function.
-    """
+    """Call a function on rank 0 and wait for its result, or for the exception that it raises."""
     try:
         return rpc.rpc_sync("rank0", function, args=arguments)
     except RuntimeError as error:
@@ -390,10 +366,7 @@ def call_server(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def join_rpc(comm: Comm) -> None:
-    """Start RPC next to the ranks' process group; the ranks find each other in its store.
-
-    So RPC needs no second free port and no second address.
-    """
+    """Start RPC; the ranks find each other in their process group's store, without a new port."""
     if loopback_or_chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback_or_chosen)
     # RPC changes the store's timeout, so it gets its own connection.

@@ -80,17 +80,13 @@ class BucketedDDP(NaiveDDP):
 
 
 class Bucket:
-    """Gradients that are all-reduced together, in one flat tensor; a single one is not copied.
-
-    Attributes:
-        parameters: those whose gradients belong to the bucket.
-        missing: those without a gradient so far in this backward; if empty, the bucket is full.
-        flat: [N], of which the gradients are views; None for a single gradient.
-    """
+    """Gradients that are all-reduced together, in one flat tensor; a single one is not copied."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
+        # Those without a gradient so far in this backward; if there are none, the bucket is full.
         self.missing = set(parameters)
+        # [N], of which the gradients are views; None for a single gradient.
         self.flat: Tensor | None = None
         if len(parameters) > 1:
             self.flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
@@ -133,14 +129,7 @@ def start_all_reduce(
     on all ranks. Neither read nor change the tensor until ``wait()`` of the handle has returned.
     On a GPU they run on a stream of their own: see ``WorkQueue``.
 
-    Args:
-        comm: send nothing else on it in the meantime.
-        tensor, op: as for ``ring_all_reduce``.
-        is_waited_for: the caller will wait at once, so it may be carried out in this thread.
-        all_reduce: which one.
-
-    Raises:
-        ValueError: it is no tensor, or on another device.
+    ``is_waited_for``: the caller will wait at once, so it may be carried out in this thread.
     """
     check_tensor(tensor, comm.device)  # here, since an error of the other thread comes with wait()
     return work_queue_of(comm).add(

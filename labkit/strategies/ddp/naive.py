@@ -43,12 +43,6 @@ class NaiveDDP(nn.Module):
         module: on ``comm.device``; values may differ between ranks, rank 0's are taken.
         op: ``mean`` over the ranks, as in PyTorch, or ``sum``, for a loss that is divided already.
         hierarchical: sum inside each host first, then between hosts.
-
-    Attributes:
-        buffers_behind: whether buffers may have changed since they were broadcast.
-
-    Raises:
-        ValueError: nothing in the module requires a gradient.
     """
 
     def __init__(
@@ -60,7 +54,9 @@ class NaiveDDP(nn.Module):
             fast_hierarchical_all_reduce if hierarchical else fast_ring_all_reduce
         )
         self.trained = trained_parameters(module)
-        self._synchronise, self._in_backward, self.buffers_behind = True, False, False
+        self._synchronise, self._in_backward = True, False
+        # Whether buffers may have changed since they were broadcast.
+        self.buffers_behind = False
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
         # The garbage collector does not see hooks, so it could not free what they refer to.
