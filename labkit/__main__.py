@@ -8,23 +8,20 @@ import argparse
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Collection
-from dataclasses import Field, fields
+from dataclasses import fields
 from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from labkit import units
-from labkit.config import RunConfig
+from labkit.config import RunConfig, type_of
 from labkit.errors import MismatchError, OutputError, PreemptedError, WorkerError
 from labkit.files import check_outputs, write_each
-from labkit.units import typed
-
-if TYPE_CHECKING:
-    from labkit.training.train_run import TrainResult
-
 
 _OWN = ("train", "explain", "doctor")
+_PARSERS = {int: units.typed(units.parse_integer), float: units.typed(units.parse_number)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +43,29 @@ def make_parser(*, own_only: bool = False) -> _Parser:
     """The command line's parser; ``labkit train`` has an option for each field of RunConfig."""
     parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    _add_train(commands)
+    train = commands.add_parser("train", help="train with one technique on real processes")
+    train.set_defaults(run=_train)
+    add = train.add_argument
+    for setting in fields(RunConfig):
+        option, about = f"--{setting.name.replace('_', '-')}", setting.metadata["help"]
+        if type_of(setting) is bool:
+            add(option, action="store_true", help=about)
+            continue
+        required = setting.name == "strategy"
+        shown = "" if setting.default is None or required else f" ({setting.default})"
+        add(
+            option,
+            type=_PARSERS.get(type_of(setting), str),
+            default=argparse.SUPPRESS,
+            required=required,
+            metavar=setting.metadata["unit"],
+            help=about + shown,
+        )
+    day_s, seconds = 24 * 3600, {"type": _PARSERS[float], "metavar": "SECONDS"}
+    add("--timeout", default=day_s, help="deadline of the run (one day)", **seconds)
+    add("--download", action="store_true", help="fetch the data set if it is absent")
+    add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
+    add("--save", metavar="FILE", help="write the parameters as a safetensors file")
     explain = commands.add_parser("explain", help="say what limited a run, from its trace")
     files = "a trace of labkit's or, one per rank, of PyTorch's profiler: JSON or .json.gz"
     explain.add_argument("files", nargs="+", metavar="FILE", help=files)
@@ -61,37 +80,19 @@ def make_parser(*, own_only: bool = False) -> _Parser:
     return parser
 
 
-def _add_train(commands) -> None:
-    train = commands.add_parser("train", help="train with one technique on real processes")
-    train.set_defaults(run=_train)
-    for setting in fields(RunConfig):
-        _add_setting(train, setting)
-    add = train.add_argument
-    seconds = {"type": typed(units.parse_number), "metavar": "SECONDS"}
-    add("--timeout", default=24 * 3600, help="deadline of the run (one day)", **seconds)
-    add("--download", action="store_true", help="fetch the data set if it is absent")
-    add("--json", metavar="FILE", help="write settings, epochs, phases and bytes as JSON")
-    add("--save", metavar="FILE", help="write the parameters as a safetensors file")
+def config_of(arguments: Namespace) -> RunConfig:
+    """The settings from the command line; under torchrun the world size is torchrun's.
+
+    Raises:
+        ValueError: what ``RunConfig`` refuses.
+    """
+    names = {setting.name for setting in fields(RunConfig)}
+    given: dict[str, Any] = {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+    given |= {name: value for name, value in vars(arguments).items() if name in names}
+    return RunConfig(**given)
 
 
-def _add_setting(parser: argparse.ArgumentParser, setting: Field) -> None:
-    option, about = f"--{setting.name.replace('_', '-')}", setting.metadata
-    if setting.type is bool:
-        parser.add_argument(option, action="store_true", help=about["help"])
-        return
-    required = setting.name == "strategy"
-    default = "" if setting.default is None or required else f" ({setting.default})"
-    parser.add_argument(
-        option,
-        type=typed(about["parse"]),
-        default=argparse.SUPPRESS,
-        required=required,
-        metavar=about["metavar"],
-        help=about["help"] + default,
-    )
-
-
-def _train(arguments: argparse.Namespace) -> int:
+def _train(arguments: Namespace) -> int:
     from labkit import strategies
     from labkit.runtime import preload
 
@@ -106,54 +107,35 @@ def _train(arguments: argparse.Namespace) -> int:
     result = train_run(
         config, timeout_s=arguments.timeout, download=arguments.download, verbose=True
     )
-    if not preload.under_torchrun() or os.environ["RANK"] == "0":
-        _report(result, arguments)
-    return 0
-
-
-def config_of(arguments: argparse.Namespace) -> RunConfig:
-    """The settings from the command line; under torchrun the world size is torchrun's.
-
-    Raises:
-        ValueError: what ``RunConfig`` refuses.
-    """
-    names = {setting.name for setting in fields(RunConfig)}
-    given: dict[str, Any] = {"world_size": units.parse_integer(os.environ.get("WORLD_SIZE", "1"))}
-    given |= {name: value for name, value in vars(arguments).items() if name in names}
-    return RunConfig(**given)
-
-
-def _report(result: "TrainResult", arguments: argparse.Namespace) -> None:
+    if preload.under_torchrun() and os.environ["RANK"] != "0":
+        return 0
     outputs = ((arguments.json, result.save_json), (arguments.save, result.save_state))
     try:
         write_each(*(partial(save, path) for path, save in outputs if path is not None))
     finally:
-        _print_summary(result)
+        phases = ", ".join(f"{kind} {s:.2f} s" for kind, s in sorted(result.phases_s.items()))
+        print(f"mean seconds per rank: {phases}")
+        if result.bytes_sent is not None:
+            print(f"bytes sent by rank: {result.bytes_sent}, in messages: {result.messages}")
+        if any(result.peak_memory):
+            peaks = "; ".join("lost" if one is None else str(one) for one in result.peak_memory)
+            print(f"peak memory by rank: {peaks}")
+        print(f"replicas agree: {result.replicas_agree}")
+        if "note" in result.notes:
+            print(result.notes["note"])
+    return 0
 
 
-def _print_summary(result: "TrainResult") -> None:
-    phases = ", ".join(f"{kind} {s:.2f} s" for kind, s in sorted(result.phases_s.items()))
-    print(f"mean seconds per rank: {phases}")
-    if result.bytes_sent is not None:
-        print(f"bytes sent by rank: {result.bytes_sent}, in messages: {result.messages}")
-    if any(result.peak_memory):
-        peaks = "; ".join("lost" if one is None else str(one) for one in result.peak_memory)
-        print(f"peak memory by rank: {peaks}")
-    print(f"replicas agree: {result.replicas_agree}")
-    if "note" in result.notes:
-        print(result.notes["note"])
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    from labkit.runtime.chrome_trace import read_traces
-    from labkit.runtime.limits import what_limited
+def _explain(arguments: Namespace) -> int:
+    from labkit.tracing.chrome import read_traces
+    from labkit.tracing.limits import what_limited
 
     read = read_traces(arguments.files)
     print(f"{what_limited(read.trace, gap=read.gap)} {read.note}".rstrip())
     return 0
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
+def _doctor(arguments: Namespace) -> int:
     from labkit.doctor import main as doctor
 
     return doctor()

@@ -16,14 +16,14 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from labkit.devices import hardware, num_cores, num_gpus, plan
-from labkit.runtime import gpu_checks
-from labkit.runtime.gpu_checks import Finding
+from labkit.devices import hardware, num_cores, plan
+from labkit.gpus import num_gpus, nvidia_smi
 from labkit.units import format_bytes, format_count, format_seconds
 
 WIDTH = 99
@@ -31,7 +31,6 @@ ENOUGH_MEMORY_BYTES = 4 * 2**30
 ENOUGH_SHM_BYTES = 512 * 2**20
 RANKS_TIMEOUT_S = 60
 LINK_BYTES = (2**12, 2**22)
-ON_ONE_GPU = "NCCL, both ranks on one GPU"
 SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
 # What a container may use; the file is absent, or says "max", where there is no limit.
@@ -64,6 +63,21 @@ _IF_RAISED = {
     "temporary folder": ("stop", _TMPDIR),
     "ranks talk": ("stop", _RANKS_ADVICE),
 }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of the check ``name``, with advice if something should be changed.
+
+    The status is ``ok``, ``note`` (the course runs, with a limit), or ``stop`` (it does not).
+    ``printed`` is shown below as it is.
+    """
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+    printed: str = ""
 
 
 def main() -> int:
@@ -101,7 +115,7 @@ def examine(name: str, check: Callable[[str], Finding]) -> Finding:
 
 
 def render(finding: Finding) -> str:
-    """The finding, its advice below it, both wrapped at WIDTH in one column, and its picture."""
+    """The finding and its advice, both wrapped at WIDTH in one column, and what was printed."""
     head = f"{finding.name:<17}  {finding.status:<4}  "
     rows = [(head, finding.found), (" " * (len(head) - 3) + "-> ", finding.advice)]
     wrapped = [
@@ -109,9 +123,7 @@ def render(finding: Finding) -> str:
         for start, text in rows
         if text
     ]
-    drawn = finding.picture.splitlines()
-    indents = {"initial_indent": " " * 4, "subsequent_indent": " " * 10}
-    return "\n".join(wrapped + [textwrap.fill(line, WIDTH, **indents) for line in drawn])
+    return "\n".join(wrapped + finding.printed.splitlines())
 
 
 def check_labkit(name: str) -> Finding:
@@ -162,6 +174,31 @@ def check_torchvision_loads(name: str) -> Finding:
         torch.ops.load_library(library)
     torch.ops.torchvision.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
     return Finding(name, "ok", "with its compiled operators")
+
+
+def check_gpus(name: str) -> Finding:
+    import torch
+
+    count, built = num_gpus(), torch.version.cuda
+    printed = "\n".join(filter(None, [nvidia_smi(), nvidia_smi("topo", "-m")]))
+    if count:
+        of = f"this PyTorch is built for CUDA {built}" if built else "this PyTorch counts them"
+        return Finding(name, "ok", f"{format_count(count, 'GPU')}; {of}", printed=printed)
+    advice = "the whole course runs on CPU"
+    if printed:
+        found = f"none that this PyTorch can use (built for CUDA {built or 'not at all'})"
+        advice = f"make env TORCH=auto takes a build for this driver; until then, {advice}"
+        return Finding(name, "note", found, advice, printed)
+    return Finding(name, "ok", "none", f"{advice}; make env TORCH=cpu takes 3 GB less")
+
+
+def check_nccl(name: str) -> Finding:
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        number = ".".join(map(str, torch.cuda.nccl.version()))
+        return Finding(name, "ok", f"{number}; takes one rank per GPU")
+    return Finding(name, "ok", "not in this PyTorch: ranks on GPUs talk over gloo")
 
 
 def check_gloo(name: str) -> Finding:
@@ -294,22 +331,19 @@ def check_speeds(name: str) -> Finding:
     if count:
         ways |= {"NCCL": {"device": "cuda", "transport": "auto"}} if count > 1 else {}
         ways["gloo"] = {"device": "cuda", "transport": "gloo"}
-        ways["CUDA IPC"] = {"device": "cuda", "transport": "shared"}
-        # NCCL says only when it is tried whether it takes several ranks per GPU.
-        first = plan(1, "cuda").devices[0]
-        ways[ON_ONE_GPU] = {"devices": f"{first},{first}", "transport": "nccl"}
     for way, settings in ways.items():
         try:
             found |= _speed(**settings)
         except Exception as error:
             found[way] = f"does not work: {_one_line(error)}"
-            status = status if way == ON_ONE_GPU else "note"
+            status = "note"
     rows = [f"{way}: {speed}" for way, speed in found.items()]
-    advice = "--transport chooses one that works; if none does, see ranks talk above"
+    advice = "transport= of labkit.run chooses one that works; if none does, see ranks talk above"
     if not rows[1:]:
         return Finding(name, status, rows[0], advice if status == "note" else "")
     told = "what a message costs, way by way"
-    return Finding(name, status, told, advice if status == "note" else "", "\n".join(rows))
+    printed = "\n".join(f"    {row}" for row in rows)
+    return Finding(name, status, told, advice if status == "note" else "", printed)
 
 
 def _speed(**settings: Any) -> dict[str, str]:
@@ -336,12 +370,8 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     **dict.fromkeys(PACKAGES, check_package),
     "torch loads": check_torch_loads,
     "torchvision loads": check_torchvision_loads,
-    "NVIDIA driver": gpu_checks.check_driver,
-    "GPUs": gpu_checks.check_gpus,
-    "GPU architecture": gpu_checks.check_architectures,
-    "GPU sharing": gpu_checks.check_sharing,
-    "GPU to GPU": gpu_checks.check_links,
-    "NCCL": gpu_checks.check_nccl,
+    "GPUs": check_gpus,
+    "NCCL": check_nccl,
     "gloo": check_gloo,
     "cores": check_cores,
     "memory": check_memory,

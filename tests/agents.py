@@ -12,7 +12,7 @@ from labkit.runtime.marked import kill_marked
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "notebooks" / "scripts"
 WORK = ["--model", "elastic_work:make_model", "--dataset", "elastic_work:make_dataset"]
-WORK += ["--dtype", "float64", "--batch-size", "10", "--momentum", "0.9"]
+WORK += ["--dtype", "float64", "--batch-size", "10"]
 PATIENCE_S = 90
 # The variable by which an agent and its ranks are known.
 MARK = "TESTS_AGENT"

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import labkit.trace
+import labkit.tracing.recorder
 
 
 def index_of(device):
@@ -176,5 +176,5 @@ def install(monkeypatch, now_s=1000.0):
     replaced |= {"stream": machine.use, "synchronize": machine.synchronize, "device": _device}
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(labkit.trace, "time", machine.clock())
+    monkeypatch.setattr(labkit.tracing.recorder, "time", machine.clock())
     return machine

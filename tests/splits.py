@@ -4,7 +4,7 @@ import itertools
 
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from labkit.training.split_run import MeasuredSplit
 
 MIB = 2**20

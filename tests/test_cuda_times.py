@@ -9,7 +9,7 @@ import torch
 
 from labkit.comm.board import Board
 from labkit.comm.session import SpanSums
-from labkit.trace import CudaTimer, JointTimer, Recorder, Trace
+from labkit.tracing import CudaTimer, JointTimer, Recorder, Trace
 
 HOURS = 3600.0
 

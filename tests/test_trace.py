@@ -9,7 +9,7 @@ import pytest
 from ranks import travel_by_value
 
 from labkit import run
-from labkit.trace import Recorder, Span, Trace
+from labkit.tracing import Recorder, Span, Trace
 
 travel_by_value(__name__)
 

@@ -17,7 +17,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from labkit import EmulatedLink, RunResult, devices, run
 from labkit.files import write_atomically
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from workbook.plots import CaptionedFigure
 from workbook.plots.figure import WIDTH_IN, add_legend, drawn, fixed_axes, label_lanes
 from workbook.plots.palette import BLUE, DARK, GRID

@@ -24,7 +24,7 @@ from labkit.comm.source_lines import caller_location
 from labkit.comm.transport import Transport
 from labkit.comm.waiting import Bell, Doorbells
 from labkit.errors import PeerLostError
-from labkit.trace import ClockTimer, CudaTimer, JointTimer, Meeting, Recorder, Span, Timer
+from labkit.tracing import ClockTimer, CudaTimer, JointTimer, Meeting, Recorder, Span, Timer
 
 # One end of a message: the peer, and the description of the tensor that is sent or expected.
 End = tuple[int, str]

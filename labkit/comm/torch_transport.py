@@ -17,7 +17,7 @@ from torch import Tensor
 from labkit.comm.tensors import name_of
 from labkit.comm.transport import Transport, as_bytes
 from labkit.errors import PeerLostError
-from labkit.trace import ClockTimer
+from labkit.tracing import ClockTimer
 
 # For a posted receive whose message never comes.
 _PATIENCE_S = 1.0

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from labkit.schedules.staleness import StalenessTracker, Update, check_bound
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 
 # The spans of a run, and its updates, each with the second at which the server has made it.
 _Events = tuple[list[Span], list[tuple[float, Update]]]

@@ -14,8 +14,4 @@ cell_errors   a cell's error without the frames of libraries
 torchrun      ``labkit.run`` in a process that torchrun has started (rounds: with which others)
 script        the same for a script, whose library has a thread that talks to other ranks
 agents        several hosts on this machine, each an agent of torchrun (marked: what is left of it)
-limits        what limited a run, in words: rank_states says what each rank did when
-chrome_trace  reads traces from files, ours and PyTorch's
-nvidia_smi    what nvidia-smi says of driver and cards (gpu_links: who reaches whom; gpu_checks:
-              what the doctor says of it)
 """

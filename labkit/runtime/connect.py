@@ -25,6 +25,7 @@ from labkit.comm.transport import Transport
 from labkit.comm.waiting import Doorbells
 from labkit.devices import Plan, num_cores
 from labkit.errors import PeerLostError
+from labkit.gpus import check_usable
 from labkit.runtime.hosts import MeetingStore
 from labkit.runtime.prepare import allow_tf32
 
@@ -68,6 +69,7 @@ def connect(
     allow_tf32(False)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        check_usable(device)
     if plan.backend == "nccl":
         # By default an error of NCCL kills the process, before it can say what was wrong.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")

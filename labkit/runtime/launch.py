@@ -11,14 +11,14 @@ from typing import Any
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.peak_memory import PeakMemory
 from labkit.comm.source_lines import cell_sources
-from labkit.devices import check_world_size, plan, tell_once
-from labkit.runtime.limits import Limit, what_limited, without_spans
+from labkit.devices import check_world_size, plan, print_once
 from labkit.runtime.messages import Report, trace_of
 from labkit.runtime.pickling import dump_call, load_value
 from labkit.runtime.preload import under_torchrun
 from labkit.runtime.supervisor import Supervisor
 from labkit.runtime.worker import Job
-from labkit.trace import Trace
+from labkit.tracing import Trace
+from labkit.tracing.limits import Limit, what_limited, without_spans
 from labkit.units import MOST_SECONDS, check_above_zero, check_integer, spelled
 
 
@@ -129,7 +129,7 @@ def _run_here(
     if may_lose and transport == "auto" and chosen.backend == "nccl":
         # A group of NCCL does not outlive any of its ranks.
         chosen = plan(world_size, device, "gloo", devices=devices)
-    tell_once(chosen.notes)
+    print_once(chosen.note)
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if getattr(main, "__spec__", None) is None and path and not os.path.exists(path):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from labkit.comm.peak_memory import PeakMemory
-from labkit.runtime.waits import waits_told
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
+from labkit.tracing.waits import waits_told
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from typing import Any
 
 from labkit.comm.processes import signal_name
 from labkit.config import parse_devices
-from labkit.devices import plan, tell_once
+from labkit.devices import plan, print_once
 from labkit.gpus import may_exist
 from labkit.units import spelled
 
@@ -75,10 +75,10 @@ def warm_up(
     if start_method() == "forkserver":
         _start_server([*FOR_RANKS, *(FOR_TRAINING if training else ())])
     if devices is not None:
-        tell_once(plan(len(parse_devices(devices)), device or "auto", devices=devices).notes)
+        print_once(plan(len(parse_devices(devices)), device or "auto", devices=devices).note)
     # Without a driver auto has nothing to say, and to import torch would take seconds.
     elif device and (device != "auto" or may_exist() or "torch" in sys.modules):
-        tell_once(plan(world_size, device).notes)
+        print_once(plan(world_size, device).note)
 
 
 def _start_server(preload: list[str]) -> None:

@@ -29,7 +29,7 @@ from labkit.comm.board import RUNNING, Board
 from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.source_lines import cell_sources, install_sources
 from labkit.config import parse_hosts
-from labkit.devices import plan, tell_once, versions
+from labkit.devices import plan, print_once, versions
 from labkit.errors import WorkerError
 from labkit.runtime import torchrun
 from labkit.runtime.between_hosts import reports
@@ -71,12 +71,12 @@ class RankActor:
         self._runs = itertools.count()
         return versions()
 
-    def plan(self, where: Where) -> tuple[str, tuple[str, ...]]:
-        """Backend and notes of this host's plan."""
+    def plan(self, where: Where) -> tuple[str, str]:
+        """Backend and note of this host's plan."""
         device, transport, devices = where
         ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
         self._plan = plan(ranks_here, device, transport, devices=devices)
-        return self._plan.backend, tuple(sentence for _, sentence in self._plan.notes)
+        return self._plan.backend, self._plan.note
 
     def call(
         self,
@@ -260,9 +260,9 @@ def run_on(
                 "some hosts have GPUs, and others have none: their ranks cannot talk to each "
                 "other, so use device 'cpu'"
             )
-        for rank, (_, notes) in enumerate(planned):
+        for rank, (_, note) in enumerate(planned):
             name = ranks.names[ranks.host_of[rank]]
-            tell_once((f"{note} {name}", f"host {name}: {note}") for note in notes)
+            print_once(f"host {name}: {note}" if note else "")
         found = _watch(ranks, (call, cell_sources(), timeout_s, link), timeout_s)
         is_well = True
         return found

@@ -19,7 +19,7 @@ from labkit.comm.emulated_link import EmulatedLink
 from labkit.comm.meeting import meet
 from labkit.comm.shared_transport import SharedTransport
 from labkit.comm.torch_transport import TorchTransport
-from labkit.devices import plan, tell_once
+from labkit.devices import plan, print_once
 from labkit.runtime.between_hosts import reports
 from labkit.runtime.between_hosts.watch import Watch, tell
 from labkit.runtime.connect import PATIENCE_S, connect, group_connections, host_names, own_store
@@ -62,7 +62,7 @@ def run_as_rank(
     """
     chosen = plan(_local_world_size(world_size), device, transport, devices=devices)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        tell_once(chosen.notes)
+        print_once(chosen.note)
     comm = connect(chosen, timeout_s, link=link)
     memory, watch = _report_memory(comm, timeout_s), new_watch(comm)
     try:

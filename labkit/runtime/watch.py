@@ -11,7 +11,7 @@ from typing import Any
 from labkit.comm.board import Board
 from labkit.runtime.output import is_live
 from labkit.runtime.preload import IN_NOTEBOOKS, interrupts_later
-from labkit.trace import Trace
+from labkit.tracing import Trace
 
 Bars = Mapping[int, Sequence[str]]
 _draws = ContextVar("draws", default=True)

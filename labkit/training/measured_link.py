@@ -169,7 +169,7 @@ def _measure(
     add = partial(total.add_, torch.ones_like(total))
     moved_by = {"nccl": "NCCL"}.get(dist.get_backend(), dist.get_backend())
     if comm.transport.shares_memory:
-        moved_by = "shared memory" if comm.device.type == "cpu" else "CUDA IPC"
+        moved_by = "shared memory"
     found = _Times(moved_by, {size: [] for size in sizes_bytes}, [])
     for _ in range(repeats + 1):
         for size, times in found.seconds.items():

@@ -17,11 +17,11 @@ from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.strategies.base import MakeOptimizer, Strategy
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-_RATES = ("lr", "momentum", "weight_decay")
+_RATES = ("lr", "weight_decay")
 # The attribute of an optimizer that holds its scheduler.
 _SCHEDULER = "labkit_scheduler"
 

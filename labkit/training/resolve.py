@@ -27,7 +27,7 @@ from labkit.config import (
     parse_split_points,
     parse_straggler,
 )
-from labkit.devices import UNUSABLE, check_named, check_world_size, plan, tell_once
+from labkit.devices import check_named, check_world_size, plan
 from labkit.placement.even_split import even_split
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
@@ -315,7 +315,7 @@ def make_strategy(
         ranks = config.world_size
         if under_torchrun():
             ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-        devices = plan(ranks, config.device, config.transport, devices=config.devices).devices
+        devices = plan(ranks, config.device, devices=config.devices).devices
     needs = {"nccl": "cuda", "labkit": "cpu"}.get(config.backend, "")
     if wrong := [device for device in devices if not device.startswith(needs)]:
         raise ValueError(
@@ -361,10 +361,8 @@ def _devices_of_one_process(config: RunConfig) -> tuple[str, ...]:
             f"but torchrun started {os.environ['WORLD_SIZE']} ranks: start it without torchrun"
         )
     if config.devices is None:
-        chosen = plan(config.world_size, config.device)
-        # Its other notes are about ranks.
-        tell_once(note for note in chosen.notes if note[0] == UNUSABLE)
-        return chosen.devices
+        # Its note is about ranks.
+        return plan(config.world_size, config.device).devices
     return check_named(config.devices, config.device)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from labkit.comm.peak_memory import PeakMemory, as_dicts
 from labkit.config import RunConfig
 from labkit.files import write_atomically
-from labkit.runtime.limits import Limit, what_limited
-from labkit.trace import Trace
+from labkit.tracing import Trace
+from labkit.tracing.limits import Limit, what_limited
 from labkit.training.state import largest_difference, tolerance
 
 

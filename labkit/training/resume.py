@@ -30,8 +30,8 @@ _ARRANGEMENT = (
 )
 # What must be as it was, whoever computes it.
 _MUST_EQUAL = (
-    *("model", "dataset", "optimizer", "lr", "momentum", "weight_decay", "lr_schedule"),
-    *("warmup_epochs", "clip_norm", "loss", "dtype", "tf32", "amp", "batch_size", "seed"),
+    *("model", "dataset", "optimizer", "lr", "weight_decay", "lr_schedule"),
+    *("warmup_epochs", "clip_norm", "loss", "dtype", "amp", "batch_size", "seed"),
     *("train_size", "augment", "resize", "freeze", "sync_batch_norm", "compress"),
 )
 _NAMED = 5

@@ -23,12 +23,12 @@ from labkit.devices import num_cores
 from labkit.placement.profile import profile_layers
 from labkit.placement.stage_costs import Profile
 from labkit.runtime.launch import RunResult, run
-from labkit.runtime.limits import Limit, what_limited
 from labkit.schedules.split_points import as_split_points, check_split_points
 from labkit.strategies.model_parallel import ModelParallel
 from labkit.strategies.pipeline import Pipeline
 from labkit.strategies.stage import StagedModel
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
+from labkit.tracing.limits import Limit, what_limited
 from labkit.units import format_count
 from labkit.workload.layers import input_dtype, layer_outputs, layers_of
 from labkit.workload.models import MODELS, build_model

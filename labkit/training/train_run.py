@@ -98,7 +98,7 @@ def train_run(
     may_lose = range(1, ranks) if strategy.survives_lost_workers else ()
     link = EmulatedLink(*parse_link(config.link)) if config.link else None
     settings: dict[str, Any] = {"device": config.device, "devices": devices}
-    settings |= {"transport": config.transport, "timeout_s": timeout_s, "hosts": config.hosts}
+    settings |= {"timeout_s": timeout_s, "hosts": config.hosts}
     work = fit, config, strategy, verbose, own, start.path
     try:
         if config.hosts is None:

@@ -6,7 +6,7 @@ import pytest
 
 from labkit.comm.board import KINDS, Board
 from labkit.comm.session import SpanSums
-from labkit.trace import ClockTimer, Recorder
+from labkit.tracing import ClockTimer, Recorder
 
 
 def recorder_on(board, timer=None):

@@ -10,7 +10,7 @@ from labkit.__main__ import main
 from labkit.costs.link import Link
 from labkit.placement.stage_costs import LayerCost, Profile
 from labkit.placement.vgg16_splits import VGG16_SPLITS
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from labkit.training.split_run import MeasuredSplit
 from workbook.measure import placement, single_cuts
 from workbook.measure.pipeline import DUELS, ONE_DEVICE, OURS, PipelineResult

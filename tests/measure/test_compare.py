@@ -15,7 +15,7 @@ from labkit.__main__ import main
 from labkit.comm.peak_memory import PeakMemory
 from labkit.config import STAGED
 from labkit.errors import WorkerError
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from workbook.measure import compare
 from workbook.measure.compare import command, figures, measure, summary
 from workbook.measure.compare.contenders import Setting, find_contenders, settings_of

@@ -9,7 +9,7 @@ from ranks import travel_by_value
 from test_compare import made_by_hand
 
 from labkit.__main__ import main
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from workbook import plots
 from workbook.measure import compare
 from workbook.measure.compare.by_epoch import breakdown, epoch_breakdowns, loading

@@ -212,7 +212,7 @@ class TestNothingIsLeft:
             from workbook.measure.gpu_report import command
             from workbook.measure.gpu_report.steps import Step
 
-            command.gpus.found = lambda: command.gpus.Gpus((command.gpus.Gpu(0),))
+            command.num_gpus = lambda: 1
             run = sys.executable, "-c"
             sleeps = "import os, time; print(os.getpid(), flush=True); time.sleep(float(%r))"
             command.all_steps = lambda *_: [
@@ -381,9 +381,7 @@ def test_with_pretended_gpus_it_makes_its_folder(tmp_path):
 
 
 def test_the_steps_are_named_when_one_is_unknown(tmp_path, monkeypatch):
-    from labkit import gpus
-
-    monkeypatch.setattr(gpus, "found", lambda: gpus.Gpus((gpus.Gpu(0),)))
+    monkeypatch.setattr("workbook.measure.gpu_report.command.num_gpus", lambda: 1)
     with pytest.raises(ValueError, match="unknown step 'docter'"):
         main(str(tmp_path / "r"), steps=("docter",))
     assert steps_of_report.all_steps(None, 1)[0].name == "doctor"

@@ -10,7 +10,7 @@ import pytest
 
 from labkit.comm.board import Board
 from labkit.runtime import watch
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from workbook.notebook import live
 from workbook.notebook.lane_picture import MOST_LANES, THEMED, Picture, draw, num_slots
 from workbook.notebook.lanes import History, Lane, trace_lanes

@@ -4,7 +4,7 @@ import pytest
 
 from labkit.comm.peak_memory import DeviceMemory, PeakMemory
 from labkit.runtime.launch import RunResult
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from workbook.notebook.memory_verdict import peak_memory
 
 

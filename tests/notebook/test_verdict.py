@@ -19,9 +19,9 @@ import torch
 
 import workbook
 from labkit import RunConfig, TrainResult
-from labkit.runtime.chrome_trace import read_traces
 from labkit.runtime.launch import RunResult
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
+from labkit.tracing.chrome import read_traces
 from workbook import verdict
 from workbook.notebook.ratio import Ratio
 

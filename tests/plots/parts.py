@@ -1,6 +1,6 @@
 """What the tests of figures draw, and how they read a figure."""
 
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 
 SPANS = [
     Span(0, "compute", 0.000, 0.004),

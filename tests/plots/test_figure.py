@@ -16,7 +16,7 @@ from splits import LINK, PROFILE
 from labkit.costs.pipeline_timeline import predicted_slots
 from labkit.placement.planner import predict_split
 from labkit.schedules.pipeline import Action
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from workbook import plots
 from workbook.plots.palette import styles_of
 

@@ -7,7 +7,7 @@ from parts import legend_of
 from labkit.comm.peak_memory import PeakMemory
 from labkit.costs.pipeline_timeline import bubble, predicted_slots
 from labkit.schedules.pipeline import PIPELINES
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from workbook import plots
 from workbook.plots.palette import STYLES
 

@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 from parts import SPANS, TRACE, legend_of
 
 from labkit.comm.peak_memory import DeviceMemory, PeakMemory
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from workbook import plots
 from workbook.plots.timeline import timeline_words
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from labkit.runtime import gpu_checks
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import torch_build  # noqa: E402
@@ -229,7 +227,3 @@ def test_make_env_recommends_a_build_by_the_driver(driver):
     kernel = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15\nGCC"
     assert "needs driver 580 or newer, and this one is 535: make env TORCH=auto" in driver(kernel)
     assert "TORCH" not in driver("rubbish")
-
-
-def test_the_oldest_drivers_are_those_of_the_doctor():
-    assert torch_build.OLDEST_DRIVERS == gpu_checks.OLDEST_DRIVERS

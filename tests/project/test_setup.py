@@ -27,7 +27,7 @@ LOCKED += ("tools/horovod.txt", "tools/tensorflow.txt")
 FLOORS = [
     {"errors", "units"},
     {"files", "gpus"},
-    {"schedules", "trace"},
+    {"schedules", "tracing"},
     {"config", "costs"},
     {"comm", "devices", "workload"},
     {"collectives", "placement"},

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from labkit.__main__ import main
-from labkit.runtime import chrome_trace
-from labkit.runtime.chrome_trace import read_traces
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace, chrome as chrome_trace
+from labkit.tracing.chrome import read_traces
 
 RECORDED = Path(__file__).parent / "recorded"
 

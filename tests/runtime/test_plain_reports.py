@@ -22,7 +22,7 @@ from labkit.runtime.between_hosts.reports import (
 from labkit.runtime.between_hosts.verdict import MOST_BYTES, Verdict, with_hosts
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import UnpicklableError
-from labkit.trace import Span
+from labkit.tracing import Span
 
 SPANS = (
     Span(1, "compute", 0.1, 0.25),

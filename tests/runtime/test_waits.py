@@ -1,7 +1,7 @@
 """Which part of a transfer between GPUs was waiting."""
 
-from labkit.runtime.waits import waits_told
-from labkit.trace import Span
+from labkit.tracing import Span
+from labkit.tracing.waits import waits_told
 
 
 def on_edge(rank, kind, start_s, end_s, *meets, num_bytes=0):

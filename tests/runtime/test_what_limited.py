@@ -15,10 +15,10 @@ import pytest
 from ranks import travel_by_value
 
 from labkit import run, train_with
-from labkit.runtime.chrome_trace import read_traces
-from labkit.runtime.limits import what_limited
-from labkit.runtime.rank_states import rank_times
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
+from labkit.tracing.chrome import read_traces
+from labkit.tracing.limits import what_limited
+from labkit.tracing.states import rank_times
 from labkit.training.split_run import measure_split
 
 travel_by_value(__name__)

@@ -25,9 +25,8 @@ REFUSED = {
     "strategy=model_parallel world_size=2 accumulate=2 builtin=True": "without builtin, model_",
     "strategy=model_parallel world_size=2 micro_batches=2": "which is accumulate; strategy pipe",
     "strategy=model_parallel devices=cpu micro_batches=2": "which is accumulate; strategy pipe",
-    "tf32=True device=cpu": "is a mode of NVIDIA's GPUs, and this run is on cpu: leave it",
-    "strategy=data_parallel tf32=True devices=cpu,cpu": "this run is on cpu: leave it out",
-    "tf32=True dtype=float64": "tf32 is for dtype float32, got float64",
+    "amp=tf32 device=cpu": "is a mode of NVIDIA's GPUs, and this run is on cpu: leave it",
+    "strategy=data_parallel amp=tf32 devices=cpu,cpu": "this run is on cpu: leave it out",
     # Options that do not go together, or not with this machine.
     "strategy=pipeline world_size=2 hierarchical=True": "takes no option hierarchical",
     "strategy=ddp builtin=True hierarchical=True": "hierarchical is an all-reduce of the labkit",
@@ -60,7 +59,7 @@ REFUSED = {
 }
 NUMBERS = {"world_size": int, "servers": int, "max_staleness": int, "micro_batches": int}
 NUMBERS |= {"accumulate": int}
-NUMBERS |= {"bucket_mb": float, "builtin": bool, "hierarchical": bool, "tf32": bool}
+NUMBERS |= {"bucket_mb": float, "builtin": bool, "hierarchical": bool}
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -5,7 +5,7 @@ import pytest
 import labkit
 from labkit.costs.link import Link
 from labkit.runtime.launch import RunResult
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from labkit.training import measured_link
 from labkit.training.measured_link import ADDED_BYTES
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
 from labkit.training.loop import fit
-from labkit.training.optimizer import continue_schedule, optimizer_maker, scheduler_of
+from labkit.training.optimizer import OPTIMIZERS, continue_schedule, optimizer_maker, scheduler_of
 from labkit.training.own import Own
 from labkit.training.resolve import make_strategy
 from labkit.training.state import largest_difference
@@ -38,9 +38,15 @@ class Rateless(torch.optim.Optimizer):
                 parameter.data -= group["rate"] * parameter.grad
 
 
+@pytest.fixture(autouse=True)
+def _sgd_without_momentum(monkeypatch):
+    """So that an update is the rate times the gradient."""
+    monkeypatch.setitem(OPTIMIZERS, "sgd", torch.optim.SGD)
+
+
 def make(strategy="single", own=None, num_samples=23, **settings):
     """An optimizer of one parameter, as a rank of this run would get it."""
-    settings = SCHEDULED | ({} if own else {"momentum": 0.0}) | settings
+    settings = SCHEDULED | settings
     config = RunConfig(strategy, optimizer="own" if own else "sgd", **settings)
     technique = strategies.get(strategy)()
     maker = optimizer_maker(config, own, technique, num_samples)

@@ -108,7 +108,7 @@ def test_what_has_no_classes_reports_its_loss():
     result = train_with("single", model=net(outputs=1), optimizer="adam", epochs=3, **parts)
     assert math.isnan(result.test_accuracy)
     assert result.test_loss < result.epochs[0]["test_loss"]
-    assert (result.config.lr, result.config.momentum) == (1e-3, None)
+    assert result.config.lr == 1e-3
 
 
 def test_torchvision_s_resnet_in_stages_as_it_comes():

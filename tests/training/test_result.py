@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labkit.config import RunConfig
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from labkit.training.result import TrainResult
 from labkit.training.state import largest_difference
 

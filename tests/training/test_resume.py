@@ -258,7 +258,7 @@ def test_batch_statistics_agree_at_the_end_of_an_epoch(saved):
 
 
 def test_what_may_differ(saved):
-    changes = {"checkpoint_every": 1, "transport": "gloo"}
+    changes = {"checkpoint_every": 1}
     assert "is finished (step-00000012, 2 of 2 epochs)" in start_of(saved, "ring", **changes).note
 
 

@@ -22,7 +22,7 @@ from ranks import travel_by_value
 from torch import nn
 from torch.nn import functional
 
-from labkit import RunConfig, devices, gpus, run, strategies, train_with
+from labkit import RunConfig, devices, run, strategies, train_with
 from labkit.costs.traffic import broadcast_cost, ddp_update_cost, ring_all_reduce_cost
 from labkit.training import train_run
 from labkit.training.resolve import make_strategy
@@ -110,10 +110,8 @@ def placed(monkeypatch):
     def stop(*args, **options):
         raise Placed(options)
 
-    def where(usable, *words, why_not="", **settings):
-        found = gpus.Gpus(tuple(gpus.Gpu(index) for index in usable), why_not)
-        monkeypatch.setattr(gpus, "found", lambda: found)
-        monkeypatch.setattr(devices, "_told", set())
+    def where(usable, *words, **settings):
+        monkeypatch.setattr(devices, "num_gpus", lambda: usable)
         with pytest.raises(Placed) as caught:
             train_with(*words, **SMALL | {"model": "mlp"} | settings)
         (options,) = caught.value.args
@@ -124,18 +122,11 @@ def placed(monkeypatch):
 
 
 def test_one_process_runs_on_the_first_device_that_is_named(placed):
-    assert placed([0, 1, 2], "data_parallel", devices="cuda:2,cuda:1") == (1, "cuda:2")
-    assert placed([0, 1, 2], "model_parallel", devices="cuda:1,cpu") == (1, "cuda:1")
-    assert placed([1, 2], "data_parallel", world_size=2) == (1, "cuda:1")
-    assert placed([0, 1], "pipeline", devices="cuda:1,cuda:0") == (2, "cuda:1,cuda:0")
-    assert placed([0, 1], "single", devices="cuda:1") == (1, "cuda:1")
-
-
-def test_one_process_says_why_it_is_on_the_cpu(placed, capsys):
-    assert placed([], "data_parallel", world_size=2, why_not="cuda:0 is busy") == (1, "cpu")
-    assert capsys.readouterr().err == "the ranks run on the CPU: cuda:0 is busy\n"
-    assert placed([0], "data_parallel", world_size=2) == (1, "cuda:0")
-    assert capsys.readouterr().err == "", "replicas that share a GPU are not ranks"
+    assert placed(3, "data_parallel", devices="cuda:2,cuda:1") == (1, "cuda:2")
+    assert placed(3, "model_parallel", devices="cuda:1,cpu") == (1, "cuda:1")
+    assert placed(2, "data_parallel", world_size=2) == (1, "cuda:0")
+    assert placed(2, "pipeline", devices="cuda:1,cuda:0") == (2, "cuda:1,cuda:0")
+    assert placed(2, "single", devices="cuda:1") == (1, "cuda:1")
 
 
 def test_bytes_and_messages_of_a_run_equal_the_formula():

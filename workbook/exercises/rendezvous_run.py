@@ -13,7 +13,7 @@ from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.watch import undrawn
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from workbook.exercises.grader.own_run import OwnRun
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET
 from workbook.exercises.grader.shared_store import SharedStore, Use, Visit, visit

@@ -44,14 +44,14 @@ SCATTER_BATCH, MICRO_BATCHES = 16, 4
 SIZES = tuple(2**k for k in (18, 20, 22, 24, 26))
 _BUDGET_S = 20.0
 SHARED, GLOO, COPY = "shared memory", "gloo", "a plain copy"
-NCCL, IPC = "NCCL", "CUDA IPC"
+NCCL = "NCCL"
 
 
 @dataclass(frozen=True)
 class HopTimes(Result):
     """Times of one hop: ``{bytes: {way: [seconds of each repeat]}}``.
 
-    The ways are transports (shared memory, which is CUDA IPC between GPU ranks, gloo and NCCL) and
+    The ways are transports (shared memory, gloo and NCCL) and
     a plain copy in one process. The first one is shared memory.
     """
 
@@ -162,8 +162,7 @@ def measure_transport(
     repeats: int, sizes: tuple[int, ...] = SIZES, where: Where = ON_CPU
 ) -> HopTimes:
     """Time, by size in bytes: a hop over each transport, and a copy in one process."""
-    transport = "shared" if where.kind == "cuda" else "auto"
-    settings = {"world_size": 2, "where": where, "transport": transport}
+    settings = {"world_size": 2, "where": where}
     return HopTimes(slowest(on_ranks(_hop_every_way, repeats, sizes, **settings)))
 
 
@@ -171,7 +170,7 @@ def _hop_every_way(comm: Comm, repeats: int, sizes: tuple[int, ...]) -> dict[int
     def over(backend: str, group: Any = None) -> Comm:
         return Comm(comm.rank, 2, comm.device, TorchTransport(backend, comm.device, group))
 
-    ways = {IPC if comm.device.type == "cuda" else SHARED: comm}
+    ways = {} if comm.device.type == "cuda" else {SHARED: comm}
     with contextlib.ExitStack() as stack:
         if dist.get_backend() == "nccl":
             ways |= {GLOO: over("gloo", stack.enter_context(process_groups(comm))["gloo"])}

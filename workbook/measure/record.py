@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from labkit.devices import hardware, num_gpus, versions
+from labkit.devices import hardware, versions
 from labkit.files import write_atomically, write_each
+from labkit.gpus import num_gpus
 
 if TYPE_CHECKING:
     from workbook.plots.figure import CaptionedFigure

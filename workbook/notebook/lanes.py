@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from labkit.comm.board import Board
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 
 # {kind: [slots] its share of each slot}
 Shares = dict[str, np.ndarray]

@@ -15,7 +15,7 @@ import numpy as np
 
 from labkit.comm.board import Board
 from labkit.runtime.watch import Bars
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from labkit.units import format_count, format_number, format_seconds
 from workbook.notebook.lane_picture import (
     MOST_LANES,

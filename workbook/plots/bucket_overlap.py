@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from labkit.costs.ddp_step import StepModel, predict_step
 from labkit.costs.link import Link
 from labkit.schedules.bucket_assignment import MIB
-from labkit.trace import Span
+from labkit.tracing import Span
 from labkit.units import check_choice, format_bytes, format_count, format_seconds
 from workbook.plots.figure import (
     WIDTH_IN,

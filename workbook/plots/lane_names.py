@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.comm.peak_memory import PeakMemory
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from labkit.units import format_bytes
 
 # With more lanes, a lane is too low for a second line.

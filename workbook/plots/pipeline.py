@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from labkit.costs.pipeline_timeline import Slot, bubble, bubble_formula
 from labkit.schedules.pipeline import Action, in_flight
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 from labkit.units import format_count, format_number, format_seconds, second_unit
 from workbook.plots.figure import (
     WIDTH_PX,

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.path import Path
 
-from labkit.trace import LOCAL_KINDS, Span, Trace
+from labkit.tracing import LOCAL_KINDS, Span, Trace
 from labkit.units import format_count, format_seconds, second_unit
 from workbook.plots.figure import (
     WIDTH_PX,

@@ -23,7 +23,7 @@ from labkit.comm.meeting import SUSPICION
 from labkit.comm.peak_memory import DeviceMemory, PeakMemory
 from labkit.runtime.messages import Report
 from labkit.runtime.pickling import UnpicklableError
-from labkit.trace import Span
+from labkit.tracing import Span
 
 # What the packages above the runtime let their ranks return: classes that only hold data.
 PLAIN: list[Any] = [PeakMemory, DeviceMemory]

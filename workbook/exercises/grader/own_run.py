@@ -17,7 +17,7 @@ from labkit.comm.comm import Comm
 from labkit.errors import DeadlineError, DeadlockError, WorkerError
 from labkit.runtime.launch import run
 from labkit.runtime.watch import undrawn
-from labkit.trace import Trace
+from labkit.tracing import Trace
 from labkit.units import format_bytes, format_count, format_number, html_table, text_table
 from workbook.exercises.grader.exercise import Case, Exercise
 from workbook.exercises.grader.held_memory import PeakBytes

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-from labkit.trace import LOCAL_KINDS
+from labkit.tracing import LOCAL_KINDS
 from labkit.units import byte_unit, format_bytes, format_count, format_number, format_seconds
 from workbook.measure.compare.by_epoch import breakdown, epoch_breakdowns, loading
 from workbook.measure.compare.contenders import SINGLE

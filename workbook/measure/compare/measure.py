@@ -135,7 +135,7 @@ class Comparison:
 
     def record(self, config: dict[str, Any]) -> dict[str, Any]:
         """Everything that ``labkit compare --json`` keeps; ``config`` goes to its settings."""
-        rates = {"lr": RunConfig().lr, "momentum": RunConfig().momentum}
+        rates = {"lr": RunConfig().lr, "momentum": 0.9}
         return {
             "config": self.common | rates | config,
             "contenders": [asdict(one) for one in self.contenders],

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from labkit.trace import Span, Trace
+from labkit.tracing import Span, Trace
 
 
 def phases_by_role(trace: Trace, epochs: int) -> dict[str, dict[str, float | None]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from labkit import gpus
+from labkit.gpus import num_gpus
 from labkit.units import check_above_zero, check_choice, format_count
 from workbook.measure.gpu_report.folder import (
     DONE,
@@ -57,14 +57,12 @@ def main(
         ValueError: before anything runs: no GPU, an impossible folder, unknown steps.
     """
     check_above_zero("--minutes", minutes, _MOST_MINUTES)
-    found = gpus.found()
-    if not found.usable:
-        why = f" ({found.why_not})" if found.why_not else ""
+    if not num_gpus():
         raise ValueError(
-            f"gpu-report measures GPUs, and this machine has none that can be used{why}: "
+            "gpu-report measures GPUs, and this machine has none that can be used: "
             "python -m labkit doctor says what is there; python -m labkit bench measures the CPU"
         )
-    chosen = all_steps(root, len(found.usable), quick)
+    chosen = all_steps(root, num_gpus(), quick)
     for name in steps:
         check_choice("step", name, [step.name for step in chosen])
     chosen = [step for step in chosen if not steps or step.name in steps]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.errors import WorkerError
 from labkit.files import write_atomically
-from labkit.gpus import found as found_gpus, synchronize
+from labkit.gpus import num_gpus, synchronize
 from labkit.placement.vgg16_splits import VGG16_SPLITS
 from labkit.strategies.base import Strategy
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small images, for a test")
     given = parser.parse_args(argv)
     size = QUICK if given.quick else Size()
-    gpus = tuple(f"cuda:{gpu.index}" for gpu in found_gpus().usable)
+    gpus = tuple(f"cuda:{index}" for index in range(num_gpus()))
     if not gpus:
         parser.error("this machine has no GPU that can be used")
     devices = devices_for(gpus)

@@ -11,7 +11,7 @@ import traitlets
 from traitlets import Dict, Float, Int, List, Unicode
 
 from labkit.schedules.split_points import check_split_points
-from labkit.trace import Span
+from labkit.tracing import Span
 from labkit.training.split_run import MeasuredSplit
 from labkit.units import check_choice
 from workbook.widgets.job import Job

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from labkit.trace import LOCAL_KINDS, Span, Trace
+from labkit.tracing.spans import LOCAL_KINDS, Span, Trace
 
 COMPUTE, COMMUNICATE, WAIT, EVALUATE = "compute", "communicate", "wait", "evaluate"
 # No span: code between the recorded operations.

@@ -13,7 +13,8 @@ import html
 import statistics
 from dataclasses import dataclass, replace
 
-from labkit.runtime.rank_states import (
+from labkit.tracing.spans import Trace
+from labkit.tracing.states import (
     COMMUNICATE,
     COMPUTE,
     EVALUATE,
@@ -22,7 +23,6 @@ from labkit.runtime.rank_states import (
     RankTimes,
     rank_times,
 )
-from labkit.trace import Trace
 from labkit.units import format_number, format_seconds
 
 # A rank that computes this many times as long as the others is a straggler.

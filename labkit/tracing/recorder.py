@@ -1,31 +1,15 @@
-"""Spans: what each rank did and when; the timers that measure them; export as Chrome trace.
-
-The spans of one lane, which is one thread of one rank, never overlap: an operation inside a region
-closes the region's span, records its own, and opens the region again. So the seconds by kind add
-up to the time the lane was busy.
-"""
+"""How a rank records its spans, and the timers that measure them."""
 
 import itertools
-import json
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from labkit.files import write_atomically
-
-# A transfer inside one of these regions is "communicate"; inside any other region (share_reduce,
-# share_only, ...) it is a part of that phase and carries its name.
-LOCAL_KINDS = frozenset({"compute", "forward", "backward", "update", "data", "evaluate"})
-
-# A message by (source, destination, number on this edge), or a meeting of all ranks by
-# (-1, -1, number): the same on all ranks that take part.
-Meeting = tuple[int, int, int]
-
+from labkit.tracing.spans import LOCAL_KINDS, Meeting, Span
 
 # How far a GPU's event may be from the one that its time is counted from: a float32 of 0.1 s in
 # milliseconds is exact to 4 ns.
@@ -37,122 +21,6 @@ _SETTLE_AT = 256
 _COMPARISONS = 9
 # The clocks of GPUs and hosts drift by some 1e-5.
 _MOST_DRIFT = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One period of time in which one rank did one kind of work.
-
-    ``kind`` is ``compute``, ``communicate``, ``wait``, ``update``, ``data``, ``evaluate`` or the
-    name of a communication phase such as ``share_reduce``. ``num_bytes`` are the bytes this rank
-    sent in the span; ``peer`` is the rank they went to (or came from, when nothing was sent).
-    ``lane`` is the thread: 0 is the rank's main thread, 1 and up are other threads, such as DDP's
-    communication thread.
-    """
-
-    rank: int
-    kind: str
-    start_s: float
-    end_s: float
-    num_bytes: int = 0
-    peer: int | None = None
-    lane: int = 0
-    # On a GPU: what meets other ranks in this span, until ``runtime.waits`` has compared them.
-    meets: tuple[Meeting, ...] = field(default=(), compare=False, repr=False)
-
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The spans of all ranks of a run, sorted by start. At second 0 all ranks had started.
-
-    ``devices`` are the ranks' devices by name (``cuda:0``), as far as they are known.
-    """
-
-    spans: tuple[Span, ...] = field(default=())
-    devices: Mapping[int, str] = field(default_factory=dict, hash=False)
-
-    @classmethod
-    def merge(
-        cls, parts: Iterable[Iterable[Span]], devices: Mapping[int, str] | None = None
-    ) -> "Trace":
-        spans = (span for part in parts for span in part)
-        ordered = sorted(spans, key=lambda span: (span.start_s, span.rank))
-        return cls(tuple(ordered), devices or {})
-
-    @property
-    def ranks(self) -> list[int]:
-        return sorted({span.rank for span in self.spans})
-
-    @property
-    def kinds(self) -> list[str]:
-        return sorted({span.kind for span in self.spans})
-
-    def of(
-        self, rank: int | None = None, kind: str | None = None, lane: int | None = None
-    ) -> list[Span]:
-        """The spans of one rank, one kind and one lane; None means all of them."""
-        return [
-            span
-            for span in self.spans
-            if (rank is None or span.rank == rank)
-            and (kind is None or span.kind == kind)
-            and (lane is None or span.lane == lane)
-        ]
-
-    def between(self, start_s: float, end_s: float) -> "Trace":
-        """The parts of the spans that lie between two moments."""
-        inside = [s for s in self.spans if s.start_s < end_s and s.end_s > start_s]
-        cut = (
-            replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in inside
-        )
-        return Trace(tuple(cut), self.devices)
-
-    def seconds_by_kind(
-        self, rank: int | None = None, lane: int | None = None
-    ) -> dict[str, float]:
-        """Seconds spent in each kind, by one rank or summed over all of them.
-
-        Also summed over lanes: work of two threads at the same time counts twice, so the sum may
-        exceed the elapsed time. ``lane=0`` counts the main thread only.
-        """
-        seconds: dict[str, float] = defaultdict(float)
-        for span in self.of(rank, lane=lane):
-            seconds[span.kind] += span.duration_s
-        return dict(seconds)
-
-    def lane(self, rank: int) -> str:
-        """The name of a rank's lane: ``rank 0 · cuda:0``, or ``rank 0`` without a device."""
-        return " · ".join(filter(None, (f"rank {rank}", self.devices.get(rank))))
-
-    def save(self, path: str | Path) -> Path:
-        """Write Chrome trace JSON, one process per rank; https://ui.perfetto.dev opens it."""
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.lane(rank)}}
-            for rank in self.ranks
-        ]
-        for span in self.spans:
-            args = {"num_bytes": span.num_bytes}
-            if span.peer is not None:
-                args["peer"] = span.peer
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.kind,
-                    "cat": span.kind,
-                    "pid": span.rank,
-                    "tid": span.lane,
-                    "ts": span.start_s * 1e6,
-                    "dur": span.duration_s * 1e6,
-                    "args": args,
-                }
-            )
-        path = Path(path)
-        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        return path
 
 
 class Timer(Protocol):

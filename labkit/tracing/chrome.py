@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.trace import Span, Trace
+from labkit.tracing.spans import Span, Trace
 from labkit.units import format_bytes, format_count
 
 # Python needs ten times as much memory as the file has bytes.

@@ -2,7 +2,7 @@
 
 On a GPU an operation is only queued, and the host does not see when it begins. Each rank records a
 CUDA event on its stream before the operation and one after it, on clocks that agree to some 10 us
-(``labkit.trace.CudaTimer``). The operation begins on both sides when the stream of the later rank
+(``tracing.CudaTimer``). The operation begins on both sides when the stream of the later rank
 has reached it: what the earlier rank's operation lasted before that is ``wait``, the rest is the
 transfer.
 
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from labkit.trace import Meeting, Span
+from labkit.tracing.spans import Meeting, Span
 
 # {what meets: {rank: when its stream has reached it, in seconds}}
 Arrivals = dict[Meeting, dict[int, float]]

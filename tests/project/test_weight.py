@@ -1,0 +1,81 @@
+"""Weight: lines and code tokens of each room may only fall.
+
+A change that raises a number names in its message what it removes elsewhere, or the issue that
+gives it a budget. ``python tests/project/test_weight.py`` prints the table as it is now.
+"""
+
+import ast
+import io
+import subprocess
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
+
+# Room -> lines and code tokens at most.
+LIMITS = {}
+# A room that has become lighter by more than this has its new weight written down here.
+SLACK = 1.03
+
+
+def tokens(text: str) -> int:
+    """Code tokens: without comments, docstrings and blank lines; only less code is lighter."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+    }
+    return sum(
+        token.type not in LAYOUT
+        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+    )
+
+
+def weigh() -> dict[str, tuple[int, int]]:
+    """Room (``labkit/comm``, ``tools``) -> its lines and code tokens, of the files under git."""
+    command = ["git", "ls-files", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git clone: which files belong to the repository is not known")
+    lines, code = Counter(), Counter()
+    for name in listed.stdout.split():
+        if not (ROOT / name).exists():
+            continue
+        text = (ROOT / name).read_text()
+        parts = name.split("/")
+        room = "/".join(parts[: min(2, len(parts) - 1)])
+        lines[room] += text.count("\n")
+        code[room] += tokens(text)
+    return {room: (lines[room], code[room]) for room in sorted(lines)}
+
+
+def test_every_room_weighs_at_most_what_it_did():
+    weights = weigh()
+    assert weights.keys() == LIMITS.keys(), "a new room, or one that went: LIMITS lists all"
+    heavier = {
+        room: (now, LIMITS[room])
+        for room, now in weights.items()
+        if any(is_now > limit for is_now, limit in zip(now, LIMITS[room]))
+    }
+    assert not heavier, f"(lines, tokens) now and at most: {heavier}"
+
+
+def test_the_table_falls_with_the_rooms():
+    lighter = {
+        room: now
+        for room, now in weigh().items()
+        if any(is_now * SLACK < limit for is_now, limit in zip(now, LIMITS[room]))
+    }
+    assert not lighter, f"lighter than the table says, write it down: {lighter}"
+
+
+if __name__ == "__main__":
+    for room, weight in weigh().items():
+        print(f'    "{room}": {weight},')
