@@ -209,6 +209,7 @@ def _repeat(step: Callable[[], object], steps: int) -> None:
 
 def _state(comm: Comm, strategy: DDP) -> dict[str, Any]:
     """What a run would save: the model, the optimizer's state, random states."""
-    state = strategy.state() if comm.rank == 0 else {}
-    saved = {name: tensor for name, tensor in state.items() if not name.startswith("own/")}
-    return saved | {"random": torch.get_rng_state()}
+    state = strategy.state()
+    if comm.rank:
+        return {"random": torch.get_rng_state()}
+    return {name: tensor for name, tensor in state.items() if not name.startswith("own/")}
