@@ -13,18 +13,12 @@ TECHNIQUES = {
     "single": ("single.Single", "single.Single"),
     "data_parallel": ("data_parallel.DataParallel", "builtin.data_parallel.TorchDataParallel"),
     "ddp": ("ddp.strategy.DDP", "builtin.ddp.TorchDDP"),
-    "parameter_server": (
-        "parameter_server.ParameterServer",
-        "builtin.parameter_server.RpcParameterServer",
-    ),
+    "parameter_server": ("parameter_server.ParameterServer", "builtin.rpc.RpcParameterServer"),
     "async_parameter_server": (
         "async_parameter_server.AsyncParameterServer",
-        "builtin.async_parameter_server.RpcAsyncParameterServer",
+        "builtin.rpc.RpcAsyncParameterServer",
     ),
-    "model_parallel": (
-        "model_parallel.ModelParallel",
-        "builtin.model_parallel.TorchModelParallel",
-    ),
+    "model_parallel": ("model_parallel.ModelParallel", "builtin.pipeline.TorchModelParallel"),
     "pipeline": ("pipeline.Pipeline", "builtin.pipeline.TorchPipeline"),
     "ring_all_reduce": ("ring_all_reduce.RingAllReduce", "builtin.ddp.TorchDDP"),
 }

@@ -17,7 +17,7 @@ Recht et al., "Hogwild!" (2011).
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,9 @@ from labkit.errors import PeerLostError
 from labkit.schedules.staleness import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, EpochEnd, MakeOptimizer, OwnPaceStrategy
 from labkit.strategies.flat_parameters import flat_buffers, lay_end_to_end, load_flat_buffers
-from labkit.strategies.kept import Kept, KeptElements, kept_model
-from labkit.strategies.local_gradients import LocalGradients, check_straggler
-from labkit.strategies.update import Update
+from labkit.strategies.local_gradients import check_straggler
 
 _SERVER = 0
-# What the server tells a worker with the parameters that it pulls.
-_STOP, _GO_ON, _SAVE_AND_GO_ON, _SAVE_AND_STOP = range(4)
 
 
 class AsyncParameterServer(OwnPaceStrategy):
@@ -59,18 +55,7 @@ class AsyncParameterServer(OwnPaceStrategy):
     A worker that dies is left out from then on, and so are its shares; if the last worker dies,
     the run fails. (``torchrun`` ends the run whenever a rank dies.)
 
-    For a checkpoint, the server applies one more push of each worker and answers them together:
-    all shares that were computed are counted, and every worker has the same parameters. So a run
-    goes on from there without a share left out or repeated. With one worker it ends equal to the
-    bit to one that was not interrupted; with several no two runs are equal.
-
-    Args:
-        accumulate, amp, straggler: see ``LocalGradients``.
-        max_staleness: the most updates by other workers that a gradient may miss, W - 1 or more;
-            None for no limit.
-
-    Raises:
-        ValueError: the straggler would be the server; in ``setup``, a bound on several machines.
+    ``max_staleness`` is the most updates by other workers that a gradient may miss, W - 1 or more.
     """
 
     optimizes = "elements"
@@ -84,7 +69,7 @@ class AsyncParameterServer(OwnPaceStrategy):
         max_staleness: int | None = None,
     ):
         check_straggler(straggler)
-        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
+        super().__init__(accumulate, amp, straggler)
         self.max_staleness = max_staleness
 
     def check_ranks(self, world_size: int) -> None:
@@ -98,40 +83,29 @@ class AsyncParameterServer(OwnPaceStrategy):
                 "max_staleness lets some workers wait while others are served; for that all ranks "
                 "have to be on one Linux machine: leave it out here"
             )
-        self.comm = comm
-        self.model = model.to(comm.device).train()
-        self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
-        self.scaler = self.gradients.scaler
+        self.place(comm, model)
+        self.compute_with(self.model)
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.report = self._with_buffers(0, 0, 0)
-        self.tracker = StalenessTracker(range(1, comm.world_size), self.max_staleness)
+        self.tracker = StalenessTracker(self.workers, self.max_staleness)
         self.updates = self.tracker.updates
-        # By worker, what it adds to a checkpoint.
-        self.told_own: dict[int, Tensor] = {}
         # By worker: the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
         self.lost: dict[int, str] = {}
         # Of this epoch so far: samples, how many of them were predicted right, and their loss.
         self.samples, self.right = 0, self.report.new_zeros((), dtype=torch.double)
         self.loss_sum = torch.zeros_like(self.right)
-        # By rank, the shares that were counted, and the seconds that it took.
-        self.shares, self.passed_s = [0] * comm.world_size, 0.0
         if comm.rank == _SERVER:
             # SGD works element by element, so one flat parameter gives the same updates.
             flat = nn.Parameter(self.parameters)
             flat.grad = self.gradient
             self.optimizer = make_optimizer([flat])
-            self.apply = Update(
-                self.optimizer,
-                [flat],
-                clip_norm=self.clip_norm and self.clip_norm / len(self.workers),
-                scaler=self.scaler,
-                sizes=[p.numel() for p in self.model.parameters() if p.requires_grad],
-            )
+            clip_norm = self.clip_norm and self.clip_norm / len(self.workers)
+            self.apply = self.update_of([flat], clip_norm=clip_norm)
 
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         if self.comm.rank == _SERVER:
-            for passed_s, loss in self.serve(steps * (self.comm.world_size - 1), epochs):
+            for passed_s, loss in self.serve(steps * len(self.workers), epochs):
                 # Shares differ in size, and any workers' shares fill an epoch: count the samples.
                 self.accuracy = self.right / self.samples
                 yield passed_s, loss / self.samples
@@ -141,15 +115,15 @@ class AsyncParameterServer(OwnPaceStrategy):
 
     def work(self, batches: Iterator[Batch]) -> None:
         """On a worker: compute a gradient, push it, pull, until the server says to stop."""
-        go_on, done = True, 0
-        while go_on:
+        goes_on, done = True, 0
+        while goes_on:
             inputs, targets, batch_size = next(batches)
+            samples = len(targets)
             self.gradient.zero_()
             loss = self.gradients.add(inputs, targets, divisor=batch_size)
             with self.comm.span("push"):
-                samples = len(targets)
-                told = loss, self.right_of(samples), samples
-                self.comm.send(self._with_buffers(*told), _SERVER)
+                report = self._with_buffers(loss, self.right_of(samples), samples)
+                self.comm.send(report, _SERVER)
                 self.comm.send(self.gradient, _SERVER)
             with self.comm.span("pull"):
                 self.comm.recv(self.parameters, _SERVER)
@@ -158,12 +132,8 @@ class AsyncParameterServer(OwnPaceStrategy):
             load_flat_buffers(self.model, answer[1 + scaled :])
             if scaled:
                 self.scaler.set_scale(answer[1].item())
-            word, done = int(answer[0]), done + 1
-            go_on = word in (_GO_ON, _SAVE_AND_GO_ON)
-            if word in (_SAVE_AND_GO_ON, _SAVE_AND_STOP):
-                self._tell_own()
-            loss = loss / max(1, len(targets))
-            self.comm.progress(done, samples=len(targets), loss=loss)
+            goes_on, done = bool(answer[0]), done + 1
+            self.comm.progress(done, samples=samples, loss=loss / max(1, samples))
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
         """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all.
@@ -171,14 +141,8 @@ class AsyncParameterServer(OwnPaceStrategy):
         Yields:
             After each epoch, the seconds since the start and the sum of the epoch's losses.
         """
-        start_s, done = self.now_s() - self.passed_s, sum(self.shares)
-        before, is_due, answered_later = done, False, set[int]()
+        start_s, done = self.now_s(), 0
         while done < shares * epochs:
-            answered_later &= self.tracker.pulled.keys()
-            if answered_later and answered_later == self.tracker.pulled.keys():
-                self.passed_s = self.now_s() - start_s
-                self._save(done, answered_later)
-                start_s, is_due, answered_later = self.now_s() - self.passed_s, False, set()
             if (worker := self.tracker.next()) is None:
                 self.hear()
                 continue
@@ -186,21 +150,13 @@ class AsyncParameterServer(OwnPaceStrategy):
                 with self.comm.span("push"):
                     self.comm.recv(self.gradient, worker)
                 self.loss_sum += self.update(worker)
-                self.shares[worker] += 1
                 done += 1
                 if done % shares == 0:
-                    self.passed_s = self.now_s() - start_s
-                    yield self.passed_s, self.loss_sum.clone()
+                    yield self.now_s() - start_s, self.loss_sum.clone()
                     self.loss_sum.zero_()
-                is_due = is_due or (self.saves is not None and self.saves.are_due(done))
-                if is_due and done < shares * epochs:
-                    self.tracker.pull(worker)
-                    answered_later.add(worker)
-                else:
-                    self.answer(worker, _GO_ON if done < shares * epochs else self._last_word)
+                self.answer(worker, goes_on=done < shares * epochs)
             self.comm.progress(done, shares * epochs, "shares of all workers")
-        self.passed_s = self.now_s() - start_s
-        self.dismiss(answered_later, done if done > before else None)
+        self.dismiss()
 
     def now_s(self) -> float:
         """The host's clock, when all that was queued on this rank's device has ended."""
@@ -236,26 +192,15 @@ class AsyncParameterServer(OwnPaceStrategy):
                 self.tracker.apply(worker)
         return loss
 
-    def answer(self, worker: int, word: float) -> None:
+    def answer(self, worker: int, goes_on: bool) -> None:
         """Send ``worker`` the parameters that it pulls, and whether to go on."""
         with self.comm.span("pull"):
             self.comm.send(self.parameters, worker)
-            self.comm.send(self._with_buffers(word), worker)
-        if word in (_SAVE_AND_GO_ON, _SAVE_AND_STOP):
-            self.told_own[worker] = self._hear_own(worker)
-        goes_on = word in (_GO_ON, _SAVE_AND_GO_ON)
+            self.comm.send(self._with_buffers(goes_on), worker)
         self.tracker.pull(worker) if goes_on else self.tracker.drop(worker)
 
-    def dismiss(self, waiting: set[int], done: int | None) -> None:
-        """After the last update: receive all late pushes, answer with the final parameters.
-
-        Args:
-            waiting: workers that have not been answered yet.
-            done: the shares after which a checkpoint is saved; None for none.
-        """
-        for worker in sorted(waiting & self.tracker.pulled.keys()):
-            with self._may_be_lost():
-                self.answer(worker, self._last_word)
+    def dismiss(self) -> None:
+        """After the last update: receive all late pushes, answer with the final parameters."""
         while self.tracker.pulled:
             if not self.tracker.held:
                 self.hear()
@@ -263,59 +208,7 @@ class AsyncParameterServer(OwnPaceStrategy):
             with self._may_be_lost():
                 worker = self.tracker.held[0]
                 self.comm.recv(self.gradient, worker)
-                self.answer(worker, self._last_word)
-        if self.saves is not None and done is not None:
-            self.saves.save(done, self.told_own)
-
-    @property
-    def _last_word(self) -> float:
-        return _STOP if self.saves is None else _SAVE_AND_STOP
-
-    def _save(self, done: int, waiting: set[int]) -> None:
-        """Answer the workers, all of which wait, and save a checkpoint."""
-        assert self.saves is not None
-        self.told_own = {}
-        for worker in sorted(waiting):
-            with self._may_be_lost():
-                self.answer(worker, _SAVE_AND_GO_ON)
-        self.saves.save(done, self.told_own)
-
-    def _tell_own(self) -> None:
-        """On a worker: send what it adds to a checkpoint."""
-        assert self.saves is not None
-        with self.saves.of_worker() as own:
-            mine = own.to(self.comm.device)
-            self.comm.send(torch.tensor([len(mine)], device=self.comm.device), _SERVER)
-            self.comm.send(mine, _SERVER)
-
-    def _hear_own(self, worker: int) -> Tensor:
-        """On the server: what a worker adds to a checkpoint."""
-        length = torch.zeros(1, dtype=torch.int64, device=self.comm.device)
-        own = torch.empty(int(self.comm.recv(length, worker)), dtype=torch.uint8)
-        return self.comm.recv(own.to(self.comm.device), worker).cpu()
-
-    def kept(self) -> Kept:
-        serves = self.comm.rank == _SERVER
-        kept = kept_model(self.model, self.optimizer, is_current=serves)
-        whole = KeptElements(kept, self.comm, [(0, self.parameters.numel())])
-        sums = [self.samples, float(self.right), float(self.loss_sum), self.passed_s]
-        whole.own = {
-            "shares": torch.tensor(self.shares),
-            "sums": torch.tensor(sums, dtype=torch.float64),
-            "updates": torch.tensor(self.updates, dtype=torch.int64).reshape(-1, 2),
-        }
-        return whole
-
-    def continued(self, own: Mapping[str, Tensor]) -> None:
-        """Every rank gets the server's own."""
-        self.shares = own["shares"].tolist()
-        self.samples, right, loss_sum, self.passed_s = own["sums"].tolist()
-        self.right.fill_(right)
-        self.loss_sum.fill_(loss_sum)
-        self.tracker.go_on_from(own["updates"].tolist())
-
-    def first_share(self) -> int:
-        return self.shares[self.comm.rank]
+                self.answer(worker, goes_on=False)
 
     @contextlib.contextmanager
     def _may_be_lost(self) -> Iterator[None]:
@@ -326,7 +219,6 @@ class AsyncParameterServer(OwnPaceStrategy):
             if error.rank not in self.tracker.pulled:
                 raise
             self.tracker.drop(error.rank)
-            self.told_own.pop(error.rank, None)
             self.lost[error.rank] = str(error)
             print(
                 f"rank {error.rank} is lost after {self.tracker.version} updates, going on with "

@@ -1,21 +1,33 @@
-"""What every technique has in common: the hooks that the training loop calls, with defaults.
+"""What every technique has in common: the calls of the training loop, with defaults.
 
-A technique defines ``setup`` and ``step``, and overrides other hooks only where it differs from
+A technique defines ``setup`` and ``step``, and overrides other calls only where it differs from
 the defaults. There is one object per rank.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.strategies.kept import Kept, kept_model
+from labkit.strategies.local_gradients import LocalGradients
 from labkit.strategies.mixed_precision import LossScaler
-from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms
+from labkit.strategies.state import (
+    Held,
+    State,
+    copy_into,
+    held_by,
+    load_rates,
+    load_state_of_parameter,
+    named,
+    of_kind,
+    rates,
+    state_of_parameter,
+)
+from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
+from labkit.strategies.update import Update
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.sampling import share
 
@@ -32,42 +44,35 @@ class Strategy:
     It is made before the ranks start, and each rank gets a copy. So its constructor only refuses
     options that do not go together, and ``setup`` does everything else.
 
-    Where ranks divide the samples of a batch, frozen parameters are not communicated, and a
-    missing gradient counts as zero. Such a run equals that of one device if no layer combines
-    samples and none draws random numbers: with dropout each rank draws its own, and BatchNorm
-    normalises each share by itself, unless ``sync_batch_norm`` gives it the global batch's
-    statistics.
+    Where ranks divide a batch, frozen parameters are not communicated, and a missing gradient
+    counts as zero. Such a run equals that of one device if no layer combines samples and none
+    draws random numbers: with dropout each rank draws its own, and BatchNorm normalises each share
+    by itself, unless ``sync_batch_norm`` gives it the global batch's statistics.
 
     Attributes:
         in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
-        devices: of a technique in one process, one per replica or stage.
         survives_lost_workers: whether the run continues when a rank other than 0 dies.
-        can_be_kept: whether a checkpoint can hold its state.
         through_comm: whether all traffic passes through ``comm``, which counts it.
         optimizes: what an optimizer on one rank gets: all parameters of the ``model``, those of
             some of its ``layers``, or ``elements``: a flat tensor of a part of all parameters.
-        sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
-        synchronised_by: whose layers do that, ``labkit`` or ``torch``.
-        global_batch: what the ranks tell each other about a batch then; set by ``setup``; None if
-            they need not.
-        loss: (outputs, targets) -> the sum of the losses of the samples; the loop sets it. Called
-            once for each sample that is trained on.
-        clip_norm: the largest norm of all gradients together; None for any; the loop sets it.
-        optimizer: of this rank, set by ``setup``; None on a rank that makes no updates.
+        synchronised_by: whose layers share batch statistics, ``labkit``'s or ``torch``'s.
+        replaces_buffers: whether rank 0's replace those of all other ranks before they are used.
+        global_batch: what the ranks tell each other about a batch; None if they need not.
+        loss: (outputs, targets) -> the sum over the samples; called once for each sample that is
+            trained on. The loop sets it, and ``clip_norm``.
         instead: by option that makes no sense here, why, and what to use instead.
-        scaler: of the loss, on every rank; enabled with amp ``fp16``; set by ``setup``.
-        comm, model: set by ``setup``; ``model`` is this rank's whole model, on its device or on
-            ``devices[0]``. A technique that does not hold the whole model there overrides
-            ``predict`` and ``full_state``.
+        optimizer: of this rank; None on a rank that makes no updates.
+        model: this rank's whole model, on its device or on ``devices[0]``. A technique that does
+            not hold it there overrides ``predict``, ``full_state`` and ``held``.
     """
 
     in_one_process = False
     survives_lost_workers = False
-    can_be_kept = True
     through_comm = True
     optimizes = "model"
     sync_batch_norm = False
     synchronised_by = "labkit"
+    replaces_buffers = False
     global_batch: GlobalBatch | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
     clip_norm: float | None = None
@@ -87,18 +92,25 @@ class Strategy:
         """Raise ValueError unless this technique can run with ``world_size``."""
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        """Place or replicate the model, and make optimizers.
+        """Place or replicate the model, the same on all ranks, and make optimizers."""
+        raise NotImplementedError
 
-        Args:
-            comm: this rank's Comm.
-            model: on every rank the same, from the same seed.
-            make_optimizer: makes an optimizer of the parameters that it is given.
+    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
+        """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
+
+        ``inputs`` [n, ...] and ``targets`` [n] are this rank's part (n may be 0) of a global batch
+        of ``batch_size`` samples, of whose mean loss the update uses the gradient.
         """
         raise NotImplementedError
 
+    def update_of(self, parameters: Iterable[nn.Parameter], **options: Any) -> Update:
+        """What ends a step, with the settings of the run; see ``Update``."""
+        settings: dict[str, Any] = {"clip_norm": self.clip_norm, "scaler": self.scaler}
+        return Update(self.optimizer, parameters, **(settings | options))
+
     @property
     def uses_gpu(self) -> bool:
-        """Whether a batch that this rank reads goes to a GPU, at once or in a step."""
+        """Whether a batch that this rank reads goes to a GPU."""
         return any(device.type == "cuda" for device in (self.comm.device, *self.devices))
 
     @property
@@ -107,10 +119,7 @@ class Strategy:
         return range(self.comm.world_size)
 
     def share(self) -> tuple[int, int]:
-        """(index, count): this rank works on part ``index`` of ``count`` of every batch.
-
-        (0, 0) for a rank that works on no samples and serves the others.
-        """
+        """(index, count) of this rank's part of every batch; (0, 0) for one that only serves."""
         if self.comm.rank not in self.workers:
             return 0, 0
         return self.workers.index(self.comm.rank), len(self.workers)
@@ -121,30 +130,12 @@ class Strategy:
             return share(batch, *self.share())
         return torch.cat(self.global_batch.parts(batch))
 
-    def common_sizes(self, batch_size: int) -> list[int] | None:
-        """The sizes of this rank's micro-batches, as many as all ranks have; None for any."""
-        if self.global_batch is None:
-            return None
-        return [len(part) for part in self.global_batch.parts(torch.arange(batch_size))]
-
     def updates_of(self, samples: int, world_size: int) -> int:
         """How many updates the technique makes of a global batch of ``samples``."""
         return 1
 
-    def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
-
-        ``inputs`` [n, C, H, W] and ``targets`` [n] are this rank's part (n may be 0) of a global
-        batch of ``batch_size`` samples. The update uses the gradient of the mean loss of the
-        global batch.
-        """
-        raise NotImplementedError
-
     def counted(self) -> Tensor:
-        """Right predictions of this rank since the last call and of how many, float64 [2].
-
-        Zeros if the loss does not count them, or the predictions are not of classes.
-        """
+        """Right predictions of this rank since the last call and of how many, float64 [2]."""
         counts = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
         if isinstance(self.loss, CountedLoss):
             right, counts[1] = self.loss.take()
@@ -156,33 +147,59 @@ class Strategy:
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
-        """Logits [n, classes] in evaluation mode; the model is left in training mode.
-
-        None on a rank that does not get the logits, because it holds only a part of the model.
-        """
+        """Logits [n, classes] in evaluation mode; None on a rank that does not get them."""
         self.model.eval()
         logits = self.model(inputs.to(self.devices[0] if self.devices else self.comm.device))
         self.model.train()
         return logits.to(self.comm.device)
 
-    def full_state(self) -> dict[str, Tensor]:
+    def full_state(self) -> State:
         """Parameters and buffers of the whole model, put together again, on the CPU."""
         state = self.model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
-    def kept(self) -> Kept:
-        """What this rank gives to a checkpoint, and takes from one."""
-        is_current, is_first = self.comm.rank in self.workers, self.comm.rank == self.workers[0]
-        return kept_model(self.model, self.optimizer, is_current=is_current, is_first=is_first)
+    def held(self) -> Held:
+        """What this rank has of the model."""
+        return held_by(self.model)
+
+    def state(self) -> State:
+        """What this rank gives to a checkpoint, see ``strategies.state``; a collective call."""
+        held, rank, state = self.held(), self.comm.rank, State()
+        has_layers = self.optimizes == "layers"
+        if has_layers or rank == self.workers[0]:
+            state |= named("model", held.tensors)
+        if has_layers or (rank == 0 if self.replaces_buffers else rank in self.workers):
+            state |= named("buffers", held.buffers)
+        of_optimizer = self.optimizer_state(held.parameters)
+        if has_layers or rank == 0:
+            state |= named("optimizer", of_optimizer)
+        if self.optimizer is not None:
+            state |= named("own", rates(self.optimizer))
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what all ranks gave; without anything "own" if these were other ranks."""
+        held = self.held()
+        copy_into(held.tensors, of_kind("model", state))
+        copy_into(held.buffers, of_kind("buffers", state))
+        if self.optimizer is not None:
+            self.load_optimizer_state(held.parameters, of_kind("optimizer", state))
+            load_rates(self.optimizer, of_kind("own", state))
+
+    def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
+        """What the optimizer has of the parameters, as NAME/KEY; all ranks call it."""
+        found = State()
+        for name, parameter in parameters.items() if self.optimizer else ():
+            one = state_of_parameter(self.optimizer, name, parameter)
+            found |= named(name, one)
+        return found
+
+    def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
+        for name, parameter in parameters.items():
+            load_state_of_parameter(self.optimizer, parameter, of_kind(name, state))
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
-        """Before a run is continued: do what a first step leaves behind, beside its update.
-
-        What the rehearsal changes in ``kept`` is replaced afterwards.
-        """
-
-    def continued(self, own: Mapping[str, Tensor]) -> None:
-        """Continue from what ``kept`` has got back; ``own`` is this rank's, see ``Kept``."""
+        """Before ``load_state``: do what a first step leaves behind, beside its update."""
 
     def notes(self) -> dict[str, Any]:
         """Facts about the run that are special to the technique; the same keys on every rank."""
@@ -199,30 +216,55 @@ class Strategy:
         """Close what ``setup`` has opened; called last, on all ranks, unless a rank has failed."""
 
 
-class Saves(Protocol):
-    """How a technique whose workers do not wait for each other saves checkpoints.
+class OnShares(Strategy):
+    """A technique whose workers hold the whole model, and each compute the gradients of a share.
 
-    Only the server writes, with what each worker has told it, as bytes.
+    Args:
+        accumulate, amp, straggler: see ``LocalGradients``.
+        sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
     """
 
-    def are_due(self, shares: int) -> bool:
-        """On the server: whether a checkpoint is due after these shares of all workers."""
+    gradients: LocalGradients
 
-    def of_worker(self) -> AbstractContextManager[Tensor]:
-        """On a worker: what it adds to a checkpoint, uint8 [n], to be sent in the context."""
+    def __init__(
+        self,
+        accumulate: int = 1,
+        amp: str | None = None,
+        straggler: tuple[int, float] | None = None,
+        sync_batch_norm: bool = False,
+    ):
+        self.sync_batch_norm = sync_batch_norm
+        self.settings: dict[str, Any] = {"accumulate": accumulate, "amp": amp}
+        self.settings["straggler"] = straggler
 
-    def save(self, shares: int, of_workers: Mapping[int, Tensor]) -> None:
-        """On the server: save a checkpoint after these shares."""
+    def place(self, comm: Comm, model: nn.Module) -> None:
+        """Take the model, whose BatchNorm layers share their statistics if that is asked for."""
+        self.comm, self.model = comm, model.to(comm.device).train()
+        if self.sync_batch_norm and comm.rank in self.workers:
+            accumulate = self.settings["accumulate"]
+            self.global_batch = convert(self.model, comm, self.workers, accumulate)
+
+    def compute_with(self, module: nn.Module) -> None:
+        """Compute gradients with ``module``: the model, or what wraps it."""
+        self.gradients = LocalGradients(
+            self.comm, module, loss=self.loss, global_batch=self.global_batch, **self.settings
+        )
+        self.scaler = self.gradients.scaler
+
+    def common_sizes(self, batch_size: int) -> list[int] | None:
+        """The sizes of this rank's micro-batches, as many as all ranks have; None for any."""
+        if self.global_batch is None:
+            return None
+        return [len(part) for part in self.global_batch.parts(torch.arange(batch_size))]
 
 
-class OwnPaceStrategy(Strategy):
+class OwnPaceStrategy(OnShares):
     """A technique whose workers do not wait for each other: ``train`` replaces ``step``.
 
-    Rank 0 is the server, all other ranks are workers.
+    Rank 0 is the server, all other ranks are workers. They never stop together, so there are no
+    checkpoints.
 
     Attributes:
-        saves: of checkpoints; None for none; the loop sets it.
-        passed_s: seconds of training so far, those before an interruption included.
         updates: on the server, (worker, staleness) of every update; set by ``setup``.
         accuracy: on the server, the part of the latest epoch's samples that was predicted right
             when their gradients were computed; NaN if that is not counted.
@@ -233,8 +275,6 @@ class OwnPaceStrategy(Strategy):
         "sync_batch_norm": "its workers wait for nobody, so there is no common batch whose "
         "statistics they could share; use parameter_server, ddp or ring_all_reduce"
     }
-    saves: Saves | None = None
-    passed_s = 0.0
     updates: Sequence[Sequence[int]]
     accuracy: Tensor | float = float("nan")
     lost: dict[int, str]
@@ -257,15 +297,9 @@ class OwnPaceStrategy(Strategy):
     def train(self, batches: Iterator[Batch], steps: int, epochs: int) -> Iterator[EpochEnd]:
         """Train until the workers together have processed as many shares as all epochs have.
 
-        Args:
-            batches: this rank's share of one batch after another, without end: a rank that is
-                ahead continues with its share of the next epoch. n may be 0.
-            steps: global batches per epoch.
-            epochs: the number of epochs.
-
-        Yields:
-            On the server, an ``EpochEnd`` whenever an epoch is complete; the caller reads
-            ``full_state`` before it continues. On the workers, nothing.
+        ``batches`` are this rank's shares without end, ``steps`` of them an epoch: a rank that is
+        ahead continues with the next epoch. Yields on the server alone, when an epoch is complete;
+        the caller reads ``full_state`` before it continues.
         """
         raise NotImplementedError
 
@@ -274,20 +308,12 @@ class OwnPaceStrategy(Strategy):
         right, judged = self.loss.take() if isinstance(self.loss, CountedLoss) else (0, 0)
         return right if judged == samples else float("nan")
 
-    def first_share(self) -> int:
-        """The number of this worker's share that is computed first, if the run is continued."""
-        return 0
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_full_state(self, state: State) -> None:
         """Let ``predict`` use these parameters and buffers from now on."""
         self.model.load_state_dict(state)
 
     def notes(self) -> dict[str, Any]:
-        """``staleness`` and ``updates_by_rank`` of the updates, and ``lost_ranks``; from rank 0.
-
-        ``staleness`` is a list of [worker, staleness], one per update; ``lost_ranks`` is
-        {rank: why}.
-        """
+        """``staleness`` is [worker, staleness] of each update; ``lost_ranks`` is {rank: why}."""
         updates = [list(update) for update in self.updates]
         counts = [sum(u[0] == rank for u in updates) for rank in range(self.comm.world_size)]
         return {"staleness": updates, "updates_by_rank": counts, "lost_ranks": dict(self.lost)}

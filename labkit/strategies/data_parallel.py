@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from labkit.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.mixed_precision import MixedPrecision
-from labkit.strategies.update import Update
 from labkit.units import check_integer
 
 
@@ -48,9 +47,6 @@ class DataParallel(Strategy):
         accumulate: micro-batches that the batch is cut into, each of which is scattered; the
             gradients are reduced once, after the last one.
         amp: see ``LocalGradients``; outputs and their gradients move in the half dtype.
-
-    Raises:
-        ValueError: ``accumulate`` below 1.
     """
 
     in_one_process = True
@@ -71,11 +67,8 @@ class DataParallel(Strategy):
         others = [copy.deepcopy(self.model).to(device) for device in self.devices[1:]]
         self.replicas = [self.model, *others]
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self.trained)
-        self.scaler = self.precision.scaler
-        self.update = Update(
-            self.optimizer, self.trained, clip_norm=self.clip_norm, scaler=self.scaler
-        )
+        self.optimizer, self.scaler = make_optimizer(self.trained), self.precision.scaler
+        self.update = self.update_of(self.trained)
         self.bytes_moved: Counter[str] = Counter(scatter=0, replicate=0, gather=0, reduce=0)
         # The threads compute at the same time, and each would otherwise use all cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // len(self.devices)))
@@ -106,7 +99,7 @@ class DataParallel(Strategy):
             parts = self.scatter(batch)
             # The first micro-batch is the largest, and no parameter changes before the update.
             replicas = replicas or self.replicate(len(parts))
-            outputs = self.parallel(self.forward, replicas[: len(parts)], parts)
+            outputs = self.parallel(self.outputs_of, replicas[: len(parts)], parts)
             loss, gradients = self.loss_on_device_0(outputs, expected, batch_size)
             self.parallel(torch.autograd.backward, outputs, gradients)
             total += loss
@@ -137,8 +130,7 @@ class DataParallel(Strategy):
                 replica.zero_grad()
         return self.replicas[:count]
 
-    def forward(self, replica: nn.Module, part: Tensor) -> Tensor:
-        """The outputs of one replica, in its thread."""
+    def outputs_of(self, replica: nn.Module, part: Tensor) -> Tensor:
         with self.precision.autocast(part.device):
             return replica(part)
 
@@ -158,8 +150,14 @@ class DataParallel(Strategy):
         finally:
             with self.comm.span("wait"):
                 errors = [future.exception() for future in futures]
-                if not any(errors):
-                    self._wait_for(self.devices[1 : len(futures) + 1])
+                # What device 0 does next needs their results; the host need not wait for a GPU's.
+                first_device, *others = self.devices[: len(futures) + 1]
+                for device in others:
+                    if device.type == first_device.type == "cuda":
+                        waiting = torch.cuda.current_stream(first_device)
+                        waiting.wait_stream(torch.cuda.current_stream(device))
+                    elif device.type == "cuda":
+                        torch.cuda.current_stream(device).synchronize()
         for error in filter(None, errors):
             raise error
         return [result, *(future.result() for future in futures)]
@@ -169,8 +167,7 @@ class DataParallel(Strategy):
     ) -> tuple[Tensor, list[Tensor]]:
         """Gather the outputs on device 0, compute the loss there, and send its gradient back.
 
-        Returns:
-            The sum of the losses, a scalar, and d(mean loss)/d(output) by device, [n_i, classes].
+        Returns the sum of the losses, and d(mean loss)/d(output) by device, [n_i, classes].
         """
         with self.comm.span("gather"):
             gathered = torch.cat(
@@ -204,21 +201,6 @@ class DataParallel(Strategy):
             self.comm.span("compute", device if index else None),
         ):
             return fn(*args)
-
-    def _wait_for(self, others: Sequence[torch.device]) -> None:
-        """Let device 0 wait for the other devices: what it does next needs their results.
-
-        Two GPUs wait for each other's streams, and the host waits for neither.
-        """
-        first = self.devices[0]
-        for device in others:
-            if device.type != "cuda":
-                continue
-            if first.type == "cuda":
-                stream = torch.cuda.current_stream(first)
-                stream.wait_stream(torch.cuda.current_stream(device))
-            else:
-                torch.cuda.current_stream(device).synchronize()
 
     def _send(self, phase: str, tensor: Tensor, index: int) -> Tensor:
         """Copy ``tensor`` from device 0 to device ``index``, also if both are the CPU."""

@@ -4,9 +4,6 @@ A flat tensor [N] can be cut anywhere, into chunks of equal size, and one messag
 it. A list of tensors cannot be cut evenly, and each of many small messages has a latency.
 """
 
-import itertools
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -15,10 +12,22 @@ from labkit.comm.comm import Comm
 from labkit.strategies.sync_batch_norm import batch_norms
 
 
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that require a gradient; a tied one comes once.
+
+    Raises:
+        ValueError: there are none.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            "no parameter of this model requires a gradient: there is nothing to train"
+        )
+    return trained
+
+
 def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
     """Move a model's trained parameters into one flat tensor, and make them views of it.
-
-    Frozen parameters are left out; a tied parameter is included once.
 
     Returns:
         (values [N], gradients [N]); the gradients are zeros. The parameters' ``grad`` are views of
@@ -28,11 +37,7 @@ def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: nothing in the model requires a gradient.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(
-            "no parameter of this model requires a gradient: there is nothing to train"
-        )
+    trained = trained_parameters(model)
     values = torch.cat([p.detach().flatten() for p in trained])
     gradients = torch.zeros_like(values)
     sizes = [p.numel() for p in trained]
@@ -40,21 +45,6 @@ def lay_end_to_end(model: nn.Module) -> tuple[Tensor, Tensor]:
         parameter.data = value.view_as(parameter)
         parameter.grad = gradient.view_as(parameter)
     return values, gradients
-
-
-def pieces_by_slice(sizes: Sequence[int], slices: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """How many elements of each parameter are in each slice, without those that have none there.
-
-    Args:
-        sizes: of the parameters, which are laid end to end.
-        slices: (start, end) of each, which cover them all.
-    """
-    ends = list(itertools.accumulate(sizes))
-    found = []
-    for start, end in slices:
-        cuts = [start, *(cut for cut in ends if start < cut < end), end]
-        found.append([b - a for a, b in itertools.pairwise(cuts) if b > a])
-    return found
 
 
 @torch.no_grad()

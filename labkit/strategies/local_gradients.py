@@ -37,22 +37,16 @@ class LocalGradients:
     """Forward and backward of one rank's share of a batch.
 
     Args:
-        comm: this rank's Comm.
         model: on ``comm.device``, in training mode; parameters keep their dtype.
         loss: (outputs, targets) -> the sum over the samples.
         accumulate: micro-batches that a share is cut into, as evenly as possible. The gradient is
-            that of the whole share, unless layers combine samples: BatchNorm normalises each
-            micro-batch separately.
+            that of the whole share, unless layers combine samples, as BatchNorm does.
         amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype. With fp16 the
-            loss is scaled up so that small gradients do not vanish, and an update whose gradients
-            overflow is skipped: see ``Update``.
-        global_batch: that the model's BatchNorm layers share; a rank without samples runs them,
-            too, since the others wait for its statistics.
+            loss is scaled up: see ``LossScaler``.
         straggler: (rank, factor): that rank takes ``factor`` times as long to compute, except for
             its first micro-batch. The messages of ``global_batch`` count as computing.
-
-    Attributes:
-        scaler: of the loss; ``Update`` divides the gradients by its scale.
+        global_batch: that the model's BatchNorm layers share; a rank without samples runs them,
+            too, since the others wait for its statistics.
     """
 
     def __init__(
@@ -66,11 +60,8 @@ class LocalGradients:
         straggler: tuple[int, float] | None = None,
         global_batch: GlobalBatch | None = None,
     ):
-        self.comm = comm
-        self.global_batch = global_batch
-        self.model = model
-        self.loss = loss
-        self.accumulate = accumulate
+        self.comm, self.model, self.loss = comm, model, loss
+        self.global_batch, self.accumulate = global_batch, accumulate
         self.precision = MixedPrecision(amp)
         self.scaler = self.precision.scaler
         slow, factor = straggler or (None, 1.0)
@@ -141,11 +132,9 @@ class LocalGradients:
         return loss.detach()
 
     def _sit_out(self, inputs: Tensor, global_batch: GlobalBatch) -> None:
-        """Forward and backward for the messages in them, on a rank without samples, [0, ...].
-
-        On a sample that does not count: many a model does not take an empty batch, as in
-        ``x.view(len(x), -1)``. It is no constant, which some layers would divide by zero.
-        """
+        """Forward and backward for the messages in them, on a rank without samples, [0, ...]."""
+        # On a sample that does not count: many a model does not take an empty batch, as in
+        # x.view(len(x), -1). It is no constant, which some layers would divide by zero.
         shape = inputs.shape[1:]
         ramp = torch.linspace(0, 1, math.prod(shape), device=inputs.device)
         with global_batch.sitting_out():

@@ -19,18 +19,14 @@ _MOST = torch.finfo(torch.float32).max
 
 
 class LossScaler:
-    """The scale of the loss for fp16, by the rule and with the state of ``torch.amp.GradScaler``.
+    """The scale of the loss for fp16, by the rule of ``torch.amp.GradScaler``.
 
     An update whose gradients have overflowed is skipped, and the scale is halved; it is doubled
     after 2000 updates without an overflow. PyTorch's looks at the gradients of one process. This
-    one is told of an overflow anywhere, so that all ranks have the same scale: a stage, a server
-    or a worker has only a part of the gradients, or none.
-
-    Args:
-        enabled: if not, the scale is 1 and never changes.
+    one is told of an overflow anywhere, so that all ranks have the same scale.
     """
 
-    growth_factor, backoff_factor, growth_interval = 2.0, 0.5, 2000
+    growth_interval = 2000
 
     def __init__(self, enabled: bool = True):
         self._enabled, self._scale, self._good = enabled, 2.0**16 if enabled else 1.0, 0
@@ -54,54 +50,30 @@ class LossScaler:
             torch._foreach_mul_(gradients, 1 / (scale or self._scale))
 
     def update(self, overflowed: bool, scale: float | None = None) -> None:
-        """Adapt the scale to an update that was made, or skipped because it ``overflowed``.
-
-        With another ``scale`` than the present one, which an asynchronous worker may have used,
-        the update says nothing about the present one.
-        """
+        """Adapt the scale to an update that was made, or skipped because it ``overflowed``."""
+        # With another scale, of an asynchronous worker, it says nothing about the present one.
         if not self._enabled or scale not in (None, self._scale):
             return
         self._good = 0 if overflowed else self._good + 1
         if overflowed:
-            self._scale *= self.backoff_factor
+            self._scale /= 2
         elif self._good == self.growth_interval:
             self._good = 0
-            if self._scale * self.growth_factor <= _MOST:
-                self._scale *= self.growth_factor
+            self._scale *= 2 if 2 * self._scale <= _MOST else 1
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.amp.GradScaler.state_dict``; empty if it is not enabled."""
-        rule = ("growth_factor", "backoff_factor", "growth_interval")
-        state = {"scale": self._scale, "_growth_tracker": self._good}
-        return state | {name: getattr(self, name) for name in rule} if self._enabled else {}
+        return {"scale": self._scale, "_growth_tracker": self._good} if self._enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``, also from one of ``torch.amp.GradScaler``.
-
-        Raises:
-            ValueError: a state without a scale, of a run that was not in fp16.
-        """
-        if not self._enabled:
-            return
-        if "scale" not in state:
-            raise ValueError(
-                "this state has no scale of the loss, so its run was not in fp16: continue it "
-                "with the amp that it had"
-            )
-        self._scale, self._good = float(state["scale"]), int(state["_growth_tracker"])
-        for name in ("growth_factor", "backoff_factor", "growth_interval"):
-            setattr(self, name, state[name])
+        """Continue from a ``state_dict``, also from one of ``torch.amp.GradScaler``."""
+        if self._enabled:
+            self._scale, self._good = float(state["scale"]), int(state["_growth_tracker"])
 
 
 class MixedPrecision:
-    """What a technique does differently with ``amp``.
+    """What a technique does differently with ``amp``, ``bf16`` or ``fp16``.
 
-    Args:
-        amp: ``bf16`` or ``fp16``; None for no mixed precision.
-
-    Attributes:
-        half: the dtype of products in forward; None without ``amp``.
-        scaler: of the loss, enabled with ``fp16``.
+    ``half`` is the dtype of products in forward, ``scaler`` is of the loss, enabled with fp16.
     """
 
     def __init__(self, amp: str | None = None):
@@ -110,9 +82,7 @@ class MixedPrecision:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The context of a forward on ``device``; each thread needs its own."""
-        if self.half is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, self.half)
+        return torch.autocast(device.type, self.half) if self.half else contextlib.nullcontext()
 
     def wide(self, outputs: Tensor) -> Tensor:
         """Outputs as float32: the sum of many losses needs more than the 8 bits of bf16."""

@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from labkit.schedules.pipeline import Hop, Message
-from labkit.strategies.stage import StagedModel
+from labkit.strategies.stage import ONE_AT_A_TIME, StagedModel
 from labkit.units import check_integer
 
 
@@ -41,10 +41,7 @@ class ModelParallel(StagedModel):
         ValueError: ``accumulate`` below 1.
     """
 
-    instead: ClassVar = StagedModel.instead | {
-        "micro_batches": "one micro-batch passes through the stages at a time, which is "
-        "accumulate; strategy pipeline has several of them under way"
-    }
+    instead: ClassVar = ONE_AT_A_TIME
 
     def __init__(
         self, split_points: Sequence[int] = (), accumulate: int = 1, amp: str | None = None

@@ -1,4 +1,4 @@
-"""Model parallelism in one process: layers on several devices, activations moved by ``.to``.
+"""Model parallelism in one process: layers on several devices, activations copied between them.
 
 This is the simplest way for a script to use several GPUs. With one GPU,
 ``("cuda:0", "cpu")`` cuts the model between GPU and host, and a hop crosses the bus between them.
@@ -10,17 +10,15 @@ a hop are recorded on this stream, forward and backward separately.
 
 What else the call does is not part of the hop. Between two GPUs, the copy first waits until the
 target's stream is free: this wait is queued before the first event. Between a GPU and the host,
-the bytes pass through pinned (page-locked) memory, which the bus reads and writes directly;
-otherwise the driver would copy them once more on the host, at the speed of its memory.
+the bytes pass through pinned (page-locked) memory, which the bus reads and writes directly.
 
 Source: the manual placement that PyTorch's tutorials call model parallelism.
 """
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +27,12 @@ from labkit.comm.comm import Comm
 from labkit.schedules.split_points import as_split_points, check_devices, stage_bounds
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.mixed_precision import MixedPrecision
-from labkit.strategies.stage import StagedModel, on_several
-from labkit.strategies.update import Update
-from labkit.tracing import Timer
+from labkit.strategies.stage import ONE_AT_A_TIME, on_several
 from labkit.units import check_integer
 from labkit.workload.chain import layers_of
 from labkit.workload.samples import on_device
 
-_KEPT_HOPS = 10_000
+_MOST_HOPS = 10_000
 
 
 class ModelParallelOneProcess(Strategy):
@@ -49,18 +45,11 @@ class ModelParallelOneProcess(Strategy):
         split_points: layers that begin a stage, one fewer than there are devices.
         devices: one name per stage; each device once.
         accumulate, amp: see ``LocalGradients``.
-
-    Raises:
-        ValueError: a device is named twice, or there is not one per stage; in ``setup``, a tied
-            parameter belongs to layers on two devices.
     """
 
     in_one_process = True
     through_comm = False
-    instead: ClassVar = StagedModel.instead | {
-        "micro_batches": "one micro-batch passes through the stages at a time, which is "
-        "accumulate; strategy pipeline has several of them under way"
-    }
+    instead: ClassVar = ONE_AT_A_TIME
 
     def __init__(
         self,
@@ -69,8 +58,7 @@ class ModelParallelOneProcess(Strategy):
         accumulate: int = 1,
         amp: str | None = None,
     ):
-        twice = [name for name, count in Counter(devices).items() if count > 1]
-        if twice:
+        if twice := [name for name, count in Counter(devices).items() if count > 1]:
             raise ValueError(
                 f"devices {', '.join(devices)}: {twice[0]} comes twice, and two stages on one "
                 "device share its memory and its time: name each once, or leave devices out and "
@@ -98,12 +86,11 @@ class ModelParallelOneProcess(Strategy):
             nn.Sequential(*part).to(device).train() for part, device in zip(parts, self.devices)
         ]
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(trained)
-        self.scaler = self.precision.scaler
-        self.update = Update(self.optimizer, trained, clip_norm=self.clip_norm, scaler=self.scaler)
-        self.hops: deque[_Hop] = deque(maxlen=_KEPT_HOPS)
-        self.steps = 0
-        self.host_memory = ""
+        self.optimizer, self.scaler = make_optimizer(trained), self.precision.scaler
+        self.update = self.update_of(trained)
+        # (cut, direction), bytes, and the events between which they moved, with their timer.
+        self.hops: deque[tuple[Any, ...]] = deque(maxlen=_MOST_HOPS)
+        self.is_warm = False
         comm.session.time_on(self.devices)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
@@ -118,7 +105,7 @@ class ModelParallelOneProcess(Strategy):
             loss_sum += loss.detach()
         with self.comm.span("update"):
             self.update()
-        self.steps += 1
+        self.is_warm = True
         return loss_sum.to(self.comm.device)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -135,45 +122,24 @@ class ModelParallelOneProcess(Strategy):
         """Move ``tensor`` over a cut, ``forward`` or ``backward``, and time the hop."""
         ends = self.devices[cut : cut + 2]
         source, target = ends if direction == "forward" else reversed(ends)
-        gpu = next((device for device in (source, target) if device.type == "cuda"), None)
-        timer = self.comm.session.timers.of(gpu or source)
-        copied = self._prepared(tensor, source, target)
-        start = timer.mark()
-        moved = copied()
-        end = timer.mark()
-        if gpu and target.type == "cpu":
-            # The host computes with it next.
-            torch.cuda.current_stream(gpu).synchronize()
-        self.hops.append(_Hop(self.steps, cut, direction, tensor.nbytes, timer, start, end))
-        return moved
-
-    def _prepared(
-        self, tensor: Tensor, source: torch.device, target: torch.device
-    ) -> Callable[[], Tensor]:
-        """Do what is no part of the hop; return what is: the copy of ``tensor``."""
-        kinds = source.type, target.type
-        if kinds == ("cuda", "cuda"):
+        on_gpu = [device for device in (source, target) if device.type == "cuda"]
+        crosses_bus = len(on_gpu) == 1
+        landing = torch.empty_like(
+            tensor, device=target, pin_memory=crosses_bus and target.type == "cpu"
+        )
+        leaving = tensor.pin_memory() if crosses_bus and source.type == "cpu" else tensor
+        if len(on_gpu) == 2:
             torch.cuda.current_stream(source).wait_stream(torch.cuda.current_stream(target))
-        elif "cuda" in kinds:
-            try:
-                return self._through_pinned_memory(tensor, source, target)
-            except RuntimeError:
-                # The system lets this process lock no more memory.
-                self.host_memory = "pageable"
-        return partial(tensor.to, target, copy=True)
-
-    def _through_pinned_memory(
-        self, tensor: Tensor, source: torch.device, target: torch.device
-    ) -> Callable[[], Tensor]:
-        # PyTorch keeps freed pinned memory, so only the first steps allocate it.
-        with torch.cuda.device(source if source.type == "cuda" else target):
-            if target.type == "cuda":
-                copied = partial(tensor.pin_memory().to, target, non_blocking=True, copy=True)
-            else:
-                landing = torch.empty_like(tensor, device=target, pin_memory=True)
-                copied = partial(landing.copy_, tensor, non_blocking=True)
-        self.host_memory = self.host_memory or "pinned"
-        return copied
+        timer = self.comm.session.timers.of(on_gpu[0] if on_gpu else source)
+        start = timer.mark()
+        landing.copy_(leaving, non_blocking=True)
+        end = timer.mark()
+        if crosses_bus and target.type == "cpu":
+            # The host computes with it next.
+            torch.cuda.current_stream(source).synchronize()
+        if self.is_warm:
+            self.hops.append(((cut, direction), tensor.nbytes, timer, start, end))
+        return landing
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -185,35 +151,26 @@ class ModelParallelOneProcess(Strategy):
         return value.to(self.comm.device)
 
     def notes(self) -> dict[str, Any]:
-        """The placement, and the hops' bytes and median seconds by cut and direction.
-
-        ``host_memory``, if a hop is between a GPU and the host: ``pinned``, so that the seconds
-        are those of the bus, or ``pageable``, if the system has refused pinned memory.
-        """
-        edges = [(c, d) for c in range(len(self.devices) - 1) for d in ("forward", "backward")]
-        summaries = (self._summary(cut, direction) for cut, direction in edges)
-        notes = {
-            "split_points": list(self.split_points),
-            "devices": [str(device) for device in self.devices],
-            "hops": [summary for summary in summaries if summary],
-        }
-        return notes | ({"host_memory": self.host_memory} if self.host_memory else {})
-
-    def _summary(self, cut: int, direction: str) -> dict[str, Any] | None:
-        """Statistics of the hops with the most frequent number of bytes; None if nothing moved."""
-        hops = [h for h in self.hops if (h.cut, h.direction) == (cut, direction) and h.step > 0]
-        if not hops:
-            return None
-        ((num_bytes, count),) = Counter(hop.num_bytes for hop in hops).most_common(1)
-        seconds = [hop.seconds() for hop in hops if hop.num_bytes == num_bytes]
-        return {
-            "cut": cut,
-            "direction": direction,
-            "num_bytes": num_bytes,
-            "count": count,
-            "median_s": statistics.median(seconds),
-            "quartiles_s": statistics.quantiles(seconds, n=4)[::2] if count > 1 else seconds * 2,
-        }
+        """The placement, and the hops' bytes and median seconds by cut and direction."""
+        found = []
+        for cut in range(len(self.devices) - 1):
+            for direction in ("forward", "backward"):
+                hops = [hop[1:] for hop in self.hops if hop[0] == (cut, direction)]
+                if not hops:
+                    continue
+                # A last batch may be smaller.
+                ((num_bytes, count),) = Counter(size for size, *_ in hops).most_common(1)
+                seconds = [
+                    timer.seconds(end, origin=start)
+                    for size, timer, start, end in hops
+                    if size == num_bytes
+                ]
+                quartiles = statistics.quantiles(seconds, n=4)[::2] if count > 1 else seconds * 2
+                hop = {"cut": cut, "direction": direction, "num_bytes": num_bytes}
+                hop |= {"count": count, "median_s": statistics.median(seconds)}
+                found.append(hop | {"quartiles_s": quartiles})
+        names = [str(device) for device in self.devices]
+        return {"split_points": list(self.split_points), "devices": names, "hops": found}
 
 
 class _Crossing(torch.autograd.Function):
@@ -228,18 +185,3 @@ class _Crossing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         return ctx.strategy.move(gradient, ctx.cut, "backward"), None, None
-
-
-class _Hop(NamedTuple):
-    """One tensor moved over a cut, in one direction."""
-
-    step: int
-    cut: int
-    direction: str
-    num_bytes: int
-    timer: Timer
-    start: Any
-    end: Any
-
-    def seconds(self) -> float:
-        return self.timer.seconds(self.end, origin=self.start)

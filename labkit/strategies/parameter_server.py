@@ -14,6 +14,8 @@ Source: Li et al., "Scaling distributed machine learning with the parameter serv
 is its synchronous case ("sequential consistency", section 3.4).
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -22,12 +24,17 @@ from labkit.comm.comm import Comm
 from labkit.config import check_servers
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end, pieces_by_slice
-from labkit.strategies.kept import KeptElements
-from labkit.strategies.local_gradients import LocalGradients, check_straggler
-from labkit.strategies.sync_batch_norm import convert
-from labkit.strategies.update import Parts, Update
+from labkit.strategies.base import MakeOptimizer, OnShares
+from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
+from labkit.strategies.local_gradients import check_straggler
+from labkit.strategies.state import (
+    State,
+    cut,
+    joined,
+    load_state_of_parameter,
+    only_trained,
+    state_of_parameter,
+)
 
 
 @torch.no_grad()
@@ -44,7 +51,7 @@ def answer_one_by_one(comm: Comm, values: Tensor, lr: float = 0.1) -> None:
         comm.send(values, worker)
 
 
-class ParameterServer(Strategy):
+class ParameterServer(OnShares):
     """Synchronous data parallelism through servers: all ranks wait for the slowest worker.
 
     Servers work on no samples; a batch is cut into P - K parts of almost equal size. With world
@@ -55,18 +62,13 @@ class ParameterServer(Strategy):
     the end of an epoch all ranks get the mean of the workers' running averages, and the first
     worker's counters.
 
-    Clipping needs the norm of all slices: K servers sum their numbers, 2 (K - 1) short messages
-    per step. With amp ``fp16`` all ranks take part in this sum, which tells the workers, too,
-    whether a gradient has overflowed.
+    Clipping needs the norm of all slices: K servers sum theirs, 2 (K - 1) short messages per step.
+    With amp ``fp16`` all ranks take part in this sum, which tells the workers, too, whether a
+    gradient has overflowed.
 
     Args:
         servers: K, below the world size (1 if the world size is 1).
-        accumulate, amp, straggler: see ``LocalGradients``.
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch, which the
-            workers tell each other; servers take no part.
-
-    Raises:
-        ValueError: the straggler would be a server; in ``setup``, no rank is left to work.
+        accumulate, amp, straggler, sync_batch_norm: see ``OnShares``; servers take no part.
     """
 
     optimizes = "elements"
@@ -80,65 +82,36 @@ class ParameterServer(Strategy):
         sync_batch_norm: bool = False,
     ):
         check_straggler(straggler, servers)
-        self.servers, self.sync_batch_norm = servers, sync_batch_norm
-        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
+        super().__init__(accumulate, amp, straggler, sync_batch_norm)
+        self.servers = servers
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         check_servers(self.servers, comm.world_size)
-        self.comm = comm
-        self.model = model.to(comm.device).train()
-        if self.sync_batch_norm and comm.rank in self.workers:
-            count = self.settings["accumulate"]
-            self.global_batch = convert(self.model, comm, self.workers, count)
-        self.local = LocalGradients(
-            comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
-        )
-        self.scaler = self.local.scaler
+        self.place(comm, model)
+        self.compute_with(self.model)
         self.parameters, self.gradient = lay_end_to_end(self.model)
         self.slices = chunk_bounds(self.parameters.numel(), self.servers)
-        self._take_role()
-        parameters = []
+        workers, parameters = comm.world_size - self.servers, []
+        self.serves, self.works = comm.rank < self.servers, comm.rank in self.workers
+        # This rank's peers, in the order of ``schedules.servers``.
         if self.serves:
+            turns = server_turns(comm.rank, self.servers, workers)
+            self.peers = [self.servers + worker for worker in turns]
             start, end = self.slices[comm.rank]
             # SGD works element by element, so a slice gives the same updates as its parameters.
             self.slice, self.slice_gradient = self.parameters[start:end], self.gradient[start:end]
             parameters = [nn.Parameter(self.slice)]
             parameters[0].grad = self.slice_gradient
             self.optimizer = make_optimizer(parameters)
-        self.update = self._update_of(parameters)
+        else:
+            self.peers = worker_turns(comm.rank - self.servers, self.servers, workers)
+        # Workers have to know only whether gradients have overflowed.
+        ranks = range(comm.world_size if self.scaler.is_enabled() else self.servers)
+        self.update = self.update_of(parameters, comm=comm, ranks=ranks)
 
     @property
     def workers(self) -> range:
         return range(self.servers, self.comm.world_size) or range(1)
-
-    def _take_role(self) -> None:
-        """Set this rank's role, and its peers in the order of ``schedules.servers``."""
-        rank, servers = self.comm.rank, self.servers
-        workers = self.comm.world_size - servers
-        self.serves, self.works = rank < servers, rank in self.workers
-        if self.serves:
-            self.peers = [servers + worker for worker in server_turns(rank, servers, workers)]
-        else:
-            self.peers = worker_turns(rank - servers, servers, workers)
-
-    def _update_of(self, parameters: list[nn.Parameter]) -> Update:
-        """On a server the update of its slice; on a worker, what it learns of the updates."""
-        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
-        by_server = pieces_by_slice(sizes, self.slices)
-        mine = by_server[self.comm.rank] if self.serves else []
-        before = sum(map(len, by_server[: self.comm.rank]))
-        # Workers have to know only whether gradients have overflowed.
-        ranks = range(self.comm.world_size if self.scaler.is_enabled() else self.servers)
-        places, count = range(before, before + len(mine)), sum(map(len, by_server))
-        parts = Parts(self.comm, ranks, places, count, self.parameters.dtype)
-        return Update(
-            self.optimizer,
-            parameters,
-            clip_norm=self.clip_norm,
-            scaler=self.scaler,
-            parts=parts if len(ranks) > 1 else None,
-            sizes=mine,
-        )
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         if self.works:
@@ -146,7 +119,7 @@ class ParameterServer(Strategy):
         # In fp16 a sum over the batch would overflow sooner than the mean.
         divisor = batch_size if self.scaler.is_enabled() else 1
         sizes = self.common_sizes(batch_size)
-        loss = self.local.add(inputs, targets, divisor, sizes=sizes)
+        loss = self.gradients.add(inputs, targets, divisor, sizes=sizes)
         if self.serves:
             self.serve(batch_size // divisor)
         else:
@@ -185,8 +158,28 @@ class ParameterServer(Strategy):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)
 
-    def kept(self) -> KeptElements:
-        return KeptElements(super().kept(), self.comm, self.slices)
+    def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
+        """Rank 0 gets the slices of the other servers, so that each parameter is whole."""
+        mine, comm = State(), self.comm
+        if self.serves:
+            (flat,) = self.update.parameters
+            mine = state_of_parameter(self.optimizer, "the parameters", flat)
+        for key, value in mine.items() if self.servers > 1 else ():
+            # A number is the same on all servers.
+            if value.dim() and comm.rank:
+                comm.send(value.to(comm.device), 0)
+            elif value.dim():
+                rest = [value.new_empty(end - start) for start, end in self.slices[1:]]
+                mine[key] = torch.cat(
+                    [value, *(comm.recv(part, rank) for rank, part in enumerate(rest, start=1))]
+                )
+        return cut(mine, only_trained(parameters)) if comm.rank == 0 else {}
+
+    def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
+        whole = joined(state, only_trained(parameters))
+        start, end = self.slices[self.comm.rank]
+        mine = {key: value[start:end] if value.dim() else value for key, value in whole.items()}
+        load_state_of_parameter(self.optimizer, self.update.parameters[0], mine)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)

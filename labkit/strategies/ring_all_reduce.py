@@ -16,18 +16,15 @@ from torch import Tensor, nn
 
 from labkit.collectives.compressed import CompressedBetween, TopK, all_reduce_of
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.base import MakeOptimizer, OnShares
 from labkit.strategies.flat_parameters import average_buffers
-from labkit.strategies.kept import Kept
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.strategies.sync_batch_norm import convert
-from labkit.strategies.update import Update
+from labkit.strategies.state import State
 
-# These keep what they have not sent yet.
-_KEEPING = TopK | CompressedBetween
+# These have values that they have not sent yet.
+_WITH_RESIDUAL = TopK | CompressedBetween
 
 
-class RingAllReduce(Strategy):
+class RingAllReduce(OnShares):
     """Synchronous data parallelism over ``labkit.collectives.ring``.
 
     Batch statistics (BatchNorm): each rank normalises with the statistics of its own share, as in
@@ -35,8 +32,7 @@ class RingAllReduce(Strategy):
     are taken from rank 0, so that replicas agree. With ``sync_batch_norm`` they are equal anyway.
 
     Args:
-        accumulate, amp, straggler: see ``LocalGradients``.
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
+        accumulate, amp, straggler, sync_batch_norm: see ``OnShares``.
         compress: ``fp16``, ``bf16`` or ``topk``, see ``labkit.collectives.compressed``: replicas
             still agree, but the run no longer equals that of one device.
         hierarchical: sum inside each host first, then between hosts: see
@@ -60,26 +56,16 @@ class RingAllReduce(Strategy):
                 "topk keeps the values that it does not send for the next update, which fp16 may "
                 "scale differently or skip: choose amp bf16, or compress fp16"
             )
-        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
+        super().__init__(accumulate, amp, straggler, sync_batch_norm)
         self.all_reduce = all_reduce_of(compress, hierarchical)
-        self.sync_batch_norm = sync_batch_norm
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm = comm
-        self.model = model.to(comm.device).train()
-        if self.sync_batch_norm:
-            count = self.settings["accumulate"]
-            self.global_batch = convert(self.model, comm, self.workers, count)
+        self.place(comm, model)
+        self.compute_with(self.model)
         # parameters() lists a tied parameter once.
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.trained)
-        self.gradients = LocalGradients(
-            comm, self.model, loss=self.loss, global_batch=self.global_batch, **self.settings
-        )
-        self.scaler = self.gradients.scaler
-        self.update = Update(
-            self.optimizer, self.trained, clip_norm=self.clip_norm, scaler=self.scaler
-        )
+        self.update = self.update_of(self.trained)
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
         self.slices = self.flat.split([p.numel() for p in self.trained])
 
@@ -111,15 +97,16 @@ class RingAllReduce(Strategy):
                 # Gradients of several dtypes were summed in the widest of these dtypes.
                 parameter.grad = piece.view_as(parameter).to(parameter.dtype)
 
-    def kept(self) -> Kept:
-        kept = super().kept()
-        if isinstance(self.all_reduce, _KEEPING) and self.all_reduce.residual is not None:
-            kept.own["residual"] = self.all_reduce.residual
-        return kept
+    def state(self) -> State:
+        state = super().state()
+        if isinstance(self.all_reduce, _WITH_RESIDUAL) and self.all_reduce.residual is not None:
+            state["own/residual"] = self.all_reduce.residual
+        return state
 
-    def continued(self, own: Mapping[str, Tensor]) -> None:
-        if isinstance(self.all_reduce, _KEEPING) and "residual" in own:
-            self.all_reduce.residual = own["residual"].to(self.comm.device)
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state(state)
+        if isinstance(self.all_reduce, _WITH_RESIDUAL) and "own/residual" in state:
+            self.all_reduce.residual = state["own/residual"].to(self.comm.device)
 
     def end_epoch(self) -> None:
         average_buffers(self.comm, self.model, self.workers, self.sync_batch_norm)

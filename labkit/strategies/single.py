@@ -6,12 +6,10 @@ Each of them has to end with the same parameters.
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.strategies.update import Update
+from labkit.strategies.base import MakeOptimizer, OnShares
 
 
-class Single(Strategy):
+class Single(OnShares):
     """Plain training of the whole batch on one device.
 
     Args:
@@ -20,8 +18,7 @@ class Single(Strategy):
     """
 
     def __init__(self, accumulate: int = 1, amp: str | None = None, sync_batch_norm: bool = False):
-        self.sync_batch_norm = sync_batch_norm
-        self.settings = {"accumulate": accumulate, "amp": amp}
+        super().__init__(accumulate, amp, None, sync_batch_norm)
 
     def check_ranks(self, world_size: int) -> None:
         if world_size != 1:
@@ -32,14 +29,10 @@ class Single(Strategy):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.check_ranks(comm.world_size)
-        self.comm = comm
-        self.model = model.to(comm.device).train()
+        self.place(comm, model)
+        self.compute_with(self.model)
         self.optimizer = make_optimizer(self.model.parameters())
-        self.gradients = LocalGradients(comm, self.model, loss=self.loss, **self.settings)
-        self.scaler = self.gradients.scaler
-        self.update = Update(
-            self.optimizer, self.model.parameters(), clip_norm=self.clip_norm, scaler=self.scaler
-        )
+        self.update = self.update_of(self.model.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()

@@ -45,15 +45,8 @@ from labkit.workload.sampling import share
 class GlobalBatch:
     """What the workers that divide a batch tell each other about it.
 
-    Args:
-        comm: this rank's Comm.
-        model: its layers synchronise while it is in training mode, as a whole.
-        workers: the ranks that take part, this one included.
-        micro_batches: that a global batch is cut into, before each is divided: all workers have
-            the same number of them.
-
-    Attributes:
-        sits_out: this rank has no samples now, and its values do not count.
+    The ``model``'s layers synchronise while it is in training mode, as a whole. A global batch is
+    cut into ``micro_batches`` before each is divided, so all workers have the same number of them.
     """
 
     def __init__(
@@ -71,23 +64,20 @@ class GlobalBatch:
         count = len(self.workers)
         rows = mine.new_empty(count, len(mine))
         rows[owned_chunk(self.index, count)] = mine
+
+        def share_rows(comm: Comm) -> None:
+            # A rank that serves takes no part, and a collective is announced by all ranks.
+            is_collective = count == comm.world_size
+            name = "sync_batch_norm"
+            with comm.collective(name, rows) if is_collective else contextlib.nullcontext():
+                for step in ring_share_only(self.index, count):
+                    dst, src = self.workers[step.dst], self.workers[step.src]
+                    comm.exchange(rows[step.send_chunk], dst, rows[step.recv_chunk], src)
+
         # Not on comm itself: buckets of DDP may be under way, and messages must not mix.
         queue = work_queue_of(self.comm)
-        queue.add(
-            "sync_batch_norm", lambda comm: self._share(comm, rows), [mine], [rows], True
-        ).wait()
+        queue.add("sync_batch_norm", share_rows, [mine], [rows], is_waited_for=True).wait()
         return rows.roll(-1, 0)
-
-    def _share(self, comm: Comm, rows: Tensor) -> None:
-        everyone = len(self.workers) == comm.world_size
-        # A rank that serves takes no part, and a collective is announced by all ranks.
-        announced = (
-            comm.collective("sync_batch_norm", rows) if everyone else contextlib.nullcontext()
-        )
-        with announced:
-            for step in ring_share_only(self.index, len(self.workers)):
-                dst, src = self.workers[step.dst], self.workers[step.src]
-                comm.exchange(rows[step.send_chunk], dst, rows[step.recv_chunk], src)
 
     def parts(self, batch: Tensor) -> list[Tensor]:
         """This worker's share of each micro-batch of a global batch [B, ...]; some may be empty.
@@ -114,19 +104,17 @@ class GlobalBatch:
 class SyncBatchNorm(_BatchNorm):
     """What ``convert`` makes of BatchNorm1d, 2d and 3d: another class, the same object.
 
-    Parameters, buffers, names and hooks stay, and so do the methods of a learner's own subclass.
-    In evaluation mode of the model it is the layer that it was.
+    Parameters, buffers, names and hooks stay. In evaluation mode it is the layer that it was.
     """
 
     global_batch: GlobalBatch
 
     def forward(self, input: Tensor) -> Tensor:
-        self.__dict__["has_run"] = True
         has_averages = self.running_mean is not None or self.running_var is not None
         if (has_averages and not self.training) or not self.global_batch.model.training:
             return super().forward(input)
         self._check_input_dim(input)
-        factor = 0.0 if self.momentum is None else self.momentum
+        factor = self.momentum or 0.0
         is_tracked = self.training and self.track_running_stats
         if is_tracked and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -151,20 +139,32 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         batch: GlobalBatch,
     ) -> Tensor:
-        with torch.autocast(inputs.device.type, enabled=False):
-            x = _wide(inputs)
-            count, mean, variance = _statistics(x, batch)
+        channels, axes = inputs.shape[1], [axis for axis in range(inputs.dim()) if axis != 1]
+        with torch.autocast(inputs.device.type, enabled=False), torch.no_grad():
+            x = inputs.float() if inputs.dtype.itemsize < 4 else inputs
+            row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+            if x.numel() and not batch.sits_out:
+                variance, mean = torch.var_mean(x, axes, correction=0)
+                row[:channels], row[-1] = mean, x.numel() // channels
+                row[channels:-1] = variance.double() * row[-1]
+            means, squares, counts = batch.gathered(row).split([channels, channels, 1], dim=1)
+            count = int(counts.sum())
             if count == 1:
                 size = torch.Size([1, *inputs.shape[1:]])
                 raise ValueError(
                     f"Expected more than 1 value per channel when training, got input size {size}"
                 )
-            with torch.no_grad():
-                _update(averages, mean, variance * (count / max(1, count - 1)), factor, count)
+            mean = (counts * means).sum(0) / max(1, count)
+            variance = (squares + counts * (means - mean) ** 2).sum(0) / max(1, count)
+            unbiased = variance * (count / max(1, count - 1))
+            for average, now in zip(averages, (mean, unbiased)):
+                # An empty batch has none.
+                if average is not None and count:
+                    average.mul_(1 - factor).add_(now.to(average.dtype), alpha=factor)
             ctx.batch, ctx.count, ctx.sits_out = batch, count, batch.sits_out
-            deviation = (variance + eps).sqrt()
+            deviation = (variance + eps).sqrt().to(x.dtype)
             mean, variance = mean.to(x.dtype), variance.to(x.dtype)
-            ctx.save_for_backward(inputs, weight, mean, deviation.to(x.dtype))
+            ctx.save_for_backward(inputs, weight, mean, deviation)
             # What is left is BatchNorm in evaluation mode, with these averages.
             weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
             normed = functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
@@ -178,67 +178,26 @@ class _Normalise(torch.autograd.Function):
 @once_differentiable
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     inputs, weight, mean, deviation = ctx.saved_tensors
+    shape = 1, -1, *[1] * (inputs.dim() - 2)
     with torch.autocast(inputs.device.type, enabled=False):
-        x, g = _wide(inputs), _wide(gradient)
-        z = (x - _by_channel(mean, x)) / _by_channel(deviation, x)
-        axes = _but_channels(x)
+        x, g = (t.float() if t.dtype.itemsize < 4 else t for t in (inputs, gradient))
+        z = (x - mean.view(shape)) / deviation.view(shape)
+        axes = [axis for axis in range(x.dim()) if axis != 1]
         mine = torch.stack([g.sum(axes), (g * z).sum(axes)])
         if ctx.sits_out:
             mine.zero_()
-        of_input, of_weight, of_bias = None, mine[1], mine[0]
+        of_input = None
         if ctx.needs_input_grad[0]:
-            rows = ctx.batch.gathered(mine.double().flatten())
-            means = (rows.sum(0) / max(1, ctx.count)).to(x.dtype).view_as(mine)
+            sums = ctx.batch.gathered(mine.double().flatten()).sum(0)
+            means = (sums / max(1, ctx.count)).to(x.dtype).view_as(mine)
             slope = 1 / deviation if weight is None else weight.to(x.dtype) / deviation
-            of_input = g - _by_channel(means[0], x) - z * _by_channel(means[1], x)
-            of_input = (of_input * _by_channel(slope, x)).to(inputs.dtype)
+            of_input = g - means[0].view(shape) - z * means[1].view(shape)
+            of_input = (of_input * slope.view(shape)).to(inputs.dtype)
             if ctx.sits_out:
                 of_input.zero_()
-    found = (of_input, of_weight, of_bias)
+    found = (of_input, mine[1], mine[0])
     needed = [f if needs else None for f, needs in zip(found, ctx.needs_input_grad)]
     return *needed, None, None, None, None
-
-
-def _statistics(x: Tensor, batch: GlobalBatch) -> tuple[int, Tensor, Tensor]:
-    """Of the whole batch: values per channel, their mean and variance, each [C] float64."""
-    channels = x.shape[1]
-    row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
-    if x.numel() and not batch.sits_out:
-        variance, mean = torch.var_mean(x, _but_channels(x), correction=0)
-        row[:channels], row[-1] = mean, x.numel() // channels
-        row[channels:-1] = variance.double() * row[-1]
-    rows = batch.gathered(row)
-    means, squares, counts = rows.split([channels, channels, 1], dim=1)
-    total = counts.sum().clamp(min=1)
-    mean = (counts * means).sum(0) / total
-    squares = squares + counts * (means - mean) ** 2
-    return int(counts.sum()), mean, squares.sum(0) / total
-
-
-def _update(
-    averages: tuple[Tensor | None, Tensor | None],
-    mean: Tensor,
-    variance: Tensor,
-    factor: float,
-    count: int,
-) -> None:
-    """Move the running averages towards the batch's; an empty batch has none."""
-    for average, now in zip(averages, (mean, variance)):
-        if average is not None and count:
-            average.mul_(1 - factor).add_(now.to(average.dtype), alpha=factor)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
-
-
-def _but_channels(x: Tensor) -> list[int]:
-    return [axis for axis in range(x.dim()) if axis != 1]
-
-
-def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """[C] as [1, C, 1, ...], so that it goes with ``x``, [N, C, ...]."""
-    return values.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def convert(
@@ -248,35 +207,29 @@ def convert(
 
     In place, at any depth; parameters and buffers stay the same tensors with the same names. All
     workers have to run the same layers in the same order, also those without samples: see
-    ``LocalGradients``. Statistics are shared while the model is in training mode; a layer that
-    itself stays in evaluation mode uses its running averages, as before. With gradient
-    checkpointing a layer runs twice in a step and its running averages are updated twice, on one
-    device as well.
-
-    Args:
-        model: on ``comm.device``.
-        comm: this rank's Comm.
-        workers: the ranks that divide each batch; None of the others may call this.
-        micro_batches: see ``GlobalBatch``.
+    ``LocalGradients``. With gradient checkpointing a layer runs twice in a step and its running
+    averages are updated twice, on one device as well.
 
     Returns:
         The batch that the layers share; None if there is one worker, which sees all of it.
 
     Raises:
-        ValueError: a layer that cannot be converted.
+        ValueError: a layer with a forward of its own, or that does not know its channels yet.
     """
     if len(workers) < 2:
         return None
     batch = GlobalBatch(comm, model, workers, micro_batches)
+    known = _BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward
     for name, layer in batch_norms(model):
-        if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        is_lazy = isinstance(layer, nn.modules.lazy.LazyModuleMixin)
+        if is_lazy or type(layer).forward not in known:
+            why = "does not know its channels yet" if is_lazy else "has a forward of its own"
             raise ValueError(
-                f"{name} is a {type(layer).__name__} whose number of channels is not known yet: "
-                "run the model once on a sample before the training, or give the number"
+                f"{name} is a {type(layer).__name__} that {why}, so sync_batch_norm cannot give "
+                "it the statistics of the global batch: use BatchNorm1d, 2d or 3d, or leave out "
+                "sync_batch_norm"
             )
         if not isinstance(layer, SyncBatchNorm):
-            if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-                layer.register_forward_hook(functools.partial(_check_has_run, name))
             layer.__class__ = _synchronised(type(layer))
         layer.__dict__["global_batch"] = batch
     return batch
@@ -290,19 +243,6 @@ def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 @functools.cache
 def _synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
-    """A subclass of ``kind`` with our forward in place of BatchNorm's.
-
-    That of a learner's own subclass stays, and its ``super().forward`` is ours.
-    """
-    order = (SyncBatchNorm, kind) if kind is nn.SyncBatchNorm else (kind, SyncBatchNorm)
-    return type(f"Sync{kind.__name__.removeprefix('Sync')}", order, {})
-
-
-def _check_has_run(name: str, layer: nn.Module, _inputs: Any, _outputs: Any) -> None:
-    if not layer.__dict__.pop("has_run", False) and layer.training:
-        raise ValueError(
-            f"{name} is a BatchNorm with a forward of its own that does not call super().forward, "
-            "so sync_batch_norm cannot give it the statistics of the global batch: call it there, "
-            "override train() in a layer that always uses its averages, or leave out "
-            "sync_batch_norm"
-        )
+    """A subclass of ``kind`` with our forward in place of BatchNorm's."""
+    name = f"Sync{kind.__name__.removeprefix('Sync')}"
+    return type(name, (SyncBatchNorm, kind), {})

@@ -252,12 +252,12 @@ class _Run:
         assert isinstance(self.strategy, OwnPaceStrategy)
         now = self.strategy.full_state()
         for passed_s, loss, accuracy, state in self.ends:
-            self.strategy.load_state(state)
+            self.strategy.load_full_state(state)
             sums = evaluated(self.work, self.strategy, 0, 1)
             seconds = passed_s - sum(row["seconds"] for row in progress.rows)
             progress.rows.append(row_of(self.work, loss.item(), seconds, accuracy, sums))
             self.tell(progress.rows)
-        self.strategy.load_state(now)
+        self.strategy.load_full_state(now)
         progress.epoch = self.config.epochs
 
     def tell(self, rows: list[Row]) -> None:

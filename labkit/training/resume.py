@@ -97,7 +97,7 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"cannot write checkpoints to {folder}: {there} is no folder of yours")
-    if isinstance(strategy, OwnPaceStrategy) or not strategy.can_be_kept:
+    if isinstance(strategy, OwnPaceStrategy):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
             "leave it out, or use parameter_server"

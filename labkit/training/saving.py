@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from labkit.config import STAGED, RunConfig
+from labkit.config import RunConfig
 from labkit.strategies.base import Strategy
-from labkit.strategies.kept import Kept, copy_into
+from labkit.strategies.state import State, named
 from labkit.training.checkpoint import Facts, Stored, Writer
 from labkit.training.evaluation import is_best
 from labkit.training.optimizer import continue_schedule, scheduler_of
@@ -77,19 +77,10 @@ class Checkpoints:
         assert self.facts is not None
         strategy = self.strategy
         with strategy.comm.span("checkpoint"):
-            kept, now = strategy.kept(), self._random_states()
-            tensors = _named("buffers", kept.buffers) | _named("own", kept.own)
-            tensors |= _named("random", now[0])
-            self._draws |= _differ(now, self._random)
             # A collective call.
-            of_optimizer = kept.optimizer_state()
+            state, now = strategy.state(), self._random_states()
+            self._draws |= _differ(now, self._random)
             numbers = progress.numbers() | {"random": now[1], "draws": self._draws}
-            if (rates := kept.rates()) is not None:
-                numbers["rates"] = rates.tolist()
-            if self.config.strategy in STAGED or strategy.comm.rank in (0, strategy.workers[0]):
-                tensors |= _named("model", kept.given)
-                for name, state in of_optimizer.items():
-                    tensors |= _named(f"optimizer/{name}", state)
             if scheduler := strategy.optimizer and scheduler_of(strategy.optimizer):
                 numbers["updates"] = scheduler.last_epoch
             if scaler := getattr(strategy, "scaler", None):
@@ -97,7 +88,7 @@ class Checkpoints:
             place = {"epoch": progress.epoch, "step": progress.step, "rows": list(progress.rows)}
             facts = dataclasses.replace(self.facts, **place)
             best = progress.step == 0 and is_best(progress.rows)
-            self.writer.save(facts, tensors, numbers, best)
+            self.writer.save(facts, state | named("random", now[0]), numbers, best)
 
     def load(self, path: Path | None, rehearse: Callable[[], object]) -> Progress:
         """How far the run is; continued from a checkpoint if there is one.
@@ -110,42 +101,37 @@ class Checkpoints:
         if path is None:
             return progress
         stored, strategy = Stored(path), self.strategy
-        facts, kept = stored.facts, strategy.kept()
+        facts, rank = stored.facts, strategy.comm.rank
         progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
         progress.finite.fill_(facts.step)
         rehearse()
         # What it has counted was none of the run's samples.
         strategy.counted()
-        kept.load_state(stored.of_all("model"))
-        state: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in stored.of_all("optimizer").items():
-            parameter, _, key = name.rpartition("/")
-            state.setdefault(parameter, {})[key] = tensor
-        kept.load_optimizer_state(state)
+        is_same = arrangement(facts.config) == arrangement(self.config.as_dict())
+        state: State = {}
+        for kind in ("model", "optimizer", "buffers"):
+            state |= named(kind, stored.of_all(kind))
+        for kind in ("buffers", "own") if is_same else ():
+            state |= named(kind, stored.of_rank(rank, kind))
         updates = [numbers["updates"] for numbers in stored.numbers if "updates" in numbers]
         if strategy.optimizer is not None and updates:
             continue_schedule(strategy.optimizer, updates[0])
+        strategy.load_state(state)
         scalers = [numbers["scaler"] for numbers in stored.numbers if numbers.get("scaler")]
         if scalers and getattr(strategy, "scaler", None) is not None:
             strategy.scaler.load_state_dict(scalers[0])
-        if arrangement(facts.config) == arrangement(self.config.as_dict()):
-            self._load_mine(stored, kept, progress)
+        if is_same:
+            self._load_mine(stored, progress)
         else:
-            copy_into(kept.buffers, stored.of_all("buffers"))
-            strategy.continued({})
             # Their sums go to rank 0.
-            for numbers in stored.numbers if strategy.comm.rank == 0 else ():
+            for numbers in stored.numbers if rank == 0 else ():
                 progress.add(numbers)
         return progress
 
-    def _load_mine(self, stored: Stored, kept: Kept, progress: Progress) -> None:
-        """Take what this rank alone had."""
-        rank, strategy = self.strategy.comm.rank, self.strategy
+    def _load_mine(self, stored: Stored, progress: Progress) -> None:
+        """Take the sums and the random states that this rank had."""
+        rank = self.strategy.comm.rank
         numbers = stored.numbers[rank]
-        strategy.continued(stored.of_rank(rank, "own"))
-        copy_into(kept.buffers, stored.of_rank(rank, "buffers"))
-        if "rates" in numbers:
-            kept.load_rates(torch.tensor(numbers["rates"], dtype=torch.float64))
         progress.add(numbers)
         progress.sent = numbers["sent"] and tuple(numbers["sent"])
         self._draws = numbers["draws"]
@@ -169,10 +155,6 @@ class Checkpoints:
     def _gpus(self) -> list[torch.device]:
         devices = dict.fromkeys([self.strategy.comm.device, *self.strategy.devices])
         return [device for device in devices if device.type == "cuda"]
-
-
-def _named(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def _differ(

@@ -10,15 +10,13 @@ from functools import partial
 import pytest
 import torch
 from fifo_transport import over_streams  # noqa: F401  (a fixture)
-from odd_models import Everything, seeded, sgd, some_batches, train_by_hand
+from odd_models import Everything, seeded, sgd, some_batches
 from ranks import running_ranks, travel_by_value, wait_until
 from torch import nn
 
 from labkit import WorkerError, run, strategies, train_with
-from labkit.comm.comm import Comm
 from labkit.costs.traffic import async_parameter_server_cost
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.strategies.single import Single
 from labkit.training.state import largest_difference
 
 travel_by_value(__name__)
@@ -106,16 +104,6 @@ def train_odd(comm, batches, make_optimizer, max_staleness=4, batch_factor=2):
     return before, ends, strategy.full_state()
 
 
-def test_one_worker_alone_has_the_parameters_and_running_averages_of_one_device():
-    batches = some_batches((5, 5, 5))
-    (before, ends, after), _ = run(train_odd, batches, sgd, 4, 1, world_size=2).values
-    alone = run(train_by_hand, Single, Odd, 2 * batches, world_size=1).values[0]
-    assert largest_difference(after, alone) < 1e-10
-    assert largest_difference(ends[1], alone) < 1e-10
-    assert largest_difference(before, alone) > 1e-3
-    assert after["norm.num_batches_tracked"] == 6
-
-
 def test_odd_parameters_and_buffers():
     values = run(train_odd, some_batches((5, 5, 5)), sgd, world_size=3).values
     before, ends, after = values[0]
@@ -132,13 +120,6 @@ def test_odd_parameters_and_buffers():
     assert after["norm.running_var"].min() > 0
 
 
-def train_without_a_board(comm, batches, make_optimizer):
-    """As on several machines: nobody sees from outside who has something to send."""
-    comm = Comm(comm.rank, comm.world_size, comm.device, comm.transport)
-    train_odd(comm, batches, make_optimizer)
-    return train_odd(comm, batches, make_optimizer, max_staleness=None)
-
-
 def losses_of_guessing(comm):
     """By epoch; the workers' shares are of 0 to 3 samples, and the model stays at zero."""
     strategy, model = AsyncParameterServer(), nn.Linear(6, 6)
@@ -153,22 +134,6 @@ def losses_of_guessing(comm):
 def test_an_epochs_loss_is_the_mean_of_its_samples_whoever_brought_them():
     losses = run(losses_of_guessing, world_size=3).values[0]
     assert losses == pytest.approx([math.log(6)] * 3)
-
-
-def test_ranks_of_several_machines_train_with_and_without_a_bound():
-    batches, plain = some_batches((5, 5, 5)), partial(torch.optim.SGD, lr=0.1)
-    values = run(train_without_a_board, batches, plain, world_size=4, transport="gloo").values
-    _, ends, after = values[0]
-    assert len(ends) == 2
-    for _, _, state in values:
-        assert largest_difference(state, after) == 0
-
-
-@pytest.mark.slow
-def test_it_learns():
-    result = train_with("async_parameter_server", world_size=3, epochs=8, model="mlp")
-    assert result.test_accuracy >= 0.95
-    assert result.replicas_agree
 
 
 class Dies(AsyncParameterServer):

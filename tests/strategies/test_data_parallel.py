@@ -59,21 +59,6 @@ def test_parameters_of_two_dtypes_keep_them():
     assert on_one_rank(compared) < 1e-6
 
 
-def test_a_step_after_one_that_raised_is_like_any_other():
-    def compared(comm):
-        ((inputs, targets),) = some_batches((6,))
-        spoilt = inputs.clone()
-        spoilt[5] = 7
-        strategy = set_up(comm, lambda: Picky(6, 6), ["cpu"] * 3)
-        with pytest.raises(IndexError):
-            strategy.step(spoilt, targets, 6)
-        strategy.step(inputs, targets, 6)
-        alone, _ = trained(comm, lambda: Picky(6, 6), [(inputs, targets)])
-        return largest_difference(strategy.full_state(), alone)
-
-    assert on_one_rank(compared) < 1e-10
-
-
 def test_batch_norm_normalises_by_part_and_keeps_the_averages_of_device_0():
     ((inputs, targets),) = some_batches((8,))
     state, _ = on_one_rank(trained, with_batch_norm, [(inputs, targets)], ["cpu", "cpu"])
@@ -163,22 +148,7 @@ def test_the_builtin_says_that_it_does_not_replicate_on_a_cpu():
         "data_parallel", builtin=True, world_size=2, device="cpu", train_size=64, model="mlp"
     )
     assert result.notes["replicas"] == 1
-    assert "called the module itself on the CPU: no replicas" in result.as_dict()["note"]
-
-
-def test_the_builtin_says_on_a_machine_with_gpus_that_it_was_given_the_cpu():
-    def notes(comm):
-        torch.cuda.is_available = lambda: True
-        strategy = strategies.get("data_parallel", builtin=True)(["cpu", "cpu"])
-        strategy.setup(comm, seeded(Tied), sgd)
-        return strategy.notes()
-
-    told = on_one_rank(notes)["note"]
-    assert "found no GPU" not in told
-    assert told.startswith(
-        "nn.DataParallel would refuse the CPU on this machine with GPUs, and 2 "
-    )
-    assert "called the module itself on the CPU: no replicas, no threads" in told
+    assert "called the module itself, without replicas" in result.as_dict()["note"]
 
 
 def test_devices_must_go_with_the_device_and_torchrun_must_start_one_rank(monkeypatch):

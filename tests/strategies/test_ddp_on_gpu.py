@@ -15,7 +15,6 @@ from labkit.comm.transport import Traffic
 from labkit.comm.work import WorkQueue
 from labkit.strategies.ddp import bucketed, naive
 from labkit.strategies.ddp.bucketed import BucketedDDP
-from labkit.tracing import ClockTimer
 
 BACKWARD_MS, RING_MS = 10, 8
 
@@ -136,17 +135,6 @@ def test_tensors_are_kept_until_the_stream_has_used_them(comm, monkeypatch):
     assert used[0] is not simulated_gpu.current_stream()
 
 
-def test_an_error_reaches_whoever_waits(comm):
-    queue = WorkQueue("test", comm)
-
-    def fails(comm):
-        raise ValueError("no ring")
-
-    with pytest.raises(ValueError, match="no ring"):
-        queue.add("sum", fails, [], []).wait()
-    queue.end()
-
-
 def test_autograds_thread_has_the_lane_of_the_thread_that_waits_for_it(comm, monkeypatch):
     """On a GPU the hooks of a backward run in a thread that C++ has started."""
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 0)
@@ -163,19 +151,3 @@ def test_autograds_thread_has_the_lane_of_the_thread_that_waits_for_it(comm, mon
         assert ended.wait(5)
         simulated_gpu.kernel(2)
     assert spans(comm, 0) == [("compute", 0, 3), ("wait", 3, 10), ("compute", 10, 12)]
-
-
-def test_on_the_cpu_no_stream_is_made(monkeypatch):
-    monkeypatch.delattr(torch.cuda, "Stream")
-    session = Session(
-        0, torch.device("cpu"), SimpleNamespace(sent=Traffic(), queues=False), Board(1)
-    )
-    comm = FakeComm(session)
-    comm.device = torch.device("cpu")
-    assert isinstance(session.recorder.timer, ClockTimer)
-    me = []
-    work = WorkQueue("test", comm).add(
-        "sum", lambda comm: me.append(threading.current_thread()), [], [], is_waited_for=True
-    )
-    assert work.wait()
-    assert me == [threading.current_thread()]

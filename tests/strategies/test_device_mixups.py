@@ -40,18 +40,14 @@ def batches(device):
 
 # technique, ranks, options
 ON_RANKS = [
-    ("single", 1, {}),
     ("single", 1, {"accumulate": 2, "amp": "bf16"}),
-    ("ring_all_reduce", 2, {}),
     ("ring_all_reduce", 2, {"compress": "fp16", "amp": "bf16"}),
     ("ring_all_reduce", 2, {"compress": "topk"}),
-    ("ddp", 2, {}),
     ("ddp", 2, {"bucket_mb": 0, "accumulate": 2}),
-    ("parameter_server", 2, {}),
-    ("parameter_server", 3, {"servers": 2}),
-    ("model_parallel", 2, {"split_points": (3,)}),
+    ("parameter_server", 3, {"servers": 2, "amp": "bf16"}),
+    ("model_parallel", 2, {"split_points": (3,), "amp": "bf16", "accumulate": 2}),
     ("pipeline", 2, {"split_points": (3,), "micro_batches": 3}),
-    ("pipeline", 2, {"split_points": (3,), "micro_batches": 3, "schedule": "1f1b"}),
+    ("pipeline", 2, {"split_points": (3,), "amp": "bf16", "schedule": "1f1b"}),
 ]
 IN_ONE_PROCESS = [
     (technique, devices)
@@ -88,24 +84,9 @@ def test_a_step_stays_on_the_ranks_gpu_and_waits_for_nothing(
     for rank in range(ranks):
         with pretended(monkeypatch) as gpus:
             comm = FakeComm(rank, ranks, f"cuda:{rank}")
-            assert waits(gpus, strategies.get(technique)(**options), comm) == []
-
-
-@pytest.mark.parametrize(
-    ("technique", "ranks", "options"),
-    [
-        ("ring_all_reduce", 2, {"amp": "bf16"}),
-        ("parameter_server", 3, {"servers": 2, "amp": "bf16", "accumulate": 2}),
-        ("model_parallel", 2, {"split_points": (3,), "amp": "bf16", "accumulate": 2}),
-        ("pipeline", 2, {"split_points": (3,), "amp": "bf16", "schedule": "1f1b"}),
-    ],
-)
-def test_clipping_and_mixed_precision_wait_for_nothing(technique, ranks, options, monkeypatch):
-    for rank in range(ranks):
-        with pretended(monkeypatch) as gpus:
             strategy = strategies.get(technique)(**options)
             strategy.clip_norm = 0.5
-            assert waits(gpus, strategy, FakeComm(rank, ranks, f"cuda:{rank}")) == []
+            assert waits(gpus, strategy, comm) == []
 
 
 @pytest.mark.parametrize(("technique", "devices"), IN_ONE_PROCESS)
@@ -126,7 +107,7 @@ def test_in_one_process_each_tensor_is_where_it_has_to_be(technique, devices, mo
 
 @pytest.mark.parametrize(
     ("rank", "needed"),
-    [(0, "num_samples = int(samples)"), (1, "word, done = int(answer[0])")],
+    [(0, "num_samples = int(samples)"), (1, "goes_on, done = bool(answer[0])")],
 )
 def test_an_asynchronous_server_and_its_worker_wait_for_one_number_a_push(
     rank, needed, monkeypatch
@@ -140,7 +121,7 @@ def test_an_asynchronous_server_and_its_worker_wait_for_one_number_a_push(
         with contextlib.suppress(RuntimeError):
             list(strategy.train(batches(comm.device), STEPS, 1))
     # Setting the clock, placing the model, and reading the clock at the end of the epoch.
-    others = "trace.py", ".to(", "gpus.py"
+    others = "tracing/", ".to(", "gpus.py"
     in_steps = [wait for wait in gpus.waits if not any(word in wait for word in others)]
     assert len(in_steps) == STEPS
     assert all(needed in wait for wait in in_steps)
@@ -165,45 +146,3 @@ def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypat
             run.train_epoch(Progress.none(comm.device))
         assert gpus.waits == []
         assert comm.session.board.ranks[0]["loss"] == 1
-
-
-class CpuTensor(torch.optim.SGD):
-    """An optimizer that adds a tensor of the CPU to its gradients."""
-
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad += torch.zeros(parameter.shape)
-
-
-class Reads(torch.optim.SGD):
-    """An optimizer that reads a number from the GPU, and copies one there and back."""
-
-    def step(self, closure=None):
-        (parameter, *_) = self.param_groups[0]["params"]
-        if parameter.grad.sum() > 0:
-            parameter.sum().cpu()
-        torch.ones(3).pin_memory().to(parameter.device)
-        torch.ones(3).to(parameter.device, non_blocking=True)
-        torch.ones(3).pin_memory().to(parameter.device, non_blocking=True)
-        torch.cuda.synchronize()
-
-
-def test_a_tensor_of_the_cpu_is_found(monkeypatch):
-    with pretended(monkeypatch):
-        comm = FakeComm(0, 1, "cuda:0")
-        strategy = strategies.get("single")()
-        strategy.setup(comm, model(), lambda parameters: CpuTensor(parameters, lr=0.1))
-        batch = next(batches(comm.device))
-        with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cpu"):
-            strategy.step(*batch)
-
-
-def test_numbers_that_are_read_and_copies_that_are_waited_for_are_found(monkeypatch):
-    with pretended(monkeypatch) as gpus:
-        comm = FakeComm(0, 1, "cuda:0")
-        strategy = strategies.get("single")()
-        strategy.setup(comm, model(), lambda parameters: Reads(parameters, lr=0.1))
-        gpus.waits.clear()
-        strategy.step(*next(batches(comm.device)))
-    kinds = [wait.partition(" at ")[0] for wait in gpus.waits]
-    assert kinds == ["item", "copy", "copy", "copy", "torch.cuda.synchronize"]

@@ -9,10 +9,8 @@ from ranks import travel_by_value
 from torch import nn
 
 import labkit
-from labkit import EmulatedLink, RunConfig, collectives, run
+from labkit import EmulatedLink, RunConfig, run
 from labkit.costs import hierarchical_all_reduce_cost
-from labkit.strategies.ddp.bucketed import BucketedDDP
-from labkit.strategies.ddp.naive import NaiveDDP
 from labkit.training.loop import fit
 from labkit.training.own import Own
 from labkit.training.resolve import make_strategy
@@ -79,40 +77,3 @@ def test_each_technique_follows_one_device_over_emulated_hosts(single, world_siz
             ]
             # 14 samples in batches of 9, twice: 4 updates.
             assert list(num_bytes) == [4 * cost.num_bytes for cost in costs]
-
-
-def both_replicas(comm):
-    """By kind of replica, the gradients."""
-    found = {}
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(comm.rank)).double()
-    for kind in (NaiveDDP, BucketedDDP):
-        torch.manual_seed(0)
-        replica = kind(comm, nn.Linear(6, 3).double(), hierarchical=True, find_unused=True)
-        replica(x).square().mean().backward()
-        found[kind.__name__] = [p.grad.clone() for p in replica.parameters()]
-    return found
-
-
-def test_the_naive_and_the_bucketed_replica_sum_the_same():
-    everyone = run(both_replicas, world_size=3, link=EmulatedLink(ranks_per_host=2)).values
-    torch.manual_seed(0)
-    alone = nn.Linear(6, 3).double()
-    for rank in range(3):
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(rank)).double()
-        (alone(x).square().mean() / 3).backward()
-    for kind, of_rank_0 in everyone[0].items():
-        for found in everyone:
-            for mine, first, one in zip(found[kind], of_rank_0, alone.parameters(), strict=True):
-                torch.testing.assert_close(mine, one.grad, rtol=0, atol=1e-12)
-                assert torch.equal(mine, first)
-
-
-def in_use(comm):
-    """What ``use`` returns when functions take turns."""
-    first = labkit.backend.use(collectives.fast_hierarchical_all_reduce)
-    second = labkit.backend.use(None)
-    return first, getattr(second, "__name__", None)
-
-
-def test_use_returns_what_was_used_before():
-    assert run(in_use, world_size=1).values == [(None, "fast_hierarchical_all_reduce")]

@@ -7,15 +7,13 @@ import pytest
 import torch
 from fifo_transport import over_streams  # noqa: F401  (a fixture)
 from odd_models import seeded, sgd
-from ranks import leftovers, travel_by_value
+from ranks import travel_by_value
 from torch import nn
 
-from labkit import WorkerError, run, strategies, train_with
+from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
 from labkit.strategies.stage import Stage
 from labkit.training.state import largest_difference
-from labkit.workload.layers import output_shapes
-from labkit.workload.models import build_model
 
 travel_by_value(__name__)
 
@@ -246,35 +244,6 @@ def test_batch_norm_sees_the_whole_batch_or_each_micro_batch():
             assert largest_difference(states["1f1b"], by_micro_batch) < 1e-10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_trains_the_digits_as_one_device_does_and_sends_what_the_formula_says(world_size):
-    settings = {"model": "small_cnn", "batch_size": 50, "train_size": 220, "epochs": 2}
-    one = train_with("single", **settings)
-    model = build_model("small_cnn", num_classes=10, input_shape=(1, 8, 8), seed=0)
-    for technique, options in (
-        ("model_parallel", {}),
-        ("pipeline", {"micro_batches": 3, "schedule": "1f1b"}),
-    ):
-        split = train_with(technique, world_size=world_size, **settings, **options)
-        assert split.difference_from(one) < split.tolerance(one)
-        assert split.replicas_agree
-        assert split.test_accuracy == pytest.approx(one.test_accuracy, abs=0.003)
-        assert [e["loss"] for e in split.epochs] == pytest.approx(
-            [e["loss"] for e in one.epochs], rel=1e-5
-        )
-        points = split.notes["split_points"]
-        shapes = output_shapes(model, (1, 8, 8))
-        cut_bytes = [shapes[point - 1][0].numel() * 4 for point in points]
-        for rank in range(world_size):
-            costs = [
-                model_parallel_cost(cut_bytes, size, rank, world_size, **options)
-                for size in [50, 50, 50, 50, 20] * 2
-            ]
-            assert split.bytes_sent[rank] == sum(cost.num_bytes for cost in costs)
-            assert split.messages[rank] == sum(cost.messages for cost in costs)
-
-
 def spent(comm):
     """By technique and model, what one step of 7 samples is counted as."""
     found = {}
@@ -381,35 +350,9 @@ def test_what_cannot_be_is_refused_on_every_rank_with_the_reason():
             assert reason in text
 
 
-class Broken(nn.Module):
-    def forward(self, inputs):
-        if self.training and inputs.device.type != "meta":
-            raise ArithmeticError("this layer has had enough")
-        return inputs
-
-
-def with_a_broken_stage(comm):
-    strategy = strategies.get("pipeline")((2,), micro_batches=2)
-    train(comm, strategy, lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Broken()))
-
-
-def test_a_stage_that_raises_ends_the_run_with_its_error_and_leaves_nothing():
-    before = leftovers()
-    with pytest.raises(WorkerError, match="rank 1 raised ArithmeticError: this layer has had eno"):
-        run(with_a_broken_stage, world_size=2)
-    assert leftovers() <= before
-
-
 def test_split_points_that_do_not_fit_are_named():
     for make in (strategies.get("model_parallel"), strategies.get("pipeline")):
         with pytest.raises(ValueError, match=r"one for each cut, got 5: write \(5,\)"):
             make(5)
     with pytest.raises(ValueError, match="1 split point for 1 rank, each of which"):
         strategies.get("model_parallel")((5,)).check_ranks(1)
-
-
-def test_a_batch_of_one_goes_through_all_stages():
-    settings = {"model": "mlp", "train_size": 3, "batch_size": 1}
-    single = train_with("single", **settings)
-    split = train_with("pipeline", world_size=3, micro_batches=4, **settings)
-    assert split.difference_from(single) < split.tolerance(single)

@@ -15,14 +15,13 @@ from torch import nn
 
 from labkit import run, strategies
 from labkit.costs.traffic import (
+    NOTHING,
     async_parameter_server_cost,
     model_parallel_cost,
     norms_cost,
     parameter_server_cost,
 )
-from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.base import OwnPaceStrategy
-from labkit.strategies.flat_parameters import pieces_by_slice
 from labkit.strategies.mixed_precision import LossScaler
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
 from labkit.training.state import checksum, largest_difference
@@ -37,8 +36,8 @@ COUNTED = [
     for name in ("parameter_server", "model_parallel", "pipeline", "ring_all_reduce", "ddp")
 ]
 SPLITS = {1: (), 2: (3,), 3: (2, 5), 4: (1, 3, 5)}
-# The last norm clips some of the batches, see the test.
-NEVER, ALWAYS, SOMETIMES = None, 1e-3, 0.75
+# It clips some of the batches, see the test.
+CLIP_NORM = 0.75
 BATCHES = (7, 5, 1, 9)
 
 
@@ -174,14 +173,13 @@ def plainly(make_model, batches, clip_norm=None):
 def clipped():
     """By number of ranks, then case, what each rank ends with: one run for each number."""
     batches, found = some_batches(BATCHES), {}
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 2, 3):
         for ranks, makes in ((1, in_one_process(world_size)), (world_size, on_ranks(world_size))):
             cases = {
                 (name_of(make), clip_norm): (make, model_of(make), batches, clip_norm)
                 for make in makes
-                for clip_norm in (NEVER, ALWAYS, SOMETIMES)
+                for clip_norm in (None, CLIP_NORM)
                 if clip_norm or make.func in COUNTED
-                if clip_norm != ALWAYS or world_size < 4
             }
             values = run(train_each, cases, world_size=ranks, device="cpu").values
             for key, (make, *_) in cases.items():
@@ -189,59 +187,32 @@ def clipped():
     return found
 
 
-def test_the_norms_are_such_that_all_steps_clip_or_some():
-    for make in (odd, untied, all_used):
-        norms = plainly(partial(wide, make), some_batches(BATCHES), SOMETIMES)[1]
-        assert min(norms) < 0.9 * SOMETIMES < 1.1 * SOMETIMES < max(norms)
+def test_clipping_equals_one_device(clipped):
+    for (_, name, clip_norm), (make, ranks) in clipped.items():
+        state, norms = plainly(model_of(make), some_batches(BATCHES), clip_norm)
+        assert min(norms) < 0.9 * CLIP_NORM < 1.1 * CLIP_NORM < max(norms)
+        assert len({checksum(rank[0]) for rank in ranks}) == 1, name
+        assert largest_difference(ranks[0][0], state) < 1e-10, (name, clip_norm)
+    assert len(clipped) > 40
 
 
-@pytest.mark.parametrize(
-    ("world_size", "clip_norm"),
-    [*itertools.product((1, 2, 3), (ALWAYS, SOMETIMES)), (4, SOMETIMES)],
-)
-def test_clipping_equals_one_device(clipped, world_size, clip_norm):
-    cases = [case for key, case in clipped.items() if key[::2] == (world_size, clip_norm)]
-    for make, ranks in cases:
-        state, _ = plainly(model_of(make), some_batches(BATCHES), clip_norm)
-        assert len({checksum(rank[0]) for rank in ranks}) == 1, name_of(make)
-        assert largest_difference(ranks[0][0], state) < 1e-10, name_of(make)
-    assert len(cases) > 10
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_clipping_costs_short_messages_where_ranks_have_parts_of_the_gradients(
     clipped, world_size
 ):
-    elements = [p.numel() for p in odd().parameters() if p.requires_grad]
     for (number, name, clip_norm), (make, ranks) in clipped.items():
         if number != world_size or clip_norm is None or make.func not in COUNTED:
             continue
-        _, plain = clipped[number, name, NEVER]
-        servers = make.keywords.get("servers", 1)
-        slices = chunk_bounds(sum(elements), servers)
-        pieces = sum(map(len, pieces_by_slice(elements, slices)))
+        _, plain = clipped[number, name, None]
+        servers = make.keywords.get("servers", 0)
         for rank in range(world_size):
-            cost = norms_cost(0, 8, world_size, rank)
-            if make.func is strategies.get("parameter_server") and rank < servers:
-                cost = norms_cost(pieces, 8, servers, rank)
+            cost = NOTHING
+            if servers > 1 and rank < servers:
+                cost = norms_cost(servers, rank)
             if "split_points" in make.keywords:
-                cost = norms_cost(len(elements), 8, world_size, rank)
+                cost = norms_cost(world_size, rank)
             more = [with_it - without for with_it, without in zip(ranks[rank][1], plain[rank][1])]
             assert more == [len(BATCHES) * n for n in (cost.messages, cost.num_bytes)], name
-
-
-@pytest.mark.parametrize(
-    ("sizes", "slices", "pieces"),
-    [
-        ([3, 4], [(0, 7)], [[3, 4]]),
-        ([3, 4], [(0, 3), (3, 7)], [[3], [4]]),
-        ([3, 4], [(0, 2), (2, 5), (5, 7)], [[2], [1, 2], [2]]),
-        ([1], [(0, 1), (1, 1)], [[1], []]),
-        ([0, 2, 0, 3], [(0, 5)], [[2, 3]]),
-    ],
-)
-def test_the_pieces_of_slices(sizes, slices, pieces):
-    assert pieces_by_slice(sizes, slices) == pieces
 
 
 def images():
@@ -312,7 +283,7 @@ def halved():
                 cases += [(name_of(make), make, numbers) for make in close(world_size, amp)]
         if world_size == 1:
             cases.append(("full", technique("single"), numbers))
-        calls = {name: (make, model, batches, 0.75) for name, make, model in cases}
+        calls = {name: (make, model, batches) for name, make, model in cases}
         if world_size == 3:
             cut = technique("model_parallel", split_points=(1, 5), amp="bf16")
             calls["cuts"] = cut, images, batches
@@ -398,12 +369,6 @@ def places_of_overflow(world_size):
         yield technique("pipeline", True, **cut), rank, layer
 
 
-def stages_without_parameters(world_size):
-    """Only the first layer is trained, so most stages have no gradient and no optimizer."""
-    for name in ("model_parallel", "pipeline"):
-        yield technique(name, split_points=(1, 2)[: world_size - 1]), 0, 0
-
-
 def first_trained():
     model = numbers()
     model[2].requires_grad_(False)
@@ -414,7 +379,9 @@ def first_trained():
 def test_an_overflow_on_one_rank_skips_the_update_on_all_and_halves_all_scales(world_size):
     batches, cases = [(x.float(), y) for x, y in some_batches((6, 6, 6, 6))], {}
     places = [(place, numbers) for place in places_of_overflow(world_size)]
-    places += [(place, first_trained) for place in stages_without_parameters(world_size)]
+    # With only the first layer trained, most stages have no gradient and no optimizer.
+    stages = technique("pipeline", split_points=(1, 2)[: world_size - 1])
+    places.append(((stages, 0, 0), first_trained))
     for (make, rank, layer), model in places:
         make = partial(make, amp="fp16")
         cases[name_of(make), rank, layer, model.__name__] = make, model, batches, rank, layer
@@ -480,21 +447,20 @@ def test_an_asynchronous_server_skips_a_push_that_overflows_and_tells_all_worker
 
 
 def test_the_scale_is_that_of_pytorch():
-    ours, theirs = LossScaler(), torch.amp.GradScaler("cpu")
+    ours, theirs = LossScaler(), torch.amp.GradScaler("cpu", growth_interval=3)
+    ours.growth_interval = 3
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     theirs.scale(weight.sum())
-    theirs.load_state_dict(theirs.state_dict() | {"growth_interval": 3})
-    ours.load_state_dict(theirs.state_dict())
     for overflows in (1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 0):
         weight.grad = torch.full((1,), math.nan if overflows else 1.0)
         theirs.step(optimizer)
         theirs.update()
         ours.update(bool(overflows))
-        assert ours.state_dict() == theirs.state_dict()
+        assert ours.state_dict().items() <= theirs.state_dict().items()
     assert ours.get_scale() == 2.0**16 / 2 / 2 * 4 / 4
     other = LossScaler()
-    other.load_state_dict(ours.state_dict())
+    other.load_state_dict(theirs.state_dict())
     assert other.state_dict() == ours.state_dict()
 
 
@@ -503,14 +469,6 @@ def test_a_scale_that_has_changed_since_is_not_changed_again():
     for _ in range(3):
         scaler.update(overflowed=True, scale=2.0**16)
     assert scaler.get_scale() == 2.0**15
-
-
-def test_a_scaler_refuses_the_state_of_a_run_without_one():
-    with pytest.raises(ValueError, match="not in fp16: continue it with the amp that it had"):
-        LossScaler().load_state_dict({})
-    without = LossScaler(enabled=False)
-    without.load_state_dict({"scale": 8.0})
-    assert (without.get_scale(), without.state_dict()) == (1.0, {})
 
 
 def blow_up(comm, make_strategy, value):
@@ -545,26 +503,10 @@ def test_a_norm_that_is_not_finite_makes_what_it_makes_in_pytorch():
                 assert is_nan.all() == (math.isnan(value) or name == "0.weight")
 
 
-def hold(comm, accumulate):
-    strategy = technique("model_parallel", split_points=(2,), accumulate=accumulate)()
-    strategy.setup(comm, numbers(), sgd)
-    strategy.step(torch.ones(6, 6), torch.zeros(6, dtype=torch.int64), 6)
-    return strategy.stage.held_bytes
-
-
-def test_stages_that_accumulate_hold_one_micro_batch():
-    whole, thirds = (run(hold, n, world_size=2, device="cpu").values for n in (1, 3))
-    # The last stage also holds a number for its loss.
-    assert whole[0] == 3 * thirds[0]
-    assert whole[1] > 2 * thirds[1]
-
-
-def test_fp16_costs_a_number_more_in_the_messages_of_servers(halved):
-    elements = [p.numel() for p in numbers().parameters()]
-    pieces = sum(map(len, pieces_by_slice(elements, chunk_bounds(sum(elements), 2))))
+def test_fp16_costs_short_messages_of_servers(halved):
+    elements = sum(p.numel() for p in numbers().parameters())
     for rank, (_, sent, _) in enumerate(halved[3]["ParameterServer(servers=2, amp=fp16)"]):
-        step = parameter_server_cost(sum(elements), 4, 3, rank, 2)
-        step += norms_cost(pieces, 4, 3, rank, fp16=True)
+        step = parameter_server_cost(elements, 4, 3, rank, 2) + norms_cost(3, rank)
         assert sent == (3 * step.messages, 3 * step.num_bytes)
     elements = sum(p.numel() for p in images().parameters())
     ranks = halved[2]["AsyncParameterServer(amp=fp16, accumulate=2)"]

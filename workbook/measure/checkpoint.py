@@ -209,8 +209,7 @@ def _repeat(step: Callable[[], object], steps: int) -> None:
 
 def _state(comm: Comm, strategy: DDP) -> dict[str, Any]:
     """What a run would save: the model, the optimizer's state, random states."""
-    kept = strategy.kept()
+    state = strategy.state()
     if comm.rank:
         return {"random": torch.get_rng_state()}
-    states = kept.optimizer_state().items()
-    return dict(kept.given) | {f"{n}/{key}": t for n, one in states for key, t in one.items()}
+    return {name: tensor for name, tensor in state.items() if not name.startswith("own/")}

@@ -10,16 +10,11 @@ from labkit.backend.chosen import use
 from labkit.backend.queues import sent as sent_on_our_backend
 from labkit.collectives import fast_hierarchical_all_reduce
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy
-from labkit.strategies.kept import Kept
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
-from labkit.strategies.update import Update
-
-_REPLACED_BY_TORCH = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+from labkit.strategies.base import MakeOptimizer, OnShares
+from labkit.strategies.sync_batch_norm import GlobalBatch
 
 
-class TorchDDP(Strategy):
+class TorchDDP(OnShares):
     """``torch.nn.parallel.DistributedDataParallel``, the counterpart of ring all-reduce and DDP.
 
     DDP divides the summed gradient by the number of ranks. Shares may differ in size, so each
@@ -31,20 +26,13 @@ class TorchDDP(Strategy):
     epoch.
     DDP's traffic bypasses ``Comm``; only our backend counts it.
 
-    Args:
-        backend: of a new process group, ``gloo``, ``nccl`` or ``labkit``; ``auto`` uses the group
-            that the ranks have already.
-        bucket_mb: DDP's ``bucket_cap_mb``.
-        accumulate, amp, straggler: see ``LocalGradients``.
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch. Over NCCL by
-            ``nn.SyncBatchNorm``, which refuses the CPU: there, and for a learner's own subclass of
-            BatchNorm, which it would replace, by labkit's layers over ``Comm``. ``notes`` say
-            which.
-        hierarchical: let our backend sum inside each host first, then between hosts.
-
-    Raises:
-        ValueError: ``hierarchical`` with another backend, which chooses its own algorithm.
+    DDP's ``bucket_cap_mb`` is ``bucket_mb``. ``backend`` is that of a new process group, ``auto``
+    uses the group that the ranks have already; with ``hierarchical`` our backend sums inside each
+    host first. ``sync_batch_norm`` is done over NCCL by ``nn.SyncBatchNorm``, which refuses the
+    CPU, elsewhere by labkit's layers over ``Comm``; ``notes`` say which.
     """
+
+    replaces_buffers = True
 
     def __init__(
         self,
@@ -61,45 +49,32 @@ class TorchDDP(Strategy):
                 f"hierarchical is an all-reduce of the labkit backend, and backend {backend!r} "
                 "chooses its own: use backend 'labkit', or no builtin"
             )
-        self.hierarchical = hierarchical
-        self.backend, self.sync_batch_norm = backend, sync_batch_norm
-        self.bucket_mb = bucket_mb
-        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
+        super().__init__(accumulate, amp, straggler, sync_batch_norm)
+        self.backend, self.bucket_mb, self.hierarchical = backend, bucket_mb, hierarchical
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm = comm
-        devices = [comm.device] if comm.device.type == "cuda" else None
-        chosen = self.backend != "auto"
-        self.group: Any = dist.new_group(backend=self.backend) if chosen else None
+        self.group: Any = None
+        if self.backend != "auto":
+            self.group = dist.new_group(backend=self.backend)
         if self.hierarchical:
             self.used_before = use(fast_hierarchical_all_reduce)
-        self.model = model.to(comm.device).train()
-        ours = self._synchronised()
+        by_torch = self.sync_batch_norm and dist.get_backend(self.group) == "nccl"
+        if by_torch:
+            self.synchronised_by, self.sync_batch_norm = "torch", False
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model, self.group)
+        self.place(comm, model)
+        devices = [comm.device] if comm.device.type == "cuda" else None
         self.replica = DistributedDataParallel(
             self.model, device_ids=devices, process_group=self.group, bucket_cap_mb=self.bucket_mb
         )
-        self.gradients = LocalGradients(
-            comm, self.replica, loss=self.loss, global_batch=ours, **self.settings
-        )
+        self.compute_with(self.replica)
+        if by_torch:
+            # So that all ranks have as many micro-batches; its layers take empty ones.
+            count = self.settings["accumulate"]
+            self.global_batch = GlobalBatch(comm, self.model, self.workers, count)
+            self.sync_batch_norm = True
         self.optimizer = make_optimizer(self.replica.parameters())
-        self.scaler = self.gradients.scaler
-        self.update = Update(
-            self.optimizer, self.model.parameters(), clip_norm=self.clip_norm, scaler=self.scaler
-        )
-
-    def _synchronised(self) -> GlobalBatch | None:
-        """Convert the model's BatchNorm layers; returns the batch of labkit's own, if any."""
-        if not self.sync_batch_norm or self.comm.world_size == 1:
-            return None
-        count = self.settings["accumulate"]
-        kinds = {type(layer) for _, layer in batch_norms(self.model)}
-        if dist.get_backend(self.group) == "nccl" and kinds <= _REPLACED_BY_TORCH:
-            self.synchronised_by = "torch"
-            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, self.group)
-            self.global_batch = GlobalBatch(self.comm, self.model, self.workers, count)
-            return None
-        self.global_batch = convert(self.model, self.comm, self.workers, count)
-        return self.global_batch
+        self.update = self.update_of(self.model.parameters())
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -117,13 +92,6 @@ class TorchDDP(Strategy):
                         parameter.grad *= ranks
             self.update()
         return loss
-
-    def kept(self) -> Kept:
-        kept = super().kept()
-        if self.comm.rank:
-            # DDP gives all ranks those of rank 0 before they are used.
-            kept.buffers = {}
-        return kept
 
     def rehearse(self, inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         # After its first backward DDP assigns the gradients to other buckets, in whose order it

@@ -43,19 +43,11 @@ class TorchPipeline(StagedModel):
     The evaluation uses our own hops. The bytes that PyTorch sends are not counted; in the trace
     ``communicate`` is everything in a step except forward, backward and update, waiting included.
 
-    Args:
-        split_points: layers that begin a stage, one fewer than there are ranks.
-        micro_batches: M; a batch of fewer samples is cut into single samples, and a batch of fewer
-            than P uses ``gpipe``, because PyTorch's 1F1B needs P micro-batches or more.
-        schedule: ``gpipe`` or ``1f1b``.
-        amp: see ``LocalGradients``. PyTorch wants to know the dtypes at the cuts before the first
-            step, so activations cross as float32: a layer that would take the half dtype there as
-            it comes (BatchNorm, pooling) then computes in float32, unlike on one device.
-
-    Raises:
-        ValueError: unknown schedule, or ``micro_batches`` below 1; in ``check_ranks``, ``1f1b``
-            with M < P; in ``setup``, ranks that share a GPU; in the first step, integers at a cut
-            that a gradient has to cross.
+    PyTorch wants to know the dtypes at the cuts before the first step, so with ``amp`` activations
+    cross as float32: a layer that would take the half dtype there as it comes (BatchNorm, pooling)
+    then computes in float32, unlike on one device. A batch of fewer samples than micro-batches is
+    cut into single samples, and one of fewer than P uses ``gpipe``, because PyTorch's 1F1B needs P
+    micro-batches or more.
     """
 
     through_comm = False
@@ -97,35 +89,26 @@ class TorchPipeline(StagedModel):
         stage.zero_grad()
         self._loss_sum = targets.new_zeros((), dtype=torch.float64)
         self._divisor = batch_size
+        count = min(self.micro_batches, len(targets))
+        rows, options = math.ceil(len(targets) / count), {}
+        key = count, rows, inputs.shape[1:], inputs.dtype
+        if key not in self._prepared:
+            self._prepared[key] = self._schedule(count, rows, inputs)
+        if count * rows > len(targets):
+            options["samples"] = torch.tensor([len(part) for part in targets.tensor_split(count)])
+            inputs, targets = (
+                pad_sequence(list(tensor.tensor_split(count)), batch_first=True).flatten(0, 1)
+                for tensor in (inputs, targets)
+            )
+        entering = [inputs] if stage.is_first else []
+        expected = targets if stage.is_last else None
         with stage.comm.span("communicate"):
-            self._forward_backward(inputs, targets)
+            self._prepared[key].step(*entering, target=expected, return_outputs=False, **options)
         stage.update()
         return self._loss_sum
 
-    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> None:
-        count = min(self.micro_batches, len(targets))
-        rows = math.ceil(len(targets) / count)
-        schedule, options = self._schedule(count, rows, inputs), {}
-        if count * rows > len(targets):
-            options["samples"] = torch.tensor([len(part) for part in targets.tensor_split(count)])
-            inputs = _equal_parts(inputs, count, 0)
-            targets = _equal_parts(targets, count, 0)
-        entering = [inputs] if self.stage.is_first else []
-        expected = targets if self.stage.is_last else None
-        schedule.step(*entering, target=expected, return_outputs=False, **options)
-
     def _schedule(self, count: int, rows: int, inputs: Tensor) -> Any:
-        """The schedule for ``count`` micro-batches of ``rows`` rows, made once per shape."""
-        key = count, rows, inputs.shape[1:], inputs.dtype
-        if key not in self._prepared:
-            name = self.schedule if count >= self.stage.count else "gpipe"
-            stage = self._pipeline_stage(rows, inputs)
-            # The loss is a sum over samples already: do not divide by the number of micro-batches.
-            self._prepared[key] = _SCHEDULES[name](stage, count, self._loss, scale_grads=False)
-        return self._prepared[key]
-
-    def _pipeline_stage(self, rows: int, inputs: Tensor) -> PipelineStage:
-        """This rank's stage, for micro-batches of ``rows`` rows.
+        """The schedule for ``count`` micro-batches of ``rows`` rows.
 
         The shapes are given: otherwise PyTorch (up to 2.11) finds them by a pass through the
         layers, which changes BatchNorm's averages.
@@ -133,29 +116,25 @@ class TorchPipeline(StagedModel):
         stage, sample = self.stage, tuple(inputs.shape[1:])
         outputs = output_shapes(stage.meta_model, sample, rows, inputs.dtype)
         shapes = [((rows, *sample), inputs.dtype), *outputs]
-        self._check_dtypes([dtype for _, dtype in shapes])
-        entering, leaving = (shapes[layer] for layer in stage.bounds[stage.index])
-        return _TracedStage(
+        entering, leaving = (
+            torch.empty(shape, dtype=dtype, device="meta", requires_grad=has_gradient)
+            for (shape, dtype), has_gradient in zip(
+                (shapes[layer] for layer in stage.bounds[stage.index]),
+                (stage.index > stage.first_trained, stage.index >= stage.first_trained),
+            )
+        )
+        traced = _TracedStage(
             self.layers,
             stage.index,
             stage.count,
             stage.comm.device,
-            input_args=_meta(*entering, stage.index > stage.first_trained),
-            output_args=_meta(*leaving, stage.index >= stage.first_trained),
-        ).traced_by(stage.comm)
-
-    def _check_dtypes(self, dtype_by_layer: list[torch.dtype]) -> None:
-        """Raise ValueError, on all ranks, if integers cross a cut that a gradient has to cross."""
-        # No gradient crosses the cuts before this one.
-        first = self.stage.first_trained
-        for point in self.split_points[first:]:
-            dtype = dtype_by_layer[point]
-            if not (dtype.is_floating_point or dtype.is_complex):
-                raise ValueError(
-                    f"the activation at split point {point} is {dtype}, and PyTorch's pipelines "
-                    "need its gradient: move this split point, or use our own (without builtin), "
-                    "which sends zeros back"
-                )
+            input_args=entering,
+            output_args=leaving,
+        )
+        traced.comm = stage.comm
+        name = self.schedule if count >= stage.count else "gpipe"
+        # The loss is a sum over samples already: do not divide by the number of micro-batches.
+        return _SCHEDULES[name](traced, count, self._loss, scale_grads=False)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         # PyTorch calls this right after the forward of the same micro-batch.
@@ -167,6 +146,18 @@ class TorchPipeline(StagedModel):
     def notes(self) -> dict[str, Any]:
         """Where the model was cut."""
         return {"split_points": list(self.split_points)}
+
+
+class TorchModelParallel(TorchPipeline):
+    """``TorchPipeline`` with one micro-batch, the counterpart of ``ModelParallel``."""
+
+    instead: ClassVar = StagedModel.instead | {
+        "accumulate": "PyTorch's schedules have several micro-batches under way: that is strategy "
+        "pipeline with micro_batches; without builtin, model_parallel runs them in turn"
+    }
+
+    def __init__(self, split_points: Sequence[int] = (), amp: str | None = None):
+        super().__init__(split_points, micro_batches=1, amp=amp)
 
 
 class _OnSamples(nn.Module):
@@ -201,9 +192,7 @@ class _OnSamples(nn.Module):
 class _TracedStage(PipelineStage):
     """A stage whose forwards and backwards appear in the trace, one span per micro-batch."""
 
-    def traced_by(self, comm: Comm) -> "_TracedStage":
-        self.comm = comm
-        return self
+    comm: Comm
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.comm.span("forward"):
@@ -212,12 +201,3 @@ class _TracedStage(PipelineStage):
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.comm.span("backward"):
             return super().backward_one_chunk(*args, **kwargs)
-
-
-def _equal_parts(tensor: Tensor, count: int, value: float) -> Tensor:
-    """``count`` parts of ``tensor``, as even as possible, each padded with rows of ``value``."""
-    return pad_sequence(list(tensor.tensor_split(count)), True, value).flatten(0, 1)
-
-
-def _meta(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)

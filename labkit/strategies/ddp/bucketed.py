@@ -30,7 +30,7 @@ class BucketedDDP(NaiveDDP):
     Args:
         bucket_mb: MiB of gradients per bucket; 0 gives every parameter a bucket. See
             ``schedules.bucket_assignment.assign_buckets``.
-        comm, module, op, find_unused, hierarchical: as for ``NaiveDDP``.
+        comm, module, op, hierarchical: as for ``NaiveDDP``.
     """
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
@@ -74,28 +74,19 @@ class BucketedDDP(NaiveDDP):
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
         """Queue a bucket; one that is waited for runs in this thread if no other is under way."""
-        work = self._start(bucket.gradients(), self.op, is_waited_for)
+        gradients, all_reduce = bucket.gradients(), self.sum_over_ranks
+        work = start_all_reduce(self.comm, gradients, self.op, is_waited_for, all_reduce)
         self._launched.append(work)
-
-    def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        self._start(tensor, op, is_waited_for=True).wait()
-
-    def _start(self, tensor: Tensor, op: str, is_waited_for: bool) -> Work:
-        return start_all_reduce(self.comm, tensor, op, is_waited_for, self.sum_over_ranks)
 
 
 class Bucket:
-    """Gradients that are all-reduced together, in one flat tensor; a single one is not copied.
-
-    Attributes:
-        parameters: those whose gradients belong to the bucket.
-        missing: those without a gradient so far in this backward; if empty, the bucket is full.
-        flat: [N], of which the gradients are views; None for a single gradient.
-    """
+    """Gradients that are all-reduced together, in one flat tensor; a single one is not copied."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
+        # Those without a gradient so far in this backward; if there are none, the bucket is full.
         self.missing = set(parameters)
+        # [N], of which the gradients are views; None for a single gradient.
         self.flat: Tensor | None = None
         if len(parameters) > 1:
             self.flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
@@ -138,14 +129,7 @@ def start_all_reduce(
     on all ranks. Neither read nor change the tensor until ``wait()`` of the handle has returned.
     On a GPU they run on a stream of their own: see ``WorkQueue``.
 
-    Args:
-        comm: send nothing else on it in the meantime.
-        tensor, op: as for ``ring_all_reduce``.
-        is_waited_for: the caller will wait at once, so it may be carried out in this thread.
-        all_reduce: which one.
-
-    Raises:
-        ValueError: it is no tensor, or on another device.
+    ``is_waited_for``: the caller will wait at once, so it may be carried out in this thread.
     """
     check_tensor(tensor, comm.device)  # here, since an error of the other thread comes with wait()
     return work_queue_of(comm).add(

@@ -10,11 +10,11 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 
 from labkit.collectives import (
@@ -23,6 +23,7 @@ from labkit.collectives import (
     fast_ring_all_reduce,
 )
 from labkit.comm.comm import Comm
+from labkit.strategies.flat_parameters import trained_parameters
 
 
 class NaiveDDP(nn.Module):
@@ -35,56 +36,41 @@ class NaiveDDP(nn.Module):
     after an update. Each rank normalises with the statistics of its own share. PyTorch's DDP does
     both. A gradient that is missing on this rank counts as zeros. If it is missing on all ranks,
     it becomes zeros, and an optimizer with momentum still changes the parameter; on one device it
-    would not.
+    would not. A parameter that is unfrozen later is not summed.
 
     Args:
         comm: this rank's Comm. Send nothing else on it until backward has returned.
         module: on ``comm.device``; values may differ between ranks, rank 0's are taken.
         op: ``mean`` over the ranks, as in PyTorch, or ``sum``, for a loss that is divided already.
-        find_unused: one more all-reduce, of one byte per parameter, finds the parameters that no
-            rank has used: their gradients stay None, as on one device.
         hierarchical: sum inside each host first, then between hosts.
-
-    The constructor lists the trained parameters: the gradient of a parameter that is unfrozen
-    later is not summed.
-
-    Attributes:
-        buffers_behind: whether buffers may have changed since they were broadcast.
-
-    Raises:
-        ValueError: nothing in the module requires a gradient.
     """
 
     def __init__(
-        self,
-        comm: Comm,
-        module: nn.Module,
-        *,
-        op: str = "mean",
-        find_unused: bool = False,
-        hierarchical: bool = False,
+        self, comm: Comm, module: nn.Module, *, op: str = "mean", hierarchical: bool = False
     ):
         super().__init__()
+        self.comm, self.module, self.op = comm, module, op
         self.sum_over_ranks = (
             fast_hierarchical_all_reduce if hierarchical else fast_ring_all_reduce
         )
-        self.comm, self.module, self.op, self.find_unused = comm, module, op, find_unused
-        # parameters() lists a tied parameter once.
-        self.trained = [p for p in module.parameters() if p.requires_grad]
-        if not self.trained:
-            raise ValueError(
-                "no parameter of this model requires a gradient: there is nothing to sum"
-            )
-        self._synchronise, self._in_backward, self.buffers_behind = True, False, False
+        self.trained = trained_parameters(module)
+        self._synchronise, self._in_backward = True, False
+        # Whether buffers may have changed since they were broadcast.
+        self.buffers_behind = False
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
-        on_gradient = weakly(self._on_gradient)
+        # The garbage collector does not see hooks, so it could not free what they refer to.
+        this = weakref.ref(self)
+
+        def hook(parameter: nn.Parameter) -> None:
+            if replica := this():
+                replica._on_gradient(parameter)
+
         for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(on_gradient)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        self._give_up_interrupted()
-        self.broadcast_buffers()
+        self._begin()
         return self.module(*inputs, **keywords)
 
     @contextlib.contextmanager
@@ -101,10 +87,16 @@ class NaiveDDP(nn.Module):
 
     def without_samples(self) -> None:
         """Replace forward and backward on a rank without samples, while other ranks have some."""
-        self._give_up_interrupted()
-        self.broadcast_buffers()
+        self._begin()
         if self._synchronise:
             self._end_backward()
+
+    def _begin(self) -> None:
+        # A backward that has raised; not one that is still running, as checkpointing does.
+        if self._in_backward and torch._C._current_graph_task_id() < 0:
+            self._in_backward = False
+            self._wait_for_launched()
+        self.broadcast_buffers()
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
@@ -131,21 +123,7 @@ class NaiveDDP(nn.Module):
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._in_backward, self.buffers_behind = False, True
-        used = [parameter.grad is not None for parameter in self.trained]
         self.sum_gradients()
-        if self.find_unused:
-            anywhere = torch.tensor(used, dtype=torch.uint8, device=self.comm.device)
-            self._all_reduce(anywhere, "max")
-            for parameter, is_used in zip(self.trained, anywhere.tolist()):
-                if not is_used:
-                    parameter.grad = None
-
-    def _give_up_interrupted(self) -> None:
-        """Reset what is left of a backward that raised, so that the next one starts clean."""
-        # Not inside a backward that is still running: checkpointing calls forward there.
-        if self._in_backward and torch._C._current_graph_task_id() < 0:
-            self._in_backward = False
-            self._wait_for_launched()
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Called when backward has computed a gradient; this class waits until backward ends."""
@@ -159,20 +137,3 @@ class NaiveDDP(nn.Module):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self.sum_over_ranks(self.comm, parameter.grad, self.op)
-
-    def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        self.sum_over_ranks(self.comm, tensor, op)
-
-
-def weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """A hook that calls ``method`` without keeping its replica alive.
-
-    The garbage collector does not see hooks, so it could not free a replica that they refer to.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def hook(parameter: nn.Parameter) -> None:
-        if found := reference():
-            found(parameter)
-
-    return hook

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.base import MakeOptimizer, OnShares
 from labkit.strategies.ddp.bucketed import BucketedDDP
-from labkit.strategies.kept import Kept
-from labkit.strategies.local_gradients import LocalGradients
-from labkit.strategies.sync_batch_norm import convert
-from labkit.strategies.update import Update
+from labkit.strategies.state import State
 
 
-class DDP(Strategy):
+class DDP(OnShares):
     """Synchronous data parallelism with ``BucketedDDP``.
 
     Batch statistics (BatchNorm): each rank normalises with the statistics of its own share; all
@@ -30,11 +27,13 @@ class DDP(Strategy):
 
     Args:
         bucket_mb: MiB of gradients that are summed together; 0 gives every parameter a bucket.
-        accumulate, amp, straggler: see ``LocalGradients``; one synchronisation per update.
-        sync_batch_norm: BatchNorm normalises with the statistics of the global batch.
+        accumulate, amp, straggler, sync_batch_norm: see ``OnShares``; one synchronisation per
+            update.
         hierarchical: sum inside each host first, then between hosts: see
             ``labkit.collectives.hierarchical``.
     """
+
+    replaces_buffers = True
 
     def __init__(
         self,
@@ -45,26 +44,16 @@ class DDP(Strategy):
         sync_batch_norm: bool = False,
         hierarchical: bool = False,
     ):
-        self.bucket_mb, self.sync_batch_norm = bucket_mb, sync_batch_norm
-        self.hierarchical = hierarchical
-        self.settings = {"accumulate": accumulate, "amp": amp, "straggler": straggler}
+        super().__init__(accumulate, amp, straggler, sync_batch_norm)
+        self.bucket_mb, self.hierarchical = bucket_mb, hierarchical
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.comm = comm
-        self.model = model.to(comm.device).train()
-        if self.sync_batch_norm:
-            count = self.settings["accumulate"]
-            self.global_batch = convert(self.model, comm, self.workers, count)
+        self.place(comm, model)
         options = {"bucket_mb": self.bucket_mb, "hierarchical": self.hierarchical}
         self.replica = BucketedDDP(comm, self.model, op="sum", **options)
+        self.compute_with(self.replica)
         self.optimizer = make_optimizer(self.replica.trained)
-        self.gradients = LocalGradients(
-            comm, self.replica, loss=self.loss, global_batch=self.global_batch, **self.settings
-        )
-        self.scaler = self.gradients.scaler
-        self.update = Update(
-            self.optimizer, self.replica.trained, clip_norm=self.clip_norm, scaler=self.scaler
-        )
+        self.update = self.update_of(self.replica.trained)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -77,16 +66,13 @@ class DDP(Strategy):
             self.update()
         return loss
 
-    def kept(self) -> Kept:
-        kept = super().kept()
-        if self.comm.rank:
-            # Rank 0's replace them before they are used.
-            kept.buffers = {}
-        kept.own["buffers_behind"] = torch.tensor(self.replica.buffers_behind)
-        return kept
+    def state(self) -> State:
+        behind = torch.tensor(self.replica.buffers_behind)
+        return super().state() | {"own/buffers_behind": behind}
 
-    def continued(self, own: Mapping[str, Tensor]) -> None:
-        self.replica.buffers_behind = bool(own.get("buffers_behind", True))
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state(state)
+        self.replica.buffers_behind = bool(state.get("own/buffers_behind", True))
 
     def end_epoch(self) -> None:
         self.replica.broadcast_buffers()
