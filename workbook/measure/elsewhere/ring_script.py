@@ -36,7 +36,7 @@ def _start_hosts(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     script = Path(arguments[0])
     module = module_of(script.parent)
-    measured = Counting(lambda: labkit.horovod.negotiator().comm, module.Measured())
+    measured = Counting(lambda: labkit.horovod.engine().comm, module.Measured())
 
     def report(path: str, *, worker: int, **told: object) -> None:
         counted = {f"worker {worker}": measured.counted_bytes}
