@@ -105,7 +105,7 @@ def _train(arguments: Namespace) -> int:
     from labkit.runtime import rounds
     from labkit.training.train_run import train_run
 
-    if preload.under_torchrun():
+    if preload.under_torchrun() and config.world_size == int(os.environ["WORLD_SIZE"]):
         # Only rank 0 writes, and which machine that is nobody knows before.
         given = "".join(f"{o} " for o in ("json", "save") if getattr(arguments, o) is not None)
         found = rounds.join(min(arguments.timeout, 60.0))

@@ -90,8 +90,7 @@ def measure_link(
         A ``costs.Link`` with the repeats in seconds; printed, it says what was measured.
 
     Raises:
-        ValueError: an unknown pattern, a ping-pong of other than 2 ranks, fewer than two sizes or
-            one repeat.
+        ValueError: an unknown pattern, a ping-pong of other than 2 ranks, fewer than two sizes.
         WorkerError: a rank failed.
     """
     check_choice("pattern", pattern, PATTERNS)
@@ -99,17 +98,11 @@ def measure_link(
     for size in sizes_bytes:
         check_integer("a size in bytes", size)
     if len(set(sizes_bytes)) < 2:
-        raise ValueError(
-            f"a line needs two different sizes, got {sorted(set(sizes_bytes))}: give a small one "
-            "and a large one"
-        )
+        raise ValueError(f"a line needs two different sizes, got {sorted(set(sizes_bytes))}")
     if world_size == 1:
         raise ValueError("one rank has no link: measure 2 ranks or more")
     if world_size != 2 and pattern == "ping_pong":
-        raise ValueError(
-            f"a ping-pong is between 2 ranks, and world_size is {world_size}: take "
-            'pattern="exchange"'
-        )
+        raise ValueError(f"a ping-pong has 2 ranks, not {world_size}: take pattern='exchange'")
     where = {"device": device, "devices": devices, "transport": transport}
     settings = pattern, tuple(sizes_bytes), repeats, gamma
     by_rank = run(_measure, *settings, world_size=world_size, **where).values

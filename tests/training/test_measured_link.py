@@ -63,7 +63,7 @@ def test_a_ping_pong_is_timed_by_the_rank_that_begins(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"world_size": 4}, 'between 2 ranks, and world_size is 4: take pattern="exchange"'),
+        ({"world_size": 4}, "a ping-pong has 2 ranks, not 4: take pattern='exchange'"),
         ({"world_size": 1, "pattern": "exchange"}, "one rank has no link"),
         ({"pattern": "pingpong"}, "unknown pattern 'pingpong' .did you mean 'ping_pong'"),
         ({"repeats": 0}, "repeats must be an integer from 1 up"),

@@ -148,7 +148,7 @@ def _with_horovod(fn: Watched, setting: Setting, rank: int, noted: set) -> Train
         if noted == {"update"}:
             return Mistake("port.old_optimizer")
         raise
-    return trained if "labkit.horovod.init" in fn.called else Mistake("port.no_init")
+    return trained if "labkit.horovod.operations.init" in fn.called else Mistake("port.no_init")
 
 
 @contextlib.contextmanager
