@@ -1,4 +1,4 @@
-"""Process groups on pretended GPUs: gloo that says nccl, and what only NCCL and CUDA IPC do."""
+"""Process groups on pretended GPUs: gloo that says nccl, and what only NCCL does."""
 
 import os
 import sys
