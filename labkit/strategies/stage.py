@@ -82,15 +82,7 @@ class Stage:
         trained_parameters(nn.ModuleList(stages))
         trains = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         self.first_trained = trains.index(True)
-        self.tied = []
-        for tensor, places in on_several(stages):
-            if not isinstance(tensor, nn.Parameter):
-                raise ValueError(
-                    f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
-                    "with statistics cannot be on two stages; move a split point"
-                )
-            if tensor.requires_grad:
-                self.tied.append((tensor, places))
+        self.tied = _tied(stages)
         # By name of a parameter or buffer, its stage; those that are missing no layer uses.
         self.stage_of = {
             state_key(name, key): stage
@@ -383,3 +375,15 @@ PIPELINED_INSTEAD = StagedModel.instead | {
     "accumulate": "a pipeline adds up the gradients of its micro-batches already: choose their "
     "number with micro_batches"
 }
+
+
+def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
+    """The trained parameters of layers on several stages, with these."""
+    shared = on_several(stages)
+    for tensor, places in shared:
+        if not isinstance(tensor, nn.Parameter):
+            raise ValueError(
+                f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
+                "with statistics cannot be on two stages; move a split point"
+            )
+    return [(parameter, places) for parameter, places in shared if parameter.requires_grad]

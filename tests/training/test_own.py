@@ -143,7 +143,7 @@ REFUSED = {
     "model Sequential cannot be copied": refuse(model=net().to("meta")),
     "0.weight is torch.float64, and dtype is torch.float32": refuse(model=net().double()),
     "Linear cannot be called without arguments": refuse(model=nn.Linear),
-    "model must be a string, got 5": refuse(model=5),
+    "model must be a text that is not empty, got 5": refuse(model=5),
     "classes from 0 to 2, and the model has 2 outputs": refuse(model=net(outputs=2)),
     r"loss does not take outputs \[4, 3\] float32 and targets \[4\]": refuse(
         loss=functional.mse_loss
