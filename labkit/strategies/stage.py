@@ -379,11 +379,13 @@ PIPELINED_INSTEAD = StagedModel.instead | {
 
 def _tied(stages: list[nn.ModuleList]) -> list[tuple[nn.Parameter, list[int]]]:
     """The trained parameters of layers on several stages, with these."""
-    shared = on_several(stages)
-    for tensor, places in shared:
+    tied = []
+    for tensor, places in on_several(stages):
         if not isinstance(tensor, nn.Parameter):
             raise ValueError(
                 f"a buffer {list(tensor.shape)} belongs to layers on stages {places}: a layer "
                 "with statistics cannot be on two stages; move a split point"
             )
-    return [(parameter, places) for parameter, places in shared if parameter.requires_grad]
+        if tensor.requires_grad:
+            tied.append((tensor, places))
+    return tied
