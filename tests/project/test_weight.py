@@ -46,7 +46,7 @@ LIMITS = {
     "tests/placement": (421, 4321),
     "tests/plots": (1558, 15993),
     "tests/pretended": (1038, 5944),
-    "tests/project": (3744, 25121),
+    "tests/project": (3787, 25457),
     "tests/runtime": (3077, 20969),
     "tests/schedules": (761, 6478),
     "tests/strategies": (3099, 26795),
