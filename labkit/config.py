@@ -245,11 +245,7 @@ class RunConfig:
         0, "K", "random seed of parameters and sample order", least=0, most=2**32 - 1
     )
     lr: float | None = _setting(
-        None,
-        "RATE",
-        "learning rate (sgd 0.05, of vgg16 0.005; adam 0.001)",
-        above_zero=True,
-        most=3.4e38,
+        None, "RATE", "learning rate (sgd 0.05, of vgg16 0.005; adam 0.001)", above_zero=True
     )
     weight_decay: float | None = _setting(None, "DECAY", "of the optimizer (0; adamw 0.01)")
     lr_schedule: str = _setting(
