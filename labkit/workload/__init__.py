@@ -3,7 +3,6 @@
 datasets, folders, samples    data sets; images in folders; samples by their numbers
 sampling                      which rank gets which samples
 images, random_numbers        augmentation, size and scale of a batch; what it draws
-shared_file                   a data set in memory once, for all ranks of a machine
 models, losses                the models by name; losses as sums over samples
 weights, freezing             parameters to start from; layers that are not trained
 chain, traced, layers         a model as a list of layers, by PyTorch's tracer if it is no list;
