@@ -83,7 +83,7 @@ def tokens(text: str) -> int:
 
 def weigh() -> dict[str, tuple[int, int]]:
     """Room (``labkit/comm``, ``tools``) -> its lines and code tokens, of the files under git."""
-    command = ["git", "ls-files", "*.py"]
+    command = ["git", "ls-files", "*.py", "*.pyi"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git clone: which files belong to the repository is not known")
