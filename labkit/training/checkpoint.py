@@ -84,37 +84,26 @@ def read_facts(path: Path) -> Facts:
     """
     try:
         with open(os.open(path / FACTS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError(f"{FACTS} is not a file")
             found = json.load(file)
-    except FileNotFoundError:
-        why = f"no {FACTS}: it is incomplete, or of another version of labkit"
-        raise ValueError(why) from None
-    except OSError as error:
-        raise ValueError(f"{FACTS} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise ValueError(f"{FACTS} is damaged: it is not JSON") from None
-    kind = found.get("format") if isinstance(found, dict) else None
-    if kind != FORMAT:
-        raise ValueError(f"its format is {kind!r}, and this version of labkit reads {FORMAT}")
-    for field in fields(Facts):
-        if not isinstance(found.get(field.name), field.type):  # type: ignore[arg-type]
-            raise ValueError(f"{FACTS} is damaged: no valid {field.name}")
-    facts = Facts(**{field.name: found[field.name] for field in fields(Facts)})
-    names = {_file(rank) for rank in range(len(facts.files))}
-    fits = {
-        "epoch and step": facts.epoch >= 0 and 0 <= facts.step < facts.steps,
-        "step of its name": path.name == step_path("", facts.done).name,
-        "rows": len(facts.rows) == facts.epoch and all(map(_is_row, facts.rows)),
-        "files": bool(names) and names == facts.files.keys(),
-    }
-    if wrong := [name for name, is_right in fits.items() if not is_right]:
-        raise ValueError(f"{FACTS} is damaged: no valid {', '.join(wrong)}")
-    return facts
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and all(isinstance(row.get(n), int | float) for n in _ROW)
+        if (kind := found.get("format")) != FORMAT:
+            raise ValueError(f"its format is {kind!r}, and this version of labkit reads {FORMAT}")
+        facts = Facts(**found)
+        types = {field.name: field.type for field in fields(Facts)}
+        names = {_file(rank) for rank in range(len(facts.files))}
+        if not (
+            all(isinstance(found[name], kind) for name, kind in types.items())  # type: ignore
+            and facts.epoch >= 0
+            and 0 <= facts.step < facts.steps
+            and path.name == step_path("", facts.done).name
+            and len(facts.rows) == facts.epoch
+            and all(isinstance(row.get(name), int | float) for row in facts.rows for name in _ROW)
+            and names == facts.files.keys() != set()
+        ):
+            raise ValueError("it does not describe this checkpoint")
+        return facts
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
+        raise ValueError(f"{FACTS} is missing or damaged ({why})") from None
 
 
 def why_not_whole(path: Path) -> str:

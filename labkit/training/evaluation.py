@@ -1,13 +1,12 @@
 """What an epoch reports: progress counted, held-out samples judged, and where it is written."""
 
-import contextlib
 import csv
 import io
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ _BATCH = 512
 _MOST_VALUES = 2**21
 # Accuracy among the likeliest classes says something only where there are more classes.
 _TOP = 5
-_TABLE, _EVENTS = "epochs.csv", "TensorBoard files"
+_TABLE = "epochs.csv"
 # TensorBoard's names of an epoch's numbers.
 _TAGS = {
     "loss": "loss/train",
@@ -234,8 +233,7 @@ def _part(total: float, count: float) -> float:
 class Logs:
     """``epochs.csv`` and TensorBoard's files in a run's ``log_dir``, on rank 0.
 
-    A log that cannot be written never ends the training: that is said once. No file is opened
-    through a link.
+    A log that cannot be written does not end the training: that is said once.
     """
 
     def __init__(self, folder: str):
@@ -246,44 +244,41 @@ class Logs:
     def add(self, rows: Sequence[Row]) -> None:
         """Take the last of all epochs so far, those before a resumption included."""
         flat = [_flat(row) for row in rows]
-        columns = dict.fromkeys(name for row in flat for name in row)
+        for name, write in ((_TABLE, self._write_table), ("TensorBoard", self._write_events)):
+            try:
+                if name not in self._failed:
+                    write(flat)
+            except Exception as error:
+                self._failed.add(name)
+                print(
+                    f"no {name} in {self.folder}: {error}; the training goes on", file=sys.stderr
+                )
+
+    def _write_table(self, rows: list[Row]) -> None:
+        columns = dict.fromkeys(name for row in rows for name in row)
         text = io.StringIO()
         table = csv.DictWriter(text, ["epoch", *columns], restval="", lineterminator="\n")
         table.writeheader()
-        table.writerows({"epoch": number, **row} for number, row in enumerate(flat, start=1))
-        with self._may_fail(_TABLE):
-            write_private(f"{self.folder}/{_TABLE}", [text.getvalue().encode()], 0o644)
-        if _EVENTS in self._failed:
-            return
-        with self._may_fail(_EVENTS):
-            # Not at the top: few runs need it. It takes a moment, and may not be installed.
-            from torch.utils.tensorboard import SummaryWriter
+        table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
+        write_private(f"{self.folder}/{_TABLE}", [text.getvalue().encode()], 0o644)
 
-            if self._events is None:
-                # What an interrupted run wrote about later epochs is not shown any more.
-                self._events = SummaryWriter(self.folder, purge_step=len(rows))
-            for name, value in flat[-1].items():
+    def _write_events(self, rows: list[Row]) -> None:
+        # Not at the top: few runs need it. It takes a moment, and may not be installed.
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._events is None:
+            # What an interrupted run wrote about later epochs is not shown any more.
+            self._events = SummaryWriter(self.folder, purge_step=len(rows))
+        for name, value in rows[-1].items():
+            if value != "":
                 tag = _TAGS.get(name, f"seconds/{name.removesuffix('_s')}")
-                if value != "":
-                    self._events.add_scalar(tag, value, len(rows))
-            self._events.flush()
+                self._events.add_scalar(tag, value, len(rows))
+        self._events.flush()
 
     def close(self) -> None:
         # After an error its thread would never read what is still to be written.
-        if self._events is not None and _EVENTS not in self._failed:
-            with self._may_fail(_EVENTS):
-                self._events.close()
-
-    @contextlib.contextmanager
-    def _may_fail(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if what not in self._failed:
-                why = getattr(error, "strerror", None) or error
-                how = " (pip install tensorboard)" if isinstance(error, ImportError) else ""
-                print(f"no {what}: {why}{how}; the training goes on", file=sys.stderr)
-            self._failed.add(what)
+        if self._events is not None and "TensorBoard" not in self._failed:
+            self._events.close()
 
 
 def _flat(row: Row) -> Row:

@@ -40,14 +40,6 @@ def optimizer_maker(
     rates = {name: getattr(config, name) for name in _RATES}
     given = {name: float(rate) for name, rate in rates.items() if rate is not None}
 
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if own is not None:
-            return own(list(parameters))
-        return OPTIMIZERS[config.optimizer](parameters, **given)
-
-    # A scheduler takes some microseconds per update.
-    if not config.changes_lr:
-        return make
     whole, rest = divmod(num_samples, config.batch_size)
     updates = whole * strategy.updates_of(config.batch_size, config.world_size)
     updates += strategy.updates_of(rest, config.world_size) if rest else 0
@@ -59,19 +51,19 @@ def optimizer_maker(
         updates_per_epoch=updates,
     )
 
-    def make_scheduled(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = make(parameters)
-        if any("lr" not in group for group in optimizer.param_groups):
-            raise ValueError(
-                f"lr_schedule and warmup_epochs change the lr of an optimizer, and "
-                f"{type(optimizer).__name__} has no lr in its param_groups: leave them out"
-            )
-        scheduler = LambdaLR(optimizer, factor)
-        setattr(optimizer, _SCHEDULER, scheduler)
-        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if own is not None:
+            optimizer = own(list(parameters))
+        else:
+            optimizer = OPTIMIZERS[config.optimizer](parameters, **given)
+        # A scheduler takes some microseconds per update.
+        if config.changes_lr:
+            scheduler = LambdaLR(optimizer, factor)
+            setattr(optimizer, _SCHEDULER, scheduler)
+            optimizer.register_step_post_hook(lambda *_: scheduler.step())
         return optimizer
 
-    return make_scheduled
+    return make
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> LambdaLR | None:

@@ -131,9 +131,8 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
     if not torch.allclose(mean, sum(alone) / len(alone), rtol=1e-4, equal_nan=True):
         raise ValueError(
             f"loss of {len(alone)} samples is {mean:.4g}, and the mean of their losses one by one "
-            f"is {sum(alone) / len(alone):.4g}: return the mean over the samples "
-            "(reduction='mean'; with weights, (weights * losses).mean()), so that shares of a batch "
-            "add up"
+            f"is {sum(alone) / len(alone):.4g}: return the mean over samples "
+            "(reduction='mean'; with weights, (weights * losses).mean()), so that shares add up"
         )
     if own.optimizer is not None:
         make = optimizer_maker(config, own.optimizer, strategy, len(work.train))

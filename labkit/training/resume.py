@@ -16,7 +16,6 @@ anew: then it is refused.
 
 import contextlib
 import hashlib
-import os
 import random
 import signal
 import threading
@@ -64,7 +63,7 @@ def identity(config: RunConfig, own: Own, work: Work, model: nn.Module) -> dict[
     """What must be as it was for another run to go on, by names, as JSON has it."""
     found: dict[str, Any] = {name: getattr(config, name) for name in _IDENTITY}
     if config.lr_schedule == "cosine":
-        found["epochs"] = config.epochs
+        found["epochs of lr_schedule cosine"] = config.epochs
     for name in PARTS:
         # The same part may have been given as an object or by its path.
         if (part := getattr(own, name)) is not None:
@@ -99,15 +98,12 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
     """Where the run begins: with ``resume``, from the newest whole checkpoint. Only reads.
 
     Raises:
-        ValueError: the folder cannot be used; it has checkpoints that nobody has asked to resume,
-            or none that is whole; or this run differs from the one that has written them.
+        ValueError: there are checkpoints that nobody has asked to resume, or none that is whole;
+            or this run differs from the one that has written them.
     """
     if config.checkpoint_dir is None:
         return Start()
     folder = Path(config.checkpoint_dir)
-    there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write checkpoints to {folder}: {there} is no folder of yours")
     if isinstance(strategy, OwnPaceStrategy):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "

@@ -218,14 +218,14 @@ def contents(folder):
     [
         (
             {"model": "small_cnn"},
-            "model mlp there, small_cnn here; model: 3.weight [64",
+            "model mlp there, small_cnn here; model: 1.weight [64",
         ),
         ({"optimizer": "adam"}, "optimizer adamw there, adam here; weight_decay 0.01 there, 0.0"),
         ({"lr": 0.03}, "lr 0.02 there, 0.03 here"),
         ({"dtype": "float32"}, "dtype float64 there, float32 here"),
         ({"train_size": 100}, "train_size 110 there, 100 here"),
         ({"seed": 1}, "seed 0 there, 1 here"),
-        ({"epochs": 3}, "epochs 2 there, 3 here, on which the rates of lr_schedule cosine depend"),
+        ({"epochs": 3}, "epochs of lr_schedule cosine 2 there, 3 here"),
         ({"epochs": 1}, "epochs 2 begun there, 1 in all here"),
         ({"strategy": "async_parameter_server"}, "takes no checkpoint_dir"),
     ],
