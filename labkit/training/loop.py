@@ -113,7 +113,9 @@ def fit(
             ends_s = run.train_at_own_pace(strategy, memory)
         while progress.epoch < config.epochs:
             with memory.counted():
+                progress.start_clock(strategy)
                 run.train_epoch()
+                progress.stop_clock(strategy)
             run.end_epoch()
     if run.logs is not None:
         run.logs.close()
@@ -148,7 +150,6 @@ class _Run:
     def train_epoch(self) -> None:
         """One pass over the training samples, or what is left of it."""
         strategy, progress = self.strategy, self.progress
-        progress.start_clock(strategy)
         batches = self.batches(progress.epoch)[progress.step :]
         for batch in self.shares(batches, progress.epoch):
             loss, samples = strategy.step(*batch).detach(), len(batch[1])
@@ -163,7 +164,6 @@ class _Run:
                 self.save_and_end(self.agree())
                 progress.start_clock(strategy)
         strategy.end_epoch()
-        progress.stop_clock(strategy)
 
     def end_epoch(self) -> None:
         """Evaluate, which is not part of the technique, so it is neither timed nor counted."""

@@ -342,23 +342,25 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
     if config.tf32 and devices and not any(name.startswith("cuda") for name in devices):
         raise ValueError(f"tf32 is a mode of NVIDIA's GPUs, and this run is on {devices[0]}")
     if "split_points" in technique.options():
-        work = work or work_of(config, own)
-        model, (inputs, _) = work.make_model(), first_samples(work.train, 1)
-        num_layers = len(layers_of(model))
-        if config.split_points is not None:
-            points = parse_split_points(config.split_points)
-            options["split_points"] = check_split_points(points, num_layers, world_size)
-        elif world_size > num_layers:
-            raise ValueError(
-                f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for "
-                f"each stage: use world_size {num_layers} or less, got {world_size}"
-            )
-        else:
-            # Not at the top: only these techniques need it, and it brings all of placement.
-            from labkit.placement.even_split import even_split
-
-            shape = tuple(inputs.shape[1:])
-            options["split_points"] = even_split(model, shape, world_size, inputs.dtype)
+        options["split_points"] = _split_points(config, work or work_of(config, own))
     strategy = technique(**options)
     strategy.check_ranks(world_size)
     return strategy
+
+
+def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
+    """The given split points, or an even split by FLOPs of this model's layers on this data."""
+    model, (inputs, _) = work.make_model(), first_samples(work.train, 1)
+    num_layers = len(layers_of(model))
+    if config.split_points is not None:
+        points = parse_split_points(config.split_points)
+        return check_split_points(points, num_layers, config.world_size)
+    if config.world_size > num_layers:
+        raise ValueError(
+            f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for each "
+            f"stage: use world_size {num_layers} or less, got {config.world_size}"
+        )
+    # Not at the top: it brings all of placement.
+    from labkit.placement.even_split import even_split
+
+    return even_split(model, tuple(inputs.shape[1:]), config.world_size, inputs.dtype)

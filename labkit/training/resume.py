@@ -35,7 +35,7 @@ from labkit.training.checkpoint import Facts, Stored
 from labkit.training.evaluation import Progress, is_best
 from labkit.training.optimizer import continue_schedule, scheduler_of
 from labkit.training.own import PARTS, Own, name_of
-from labkit.training.resolve import Work
+from labkit.training.resolve import Resolved, Work
 from labkit.workload.samples import TensorSamples
 
 # What decides who computes what, in which order.
@@ -94,7 +94,7 @@ class Start(NamedTuple):
     note: str = ""
 
 
-def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> Start:
+def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     """Where the run begins: with ``resume``, from the newest whole checkpoint. Only reads.
 
     Raises:
@@ -104,7 +104,7 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
     if config.checkpoint_dir is None:
         return Start()
     folder = Path(config.checkpoint_dir)
-    if isinstance(strategy, OwnPaceStrategy):
+    if isinstance(ready.strategy, OwnPaceStrategy):
         raise ValueError(
             f"{config.strategy} takes no checkpoint_dir, because its workers never stop together: "
             "leave it out, or use parameter_server"
@@ -126,7 +126,8 @@ def find_start(config: RunConfig, own: Own, strategy: Strategy, work: Work) -> S
         return Start(None, note * config.resume)
     stored = Stored(path)
     epoch, step = stored.facts.epoch, stored.facts.step
-    there_is, here = stored.facts.identity, identity(config, own, work, work.make_model())
+    work, there_is = ready.work, stored.facts.identity
+    here = identity(config, own, work, work.make_model())
     differ = [
         f"{name} {there_is.get(name, 'missing')} there, {here.get(name, 'missing')} here"
         for name in {**there_is, **here}

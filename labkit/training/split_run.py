@@ -110,18 +110,16 @@ def measure_split(
         input_shape: of one sample.
         micro_batches: M, at most one per sample; 1 is model parallelism without a pipeline.
         schedule: ``gpipe`` or ``1f1b``.
-        frozen: the number of first layers that are not trained, as in a frozen backbone.
-        steps: the number of measured steps, after one step that warms up.
+        frozen: how many of the first layers are not trained.
+        steps: how many are measured, after one that warms up.
         transport, device, devices: see ``labkit.run``.
 
     Raises:
-        ValueError: unknown model or schedule, impossible split points, or fewer than one step,
-            sample or micro-batch.
-        WorkerError: a stage failed.
+        ValueError: unknown names, impossible split points, or nothing to measure.
     """
     points, build = as_split_points(split_points), partial(_build, model, input_shape, frozen)
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        check_integer(name, value)
+    check_integer("steps", steps)
+    check_integer("batch_size", batch_size)
     built = build()
     check_split_points(points, len(layers_of(built)))
     strategy: StagedModel = Pipeline(points, micro_batches, schedule)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from labkit.comm.emulated_link import EmulatedLink
@@ -22,7 +23,7 @@ from labkit.training.loop import RankReport, fit
 from labkit.training.own import NOTHING, PARTS, Own, resolved, take_own
 from labkit.training.resolve import Resolved, resolve
 from labkit.training.result import TrainResult
-from labkit.training.resume import find_start, on_sigterm
+from labkit.training.resume import Start, find_start, on_sigterm
 from labkit.units import MOST_SECONDS, check_above_zero, check_keywords, spelled
 from labkit.workload.folders import is_folder
 
@@ -89,31 +90,10 @@ def train_run(
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     if not isinstance(verbose, bool):
         raise ValueError(f"verbose must be True or False, got {type(verbose).__name__}")
-    given, own = config, resolved(config, own)
-    # The ranks may have been started in another folder.
-    names = ["weights", "checkpoint_dir", "log_dir", *["dataset"] * is_folder(config.dataset)]
-    paths = {name: getattr(config, name) for name in names}
-    full = {n: os.path.abspath(os.path.expanduser(path)) for n, path in paths.items() if path}
-    config = replace(config, **full) if full else config
-
-    def check() -> Resolved:
-        return resolve(config, own, download)
-
-    def begin(ready: Resolved):
-        return find_start(config, own, ready.strategy, ready.work)
-
-    if under_torchrun():
-        # Only what torchrun has started needs it.
-        from labkit.training.together import agreed
-
-        (strategy, _, note), start = agreed(config, check, begin, timeout_s)
-    else:
-        strategy, _, note = ready = check()
-        start = begin(ready)
-    if start.note:
-        print(start.note, file=sys.stderr)
-    if config.log_dir is not None and os.environ.get("RANK", "0") == "0":
-        check_log_dir(config.log_dir, config.resume)
+    given, (config, own, (strategy, _, note), start) = (
+        config,
+        _begin(config, own, download, timeout_s),
+    )
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
@@ -144,6 +124,33 @@ def train_run(
     finally:
         remove_unfinished(config.checkpoint_dir)
     return _gather(given, strategy, result, [note, start.note])
+
+
+def _begin(
+    config: RunConfig, own: Own, download: bool, timeout_s: float
+) -> tuple[RunConfig, Own, Resolved, Start]:
+    """The settings with full paths, the own parts, what is resolved, and where the run begins."""
+    own = resolved(config, own)
+    # The ranks may have been started in another folder.
+    names = ["weights", "checkpoint_dir", "log_dir", *["dataset"] * is_folder(config.dataset)]
+    paths = {name: getattr(config, name) for name in names}
+    full = {n: os.path.abspath(os.path.expanduser(path)) for n, path in paths.items() if path}
+    config = replace(config, **full) if full else config
+    check = partial(resolve, config, own, download)
+    begin = partial(find_start, config, own)
+    if under_torchrun():
+        # Only what torchrun has started needs it.
+        from labkit.training.together import agreed
+
+        ready, start = agreed(config, check, begin, timeout_s)
+    else:
+        ready = check()
+        start = begin(ready)
+    if start.note:
+        print(start.note, file=sys.stderr)
+    if config.log_dir is not None and os.environ.get("RANK", "0") == "0":
+        check_log_dir(config.log_dir, config.resume)
+    return config, own, ready, start
 
 
 def _end_ranks() -> None:
