@@ -100,11 +100,10 @@ def measure_split(
     device: str = "auto",
     devices: str | Sequence[str] | None = None,
 ) -> MeasuredSplit:
-    """Train ``model`` for some steps, with one process per stage, and measure time and memory.
+    """Train ``model`` for some steps, one process per stage, and measure time and memory.
 
     Args:
-        model: one of ``labkit.workload.models.MODELS``, or a chain of layers that ends with
-            logits [n, classes, ...]; it is copied.
+        model: one of ``labkit``'s, or a chain of layers that ends with logits [n, classes, ...].
         split_points: layers that begin a stage; P - 1 of them for P ranks.
         batch_size: random samples per step.
         input_shape: of one sample.
