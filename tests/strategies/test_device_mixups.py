@@ -15,8 +15,6 @@ from torch import nn
 from labkit import RunConfig, strategies
 from labkit.comm import session as reported_loss
 from labkit.training import loop
-from labkit.training.progress import Progress
-from labkit.training.saving import Checkpoints
 from labkit.workload.samples import TensorSamples, on_device
 
 STEPS = 3
@@ -138,11 +136,10 @@ def test_the_loop_feeds_the_gpu_and_reports_without_waiting(technique, monkeypat
         strategy = strategies.get(technique)(**options)
         strategy.setup(comm, model(), sgd)
         data = TensorSamples(torch.randn(20, 1, 8, 8), torch.zeros(20, dtype=torch.int64))
-        work = SimpleNamespace(train=data)
+        run = loop._Run(config, SimpleNamespace(train=data), strategy, {}, False)
         gpus.waits.clear()
-        checkpoints = Checkpoints(config, strategy, None)
-        run = loop._Run(config, work, strategy, checkpoints, None, None, False)
         for _ in range(2):
-            run.train_epoch(Progress.none(comm.device))
+            run.train_epoch()
+            run.progress.step = 0
         assert gpus.waits == []
         assert comm.session.board.ranks[0]["loss"] == 1

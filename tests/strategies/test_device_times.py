@@ -11,7 +11,7 @@ from torch import nn
 from labkit.comm.comm import Comm
 from labkit.strategies.data_parallel import DataParallel
 from labkit.strategies.model_parallel_one_process import ModelParallelOneProcess
-from labkit.training import progress
+from labkit.training import evaluation
 
 COPY_S = 0.003
 
@@ -106,14 +106,14 @@ def test_replicas_compute_on_their_own_gpus_and_the_first_device_waits(machine, 
 
 @pytest.mark.parametrize("devices", [(), ("cuda:1", "cuda:2"), ("cpu", "cuda:1")])
 def test_an_epoch_ends_when_all_its_devices_have_ended(machine, monkeypatch, devices):
-    monkeypatch.setattr(progress, "time", machine.clock())
+    monkeypatch.setattr(evaluation, "time", machine.clock())
     own = torch.device("cpu" if "cpu" in devices else "cuda:0")
     strategy = SimpleNamespace(
         comm=SimpleNamespace(device=own), devices=[torch.device(name) for name in devices]
     )
-    before_s = progress.now_s(strategy)
+    before_s = evaluation.now_s(strategy)
     for place, name in enumerate(dict.fromkeys([own, *strategy.devices])):
         if name.type == "cuda":
             machine.stream(name).work(1.0 + place)
     last = max(machine.stream(d).free_s for d in [own, *strategy.devices] if d.type == "cuda")
-    assert progress.now_s(strategy) == last > before_s
+    assert evaluation.now_s(strategy) == last > before_s
