@@ -124,15 +124,15 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
             f"{type(model).__name__} returns {_described(outputs)}: it has to return one tensor "
             f"with {format_count(len(inputs), 'row')}, one for each sample"
         )
-    mean, *alone = (
-        _value(work.mean_loss, *pair)
-        for pair in ((outputs, targets), *zip(outputs.split(1), targets.split(1)))
+    together = _value(work.mean_loss, outputs, targets)
+    alone = torch.stack(
+        [_value(work.mean_loss, *one) for one in zip(outputs.split(1), targets.split(1))]
     )
-    if not torch.allclose(mean, sum(alone) / len(alone), rtol=1e-4, equal_nan=True):
+    if not torch.allclose(together, alone.mean(), rtol=1e-4, equal_nan=True):
         raise ValueError(
-            f"loss of {len(alone)} samples is {mean:.4g}, and the mean of their losses one by one "
-            f"is {sum(alone) / len(alone):.4g}: return the mean over samples "
-            "(reduction='mean'; with weights, (weights * losses).mean()), so that shares add up"
+            f"loss of {len(alone)} samples is {together:.4g}, and the mean of their losses one by "
+            f"one is {alone.mean():.4g}: return the mean over samples (reduction='mean'; with "
+            "weights, (weights * losses).mean()), so that shares add up"
         )
     if own.optimizer is not None:
         make = optimizer_maker(config, own.optimizer, strategy, len(work.train))
