@@ -130,9 +130,8 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
             f"cannot continue from {path}: {'; '.join(differ)}. Next step: resume with the "
             "settings there, or choose another checkpoint_dir for a new run"
         )
-    done = f"{facts.epoch} of {config.epochs} epochs" + f" and {facts.step} steps" * bool(
-        facts.step
-    )
+    done = f"{facts.epoch} of {config.epochs} epochs"
+    done += f" and {facts.step} steps" * bool(facts.step)
     note = f"continues from {path.name} in {folder}, after {done}; seconds and bytes are sums"
     if facts.epoch >= config.epochs:
         note = f"the run in {folder} is finished ({path.name}, {done}). More epochs continue it"
