@@ -3,12 +3,10 @@
 import csv
 import io
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,17 +26,7 @@ _BATCH = 512
 _MOST_VALUES = 2**21
 # Accuracy among the likeliest classes says something only where there are more classes.
 _TOP = 5
-_TABLE = "epochs.csv"
-# TensorBoard's names of an epoch's numbers.
-_TAGS = {
-    "loss": "loss/train",
-    "test_loss": "loss/held_out",
-    "train_accuracy": "accuracy/train",
-    "test_accuracy": "accuracy/held_out",
-    "test_top5": "accuracy/held_out_top5",
-    "seconds": "seconds/epoch",
-}
-
+TABLE = "epochs.csv"
 # Numbers by name, and ``phases_s``: this rank's seconds by kind of span.
 Row = dict[str, Any]
 
@@ -167,13 +155,8 @@ def evaluated(work: Work, strategy: Strategy, index: int, count: int) -> Tensor:
 def row_of(work: Work, loss: float, seconds: float, train_accuracy: float, sums: Tensor) -> Row:
     """An epoch's numbers, NaN where there is nothing to measure.
 
-    ``loss``, ``test_accuracy``, ``seconds``, ``train_accuracy``, ``test_loss``, ``test_top5``.
-
-    Args:
-        work: what is trained.
-        loss, train_accuracy: means over the training samples, while they were trained on.
-        seconds: of training.
-        sums: of all parts of the held-out samples, see ``evaluated``.
+    ``loss`` and ``train_accuracy`` are means over the training samples, while they were trained
+    on, ``seconds`` those of training, ``sums`` of all held-out samples, see ``evaluated``.
     """
     correct, judged, in_top, ranked, losses = sums.tolist()
     return {
@@ -215,10 +198,7 @@ def epoch_line(epoch: int, epochs: int, row: Row) -> str:
 
 
 def is_best(rows: Sequence[Row]) -> bool:
-    """Whether the last of these epochs is the best: by held-out accuracy, or else by its loss.
-
-    Without held-out samples, by the training loss. Of equal epochs the first is the best.
-    """
+    """Whether the last epoch is the best: by held-out accuracy, held-out loss, or training loss."""
     for name, sign in (("test_accuracy", 1), ("test_loss", -1), ("loss", -1)):
         found = [sign * row.get(name, math.nan) for row in rows]
         if found and not math.isnan(found[-1]):
@@ -243,24 +223,27 @@ class Logs:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Take the last of all epochs so far, those before a resumption included."""
-        flat = [_flat(row) for row in rows]
-        for name, write in ((_TABLE, self._write_table), ("TensorBoard", self._write_events)):
+        flat = [
+            {name: value for name, value in row.items() if name != "phases_s"}
+            | {f"{kind}_s": s for kind, s in sorted(row.get("phases_s", {}).items())}
+            for row in rows
+        ]
+        for name, write in ((TABLE, self._write_table), ("TensorBoard", self._write_events)):
             try:
                 if name not in self._failed:
                     write(flat)
             except Exception as error:
                 self._failed.add(name)
-                print(
-                    f"no {name} in {self.folder}: {error}; the training goes on", file=sys.stderr
-                )
+                print(f"no {name} in {self.folder}: {error}", file=sys.stderr)
 
     def _write_table(self, rows: list[Row]) -> None:
         columns = dict.fromkeys(name for row in rows for name in row)
         text = io.StringIO()
-        table = csv.DictWriter(text, ["epoch", *columns], restval="", lineterminator="\n")
+        table = csv.DictWriter(text, ["epoch", *columns], lineterminator="\n")
         table.writeheader()
         table.writerows({"epoch": number, **row} for number, row in enumerate(rows, start=1))
-        write_private(f"{self.folder}/{_TABLE}", [text.getvalue().encode()], 0o644)
+        # Never through a link, which another user could have put there.
+        write_private(f"{self.folder}/{TABLE}", [text.getvalue().encode()], 0o644)
 
     def _write_events(self, rows: list[Row]) -> None:
         # Not at the top: few runs need it. It takes a moment, and may not be installed.
@@ -270,39 +253,11 @@ class Logs:
             # What an interrupted run wrote about later epochs is not shown any more.
             self._events = SummaryWriter(self.folder, purge_step=len(rows))
         for name, value in rows[-1].items():
-            if value != "":
-                tag = _TAGS.get(name, f"seconds/{name.removesuffix('_s')}")
-                self._events.add_scalar(tag, value, len(rows))
+            if math.isfinite(value):
+                self._events.add_scalar(name, value, len(rows))
         self._events.flush()
 
     def close(self) -> None:
         # After an error its thread would never read what is still to be written.
         if self._events is not None and "TensorBoard" not in self._failed:
             self._events.close()
-
-
-def _flat(row: Row) -> Row:
-    """An epoch's numbers alone: ``KIND_s`` for each of ``phases_s``, "" where it is not finite."""
-    numbers = {name: value for name, value in row.items() if name != "phases_s"}
-    numbers |= {f"{kind}_s": s for kind, s in sorted(row.get("phases_s", {}).items())}
-    is_number = {n: value is not None and math.isfinite(value) for n, value in numbers.items()}
-    return {name: value if is_number[name] else "" for name, value in numbers.items()}
-
-
-def check_log_dir(folder: str, resumed: bool) -> None:
-    """Make the folder of a run's logs, and refuse one that has another run's.
-
-    Raises:
-        ValueError: logs of another run, or a folder that cannot be made or written.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make log_dir {folder!r}: {error.strerror}") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write to log_dir {folder}: no permission")
-    if not resumed and (Path(folder) / _TABLE).exists():
-        raise ValueError(
-            f"log_dir {folder} has the logs of another run ({_TABLE}): give another folder, or "
-            "continue that run with resume"
-        )
