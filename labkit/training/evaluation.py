@@ -5,6 +5,7 @@ import io
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,33 +34,24 @@ Row = dict[str, Any]
 
 @dataclass
 class Progress:
-    """How far a run is, on one rank. Sums over an epoch are of the one under way.
+    """How far a run is, on one rank.
 
     Attributes:
-        loss_sum: of this rank's losses in the epoch, float64 [1].
-        finite: after how many of the epoch's steps ``loss_sum`` was finite, float64 [1].
-        trained: this rank's right predictions in the epoch and of how many, float64 [2].
+        sums: in the epoch under way, float64 [4]: this rank's losses, its right predictions and of
+            how many, and after how many steps the losses' sum was finite.
         epoch, step: complete epochs, and steps of the one under way.
         rows: of the complete epochs, see ``row_of``.
         seconds, spent_s: of training in the epoch, and by kind of span.
         sent: messages and bytes by this rank while it trained; None if they are not counted.
     """
 
-    loss_sum: Tensor
-    finite: Tensor
-    trained: Tensor
+    sums: Tensor
     epoch: int = 0
     step: int = 0
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     spent_s: dict[str, float] = field(default_factory=dict)
     sent: tuple[int, int] | None = (0, 0)
-
-    @classmethod
-    def none(cls, device: torch.device) -> "Progress":
-        """That of a run that begins."""
-        sums = torch.zeros(4, dtype=torch.float64, device=device)
-        return cls(sums[:1], sums[1:2], sums[2:])
 
     def start_clock(self, strategy: Strategy) -> None:
         """Count time, messages and bytes from now on."""
@@ -70,47 +62,37 @@ class Progress:
         spent_s, sent, since_s = self._before
         self.seconds += now_s(strategy) - since_s
         now = strategy.sent()
-        if self.sent is None or sent is None or now is None:
-            self.sent = None
-        else:
-            self.sent = self.sent[0] + now[0] - sent[0], self.sent[1] + now[1] - sent[1]
-        for kind, seconds in _spent(strategy).items():
-            if (more := seconds - spent_s.get(kind, 0.0)) > 0:
-                self.spent_s[kind] = self.spent_s.get(kind, 0.0) + more
-        self.trained += strategy.counted()
+        self.sent = (
+            self.sent
+            and sent
+            and now
+            and (
+                self.sent[0] + now[0] - sent[0],
+                self.sent[1] + now[1] - sent[1],
+            )
+        )
+        self.spent_s = Counter(self.spent_s) + (_spent(strategy) - spent_s)
+        self.sums[1:3] += strategy.counted()
 
     def end_step(self, loss: Tensor) -> None:
         """Count a step; nothing waits for a GPU."""
         self.step += 1
-        self.loss_sum += loss
-        self.finite += self.loss_sum.isfinite()
+        self.sums[0] += loss
+        self.sums[3] += self.sums[0].isfinite()
 
     def end_epoch(self, row: Row) -> None:
-        self.rows.append(row | {"phases_s": self.spent_s})
+        self.rows.append(row | {"phases_s": dict(self.spent_s)})
         self.epoch, self.step, self.seconds, self.spent_s = self.epoch + 1, 0, 0.0, {}
-        for sums in (self.loss_sum, self.finite, self.trained):
-            sums.zero_()
-
-    def numbers(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this rank."""
-        sums = {"loss_sum": self.loss_sum.tolist(), "trained": self.trained.tolist()}
-        return sums | {"seconds": self.seconds, "spent_s": self.spent_s, "sent": self.sent}
-
-    def add(self, numbers: dict[str, Any]) -> None:
-        """Add what a rank had counted."""
-        self.loss_sum += self.loss_sum.new_tensor(numbers["loss_sum"])
-        self.trained += self.trained.new_tensor(numbers["trained"])
-        self.seconds = max(self.seconds, numbers["seconds"])
-        self.spent_s = numbers["spent_s"]
+        self.sums.zero_()
 
 
-def _spent(strategy: Strategy) -> dict[str, float]:
+def _spent(strategy: Strategy) -> Counter[str]:
     """This rank's seconds so far by kind of span; in one process those of its main thread."""
     session = strategy.comm.session
     assert session.sums is not None, "the run has started"
     # On a GPU it waits for the spans' ends: the host has waited for them already.
     session.recorder.settle()
-    return session.sums.so_far(main_lane_only=strategy.in_one_process)
+    return Counter(session.sums.so_far(main_lane_only=strategy.in_one_process))
 
 
 def now_s(strategy: Strategy) -> float:
@@ -175,8 +157,8 @@ def summed_row(work: Work, strategy: Strategy, progress: Progress) -> tuple[Row,
     comm, sums = strategy.comm, evaluated(work, strategy, *strategy.share())
     with comm.span("evaluate"):
         of_ranks = sums.new_zeros(comm.world_size)
-        of_ranks[comm.rank] = progress.finite[0]
-        everything = torch.cat([progress.loss_sum, progress.trained, sums, of_ranks])
+        of_ranks[comm.rank] = progress.sums[3]
+        everything = torch.cat([progress.sums[:3], sums, of_ranks])
         if comm.world_size > 1:
             ring_all_reduce(comm, everything)
     loss, right, judged = everything[:3].tolist()
@@ -198,7 +180,7 @@ def epoch_line(epoch: int, epochs: int, row: Row) -> str:
 
 
 def is_best(rows: Sequence[Row]) -> bool:
-    """Whether the last epoch is the best: by held-out accuracy, held-out loss, or training loss."""
+    """Whether the last epoch is the best: by held-out accuracy, or its loss, or training's."""
     for name, sign in (("test_accuracy", 1), ("test_loss", -1), ("loss", -1)):
         found = [sign * row.get(name, math.nan) for row in rows]
         if found and not math.isnan(found[-1]):

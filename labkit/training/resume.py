@@ -200,7 +200,9 @@ class Checkpoints:
             state, now = strategy.state(), self._random_states()
             self._draws |= any(not torch.equal(one, self._random[n]) for n, one in now.items())
             self._random = now
-            numbers = progress.numbers() | {"draws": self._draws}
+            sums = {"sums": progress.sums.tolist(), "seconds": progress.seconds}
+            sums |= {"spent_s": progress.spent_s, "sent": progress.sent}
+            numbers = sums | {"draws": self._draws}
             if scheduler := strategy.optimizer and scheduler_of(strategy.optimizer):
                 numbers["updates"] = scheduler.last_epoch
             if scaler := getattr(strategy, "scaler", None):
@@ -222,7 +224,6 @@ class Checkpoints:
         stored, strategy = Stored(path), self.strategy
         facts, rank = stored.facts, strategy.comm.rank
         progress.epoch, progress.step, progress.rows = facts.epoch, facts.step, facts.rows
-        progress.finite.fill_(facts.step)
         rehearse()
         # What it has counted was none of the run's samples.
         strategy.counted()
@@ -239,13 +240,16 @@ class Checkpoints:
         scalers = [numbers["scaler"] for numbers in stored.numbers if numbers.get("scaler")]
         if scalers and getattr(strategy, "scaler", None) is not None:
             strategy.scaler.load_state_dict(scalers[0])
+        # The sums of other ranks than there are now go to rank 0.
+        mine = [stored.numbers[rank]] if is_same else stored.numbers * (rank == 0)
+        for numbers in mine:
+            progress.sums += progress.sums.new_tensor(numbers["sums"])
+            progress.seconds = max(progress.seconds, numbers["seconds"])
+            progress.spent_s = numbers["spent_s"]
+        progress.sums[3] = facts.step
         if not is_same:
-            # The sums of the ranks that were there go to rank 0.
-            for numbers in stored.numbers if rank == 0 else ():
-                progress.add(numbers)
             return
         numbers = stored.numbers[rank]
-        progress.add(numbers)
         progress.sent = numbers["sent"] and tuple(numbers["sent"])
         self._draws, self._random = numbers["draws"], stored.of_rank(rank, "random")
         torch.set_rng_state(self._random["torch"])
