@@ -192,11 +192,9 @@ def samples_for(
     config: RunConfig, own: Own, download: bool = False
 ) -> tuple[Samples, Samples | None]:
     """Samples to train on, and held-out ones if there are any; raises as ``resolve``."""
-    dtype, size, changes = getattr(torch, config.dtype), config.train_size, config.augment
-    crop, flip = ("crop" in parse_augment(changes), "flip" in parse_augment(changes))
-    transform = Transform(
-        dtype=dtype, crop=crop, flip=flip, resize=config.resize, seed=config.seed
-    )
+    dtype, size = getattr(torch, config.dtype), config.train_size
+    names = parse_augment(config.augment)
+    transform = Transform(dtype, augment=names, resize=config.resize, seed=config.seed)
     if own.dataset is not None:
         dataset = made(own.dataset, "dataset", config.seed)
         train, test = parts_of(dataset, dtype, config.seed)
@@ -208,11 +206,12 @@ def samples_for(
         return train, test
     if is_folder(config.dataset):
         images, held_out = open_folder(
-            config.dataset, train_size=size, resize=config.resize, crop=crop
+            config.dataset, train_size=size, resize=config.resize, crop="crop" in names
         )
-        # Images are resized one by one, and then a random part takes the place of a shift.
-        crop = crop and config.resize is None
-        transform = replace(transform, standard=IMAGENET, crop=crop, resize=None)
+        if config.resize is not None:
+            # Done as the images are read: a random part of each takes the place of a shift.
+            names = tuple(name for name in names if name != "crop")
+        transform = replace(transform, standard=IMAGENET, augment=names, resize=None)
         train = DatasetSamples(images, dtype, transform, config.seed)
         return train, None if held_out is None else replace(train, dataset=held_out)
     if config.dataset == "fake":

@@ -20,7 +20,7 @@ LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
 # Room -> lines and code tokens at most.
 LIMITS = {
     "data": (55, 281),
-    "labkit": (1801, 9734),
+    "labkit": (1797, 9729),
     "labkit/backend": (925, 5719),
     "labkit/collectives": (1314, 7220),
     "labkit/comm": (4006, 23489),
@@ -34,7 +34,7 @@ LIMITS = {
     "labkit/training": (3400, 21807),
     "labkit/workload": (2509, 14395),
     "notebooks/scripts": (815, 4598),
-    "tests": (5986, 40645),
+    "tests": (5987, 40652),
     "tests/backend": (1927, 14233),
     "tests/collectives": (1392, 13010),
     "tests/comm": (2661, 19650),
@@ -51,7 +51,7 @@ LIMITS = {
     "tests/schedules": (761, 6478),
     "tests/strategies": (3099, 26795),
     "tests/tracing": (715, 5712),
-    "tests/training": (2890, 24453),
+    "tests/training": (2890, 24449),
     "tests/widgets": (1021, 8203),
     "tests/workload": (1795, 15159),
     "tools": (1277, 7545),
@@ -83,7 +83,7 @@ def tokens(text: str) -> int:
 
 def weigh() -> dict[str, tuple[int, int]]:
     """Room (``labkit/comm``, ``tools``) -> its lines and code tokens, of the files under git."""
-    command = ["git", "ls-files", "*.py"]
+    command = ["git", "ls-files", "*.py", "*.pyi"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git clone: which files belong to the repository is not known")

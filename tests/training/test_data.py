@@ -160,7 +160,7 @@ def test_saved_parameters_are_the_start_of_another_run(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"augment": "rotate"}, "unknown augment 'rotate': choose one of crop, flip"),
+        ({"augment": "rotate"}, "unknown augment 'rotate': choose one of crop, flip, randaugment"),
         ({"augment": "crop,flop"}, "did you mean 'flip'"),
         ({"augment": ""}, "augment must be"),
         ({"resize": 0}, "resize"),

@@ -78,7 +78,7 @@ REFUSED = {
     "dataset is a DataLoader.*give its dataset": refuse(
         dataset=DataLoader(TensorDataset(INPUTS, TARGETS))
     ),
-    r"no samples \(inputs \[0, 6\] and targets \[0\]\)": refuse(dataset=(INPUTS[:0], TARGETS[:0])),
+    "dataset has no samples: nothing to train on": refuse(dataset=(INPUTS[:0], TARGETS[:0])),
     r"inputs \[30, 6\] and targets \[29\]: give one target": refuse(dataset=(INPUTS, TARGETS[1:])),
     r"differ in shape, as \[5\] and \[6\]": refuse(dataset=Bad(lambda x, y, i: (x[i % 2 :], y))),
     "tuple of 3 parts: each has to be a pair": refuse(dataset=Bad(lambda x, y, i: (x, y, i))),
