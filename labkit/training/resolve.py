@@ -50,9 +50,6 @@ from labkit.workload.samples import (
 )
 from labkit.workload.weights import load_weights
 
-# Of a data set that is put into floating point as a whole: up to 16 MB. To do it for each batch
-# takes 12 us per batch of digits.
-_MOST_FLOATS = 4 * 2**20
 # Samples that are enough to tell a mean over samples from a sum or a weighted mean.
 _FEW = 4
 
@@ -214,20 +211,15 @@ def samples_for(
         transform = replace(transform, standard=IMAGENET, augment=names, resize=None)
         train = DatasetSamples(images, dtype, transform, config.seed)
         return train, None if held_out is None else replace(train, dataset=held_out)
+    each = transform if transform.changes else None
     if config.dataset == "fake":
         data = load_dataset("fake", train_size=size, dtype=dtype)
-    else:
-        stored = open_dataset(config.dataset, train_size=size, download=download)
-        if transform.changes or stored.train_images.numel() > _MOST_FLOATS:
-            each = replace(transform, standard=stored.standard)
-            train = TensorSamples(
-                stored.train_images, stored.train_targets, stored.num_classes, each
-            )
-            return train, replace(train, inputs=stored.test_images, targets=stored.test_targets)
-        data = stored.in_floats(dtype)
-    each = transform if transform.changes else None
-    train = TensorSamples(data.train_inputs, data.train_targets, data.num_classes, each)
-    return train, replace(train, inputs=data.test_inputs, targets=data.test_targets)
+        train = TensorSamples(data.train_inputs, data.train_targets, data.num_classes, each)
+        return train, replace(train, inputs=data.test_inputs, targets=data.test_targets)
+    stored = open_dataset(config.dataset, train_size=size, download=download)
+    each = replace(transform, standard=stored.standard)
+    train = TensorSamples(stored.train_images, stored.train_targets, stored.num_classes, each)
+    return train, replace(train, inputs=stored.test_images, targets=stored.test_targets)
 
 
 def _first(train: Samples, size: int, name: str) -> Samples:
