@@ -25,7 +25,7 @@ from labkit.config import (
     parse_split_points,
     parse_straggler,
 )
-from labkit.devices import check_named, check_world_size, plan
+from labkit.devices import check_named, plan
 from labkit.runtime.preload import under_torchrun
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
@@ -97,6 +97,7 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
         ValueError: unknown names, or parts that do not go together; the message says what to do.
         FileNotFoundError: the data set is absent.
     """
+    check_names(config, own)
     work = work_of(config, own, download)
     strategy = make_strategy(config, own=own, work=work)
     inputs, targets = first_samples(work.train, _FEW)
@@ -162,7 +163,6 @@ def _described(found: Any) -> str:
 
 def work_of(config: RunConfig, own: Own, download: bool = False) -> Work:
     """The work of a run, the same in every process; raises as ``resolve``."""
-    check_names(config, own)
     train, test = samples_for(config, own, download)
     loss = own.loss() if isinstance(own.loss, type) else own.loss
     loss = named_loss(config.loss) if loss is None else loss
@@ -296,8 +296,6 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
     technique = strategies.get(
         config.strategy, builtin=config.builtin, in_one_process=in_one_process
     )
-    check_names(config, own)
-    check_world_size(world_size, warn=False)
     options, taken = config.options(), [name for name in OPTIONS if name in technique.options()]
     if not technique.in_one_process:
         # They are the devices of the ranks, and nothing that the technique has to know.
