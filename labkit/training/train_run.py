@@ -90,10 +90,8 @@ def train_run(
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     if not isinstance(verbose, bool):
         raise ValueError(f"verbose must be True or False, got {type(verbose).__name__}")
-    given, (config, own, (strategy, _, note), start) = (
-        config,
-        _begin(config, own, download, timeout_s),
-    )
+    given = config
+    config, own, (strategy, _, note), start = _begin(config, own, download, timeout_s)
     ranks, devices = config.world_size, config.devices
     if strategy.in_one_process:
         ranks, devices = 1, str(strategy.devices[0])
