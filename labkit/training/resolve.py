@@ -32,10 +32,8 @@ from labkit.strategies.base import Strategy
 from labkit.training.optimizer import OPTIMIZERS, check_optimizer, optimizer_maker
 from labkit.training.own import NOTHING, Own, made
 from labkit.units import check_choice, format_count
-from labkit.workload.chain import layers_of
 from labkit.workload.datasets import DATASETS, load_dataset, open_dataset
 from labkit.workload.folders import IMAGENET, is_folder, open_folder
-from labkit.workload.freezing import freeze
 from labkit.workload.images import Transform
 from labkit.workload.losses import LOSSES, Loss, SumOfMean, named_loss, sum_cross_entropy
 from labkit.workload.models import MODELS, build_model, check_pixels
@@ -48,7 +46,6 @@ from labkit.workload.samples import (
     num_classes,
     parts_of,
 )
-from labkit.workload.weights import load_weights
 
 # Samples that are enough to tell a mean over samples from a sum or a weighted mean.
 _FEW = 4
@@ -247,10 +244,15 @@ def _start(config: RunConfig, own: Own, train: Samples) -> tuple[nn.Module, str]
         options: dict[str, Any] = {"num_classes": classes, "input_shape": shape}
         model = build_model(config.model, **options, seed=config.seed, dtype=dtype)
     note = ""
+    # Not at the top: few runs need it, and every rank would import it.
     if config.weights is not None:
+        from labkit.workload.weights import load_weights
+
         name = config.model if own.model is None else None
         note = load_weights(model, config.weights, name)
     if config.freeze is not None:
+        from labkit.workload.freezing import freeze
+
         freeze(model, parse_freeze(config.freeze))
     return model, note
 
@@ -339,6 +341,10 @@ def make_strategy(config: RunConfig, *, own: Own = NOTHING, work: Work | None = 
 
 def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
     """The given split points, or an even split by FLOPs of this model's layers on this data."""
+    # Not at the top: few runs need it, and it brings all of placement.
+    from labkit.placement.even_split import even_split
+    from labkit.workload.chain import layers_of
+
     model, (inputs, _) = work.make_model(), first_samples(work.train, 1)
     num_layers = len(layers_of(model))
     if config.split_points is not None:
@@ -349,7 +355,4 @@ def _split_points(config: RunConfig, work: Work) -> tuple[int, ...]:
             f"model {config.model} has {format_count(num_layers, 'layer')}, at least one for each "
             f"stage: use world_size {num_layers} or less, got {config.world_size}"
         )
-    # Not at the top: it brings all of placement.
-    from labkit.placement.even_split import even_split
-
     return even_split(model, tuple(inputs.shape[1:]), config.world_size, inputs.dtype)

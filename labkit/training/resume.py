@@ -42,6 +42,8 @@ _IDENTITY = (
     *("batch_size", "seed", "train_size", "augment", "resize", "freeze", "sync_batch_norm"),
     "compress",
 )
+# What a rank gives beside its tensors.
+_NUMBERS = {"sums", "seconds", "spent_s", "sent", "draws"}
 _NAMED = 5
 _HASHED = 64
 
@@ -117,6 +119,8 @@ def find_start(config: RunConfig, own: Own, ready: Resolved) -> Start:
     if path is None:
         return Start(None, f"no checkpoint in {folder} yet: the run begins" * config.resume)
     stored = Stored(path)
+    if any(not numbers.keys() >= _NUMBERS for numbers in stored.numbers):
+        raise ValueError(f"checkpoint {path} is damaged: a rank's numbers are missing")
     facts, begun = stored.facts, stored.facts.epoch + bool(stored.facts.step)
     here = identity(config, own, ready.work, ready.work.make_model())
     differ = _differences(facts.identity, here)
