@@ -114,11 +114,6 @@ def resolve(config: RunConfig, own: Own, download: bool = False) -> Resolved:
             f"{type(model).__name__} does not take inputs {takes}: {error}. Its parameters are "
             f"{next(model.parameters()).dtype}"
         ) from error
-    if not isinstance(outputs, Tensor) or len(outputs) != len(inputs):
-        raise ValueError(
-            f"{type(model).__name__} returns {_described(outputs)}: it has to return one tensor "
-            f"with {format_count(len(inputs), 'row')}, one for each sample"
-        )
     together = _value(work.mean_loss, outputs, targets)
     alone = torch.stack(
         [_value(work.mean_loss, *one) for one in zip(outputs.split(1), targets.split(1))]
