@@ -91,6 +91,4 @@ def test_batch_norm_checkpoints_and_logs(tmp_path):
     assert largest_difference(found["whole"]["state"], alone.state) < 1e-10
     same = zip(found["whole"]["state"].values(), found["continued"]["state"].values())
     assert all(torch.equal(one, other) for one, other in same)
-    assert sorted(path.name for path in (tmp_path / "logs").glob("rank*.log")) == [
-        f"rank{rank}.log" for rank in range(3)
-    ]
+    assert (tmp_path / "logs" / "epochs.csv").read_text().count("\n") == 3
