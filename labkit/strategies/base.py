@@ -19,11 +19,9 @@ from labkit.strategies.state import (
     State,
     copy_into,
     held_by,
-    load_rates,
     load_state_of_parameter,
     named,
     of_kind,
-    rates,
     state_of_parameter,
 )
 from labkit.strategies.sync_batch_norm import GlobalBatch, batch_norms, convert
@@ -167,15 +165,13 @@ class Strategy:
         """What this rank gives to a checkpoint, see ``strategies.state``; a collective call."""
         held, rank, state = self.held(), self.comm.rank, State()
         has_layers = self.optimizes == "layers"
+        of_optimizer = self.optimizer_state(held.parameters)
+        if has_layers or rank == 0:
+            state |= named("optimizer", of_optimizer)
         if has_layers or rank == self.workers[0]:
             state |= named("model", held.tensors)
         if has_layers or (rank == 0 if self.replaces_buffers else rank in self.workers):
             state |= named("buffers", held.buffers)
-        of_optimizer = self.optimizer_state(held.parameters)
-        if has_layers or rank == 0:
-            state |= named("optimizer", of_optimizer)
-        if self.optimizer is not None:
-            state |= named("own", rates(self.optimizer))
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -185,14 +181,12 @@ class Strategy:
         copy_into(held.buffers, of_kind("buffers", state))
         if self.optimizer is not None:
             self.load_optimizer_state(held.parameters, of_kind("optimizer", state))
-            load_rates(self.optimizer, of_kind("own", state))
 
     def optimizer_state(self, parameters: Mapping[str, Tensor]) -> State:
         """What the optimizer has of the parameters, as NAME/KEY; all ranks call it."""
         found = State()
         for name, parameter in parameters.items() if self.optimizer else ():
-            one = state_of_parameter(self.optimizer, name, parameter)
-            found |= named(name, one)
+            found |= named(name, state_of_parameter(self.optimizer, parameter))
         return found
 
     def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:

@@ -27,14 +27,7 @@ from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, OnShares
 from labkit.strategies.flat_parameters import average_buffers, lay_end_to_end
 from labkit.strategies.local_gradients import check_straggler
-from labkit.strategies.state import (
-    State,
-    cut,
-    joined,
-    load_state_of_parameter,
-    only_trained,
-    state_of_parameter,
-)
+from labkit.strategies.state import State, cut, joined, load_state_of_parameter, state_of_parameter
 
 
 @torch.no_grad()
@@ -163,7 +156,7 @@ class ParameterServer(OnShares):
         mine, comm = State(), self.comm
         if self.serves:
             (flat,) = self.update.parameters
-            mine = state_of_parameter(self.optimizer, "the parameters", flat)
+            mine = state_of_parameter(self.optimizer, flat)
         for key, value in mine.items() if self.servers > 1 else ():
             # A number is the same on all servers.
             if value.dim() and comm.rank:
@@ -173,10 +166,10 @@ class ParameterServer(OnShares):
                 mine[key] = torch.cat(
                     [value, *(comm.recv(part, rank) for rank, part in enumerate(rest, start=1))]
                 )
-        return cut(mine, only_trained(parameters)) if comm.rank == 0 else {}
+        return cut(mine, parameters) if comm.rank == 0 else {}
 
     def load_optimizer_state(self, parameters: Mapping[str, Tensor], state: State) -> None:
-        whole = joined(state, only_trained(parameters))
+        whole = joined(state, parameters)
         start, end = self.slices[self.comm.rank]
         mine = {key: value[start:end] if value.dim() else value for key, value in whole.items()}
         load_state_of_parameter(self.optimizer, self.update.parameters[0], mine)
